@@ -39,7 +39,7 @@ class CachedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class AttentionScores:
     """How scores are made from queries and keys."""
 
     products: Products
@@ -88,7 +88,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         value: Tensor,
         position: Tensor,
         longest: int,
-        scores: Scores,
+        scores: AttentionScores,
     ) -> Tensor:
         wide = query.float()
         output = wide.new_zeros(*query.shape[:-1], value.shape[-1])
@@ -153,7 +153,12 @@ def _seeing(query: Tensor, longest: int, start: int) -> slice:
 
 
 def blockwise(
-    query: Tensor, key: Tensor, value: Tensor, position: Tensor, longest: int, scores: Scores
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position: Tensor,
+    longest: int,
+    scores: AttentionScores,
 ) -> Tensor:
     """Return the attention [B, n, H, D] of queries [B, n, H, D] at `position` [B, n].
 
@@ -198,7 +203,7 @@ def exact_attention(
         problem = "passes no layout on" if layout is None else "has dropout or sinks"
         raise ValueError(f"--exact: the attention of {type(module).__name__} {problem}")
 
-    scores = Scores(
+    scores = AttentionScores(
         products,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         configured_window(module) if sliding_window is None else sliding_window,
@@ -210,7 +215,9 @@ def exact_attention(
     return _of_batch(*(x[0] for x in tensors), layout, scores).unsqueeze(0), None
 
 
-def _of_rows(query: Tensor, key: Tensor, value: Tensor, rows: CachedRows, scores: Scores) -> Tensor:
+def _of_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: CachedRows, scores: AttentionScores
+) -> Tensor:
     """Compute attention of rows [B, S, ...] after moving each row's first token to the front."""
     # A layer with a window has dropped the keys that no query sees any more.
     dropped = rows.length - key.shape[1]
@@ -225,7 +232,9 @@ def _of_rows(query: Tensor, key: Tensor, value: Tensor, rows: CachedRows, scores
     return blockwise(query, key, value, position, rows.length, scores)
 
 
-def _of_batch(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: Scores) -> Tensor:
+def _of_batch(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: AttentionScores
+) -> Tensor:
     """Compute attention of a flat batch [U, ...], with a copy of a shared prefix per sequence."""
     blocks = layout.blocks
     sizes = [size * width for size, width in blocks.shapes]

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightrft.algorithms.truncation import Truncation
 from lightrft.attention.layout import Layout
 from lightrft.config.errors import ConfigError
-from lightrft.exact.attention import CachedRows, Scores, blockwise, exact_attention
+from lightrft.exact.attention import CachedRows, AttentionScores, blockwise, exact_attention
 from lightrft.exact.install import make_exact
 from lightrft.exact.logprobs import exact_token_logprobs
 from lightrft.exact.products import BLOCK, Products, ProductShapes, _problems, chosen_products
@@ -47,7 +47,7 @@ def test_attention_and_its_gradients_are_right(window: int | None, softcap: floa
     torch.manual_seed(0)
     tensors = [torch.randn(1, 150, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     upstream = torch.randn(1, 150, 4, 16)
-    scores = Scores(Products(), 0.2, window, softcap)
+    scores = AttentionScores(Products(), 0.2, window, softcap)
     output = blockwise(*tensors, torch.arange(150)[None], 150, scores)
     gradients = torch.autograd.grad(output, tensors, upstream)
 
@@ -186,7 +186,7 @@ def test_models_with_other_layers_are_refused(make, message, tmp_path) -> None:
 # -- whole runs
 
 FEW = ["--rollout_batch_size=4", "--n_samples_per_prompt=2", "--train_batch_size=8"]
-LONG = ["--exact", *FEW, "--prompt_max_len=66", "--generate_max_len=16"]
+LONG = ["--exact", *FEW, "--prompt_max_len=66", "--generate_max_len=10"]
 PARTIAL = ["--over_sampling=1.5", "--partial_rollout", "--actor_learning_rate=0"]
 CASES = {
     1: {
