@@ -12,7 +12,7 @@ from torch import Tensor
 from lightrft.algorithms.truncation import Truncation
 from lightrft.attention.layout import Layout
 from lightrft.config.errors import ConfigError
-from lightrft.exact.attention import CachedRows, AttentionScores, blockwise, exact_attention
+from lightrft.exact.attention import AttentionScores, CachedRows, blockwise, exact_attention
 from lightrft.exact.install import make_exact
 from lightrft.exact.logprobs import exact_token_logprobs
 from lightrft.exact.products import BLOCK, Products, ProductShapes, _problems, chosen_products
