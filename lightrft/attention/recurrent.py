@@ -289,7 +289,7 @@ def _own_heads(call: dict[str, Any], scan: Scan, layout: Layout) -> list[Tensor]
     if axis.size == 1:
         return values + groups
 
-    num_heads = values[0].shape[1]
+    num_heads = max(value.shape[1] for value in values)
     own = _own_part(num_heads, layout)
     for name in scan.heads:
         if call.get(name) is not None:
@@ -298,6 +298,9 @@ def _own_heads(call: dict[str, Any], scan: Scan, layout: Layout) -> list[Tensor]
     # An exchange has one dtype, and decays are float32.
     result = []
     for value in values:
+        # Several heads may share queries and keys. A rank may have a part of these heads only.
+        if value.shape[1] % axis.size:
+            value = value.repeat_interleave(num_heads // value.shape[1], dim=1)
         of_head = value if value.dim() > 2 else value.unsqueeze(-1)
         exchanged = layout.sequence.split_heads(of_head)[0]
         result.append(exchanged if value.dim() > 2 else exchanged[..., 0])

@@ -41,7 +41,8 @@ def _create_with_shared_device(
     **options: Any,
 ) -> None:
     by_rank = RANKS_IN_ADDRESSES in os.environ
-    if options or not isinstance(timeout, timedelta) or (by_rank and size > 1):
+    # torch 2.14 passes options that are False by default.
+    if any(options.values()) or not isinstance(timeout, timedelta) or (by_rank and size > 1):
         return _create(group, store, rank, size, timeout, **options)
     shared = ProcessGroupGloo._Options()
     shared._devices = _devices(os.getpid(), os.environ.get(INTERFACE, ""), by_rank)
