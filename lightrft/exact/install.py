@@ -71,7 +71,7 @@ def inexact_part(model: PreTrainedModel) -> str:
         return f"it has layers of type {', '.join(sorted(others))}"
 
     for path, module in model.named_modules():
-        known = type(module) in (nn.Linear, nn.Embedding)
+        known = type(module) is nn.Linear or isinstance(module, nn.Embedding)
         for name, parameter in module.named_parameters(recurse=False):
             if not known and parameter.dim() > 1:
                 return (

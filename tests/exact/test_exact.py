@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrft.algorithms.truncation import Truncation
 from lightrft.attention.layout import Layout
 from lightrft.config.errors import ConfigError
+from lightrft.engine.requests import Sampling
 from lightrft.exact.attention import AttentionScores, CachedRows, blockwise, exact_attention
+from lightrft.exact.hf import ExactHFEngine
 from lightrft.exact.install import make_exact
 from lightrft.exact.logprobs import exact_token_logprobs
 from lightrft.exact.products import BLOCK, Products, ProductShapes, _problems, chosen_products
@@ -21,7 +24,8 @@ from lightrft.tools.diagnosis import diagnose
 from lightrft.types import SharedPrefix
 from ranks import run_cases, run_ranks
 from runs import PPO, prepare, rows_of, run_here
-from tiny import tiny_experts, tiny_hybrid, tiny_model
+from scripts.bench.exact import build_actor, build_engine, make_prompts, sample
+from tiny import byte_tokenizer, tiny_experts, tiny_hybrid, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 WAYS = [Products(), Products(BLOCK)]
@@ -176,11 +180,41 @@ def test_a_machine_on_which_nothing_helps_is_refused(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_models_with_other_layers_are_refused(make, message, tmp_path) -> None:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(make(tmp_path / "model"))
     with pytest.raises(ConfigError, match=message):
         make_exact(model, torch.float32, torch.device("cpu"))
+
+
+WINDOW = {"sliding_window": 40, "query_pre_attn_scalar": 32}
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 40},
+    "gemma2": WINDOW,
+    "gemma3_text": WINDOW,
+    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2},
+}
+"""Windows that drop keys from the cache, soft caps, and scales of logits."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path) -> None:
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    options = sizes | heads | ids | {"initializer_range": 0.1} | FAMILIES[family]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options))
+    model.save_pretrained(tmp_path)
+    byte_tokenizer(512).save_pretrained(tmp_path)
+
+    prompts = make_prompts((5, 33, 70), 250)
+    for dtype in DTYPES:
+        engine = build_engine(ExactHFEngine, str(tmp_path), dtype, 100)
+        batch, of_engine = sample(engine, prompts, Sampling(max_tokens=20, top_k=9, seed=1))
+        actor = build_actor(str(tmp_path), dtype, exact=True)
+        with torch.no_grad():
+            logprobs, _ = actor(batch, 1.0, Truncation(top_k=9))
+        assert torch.equal(logprobs[batch.loss_mask], of_engine)
 
 
 # -- whole runs
