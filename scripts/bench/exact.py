@@ -10,6 +10,9 @@ gives the largest difference of a token's log-prob, in float32 and in bfloat16.
 `cost`: seconds of the processor of exact mode over those of the plain mode, in turns in one
 process: generation, scoring, and a forward and backward pass. The median of all turns, with the
 smallest and the largest.
+
+`gradients`: how many tensors have the same gradient if the sequences are divided into micro-batches
+of other sizes, and the largest difference, relative to the norm of a tensor.
 """
 
 import json
@@ -239,6 +242,40 @@ def cost(folder: str, args: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def gradients(folder: str, args: Any) -> list[dict[str, Any]]:
+    """Compare gradients of eight sequences in one micro-batch with those of other divisions."""
+    prompts = make_prompts((70, 33, 90, 12, 55, 20, 81, 40), args.vocabulary)
+    rows = []
+    for name, dtype in DTYPES.items():
+        actor = build_actor(folder, dtype, exact=True)
+
+        def compute(size: int, actor: Actor = actor) -> list[Tensor]:
+            actor.zero_grad()
+            for start in range(0, len(prompts), size):
+                actor(_whole(prompts[start : start + size]), 1.0)[0].sum().backward()
+            return [parameter.grad.float() for parameter in actor.parameters()]
+
+        together = [x.clone() for x in compute(len(prompts))]
+        for size in (len(prompts), len(prompts) // 2, 1):
+            pairs = list(zip(compute(size), together, strict=True))
+            gap = max(((x - y).norm() / y.norm()).item() for x, y in pairs)
+            equal = sum(torch.equal(x, y) for x, y in pairs)
+            row = {"dtype": name, "sequences": size, "tensors": len(pairs), "equal": equal}
+            rows.append(row | {"difference": gap})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def _whole(prompts: list[list[int]]) -> Batch:
+    sequences = list(map(torch.tensor, prompts))
+    return Batch(
+        lengths=torch.tensor([len(x) for x in sequences]),
+        input_ids=torch.cat(sequences),
+        loss_mask=torch.cat([torch.arange(len(x)) > 0 for x in sequences]),
+        rows=torch.arange(len(sequences)),
+    )
+
+
 def _seconds(phase: Callable[[int], None], way: int) -> float:
     began = time.process_time()
     phase(way)
@@ -265,7 +302,7 @@ def make_model(folder: Path, args: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    ways = {"causes": causes, "cost": cost}
+    ways = {"causes": causes, "cost": cost, "gradients": gradients}
     flags = {
         "--ways": list(ways),
         "--hidden": 128,
