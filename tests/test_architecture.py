@@ -31,6 +31,7 @@ LAYERS = {
     "strategy": 5,
     "backends": 4,
     "checkpoint": 3,
+    "exact": 3,
     "models": 2,
     "engine": 2,
     "data": 2,

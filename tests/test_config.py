@@ -1046,7 +1046,7 @@ def test_field_names_are_unique_over_all_sections():
 
 
 def test_the_number_of_knobs_stays_in_hand():
-    assert len(section_of_field()) <= 269
+    assert len(section_of_field()) <= 270
 
 
 def test_commands_read_sections_that_exist():
@@ -1204,6 +1204,52 @@ FP8 = ["--fp8_training", "--fsdp", "--bf16"]
 )
 def test_eight_bits_that_cannot_be(argv, message):
     assert message in problems(*RUNNABLE, *argv)
+
+
+EXACT = ["--exact", "--fsdp", "--engine_type=hf"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([*EXACT, "--engine_type=vllm"], "--exact needs --engine_type hf: vllm computes"),
+        ([*EXACT, "--engine_type=sglang"], "--exact needs --engine_type hf: sglang computes"),
+        (["--exact", "--engine_type=hf", "--strategy=deepspeed"], "--exact needs --fsdp"),
+        ([*EXACT, "--tp_size=2"], "--exact needs --tp_size 1: ranks that split a layer"),
+        ([*EXACT, "--sp_size=2"], "--exact needs --sp_size 1 and --cp_size 1"),
+        ([*EXACT, "--cp_size=2"], "--exact needs --sp_size 1 and --cp_size 1"),
+        ([*EXACT, "--rollout_ranks=1"], "--exact needs --rollout_ranks 0"),
+        ([*EXACT, "--lora_rank=4"], "--exact needs --lora_rank 0"),
+        ([*EXACT, "--fp8_training", "--bf16"], "--exact does not support --fp8_training"),
+        ([*EXACT, "--fused_kernels=liger"], "--exact does not support --fused_kernels liger"),
+        ([*EXACT, "--images_key=images"], "--exact does not support --images_key: towers"),
+    ],
+)
+def test_what_exact_does_not_support(argv, message):
+    assert message in problems(*RUNNABLE, *argv)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"num_experts": 8}, "has experts, and the number of rows"),
+        ({"layer_types": ["linear_attention"]}, "has layers of type linear_attention"),
+    ],
+)
+def test_models_that_exact_does_not_support(tmp_path, settings, reason):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert reason in problems(*RUNNABLE, *EXACT, f"--pretrain={tmp_path}")
+
+
+def test_exact_runs_end_at_the_first_difference():
+    for argv, limit in (
+        ([], 0.0),
+        (["--mismatch_limit=0.1"], 0.1),
+        (["--over_sampling=1.5", "--partial_rollout"], None),
+    ):
+        config = parsed(*RUNNABLE, *EXACT, *argv)
+        resolve(config, "train_ppo", 2)
+        assert config.train.mismatch_limit == limit
 
 
 def test_fp8_training_without_its_package(monkeypatch):

@@ -3,6 +3,7 @@ layer. Before that, a small copy of the model is computed in packed sequences an
 its training is stopped and resumed.
 
 lightrft doctor --model Qwen/Qwen2.5-0.5B-Instruct --bf16
+lightrft doctor --model Qwen/Qwen2.5-0.5B-Instruct --engine_type hf --fsdp --exact
 lightrft selfcheck Qwen/Qwen2.5-0.5B-Instruct --config run.yaml
 """
 
@@ -111,6 +112,7 @@ def _read_recipe(arguments: argparse.Namespace) -> None:
     arguments.bf16 = arguments.bf16 or recipe.model.bf16
     arguments.trust_remote_code = arguments.trust_remote_code or recipe.model.trust_remote_code
     arguments.fsdp = arguments.fsdp or recipe.strategy.fsdp
+    arguments.exact = arguments.exact or recipe.engine.exact
     for name in ("engine_type", "engine_mem_util", "engine_kv_cache_gb"):
         if getattr(arguments, name) == _parser().get_default(name):
             setattr(arguments, name, getattr(recipe.engine, name))
@@ -156,6 +158,7 @@ def _config(arguments: argparse.Namespace) -> Config:
             engine_enforce_eager=True,
             engine_mem_util=arguments.engine_mem_util,
             engine_kv_cache_gb=arguments.engine_kv_cache_gb,
+            exact=arguments.exact,
         ),
         rollout=RolloutSection(generate_max_len=64),
         train=TrainSection(),
@@ -186,6 +189,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine_type", default="auto", help="auto, vllm, sglang or hf")
     fsdp = "train with FSDP2, as with --fsdp in a run; without it DeepSpeed where it is installed"
     parser.add_argument("--fsdp", action="store_true", help=fsdp)
+
+    exact = "demand equal bits, as with --exact in a run, and name the first part that differs"
+    parser.add_argument("--exact", action="store_true", help=exact)
 
     parser.add_argument(
         "--bf16", action="store_true", help="compute in bfloat16, as with --bf16 in a run"
@@ -257,7 +263,8 @@ def _gaps(diagnosis: Diagnosis, strategy: str) -> Table:
     )
 
     for name, gap in diagnosis.gaps.items():
-        colour = "green" if gap.mean <= MISMATCH[diagnosis.dtype] else "red"
+        allowed = 0.0 if diagnosis.exact else MISMATCH[diagnosis.dtype]
+        colour = "green" if gap.mean <= allowed else "red"
         mean = f"[{colour}]{gap.mean:.1e}[/]"
         table.add_row(
             name,

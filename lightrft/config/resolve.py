@@ -98,6 +98,8 @@ def resolve(
     algorithm = config.algorithm
     if config.engine.rollout_quantization != "none" and command in PPO:
         _correct_quantized_rollouts(config)
+    if config.engine.exact and not config.rollout.partial_rollout:
+        config.expand({"mismatch_limit": 0.0})
     bounds = (
         {}
         if algorithm.eps_clip is None

@@ -883,6 +883,71 @@ DEEPSPEED = (
 )
 """What ZeRO cannot do."""
 
+
+def _layers_not_exact(run: RunFacts) -> str:
+    """Return the layers of the model that --exact does not support; empty if there are none.
+
+    A model on the hub is checked when it is loaded.
+    """
+    kinds = set(run.model_config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if any(run.model_config.get(name) for name in NUM_EXPERTS):
+        return "experts, and the number of rows of an expert's product depends on the other tokens"
+    if kinds:
+        return f"layers of type {', '.join(sorted(kinds))}, whose scans divide a sequence by length"
+    return ""
+
+
+EXACT = (
+    Rule(
+        "--exact needs --engine_type hf: {engine_type} computes with kernels of its own, whose bits"
+        " differ from the trainer's; `lightrft doctor --exact` names the first part that differs",
+        lambda run: run.exact and run.engine_type != "hf",
+    ),
+    Rule(
+        "--exact needs --fsdp: it was not tested with DeepSpeed",
+        lambda run: run.exact and run.strategy == "deepspeed",
+    ),
+    Rule(
+        "--exact needs --tp_size 1: ranks that split a layer add partial sums, and the engine adds"
+        " the whole sum in another order",
+        lambda run: run.exact and run.tp_size > 1,
+    ),
+    Rule(
+        "--exact needs --sp_size 1 and --cp_size 1: ranks that split a sequence exchange heads or"
+        " keys, and exact attention reads the blocks of a whole sequence on one rank",
+        lambda run: run.exact and run.sequence_ranks > 1,
+    ),
+    Rule(
+        "--exact needs --rollout_ranks 0: it was not tested with engines on other ranks, whose"
+        " processors may compute other bits",
+        lambda run: run.exact and run.rollout_ranks > 0,
+    ),
+    Rule(
+        "--exact needs --lora_rank 0: the engine's products with adapters depend on the number of"
+        " rows",
+        lambda run: run.exact and run.lora_rank > 0,
+    ),
+    Rule(
+        "--exact does not support --fp8_training: the engine computes without FP8",
+        lambda run: run.exact and run.fp8_training,
+    ),
+    Rule(
+        "--exact does not support --fused_kernels {fused_kernels}: the engine computes without"
+        " these kernels",
+        lambda run: run.exact and run.fused_kernels != "none",
+    ),
+    Rule(
+        "--exact does not support {media_flags}: towers and their attention depend on the other"
+        " media of a batch",
+        lambda run: run.exact and run.media_flags,
+    ),
+    Rule(
+        "--exact does not support --pretrain {pretrain}: it has {found}",
+        lambda run: run.exact and _layers_not_exact(run),
+    ),
+)
+"""What --exact cannot promise, or was not tested with."""
+
 LAYOUT = (
     Rule(
         "--rollout_ranks {rollout_ranks} leaves none of the {world_size} processes for training",
@@ -925,6 +990,7 @@ RULES = (
     (GENERATING, GENERATION),
     (PPO, ALGORITHM),
     (PPO, ROLLOUT),
+    (PPO, EXACT),
     (SUPERVISED, PREFERENCE),
     (TRAINING, MEDIA),
     (EVERY, STRATEGY),

@@ -425,6 +425,11 @@ class EngineSection(Section, commands=GENERATING):
     in the stream, with a scale for each output channel, and their inputs for each token.
     --rollout_correction is tis then, unless it is set. int8 runs on CPUs and accelerators, fp8 on
     accelerators that have it (Ada, Hopper and later)."""
+    exact: bool = option(False, commands=PPO)
+    """Compute log-probs in engine and trainer with the same bits: attention reads keys in fixed
+    blocks, and the rows of a product do not depend on their number. With --engine_type hf, FSDP2
+    and dense models of text. A step with any difference ends the run, unless responses continue
+    under newer weights. See docs/exact.md."""
     verify_weight_sync: bool = option(True, commands=SAMPLING)
     """Compare fingerprints of the weights that were sent with those in the engine after every
     stream, and stop the run if they differ. The first time and every 128th time all weights are
@@ -980,7 +985,7 @@ class TrainSection(Section, commands=TRAINING):
     overwrite: bool = False
     """Start from the beginning in a folder that has the results of an earlier run; they are moved
     to FOLDER.previous."""
-    mismatch_limit: float | None = option(None, POSITIVE, commands=PPO)
+    mismatch_limit: float | None = option(None, NOT_NEGATIVE, commands=PPO)
     """End the run when the mean difference between the log-probs of engine and trainer in a step is
     larger than this; unset: only warn of a difference far above the previous steps."""
     stop_loss: float | None = option(None, commands=SUPERVISED)

@@ -30,6 +30,8 @@ TOOL_PARSERS = {
     name: f"lightrft.engine.{name}.tool_parsers:tool_parser" for name in ("vllm", "sglang")
 }
 """Engine -> function that returns one of the engine's parsers of tool calls by name."""
+EXACT = "lightrft.exact.hf:ExactHFEngine"
+"""Adapter of the hf engine under --exact."""
 REMOTE = "lightrft.engine.remote.adapter:RemoteEngine"
 """Adapter for engines on other ranks."""
 ON_ONE_NODE = ("sglang",)
@@ -52,7 +54,8 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     name = _resolve(section.engine_type)
     if name in ON_ONE_NODE:
         _check_nodes(name, setup["axis"])
-    adapter: type[Engine] = _adapter(ENGINES[name])
+    exact = section.exact and name == "hf"
+    adapter: type[Engine] = _adapter(EXACT if exact else ENGINES[name])
     if section.rollout_quantization != "none":
         if not adapter.quantizes:
             raise ConfigError(f"--rollout_quantization needs --engine_type vllm, and not {name}")

@@ -80,6 +80,7 @@ class HFEngine(Engine):
             self.weights |= _add_adapters(self.model, setup.adapters)
         self.weights_valid = not setup.from_stream
         self.routed = _RoutedExperts(self.model) if setup.section.router_replay else None
+        self.sample = sample_tokens
         self._waiting: dict[int, Request] = {}
         self._samples: _Samples | None = None
         """Samples of the running batch."""
@@ -158,7 +159,7 @@ class HFEngine(Engine):
                 self.routed.newest(len(prompts)), [len(request.prompt) for request in prompts]
             )
         for step in range(sampling.max_tokens):
-            tokens, logprobs = sample_tokens(
+            tokens, logprobs = self.sample(
                 logits, sampling.temperature, noise[rows.index, step], sampling.truncation
             )
             sampled = zip(

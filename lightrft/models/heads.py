@@ -60,6 +60,7 @@ class Actor(SequenceParallelModule):
 
     def __init__(self, language_model: PreTrainedModel):
         super().__init__()
+        self.token_logprobs = token_logprobs
         self.language_model = language_model
         self.logit_scale = logit_scale(language_model)
         self.softcap = logit_softcap(language_model)
@@ -122,7 +123,7 @@ class Actor(SequenceParallelModule):
 
         for rows, part in parts:
             tokens = next_[rows]
-            values = token_logprobs(
+            values = self.token_logprobs(
                 hidden[local[rows]],
                 weight,
                 padded.input_ids[tokens],

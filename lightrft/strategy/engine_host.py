@@ -93,7 +93,12 @@ class EngineHost:
         """Return hf, vllm, ...: the package of the adapter; "none" without an engine."""
         if self._engine is None:
             return "none"
-        return type(self._engine).__module__.removeprefix("lightrft.engine.").partition(".")[0]
+        module = type(self._engine).__module__
+        return (
+            module.removeprefix("lightrft.engine.")
+            .removeprefix("lightrft.exact.")
+            .partition(".")[0]
+        )
 
     @property
     def status(self) -> EngineStatus:

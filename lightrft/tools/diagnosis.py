@@ -18,6 +18,8 @@ from lightrft.config.sections import Config
 from lightrft.engine.model_info import never_sampled
 from lightrft.engine.probe import LOGITS, MISMATCH, Probe
 from lightrft.engine.requests import Request, Sampling
+from lightrft.exact.install import make_actor_exact
+from lightrft.exact.products import LEAST
 from lightrft.models.heads import Actor, logit_scale, logit_softcap
 from lightrft.models.load import load_model
 from lightrft.models.logprobs import scaled_logits
@@ -119,6 +121,8 @@ class Diagnosis:
     """
     settings: list[str] = field(default_factory=list)
     """Differences of the two models' configurations."""
+    exact: bool = False
+    """Whether any difference is an error, as with --exact."""
 
     @property
     def first(self) -> PartGap | None:
@@ -127,7 +131,8 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        within = all(gap.mean <= MISMATCH[self.dtype] for gap in self.gaps.values())
+        allowed = 0.0 if self.exact else MISMATCH[self.dtype]
+        within = all(gap.mean <= allowed for gap in self.gaps.values())
         return within and self.first is None
 
     @property
@@ -141,6 +146,10 @@ class Diagnosis:
                     " differs"
                 )
             )
+
+        if self.exact:
+            part = self.first.name
+            return f"{part}: engine and trainer agree in every bit before it, and differ from it on"
 
         advice = ADVICE[self.first.name.rpartition(".")[2]]
         return (
@@ -163,6 +172,8 @@ def diagnose(
     pretrain = config.model.pretrain
     with strategy.init_model_context():
         actor = Actor(load_model(config.model))
+    if config.engine.exact:
+        make_actor_exact(actor, strategy.dtype, strategy.device, strategy.world)
     # The engine leaves these tokens out, so the trainer must do the same.
     banned = never_sampled(pretrain, actor.language_model.config, tokenizer)
     part = Sampling().resolved(banned).truncation
@@ -192,9 +203,9 @@ def diagnose(
     )
     parts = (_without(banned, values) for values in (trainer_values, engine_values))
 
-    return Diagnosis(
-        strategy.host.name, strategy.dtype, gaps, compare(*parts, strategy.dtype), settings
-    )
+    exact = config.engine.exact
+    part_gaps = compare(*parts, strategy.dtype, exact=exact)
+    return Diagnosis(strategy.host.name, strategy.dtype, gaps, part_gaps, settings, exact)
 
 
 def _without(banned: Sequence[int], values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -210,9 +221,16 @@ def _without(banned: Sequence[int], values: dict[str, Tensor]) -> dict[str, Tens
 
 
 def compare(
-    trainer_values: dict[str, Tensor], engine_values: dict[str, Tensor], dtype: torch.dtype
+    trainer_values: dict[str, Tensor],
+    engine_values: dict[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    exact: bool = False,
 ) -> list[PartGap]:
-    """Compare the parts that both have, in the order of the trainer."""
+    """Compare the parts that both have, in the order of the trainer.
+
+    With `exact` no difference is allowed.
+    """
     depths = {
         name: next((int(part) for part in name.split(".") if part.isdigit()), None)
         for name in trainer_values
@@ -231,7 +249,8 @@ def compare(
                 if depths[name] is None
                 else depths[name]
             )
-            part_gaps.append(PartGap(name, relative, ROUNDING[dtype] * math.sqrt(1 + depth)))
+            allowed = 0.0 if exact else ROUNDING[dtype] * math.sqrt(1 + depth)
+            part_gaps.append(PartGap(name, relative, allowed))
 
     return part_gaps
 
@@ -246,7 +265,9 @@ def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
     probe = Probe(len(sequence))
 
     def head(module: nn.Module, arguments: Any, output: Any) -> None:
-        last = output.last_hidden_state[0, -1:]  # the weight is unsharded while the model computes
+        # The weight is unsharded while the model computes. Several rows, because a product of one
+        # row may round otherwise.
+        last = output.last_hidden_state[0, -LEAST:]
         weight = model.get_output_embeddings().weight
         values = torch.empty(len(last), len(weight), device=last.device)
         logits.append(
@@ -259,7 +280,7 @@ def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
             policy.get_logprobs(_pad([sequence]))
     finally:
         hook.remove()
-    return probe.parts(logits[0])
+    return probe.parts(logits[0][-1])
 
 
 def _gap(

@@ -57,6 +57,10 @@ def build_policy(
     check_model(config.model, strategy)
     with strategy.init_model_context():
         actor = Actor(freeze_parameters(load_model(config.model), config.model))
+    if config.engine.exact:
+        from lightrft.exact.install import make_actor_exact
+
+        make_actor_exact(actor, strategy.dtype, strategy.device, strategy.world)
     # Engines choose rotary frequencies for the longest possible sequence.
     if sampling is not ANY_TOKEN:
         check_window(actor.language_model, longest_sequence(config))
@@ -80,6 +84,8 @@ def build_policy(
             from lightrft.backends.torchao import use_float8
 
             use_float8(frozen, strategy.device)
+        if config.engine.exact:
+            make_actor_exact(frozen, strategy.dtype, strategy.device, strategy.world)
         frozen = strategy.prepare(frozen)
 
     average = None
