@@ -14,7 +14,7 @@ from lightrft.backends.torchao import use_float8
 from lightrft.config.errors import ConfigError
 from lightrft.strategy import get_strategy
 from ranks import run_ranks
-from runs import PPO, prepare, train
+from runs import PPO, prepare, repeatable, train
 from tiny import tiny_experts, tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -150,3 +150,19 @@ def test_the_reference_of_a_run_is_computed_in_the_same_way(tmp_path) -> None:
     first, second = (row["train/kl"] for row in rows)
     assert first == 0 < second
     assert all(1e-3 < row["engine/logprob_mismatch"] < 0.2 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_run_continues_from_a_checkpoint_with_equal_bits(tmp_path) -> None:
+    flags = [
+        *prepare(tmp_path),
+        *PPO,
+        "--fp8_training",
+        "--bf16",
+        "--max_steps=4",
+        "--save_steps=2",
+    ]
+    whole = train("train_ppo", 2, flags, tmp_path / "run")
+    again = [f"--fork_from={tmp_path / 'run'}", "--at=2"]
+    forked = train("train_ppo", 2, [*flags, *again], tmp_path / "fork")
+    assert repeatable(forked) == repeatable(whole)
