@@ -98,9 +98,7 @@ class PPOTrainer(Trainer):
         self.make_experience = make_experience
         self.learners = learners
         self.eval_sets = eval_sets
-        self.sample_sinks: list[SampleSink] = [self.show]
-        if dump is not None:
-            self.sample_sinks.insert(0, dump)
+        self.sample_sinks: list[SampleSink] = [] if dump is None else [dump]
 
         for each in learners:
             self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
@@ -109,6 +107,7 @@ class PPOTrainer(Trainer):
         samples, version = self._collect(number)
         for sink in self.sample_sinks:
             sink(number, samples, version)
+        self.show(number, samples)
         measure_samples(samples, version, self.metrics)
 
         with self.trace.phase("experience"):
@@ -166,7 +165,7 @@ class PPOTrainer(Trainer):
             self.strategy.host.invalidate_weights(weight_version)
             raise
 
-    def show(self, number: int, samples: list[Sample], version: int) -> None:
+    def show(self, number: int, samples: list[Sample]) -> None:
         """Write some samples to the sinks, by group, so that responses can be compared."""
         if self.strategy.is_rank_0():
             self.observer.samples(
