@@ -27,6 +27,7 @@ COMMANDS = {
     "bundle": "write what one step of a run needs into one file",
     "replay": "repeat the step of a bundle without an engine, and explain its samples",
     "diagnose": "name what goes wrong in a run, with the flag to change",
+    "forecast": "forecast the reward of a run, and the hours and the cost to a target",
     "test_rewards": "test a reward function on rows of data before it is trained against",
     "doctor": "check this machine, and compare engine and trainer on a model",
     "selfcheck": "the same, with a model: lightrft selfcheck MODEL --config FILE",
@@ -34,7 +35,8 @@ COMMANDS = {
 ALIASES = {
     "selfcheck": "doctor",
     **{
-        name: f"debug.{name}" for name in ("bisect", "bundle", "replay", "diagnose", "test_rewards")
+        name: f"debug.{name}"
+        for name in ("bisect", "bundle", "replay", "diagnose", "forecast", "test_rewards")
     },
 }
 """Command -> module in lightrft/cli, where that has another name."""

@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from lightrft.cli import doctor, export, plan
-from lightrft.cli.debug import bundle, replay, test_rewards
+from lightrft.cli.debug import bundle, forecast, replay, test_rewards
 from lightrft.compat import openrlhf, renamed
 from lightrft.compat.command_line import parse
 from lightrft.compat.openrlhf import DOTTED, IGNORED
@@ -189,7 +189,7 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
             ["checkpoint", "folder"] if command == "export" and arguments[0].startswith("-") else []
         )
         parsers[command]().parse_args([*arguments, *positional])
-    elif command in ("bisect", "bundle", "replay", "diagnose", "test_rewards"):
+    elif command in ("bisect", "bundle", "replay", "diagnose", "forecast", "test_rewards"):
         import_module(f"lightrft.cli.debug.{command}").parser().parse_args(arguments)
     elif command == "report":
         assert set(arguments) & {"--out", "--csv"} or len(arguments) == 1
@@ -294,7 +294,7 @@ def known(groups: list[list[str]]) -> bool:
 def options_of_tools() -> set[str]:
     """Return the flags of the commands that read no configuration."""
     parsers: list[Callable[[], ArgumentParser]] = [doctor._parser, export._parser, plan._parser]
-    parsers += [bundle.parser, replay.parser, test_rewards.parser]
+    parsers += [bundle.parser, replay.parser, forecast.parser, test_rewards.parser]
     return {
         option
         for parser in parsers
