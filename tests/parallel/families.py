@@ -40,17 +40,6 @@ OTHERS = {
     "arcee": {},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"logit_scale": 0.25, "sliding_window": 4},
-    "deepseek_v3": ROUTED_IN_GROUPS
-    | {
-        "n_group": 2,
-        "topk_group": 1,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-    },
     "exaone4": {"sliding_window": 4},
     "gemma2": {
         "sliding_window": 4,
@@ -64,13 +53,30 @@ OTHERS = {
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "glm4_moe": ROUTED_IN_GROUPS | {"n_group": 1, "topk_group": 1},
     "granite": {"logits_scaling": 4.0},
     "hunyuan_v1_dense": {},
-    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ministral3": {},
     "mistral": {"sliding_window": 4},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "smollm3": {},
+}
+"""Families whose blocks have the same names and shapes, or experts, with settings of their own."""
+MIXTURES = {
+    "deepseek_v3": ROUTED_IN_GROUPS
+    | {
+        "n_group": 2,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    "glm4_moe": ROUTED_IN_GROUPS | {"n_group": 1, "topk_group": 1},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_5_moe_text": {
         "num_experts": 4,
@@ -83,11 +89,8 @@ OTHERS = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    "smollm3": {},
 }
-"""Families whose blocks have the same names and shapes, or experts, with settings of their own."""
+"""Families whose blocks are not split; ranks may divide the experts."""
 
 
 def family_config(
@@ -121,7 +124,7 @@ def family_config(
         bos_token_id=BOS,
         eos_token_id=EOS,
         dtype=torch.float32,
-        **sizes | (special | OTHERS).get(family, {}),
+        **sizes | (special | OTHERS | MIXTURES).get(family, {}),
         **options,
     )
 
