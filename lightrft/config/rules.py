@@ -695,12 +695,6 @@ def _unknown_routers(run: RunFacts) -> list[str]:
     ]
 
 
-def _undivided_ranks(run: RunFacts) -> int:
-    """Return the number of ranks that share a model, if --ep_size does not divide it."""
-    ranks = run.num_training_ranks // (run.dp_replicate * run.tp_size)
-    return ranks if ranks % run.ep_size else 0
-
-
 def _against_cp_size(run: RunFacts) -> str:
     agreeing = {"sp_size": (1, run.cp_size), "sp_impl": ("auto", "zigzag")}
     wrong = [
@@ -961,7 +955,10 @@ LAYOUT = (
     Rule("{found} does not divide the {num_training_ranks} processes", _undivided),
     Rule(
         "--ep_size {ep_size} does not divide the {found} ranks that shard a copy of the model",
-        _undivided_ranks,
+        lambda run: (
+            (ranks := run.num_training_ranks // (run.dp_replicate * run.tp_size)) % run.ep_size
+            and ranks
+        ),
     ),
     Rule(
         "--zpg {zpg} does not divide the {num_training_ranks} processes",

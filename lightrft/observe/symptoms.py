@@ -126,16 +126,18 @@ def _range(run: Course) -> float:
 
 def _dead_groups(run: Course) -> Iterator[Symptom]:
     name = "rollout/groups_without_signal"
-    if name in run and run.last(name) > 0.8:
-        reward = run.last("rollout/reward")
-        top = run.best("rollout/reward_max") if "rollout/reward_max" in run else 1.0
-        if reward < 0.95 * top or top <= 0:
-            yield Symptom(
-                "dead groups",
-                f"{run.last(name):.0%} of the groups have equal rewards, {reward:.3g} on average",
-                "use prompts that are neither too hard nor too easy, --dynamic_sampling, a larger"
-                " --n_samples_per_prompt, or supervised training first",
-            )
+    if name not in run or run.last(name) <= 0.8:
+        return
+    reward = run.last("rollout/reward")
+    top = run.best("rollout/reward_max") if "rollout/reward_max" in run else 1.0
+    # A policy that has learned everything gets equal rewards too, the best ones.
+    if run.first(name) > 0.8 or reward < top - 0.05 * _range(run):
+        yield Symptom(
+            "dead groups",
+            f"{run.last(name):.0%} of the groups have equal rewards, {reward:.3g} on average",
+            "use prompts that are neither too hard nor too easy, --dynamic_sampling, a larger"
+            " --n_samples_per_prompt, or supervised training first",
+        )
 
 
 def _length_drift(run: Course) -> Iterator[Symptom]:

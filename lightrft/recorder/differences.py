@@ -5,6 +5,7 @@ sample and token, and checkpoints in which tensor and element.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import yaml
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightrft.checkpoint.manifest import checkpoints
@@ -22,6 +22,7 @@ from lightrft.observe.sinks import read_rows
 from lightrft.run.digests import FILE, OF_SEQUENCES, PHASES, read_digests
 from lightrft.run.resume_check import NO_EFFECT_ON_NUMBERS
 from lightrft.run.run_folder import DESCRIPTION, checkpoints_of
+from lightrft.tools.comparison import read_settings
 
 MEANINGS = {
     "prompts": "the prompts of the step",
@@ -38,6 +39,8 @@ MEANINGS = {
 SAMPLE_FIELDS = ("token_ids", "logprobs", "reward", "reward_parts", "token_rewards", "masked")
 OF_RUN = ("world_size", "rollout_ranks", "engine", "engine_tp_size", "strategy", "device")
 MISMATCH = "engine/logprob_mismatch"
+STEP = re.compile(r"step(\d+)")
+"""Name of the checkpoint of a step."""
 FAR = 10.0
 LEAST = 1e-2
 """A mean mismatch that is so many times the other run's, and at least so large, is no rounding."""
@@ -83,7 +86,10 @@ def find_difference(one: Path, other: Path) -> Difference:
         if phase is not None:
             found.step = step
             found.phase, found.update = _in_updates(phase, *rows)
-            found.parts = _differing_parts(*(row.get(found.phase) for row in rows))
+            first, second = (row.get(found.phase) for row in rows)
+            if isinstance(first, dict) and isinstance(second, dict):  # by part of the model
+                names = first | second
+                found.parts = [name for name in names if first.get(name) != second.get(name)]
             break
 
     found.causes = [*_settings(folders), *_descriptions(folders), *_data(folders)]
@@ -106,23 +112,11 @@ def _in_updates(phase: str, one: Mapping[str, Any], other: Mapping[str, Any]) ->
     return phase, 0
 
 
-def _differing_parts(one: Any, other: Any) -> list[str]:
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return []
-    return [name for name in one | other if one.get(name) != other.get(name)]
-
-
 # -- what differs around the numbers
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.yaml"
-    sections = yaml.safe_load(file.read_text()) if file.is_file() else {}
-    return {name: value for each in sections.values() for name, value in each.items()}
-
-
 def _settings(folders: Sequence[Path]) -> Iterator[str]:
-    one, other = map(_config, folders)
+    one, other = map(read_settings, folders)
     for name in one | other:
         values = one.get(name), other.get(name)
         if name not in NO_EFFECT_ON_NUMBERS and values[0] != values[1]:
@@ -130,7 +124,8 @@ def _settings(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _descriptions(folders: Sequence[Path]) -> Iterator[str]:
-    one, other = (_json(folder / DESCRIPTION) for folder in folders)
+    files = [folder / DESCRIPTION for folder in folders]
+    one, other = (json.loads(file.read_text()) if file.is_file() else {} for file in files)
     for name in OF_RUN:
         if one.get(name) != other.get(name):
             yield f"{name.replace('_', ' ')}: {one.get(name)!r} and {other.get(name)!r}"
@@ -143,13 +138,9 @@ def _descriptions(folders: Sequence[Path]) -> Iterator[str]:
                 yield f"{title} {name}: {values[0]} and {values[1]}"
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
 def _data(folders: Sequence[Path]) -> Iterator[str]:
     """Compare files of data and code that both runs name, if these are files still."""
-    configs = [*map(_config, folders)]
+    configs = [*map(read_settings, folders)]
     for name in ("prompt_data", "eval_data", "pretrain_data", "reward"):
         paths = [
             Path(str(each.get(name) or "").rpartition(":")[0] or str(each.get(name)))
@@ -241,7 +232,7 @@ def _element(name: str, one: Any, other: Any) -> str:
 
 def read_recorded(folder: Path, step: int) -> list[dict[str, Any]] | None:
     """Return the recorded samples of all replicas of a step, in rank order; None without any."""
-    dump = _config(folder).get("dump_rollouts")
+    dump = read_settings(folder).get("dump_rollouts")
     files = sorted(
         (Path(dump).expanduser() / f"step_{step:06d}").glob("replica_*.jsonl") if dump else (),
         key=lambda file: int(file.name.split("_")[1]),
@@ -252,20 +243,20 @@ def read_recorded(folder: Path, step: int) -> list[dict[str, Any]] | None:
 
 
 def _of_checkpoints(folders: Sequence[Path], step: int) -> Iterator[str]:
-    saved = [
-        {path.name: path for _, path in checkpoints(checkpoints_of(folder))} for folder in folders
-    ]
-    common = [
-        number for tag in saved[0].keys() & saved[1].keys() if (number := _step_of(tag)) >= step
-    ]
+    saved: list[dict[int, Path]] = []
+    for folder in folders:
+        paths = (path for _, path in checkpoints(checkpoints_of(folder)))
+        saved.append({int(tag[1]): path for path in paths if (tag := STEP.fullmatch(path.name))})
+
+    common = [number for number in saved[0].keys() & saved[1].keys() if number >= step]
     if not common:
         yield "--save_steps in both runs would show the tensor and the element"
         return
 
-    tag = f"step{min(common)}"
-    names, place = _first_element(*(each[tag] for each in saved))
+    first = min(common)
+    names, place = _first_element(*(each[first] for each in saved))
     if names:
-        yield f"checkpoint {tag}: {len(names)} tensors of the models differ; {place}"
+        yield f"checkpoint {saved[0][first].name}: {len(names)} tensors of the models differ; {place}"
 
 
 def _first_element(one: Path, other: Path) -> tuple[list[str], str]:
@@ -291,11 +282,6 @@ def _first_element(one: Path, other: Path) -> tuple[list[str], str]:
             )
 
     return names, place
-
-
-def _step_of(tag: str) -> int:
-    number = tag.removeprefix("step")
-    return int(number) if number.isdecimal() else -1
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Size, torch.dtype]]:

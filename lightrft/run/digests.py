@@ -9,15 +9,16 @@ first one in which two runs differ:
      "updates": ["...", "..."]}
 
 `updates` has 4 bytes each for loss, gradient and weights of an optimizer step, because a step may
-have several of these. Digests of sequences do not depend on the number of ranks, or on which rank has a sequence. The
-plan, the gradient and the weights of a rank do. Line 0 has the weights that a run begins with.
+have several of these. Digests of sequences do not depend on the number of ranks, or on which rank
+has a sequence. The plan, the gradient and the weights of a rank do. Line 0 has the weights that a
+run begins with.
 """
 
 import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -189,21 +190,13 @@ def _sequences(record: StepRecord) -> dict[str, int]:
         "advantages" if record.samples else "prompts": ["loss_mask", "advantages"],
         "outputs": list(named),
     }
-    for tokens, part in zip(
-        columns["input_ids"].split(batch.lengths.tolist()), _split(columns, batch), strict=True
-    ):
+    parts = {name: values.split(batch.lengths.tolist()) for name, values in columns.items()}
+    for row, tokens in enumerate(parts["input_ids"]):
         for phase, names in kinds.items():
-            present = [_bytes(part[name]) for name in names if name in part]
+            present = [_bytes(parts[name][row]) for name in names if name in parts]
             add(phase, _bytes(tokens), *present)
 
     return sums
-
-
-def _split(columns: Mapping[str, Tensor], batch: Batch) -> Iterable[dict[str, Tensor]]:
-    """Return the columns of each sequence."""
-    parts = {name: values.split(batch.lengths.tolist()) for name, values in columns.items()}
-    for row in range(len(batch)):
-        yield {name: values[row] for name, values in parts.items()}
 
 
 def row_of(step: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

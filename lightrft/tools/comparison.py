@@ -33,7 +33,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
                 " empty one"
             )
 
-    settings = dict(zip(histories, map(_settings, folders), strict=True))
+    settings = dict(zip(histories, map(read_settings, folders), strict=True))
     data = {
         "title": "comparison",
         "runs": [(name, curves(history)) for name, history in histories.items()],
@@ -54,19 +54,17 @@ def _names(folders: Sequence[Path]) -> list[str]:
     raise ValueError("a folder is named twice")
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run by name; none if its folder has no config.yaml."""
     file = folder / "config.yaml"
-    sections = yaml.safe_load(file.read_text()) if file.exists() else {}
-    return {
-        name: value
-        for section in sections.values()
-        for name, value in section.items()
-        if name not in FOLDER_SETTINGS
-    }
+    sections = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    return {name: value for section in sections.values() for name, value in section.items()}
 
 
 def _differences(settings: dict[str, dict[str, Any]]) -> list[list[str]]:
-    names = dict.fromkeys(name for each in settings.values() for name in each)
+    names = dict.fromkeys(
+        name for each in settings.values() for name in each if name not in FOLDER_SETTINGS
+    )
     return [
         [f"--{name}", *(excerpt(each.get(name, "")) for each in settings.values())]
         for name in names

@@ -67,7 +67,11 @@ class Quantization:
         self.dtype = dtype
         self.parameters = frozenset(name for name, _ in names.model.named_parameters())
         # All ranks have them in the same order.
-        self.matrices = dict.fromkeys(_linear_weights(names.model))
+        self.matrices = dict.fromkeys(
+            f"{name}.weight"
+            for name, module in names.model.named_modules()
+            if isinstance(module, nn.Linear) and name.rpartition(".")[2] in LAYERS
+        )
         for matrix in self.matrices:
             names.add(
                 _scales_of(matrix), _scales_of(names.renamed[matrix]), (names.shapes[matrix][0], 1)
@@ -123,12 +127,6 @@ def quantization_problem(names: PublishedNames) -> str | None:
     if others:
         return f"only layers of attention and gated MLPs are quantised, and there is {others[0]}"
     return None
-
-
-def _linear_weights(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in LAYERS:
-            yield f"{name}.weight"
 
 
 def _scales_of(name: str) -> str:

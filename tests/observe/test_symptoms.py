@@ -34,6 +34,20 @@ def test_each_check_has_a_sick_run() -> None:
     assert sum(name.startswith(HEALTHY) for name in HISTORIES) >= 20
 
 
+def test_equal_rewards_are_no_symptom_where_they_are_the_best_ones() -> None:
+    """A penalty that the policy has learned to avoid: 0 is the largest reward."""
+    metrics = {
+        "rollout/reward": [-1 + step / 20 for step in range(20)] + [0.0] * 20,
+        "rollout/reward_min": [-2.0] * 20 + [0.0] * 20,
+        "rollout/reward_max": [0.0] * 40,
+        "rollout/groups_without_signal": [step / 20 for step in range(20)] + [1.0] * 20,
+    }
+    history = {name: [*enumerate(values, 1)] for name, values in metrics.items()}
+    assert find_symptoms(history) == []
+    history["rollout/reward"] = [(step, -1.0) for step in range(40)]
+    assert [symptom.name for symptom in find_symptoms(history)] == ["dead groups"]
+
+
 def test_a_short_run_has_no_symptom() -> None:
     history = {
         metric: [*enumerate(values[:9], 1)] for metric, values in HISTORIES["dead groups"].items()

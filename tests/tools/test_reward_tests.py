@@ -54,7 +54,9 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
         {"input": f"{n} apples, or {n + 1}, or {n + 2}: which is it?", "label": str(n + 1)}
         for n in range(10, 22)
     ]
-    test = RewardTest(f"{FAULTY}:{name}", prompts_of(tmp_path / "d.jsonl", rows), slow=2e-3)
+    # A busy machine makes no other function slow.
+    limit = {"slow": 2e-3} if name == "slow" else {}
+    test = RewardTest(f"{FAULTY}:{name}", prompts_of(tmp_path / "d.jsonl", rows), **limit)
     found = {finding.test for finding in test.run()}
     assert PLANTED[name] <= found
     assert PLANTED[name] or not found

@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from lightrft.cli.debug import command_parser
 from lightrft.recorder.differences import MEANINGS, Difference, find_difference
 
 
@@ -47,9 +48,7 @@ def text_of(found: Difference) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    flags = argparse.ArgumentParser(
-        "lightrft bisect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = command_parser("bisect", __doc__)
     flags.add_argument("one", type=Path, help="the save_path of a run")
     flags.add_argument("other", type=Path, help="the save_path of another run")
     return flags

@@ -13,6 +13,7 @@ from pathlib import Path
 from loguru import logger
 
 from lightrft.cli import USER_ERROR
+from lightrft.cli.debug import command_parser
 from lightrft.recorder.bundle import write_bundle
 from lightrft.run.logs import set_up_logging
 from lightrft.run.prepare import quiet_libraries
@@ -34,9 +35,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    flags = argparse.ArgumentParser(
-        "lightrft bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = command_parser("bundle", __doc__)
     flags.add_argument("folder", type=Path, help="the save_path of a run")
     flags.add_argument("--step", type=int, required=True, help="the step to repeat")
     flags.add_argument("--out", type=Path, help="file to write; unset: FOLDER/stepN.zip")

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from lightrft.cli.debug import command_parser
 from lightrft.observe.curves import read_history
 from lightrft.observe.symptoms import LEAST_STEPS, find_symptoms
 from lightrft.run.logs import set_up_logging
@@ -37,11 +38,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    commands = argparse.ArgumentParser(
-        "lightrft diagnose",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    commands = command_parser("diagnose", __doc__)
     commands.add_argument("folder", type=Path, help="the save_path of a run of train_ppo")
     return commands
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lightrft.cli.debug import command_parser
 from lightrft.observe.curves import read_history
 from lightrft.run.logs import set_up_logging
 from lightrft.tools.forecast import Forecast, Interval
@@ -25,7 +26,8 @@ def main(argv: list[str] | None = None) -> None:
     history = read_history(own.folder / "metrics.jsonl")
     rewards = [value for _, value in history.get("rollout/reward", ()) if value is not None]
     largest = [value for _, value in history.get("rollout/reward_max", ()) if value is not None]
-    described = _described(own.folder)
+    file = own.folder / "run.json"
+    described = json.loads(file.read_text()) if file.is_file() else {}
     until = own.steps or described.get("total_steps") or 2 * len(rewards)
     try:
         forecast = Forecast(rewards, most=max(largest, default=float("inf")))
@@ -55,11 +57,6 @@ def main(argv: list[str] | None = None) -> None:
         console.print(f"for {_text(_times(left, cost))} at {own.price:g} an hour and device")
 
 
-def _described(folder: Path) -> dict:
-    file = folder / "run.json"
-    return json.loads(file.read_text()) if file.exists() else {}
-
-
 def _times(interval: Interval, factor: float) -> Interval:
     return Interval(interval.low * factor, interval.middle * factor, interval.high * factor)
 
@@ -69,11 +66,7 @@ def _text(interval: Interval) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    commands = argparse.ArgumentParser(
-        "lightrft forecast",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    commands = command_parser("forecast", __doc__)
     commands.add_argument("folder", type=Path, help="the save_path of a run of train_ppo")
     commands.add_argument("--target", type=float, help="reward to reach")
     commands.add_argument("--steps", type=int, help="step to look at; the last one of the run")

@@ -15,6 +15,7 @@ from pathlib import Path
 from loguru import logger
 
 from lightrft.cli import USER_ERROR
+from lightrft.cli.debug import command_parser
 from lightrft.recorder.bundle import Bundle
 from lightrft.recorder.replay import STAGES, Replay, explanation, replay
 from lightrft.run.digests import OF_SEQUENCES
@@ -83,9 +84,7 @@ def comparison(bundle: Bundle, result: Replay) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    flags = argparse.ArgumentParser(
-        "lightrft replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = command_parser("replay", __doc__)
     flags.add_argument("bundle", type=Path, help="a file that lightrft bundle has written")
     flags.add_argument(
         "--stage", choices=STAGES, default="gradient", help="last stage to repeat: all are repeated"

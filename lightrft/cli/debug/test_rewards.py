@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightrft.cli import USER_ERROR
+from lightrft.cli.debug import command_parser
 from lightrft.config.errors import ConfigError, DataError
 from lightrft.config.sections import CommaSeparated, DataSection
 from lightrft.run.logs import set_up_logging
@@ -51,11 +52,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    commands = argparse.ArgumentParser(
-        "lightrft test_rewards",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    commands = command_parser("test_rewards", __doc__)
     commands.add_argument(
         "reward", help="as in --reward: a name, module:function or file.py:function"
     )
