@@ -1,6 +1,6 @@
 """Run the tests of packages that cannot share the environment of the others.
 
-They run in an environment of their own that lies over it.
+They run in environments of their own that lie over it.
 """
 
 import os
@@ -12,23 +12,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON = Path(f"{sys.prefix}-extras", "bin", "python")
 SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-FILES = [
-    "tests/batching/test_transfer_queue.py",
-    "tests/agents/test_verifiers.py",
-    "tests/strategy/test_float8.py",
-]
+FILES = {
+    "extras": ["tests/batching/test_transfer_queue.py", "tests/agents/test_verifiers.py"],
+    "fp8": ["tests/strategy/test_float8.py"],
+}
+"""Environment -> tests of the packages in it."""
 
 
 @pytest.mark.slow
-def test_each_passes_where_its_package_is():
-    assert PYTHON.exists(), (
-        f"no environment at {PYTHON.parents[1]}: make it with `bash scripts/environment.sh test`"
+@pytest.mark.parametrize("name", FILES)
+def test_each_passes_where_its_package_is(name: str) -> None:
+    python = Path(f"{sys.prefix}-{name}", "bin", "python")
+    assert python.exists(), (
+        f"no environment at {python.parents[1]}: make it with `bash scripts/environment.sh test`"
     )
-    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses=0", *FILES]
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses=0"]
+    command += FILES[name]
     environment = os.environ | {"PYTHONPATH": SEARCHED, "RAY_prestart_worker_first_driver": "0"}
     run = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
