@@ -37,6 +37,9 @@ from lightrft.types import (
     unpadded,
 )
 
+TARGETS = "target_tokens"
+"""Column of a batch, [T] int64, with the tokens whose log-probs are computed in place of the
+batch's own."""
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2", "cohere2_moe", "falcon_h1", "hyperclovax"}
 DIVIDED = {
@@ -89,6 +92,8 @@ class Actor(SequenceParallelModule):
         objective, the gradients of the head are computed in the forward pass, which saves one
         matrix product; see token_logprobs().
 
+        The column TARGETS of the batch, if there is one, has other tokens to take the log-probs of.
+
         With `top`, return instead the `top` likeliest next tokens after each token, over the whole
         vocabulary, likeliest first: log-probs [T, top] float32 and ids [T, top] int64, without
         gradient.
@@ -121,12 +126,13 @@ class Actor(SequenceParallelModule):
             else:
                 units = rows_of_sequences(padded, gradients.num_sequences)
 
+        targets = batch.extra_columns.get(TARGETS, batch.input_ids)
         for rows, part in parts:
             tokens = next_[rows]
             values = self.token_logprobs(
                 hidden[local[rows]],
                 weight,
-                padded.input_ids[tokens],
+                targets[tokens],
                 temperature=temperature / self.logit_scale,
                 truncation=part,
                 entropy=entropy,

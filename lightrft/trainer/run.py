@@ -31,6 +31,7 @@ from lightrft.trainer.build_supervised import (
     rm_trainer,
     sft_trainer,
 )
+from lightrft.trainer.build_tinker import tinker_server
 
 T = TypeVar("T")
 NOTICE_SECONDS = 120.0
@@ -89,6 +90,10 @@ def _serve(config: Config, strategy: Strategy) -> None:
     _start(model_server, config, strategy).serve()
 
 
+def _tinker(config: Config, strategy: Strategy) -> None:
+    _start(tinker_server, config, strategy).serve()
+
+
 WORK: dict[str, Callable[[Config, Strategy], Any]] = {
     "train_ppo": partial(_train, ppo_trainer),
     "train_sft": partial(_train, sft_trainer),
@@ -99,6 +104,7 @@ WORK: dict[str, Callable[[Config, Strategy], Any]] = {
     "evaluate": _evaluate,
     "serve": _serve,
     "serve_reward": _serve_reward,
+    "tinker": _tinker,
 }
 
 
