@@ -29,7 +29,7 @@ from lightrft.tinker.worker import Prompt
 T = TypeVar("T", bound=BaseModel)
 API = "/api/v1"
 MAX_BYTES = 64 << 20
-"""Number of bytes of the largest request; the SDK sends at most 5 MB at once."""
+"""Number of bytes of the largest request."""
 SILENT_SECONDS = 30.0
 """After so long without a heartbeat, which comes every 10 s, the models of a session make room."""
 ABOUT = "model.json"
@@ -40,6 +40,8 @@ CLIENT_CONFIG = {
     "proto_compress_fwdbwd": False,
     # Otherwise the parts of a request arrive in any order.
     "parallel_fwdbwd_chunks": False,
+    # A plan packs one part, so parts are as large as a body may be.
+    "fwdbwd_max_chunk_bytes_count": 32_000_000,
     "sample_use_retrieve_futures": False,
     "custom_loss_server_side": False,
 }

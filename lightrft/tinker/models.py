@@ -63,6 +63,7 @@ class Models:
 
     def create(self, name: str) -> TrainedModel:
         """Make a model with the parameters of --pretrain, and give it the actor."""
+        self.memory.enter(Phase.TRAIN, self.policy.actor, self.policy.optimizer)
         self._set_aside()
         self._put(self._beginning)
         self.policy.optimizer.state.clear()
@@ -78,6 +79,7 @@ class Models:
     def take(self, name: str) -> TrainedModel:
         """Give a model the actor and the optimizer."""
         model = self.models[name]
+        self.memory.enter(Phase.TRAIN, self.policy.actor, self.policy.optimizer)
         if self.current is not model:
             self._set_aside()
             self._put(model.parameters)
@@ -94,13 +96,17 @@ class Models:
                 self.take(model.name)
                 return
 
-        shards = self._beginning if key is None else self._snapshots.get(key)
-        if shards is None:
+        shards = self._beginning
+        if key in self._snapshots:
+            self._snapshots.move_to_end(key)
+            shards = self._snapshots[key]
+        elif key is not None:
             raise Refused(
                 f"the weights of this sampling client are gone: the server keeps the newest"
                 f" {self.num_snapshots} that were sampled from. Create another client, or save"
                 " weights by name (save_weights_for_sampler)"
             )
+        self.memory.enter(Phase.TRAIN, self.policy.actor, self.policy.optimizer)
         self._set_aside()
         self._put(shards)
 
@@ -139,7 +145,6 @@ class Models:
 
     def _set_aside(self) -> None:
         """Copy the current model to host memory, so that others can have the actor."""
-        self.memory.enter(Phase.TRAIN, self.policy.actor, self.policy.optimizer)
         model = self.current
         self.current = None
         if model is not None:

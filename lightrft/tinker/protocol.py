@@ -20,6 +20,8 @@ from lightrft.models.heads import TARGETS
 from lightrft.tinker.losses import LOSSES, REFUSED, Loss
 from lightrft.tinker.worker import Examples, Outputs, Sampled
 
+MOST_SAMPLES = 4096
+"""Samples of one prompt."""
 NAME = re.compile(r"[\w.-]{1,200}")
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
@@ -33,6 +35,8 @@ class Limits:
 
     vocabulary: int
     """Number of token ids."""
+    media_tokens: frozenset[int]
+    """Token ids that stand for images and other media, which no request can have."""
     longest_row: int
     """Tokens of an example, with the last target."""
     longest_sequence: int
@@ -106,7 +110,7 @@ def _config(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float
 
 def _row(datum: wire.Datum, loss: Loss, limits: Limits) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return the tokens of a datum, with the last target, and its columns."""
-    tokens = _tokens(datum.model_input, limits.vocabulary)
+    tokens = _tokens(datum.model_input, limits)
     inputs = datum.loss_fn_inputs
     needed = {TARGETS, *loss.columns}
     if missing := needed - set(inputs):
@@ -124,11 +128,11 @@ def _row(datum: wire.Datum, loss: Loss, limits: Limits) -> tuple[np.ndarray, dic
         columns[name] = values
 
     targets = columns[TARGETS]
-    _check_tokens(targets, limits.vocabulary, TARGETS)
+    _check_tokens(targets, limits, TARGETS)
     if len(tokens) + 1 > limits.longest_row:
         raise ValueError(
-            f"it has {len(tokens)} tokens, and --max_tokens_per_microbatch {limits.longest_row}"
-            " must also hold the last target"
+            f"it has {len(tokens)} tokens, and with the last target at most {limits.longest_row} fit"
+            " (--max_tokens_per_microbatch)"
         )
     return np.append(tokens, targets[-1]), columns
 
@@ -153,7 +157,7 @@ def _values(name: str, tensor: wire.Tensor) -> np.ndarray:
     return values
 
 
-def _tokens(chunks: Sequence[wire.Chunk], vocabulary: int) -> np.ndarray:
+def _tokens(chunks: Sequence[wire.Chunk], limits: Limits) -> np.ndarray:
     parts = []
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
@@ -166,14 +170,18 @@ def _tokens(chunks: Sequence[wire.Chunk], vocabulary: int) -> np.ndarray:
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     if not len(tokens):
         raise ValueError("model_input has no tokens")
-    _check_tokens(tokens, vocabulary, "model_input")
+    _check_tokens(tokens, limits, "model_input")
     return tokens
 
 
-def _check_tokens(tokens: np.ndarray, vocabulary: int, name: str) -> None:
-    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
+def _check_tokens(tokens: np.ndarray, limits: Limits, name: str) -> None:
+    size = limits.vocabulary
+    outside = tokens[(tokens < 0) | (tokens >= size)]
     if len(outside):
-        raise ValueError(f"{name} has token {outside[0]}, and the vocabulary has {vocabulary}")
+        raise ValueError(f"{name} has token {outside[0]}, and the vocabulary has {size}")
+    media = tokens[np.isin(tokens, list(limits.media_tokens))]
+    if len(media):
+        raise ValueError(f"{name} has token {media[0]}, which stands for an image: only text fits")
 
 
 def _examples(rows: list[tuple[np.ndarray, dict[str, np.ndarray]]], loss: Loss) -> Examples:
@@ -247,8 +255,10 @@ def read_sampling(request: types.SampleRequest, limits: Limits, seed: int) -> Re
     tokens = request.prompt.to_ints()
     if not tokens:
         raise ValueError("the prompt has no tokens")
-    _check_tokens(np.array(tokens), limits.vocabulary, "the prompt")
+    _check_tokens(np.array(tokens), limits, "the prompt")
 
+    if not 1 <= request.num_samples <= MOST_SAMPLES:
+        raise ValueError(f"num_samples is from 1 to {MOST_SAMPLES}, not {request.num_samples}")
     wanted = request.sampling_params
     most = wanted.max_tokens
     if most is None:

@@ -8,6 +8,7 @@ from lightrft.checkpoint.final_model import with_merged_pretrain
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import MODEL_KEY
 from lightrft.config.sections import Config
+from lightrft.models.heads import rope_window
 from lightrft.run.observation import log_duration
 from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.build_roles import build_policy
@@ -33,8 +34,9 @@ def tinker_server(config: Config, strategy: Strategy) -> "TinkerServer":
             f"lightrft tinker needs {error.name}: pip install lightrft[tinker]"
         ) from error
 
+    pretrain = config.model.pretrain
     config = with_merged_pretrain(config, strategy.mesh.world)
-    with log_duration(strategy, f"loading {config.model.pretrain}"):
+    with log_duration(strategy, f"loading {pretrain}"):
         policy = build_policy(config, strategy, updates=1, reference=False)
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
@@ -49,14 +51,22 @@ def tinker_server(config: Config, strategy: Strategy) -> "TinkerServer":
         num_snapshots=SNAPSHOTS["adapters" if adapters else "full"],
         seed=config.train.seed,
     )
+    train = config.train
+    rows = [
+        train.max_tokens_per_microbatch,
+        train.max_tokens_per_logprob_microbatch,
+        rope_window(policy.actor.language_model),
+    ]
+    vocabulary = strategy.host.engine.vocabulary
     limits = Limits(
-        vocabulary=policy.actor.language_model.config.get_text_config().vocab_size,
-        longest_row=config.train.max_tokens_per_microbatch,
+        vocabulary.size,
+        frozenset(vocabulary.placeholder_token_ids),
+        longest_row=min(size for size in rows if size is not None),
         longest_sequence=config.data.prompt_max_len + config.rollout.generate_max_len,
         longest_response=config.rollout.generate_max_len,
     )
     served = Served(
-        config.model.pretrain,
+        pretrain,
         config.model.lora_rank,
         most_models=MOST_ADAPTERS if adapters else 1,
         seed=config.train.seed,
