@@ -120,7 +120,7 @@ def test_makes_the_environment_in_order(machine):
     assert overlays == [
         f"--python {machine.venv}-{name}/bin/python --no-compile --no-deps -r"
         f" {ROOT}/requirements/{name}.txt"
-        for name in ("sglang", "extras", "fp8")
+        for name in ("sglang", "extras", "fp8", "tinker")
     ]
     assert (machine.venv / "install_s").read_text().strip().isdigit()
 
