@@ -37,7 +37,7 @@ ALIASES = {
     "selfcheck": "doctor",
     **{
         name: f"debug.{name}"
-        for name in ("bisect", "bundle", "replay", "diagnose", "forecast", "test_rewards")
+        for name in "bisect bundle diagnose forecast replay report test_rewards".split()
     },
 }
 """Command -> module in lightrft/cli, where that has another name."""

@@ -26,6 +26,7 @@ from lightrft.parallel.sequence_parallel import (
     select_tokens,
 )
 from lightrft.types import (
+    TARGETS,
     Batch,
     Expanded,
     Features,
@@ -37,9 +38,6 @@ from lightrft.types import (
     unpadded,
 )
 
-TARGETS = "target_tokens"
-"""Column of a batch, [T] int64, with the tokens whose log-probs are computed in place of the
-batch's own."""
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2", "cohere2_moe", "falcon_h1", "hyperclovax"}
 DIVIDED = {

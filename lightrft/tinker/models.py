@@ -11,13 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from lightrft.roles.policy import Policy
 from lightrft.strategy.phases import Phase
+from lightrft.tinker.records import RequestRefused
 
 Shards = list[Tensor]
 """This rank's part of each trained parameter, in host memory."""
-
-
-class Refused(Exception):
-    """Raised on all ranks alike for a request that cannot be done; the server goes on."""
 
 
 @dataclass(slots=True)
@@ -90,7 +87,7 @@ class Models:
         return model
 
     def take_key(self, key: Hashable) -> None:
-        """Give the actor to the parameters of this key. Raises Refused if they are gone."""
+        """Give the actor to the parameters of this key. Raises RequestRefused if they are gone."""
         for model in self.models.values():
             if model.key == key:
                 self.take(model.name)
@@ -101,7 +98,7 @@ class Models:
             self._snapshots.move_to_end(key)
             shards = self._snapshots[key]
         elif key is not None:
-            raise Refused(
+            raise RequestRefused(
                 f"the weights of this sampling client are gone: the server keeps the newest"
                 f" {self.num_snapshots} that were sampled from. Create another client, or save"
                 " weights by name (save_weights_for_sampler)"

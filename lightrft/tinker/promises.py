@@ -11,8 +11,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from lightrft.tinker.models import Refused
-from lightrft.tinker.worker import Prompt
+from lightrft.tinker.records import RequestRefused, SamplePrompt
 
 KEPT_SECONDS = 900.0
 """How long the result of a request can be asked for."""
@@ -32,7 +31,7 @@ class Job:
     """Work for all ranks, in the order of the requests."""
 
     verb: str
-    """Method of Worker."""
+    """Method of TinkerWorker."""
     arguments: dict[str, Any]
     result: Future[Any] = field(default_factory=Future)
 
@@ -75,7 +74,7 @@ class Jobs:
     def _next(self, weights: Hashable, *, only_prompts: bool = False) -> list[Job]:
         if not self._waiting:
             return []
-        prompt: Prompt | None = self._waiting[0].arguments.get("prompt")
+        prompt: SamplePrompt | None = self._waiting[0].arguments.get("prompt")
         fits = prompt is not None and prompt.weights == weights and not prompt.scored
         return [self._waiting.popleft()] if fits or not only_prompts else []
 
@@ -123,7 +122,7 @@ class Promises:
         promise.ended = promise.ended or time.monotonic()
         error = promise.result.exception()
         if error is not None:
-            of_the_user = isinstance(error, Refused | ValueError)
+            of_the_user = isinstance(error, RequestRefused | ValueError)
             category = "user" if of_the_user else "server"
             return JSONResponse({"error": str(error), "category": category})
 

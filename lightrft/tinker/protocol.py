@@ -16,9 +16,9 @@ from tinker.proto import tinker_public_pb2 as wire
 from torch import Tensor
 
 from lightrft.engine.requests import Request, Sampling, derived_seed
-from lightrft.models.heads import TARGETS
 from lightrft.tinker.losses import LOSSES, REFUSED, Loss
-from lightrft.tinker.worker import Examples, Outputs, Sampled
+from lightrft.tinker.records import Examples, Outputs, Sampled
+from lightrft.types import TARGETS
 
 MOST_SAMPLES = 4096
 """Samples of one prompt."""
@@ -30,7 +30,7 @@ NUMPY = {wire.DTYPE_FLOAT32: np.float32, wire.DTYPE_INT64: np.int64, wire.DTYPE_
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What requests must keep to."""
 
     vocabulary: int
@@ -57,7 +57,7 @@ class TrainingRequest:
     learn: bool
 
 
-def read_training(content: bytes, limits: Limits) -> TrainingRequest:
+def read_training(content: bytes, limits: RequestLimits) -> TrainingRequest:
     """Read a request of forward() or forward_backward()."""
     message = wire.ForwardBackwardRequest()
     try:
@@ -108,7 +108,9 @@ def _config(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float
     return {**loss.config, **given}
 
 
-def _row(datum: wire.Datum, loss: Loss, limits: Limits) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _row(
+    datum: wire.Datum, loss: Loss, limits: RequestLimits
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return the tokens of a datum, with the last target, and its columns."""
     tokens = _tokens(datum.model_input, limits)
     inputs = datum.loss_fn_inputs
@@ -157,7 +159,7 @@ def _values(name: str, tensor: wire.Tensor) -> np.ndarray:
     return values
 
 
-def _tokens(chunks: Sequence[wire.Chunk], limits: Limits) -> np.ndarray:
+def _tokens(chunks: Sequence[wire.Chunk], limits: RequestLimits) -> np.ndarray:
     parts = []
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
@@ -174,7 +176,7 @@ def _tokens(chunks: Sequence[wire.Chunk], limits: Limits) -> np.ndarray:
     return tokens
 
 
-def _check_tokens(tokens: np.ndarray, limits: Limits, name: str) -> None:
+def _check_tokens(tokens: np.ndarray, limits: RequestLimits, name: str) -> None:
     size = limits.vocabulary
     outside = tokens[(tokens < 0) | (tokens >= size)]
     if len(outside):
@@ -239,7 +241,7 @@ def read_adam(request: types.OptimStepRequest) -> dict[str, float]:
     return values
 
 
-def read_sampling(request: types.SampleRequest, limits: Limits, seed: int) -> Request:
+def read_sampling(request: types.SampleRequest, limits: RequestLimits, seed: int) -> Request:
     """Return what a request asks the engine for; `seed` is used if the request has none."""
     refused = {
         "topk_prompt_logprobs": request.topk_prompt_logprobs,

@@ -15,10 +15,10 @@ from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.config.sections import ServerSection
 from lightrft.run.interruption import SERVER_STOPS, Interruption
 from lightrft.strategy.strategy import Strategy
-from lightrft.tinker.door import Door
-from lightrft.tinker.models import Refused
+from lightrft.tinker.frontend import Frontend
 from lightrft.tinker.promises import Job
-from lightrft.tinker.worker import Prompt, Worker
+from lightrft.tinker.records import RequestRefused, SamplePrompt
+from lightrft.tinker.worker import TinkerWorker
 
 POLL_SECONDS = 0.5
 """Longest time between two looks of all ranks at signals, while there are no requests."""
@@ -28,11 +28,13 @@ SAMPLE = "sample"
 class TinkerServer:
     """Answers clients until the process is interrupted. All ranks build it and call serve()."""
 
-    def __init__(self, strategy: Strategy, worker: Worker, door: Door, section: ServerSection):
+    def __init__(
+        self, strategy: Strategy, worker: TinkerWorker, frontend: Frontend, section: ServerSection
+    ):
         """Listen at the address on rank 0. Raises ValueError on all ranks if it is in use."""
         self.strategy = strategy
         self.worker = worker
-        self.door = door
+        self.frontend = frontend
         self.world = strategy.mesh.world
         self._prompts: dict[int, Future[Any]] = {}
         """Number of a prompt that is sampled -> the answer, on rank 0."""
@@ -55,7 +57,7 @@ class TinkerServer:
                     target=lambda: asyncio.run(self._listen()), name="tinker", daemon=True
                 ).start()
                 host, port = self._listener.getsockname()[:2]
-                logger.info("serving {} at http://{}:{}", self.door.model_name, host, port)
+                logger.info("serving {} at http://{}:{}", self.frontend.model_name, host, port)
 
             while True:
                 self.strategy.announce("")  # waiting has no time limit
@@ -64,7 +66,7 @@ class TinkerServer:
 
     def _do_next(self) -> None:
         """Do the next job on all ranks, if there is one."""
-        jobs = self.door.jobs.take(POLL_SECONDS) if self.strategy.is_rank_0() else []
+        jobs = self.frontend.jobs.take(POLL_SECONDS) if self.strategy.is_rank_0() else []
         work = [(job.verb, job.arguments) for job in jobs]
         work = self.world.broadcast_tensors(work)
         if not work:
@@ -80,13 +82,13 @@ class TinkerServer:
                 for job in jobs:
                     job.result.set_result(result)
         # All ranks raise these alike; anything else ends the server.
-        except (Refused, CheckpointError) as error:
+        except (RequestRefused, CheckpointError) as error:
             logger.warning("{}: {}", verb, error)
             for job in jobs:
                 if not job.result.done():
                     job.result.set_exception(error)
 
-    def _sample(self, jobs: list[Job], prompts: list[Prompt]) -> None:
+    def _sample(self, jobs: list[Job], prompts: list[SamplePrompt]) -> None:
         self._begin(jobs)
         try:
             for number, sampled in self.worker.sample(prompts, self._more):
@@ -98,16 +100,16 @@ class TinkerServer:
     def _begin(self, jobs: list[Job]) -> None:
         self._prompts |= {job.arguments["prompt"].number: job.result for job in jobs}
 
-    def _more(self, weights: Hashable) -> list[Prompt]:
+    def _more(self, weights: Hashable) -> list[SamplePrompt]:
         """Return the prompts for these weights that have come meanwhile, on all ranks."""
         self._interruption.safe_point()
-        jobs = self.door.jobs.prompts(weights) if self.strategy.is_rank_0() else []
+        jobs = self.frontend.jobs.prompts(weights) if self.strategy.is_rank_0() else []
         self._begin(jobs)
         return self.world.broadcast_tensors([job.arguments["prompt"] for job in jobs])
 
     async def _listen(self) -> None:
         """Answer requests in a thread of its own."""
         with suppress(asyncio.CancelledError):
-            await uvicorn.Server(server_settings(self.door.application())).serve(
+            await uvicorn.Server(server_settings(self.frontend.application())).serve(
                 sockets=[self._listener]
             )

@@ -1,23 +1,22 @@
 """What all ranks compute for the clients: gradients, optimizer steps, checkpoints and samples."""
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
-from lightrft.engine.requests import Request, Sampling
-from lightrft.models.heads import TARGETS
+from lightrft.engine.requests import Sampling
 from lightrft.roles.microbatch import micro_batches
 from lightrft.roles.policy import EVERYTHING, Policy
 from lightrft.strategy.phases import Phase
 from lightrft.tinker.losses import LOSSES
-from lightrft.tinker.models import Models, Refused
-from lightrft.types import Batch, Completion, token_index
+from lightrft.tinker.models import Models
+from lightrft.tinker.records import Examples, Outputs, RequestRefused, Sampled, SamplePrompt
+from lightrft.types import TARGETS, Batch, token_index
 
 STEPS = 8
 """Number of steps of the engine between two looks at new requests."""
@@ -25,64 +24,7 @@ ACTOR = "actor"
 """Name of the model in checkpoints, as train_ppo writes it."""
 
 
-class Outputs(NamedTuple):
-    """Result of a forward pass."""
-
-    loss: float
-    """Sum over all targets of the request."""
-    logprobs: list[Tensor]
-    """Log-probs of the targets of each datum, [L] float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Examples:
-    """The data of a request, end to end: a row has the inputs of a datum and its last target."""
-
-    lengths: list[int]
-    input_ids: Tensor
-    """[T] int64."""
-    columns: dict[str, Tensor]
-    """[T] each: `target_tokens` and what the loss reads, 0 at the first token of a row."""
-
-    def select(self, rows: list[int]) -> Batch:
-        """Return rows as a batch in which every target is learned."""
-        lengths = torch.tensor(self.lengths)
-        mask = torch.ones(len(self.input_ids), dtype=torch.bool)
-        mask[lengths.cumsum(0) - lengths] = False
-        every = Batch(
-            lengths,
-            self.input_ids,
-            mask,
-            torch.arange(len(lengths)),
-            extra_columns=self.columns,
-            extra_per_token=frozenset(self.columns),
-        )
-        return every.select(rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt to sample from."""
-
-    number: int
-    """Number of the request, by which it is answered."""
-    request: Request
-    weights: Hashable
-    """Key of the weights; None: those of --pretrain."""
-    scored: bool
-    """True if the log-probs of the prompt are asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The answer to a prompt."""
-
-    completions: list[Completion]
-    prompt_logprobs: Tensor | None
-    """[L] float32, NaN for the first token."""
-
-
-class Worker:
+class TinkerWorker:
     """Does the work of requests. All ranks call every method together, with the same arguments."""
 
     def __init__(
@@ -160,7 +102,7 @@ class Worker:
         """Take a step of AdamW with these parameters on the gradients since the last step."""
         model = self.models.take(name)
         if all(gradient is None for gradient in model.gradients):
-            raise Refused("there are no gradients to step on: call forward_backward first")
+            raise RequestRefused("there are no gradients to step on: call forward_backward first")
 
         optimizer = self.policy.optimizer
         self.strategy.memory.enter(Phase.TRAIN, self.policy.actor, optimizer)
@@ -245,8 +187,8 @@ class Worker:
 
     def sample(
         self,
-        prompts: list[Prompt],
-        more: Callable[[Hashable], list[Prompt]],
+        prompts: list[SamplePrompt],
+        more: Callable[[Hashable], list[SamplePrompt]],
     ) -> Iterator[tuple[int, Sampled]]:
         """Yield (number, answer) of prompts for the same weights.
 

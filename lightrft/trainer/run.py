@@ -23,7 +23,7 @@ from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.build import evaluation, ppo_trainer
 from lightrft.trainer.build_roles import build_served_models
-from lightrft.trainer.build_server import model_server
+from lightrft.trainer.build_server import model_server, tinker_server
 from lightrft.trainer.build_supervised import (
     dpo_trainer,
     kto_trainer,
@@ -31,7 +31,6 @@ from lightrft.trainer.build_supervised import (
     rm_trainer,
     sft_trainer,
 )
-from lightrft.trainer.build_tinker import tinker_server
 
 T = TypeVar("T")
 NOTICE_SECONDS = 120.0

@@ -130,7 +130,7 @@ def test_makes_it_once_and_adds_the_tests_later(machine):
     assert len(machine.installed()) == 3
     assert machine.make().stdout == "" and machine.installed() == []
     machine.make("test")
-    assert len(machine.installed()) == 4
+    assert len(machine.installed()) == 5
     assert machine.make("test").stdout == "" and machine.installed() == []
 
 

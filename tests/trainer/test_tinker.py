@@ -15,8 +15,8 @@ from lightrft.engine.requests import Request, Sampling
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.tinker.losses import LOSSES
-from lightrft.tinker.models import Refused
-from lightrft.tinker.worker import Examples, Prompt, Worker
+from lightrft.tinker.records import Examples, RequestRefused, SamplePrompt
+from lightrft.tinker.worker import TinkerWorker
 from lightrft.trainer.build_roles import build_policy
 from ranks import run_ranks, whole
 from scripts.prepare_quickstart import tiny_qwen3
@@ -96,7 +96,7 @@ def plain_gradients(folder: str, name: str, data: Examples) -> tuple[float, dict
     return float(total), {n: p.grad for n, p in model.named_parameters()}, logprobs
 
 
-def worker_of(folder: str, save_path: str, *flags: str, engine: bool = False) -> Worker:
+def worker_of(folder: str, save_path: str, *flags: str, engine: bool = False) -> TinkerWorker:
     argv = [
         f"--pretrain={folder}/model",
         f"--save_path={save_path}",
@@ -113,20 +113,20 @@ def worker_of(folder: str, save_path: str, *flags: str, engine: bool = False) ->
     policy = build_policy(config, strategy, updates=1, reference=False)
     if engine:
         strategy.host.start(config, actor=policy.actor)
-    worker = Worker(policy, config.train, Path(save_path), num_snapshots=2, seed=42)
+    worker = TinkerWorker(policy, config.train, Path(save_path), num_snapshots=2, seed=42)
     worker.create("a", [])
     return worker
 
 
-def step(worker: Worker, name: str, data: Examples) -> float:
+def step(worker: TinkerWorker, name: str, data: Examples) -> float:
     outputs = worker.forward_backward(name, data, "cross_entropy", {}, learn=True)
     worker.optim_step(name, ADAM)
     return outputs.loss
 
 
-def greedy(worker: Worker, key: object, *, scored: bool = False) -> list[list[int]]:
+def greedy(worker: TinkerWorker, key: object, *, scored: bool = False) -> list[list[int]]:
     prompts = [
-        Prompt(
+        SamplePrompt(
             number,
             Request([5, number], sampling=Sampling(max_tokens=6, temperature=0.0), seeds=(0,)),
             key,
@@ -210,9 +210,9 @@ def sampling(folder: str, adapters: bool) -> dict[str, object]:
     worker.create("b", [])
     worker.load("b", "a/weights/x", optimizer=True)
     found["resumed losses"] = [step(worker, "b", examples()) for _ in range(2)]
-    with pytest.raises(Refused, match="keeps the newest 2"):
+    with pytest.raises(RequestRefused, match="keeps the newest 2"):
         greedy(worker, ("a", 99))
-    with pytest.raises(Refused, match="no gradients"):
+    with pytest.raises(RequestRefused, match="no gradients"):
         worker.optim_step("b", ADAM)
     worker.strategy.close()
     return found

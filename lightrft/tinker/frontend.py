@@ -23,8 +23,8 @@ from tinker import types
 from lightrft.agents.endpoint.server import RequestTooLarge, RequestTooSlow, content_of
 from lightrft.tinker import protocol
 from lightrft.tinker.promises import Busy, Jobs, Promises
-from lightrft.tinker.protocol import Limits
-from lightrft.tinker.worker import Prompt
+from lightrft.tinker.protocol import RequestLimits
+from lightrft.tinker.records import SamplePrompt
 
 T = TypeVar("T", bound=BaseModel)
 API = "/api/v1"
@@ -75,11 +75,11 @@ class Served:
     seed: int
     folder: Path
     """Folder of all checkpoints."""
-    limits: Limits
+    limits: RequestLimits
     key: str = ""
 
 
-class Door:
+class Frontend:
     """Checks requests, and answers those that need no computation."""
 
     def __init__(self, served: Served):
@@ -491,7 +491,7 @@ class Door:
 
         def begin() -> Future[Any]:
             self._num_prompts = number
-            return self.jobs.add("sample", prompt=Prompt(number, read, weights, scored))
+            return self.jobs.add("sample", prompt=SamplePrompt(number, read, weights, scored))
 
         request_id = f"{name}:{body.seq_id}"
         answer = self._promise(request_id, begin, protocol.write_sampled)
