@@ -21,6 +21,7 @@ from starlette.routing import Route
 from tinker import types
 
 from lightrft.agents.endpoint.server import RequestTooLarge, RequestTooSlow, content_of
+from lightrft.engine.requests import derived_seed
 from lightrft.tinker import protocol
 from lightrft.tinker.promises import Busy, Jobs, Promises
 from lightrft.tinker.protocol import RequestLimits
@@ -91,6 +92,8 @@ class Frontend:
         self._models: dict[str, TrainedName] = {}
         self._samplers: dict[str, tuple[str | None, Future[Hashable] | Hashable]] = {}
         """Sampling session -> path of a checkpoint, if it has one, and the key of the weights."""
+        self._session_numbers: dict[str, int] = {}
+        """Session -> how many began before it. Names of sessions are random, and seeds are not."""
         self._num_prompts = 0
 
     @property
@@ -201,6 +204,7 @@ class Frontend:
     def create_session(self, _: bytes) -> dict[str, Any]:
         session = uuid.uuid4().hex
         self._sessions[session] = time.monotonic()
+        self._session_numbers[session] = len(self._session_numbers)
         return {"type": "create_session", "session_id": session}
 
     def heartbeat(self, content: bytes) -> dict[str, Any]:
@@ -485,8 +489,10 @@ class Frontend:
                 raise ValueError("the weights of this sampling session are not saved yet")
             weights = weights.result()
 
+        session, _, sampler = name.partition(":")
+        drawn = self.served.seed, self._session_numbers[session], sampler, body.seq_id
         number = self._num_prompts + 1
-        read = protocol.read_sampling(body, self.served.limits, self.served.seed + number)
+        read = protocol.read_sampling(body, self.served.limits, derived_seed(*drawn))
         scored = bool(body.prompt_logprobs)
 
         def begin() -> Future[Any]:

@@ -161,7 +161,7 @@ def test_rl_loop_learns_from_a_reward(folder, adapters, full, monkeypatch, loss_
     from tinker_cookbook.recipes import rl_loop
 
     questions = [
-        {"question": f"{number}+1=", "answer": f"#### {number + 1}"} for number in range(16)
+        {"question": f"{number}+1=", "answer": f"#### {number + 1}"} for number in range(12)
     ]
     data = datasets.DatasetDict(train=datasets.Dataset.from_list(questions))
     monkeypatch.setattr(datasets, "load_dataset", lambda *name: data)
@@ -186,7 +186,7 @@ def test_rl_loop_learns_from_a_reward(folder, adapters, full, monkeypatch, loss_
     )
     rl_loop.main(config)
     rewards = [row["reward/total"] for row in steps(Path(f"rl-{loss_fn}"))]
-    assert len(rewards) == 8 and sum(rewards[-2:]) > sum(rewards[:2]) + 0.2, rewards
+    assert len(rewards) == 6 and sum(rewards[-2:]) > sum(rewards[:2]) + 0.1, rewards
 
 
 # -- the SDK
