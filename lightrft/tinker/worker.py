@@ -28,13 +28,20 @@ class TinkerWorker:
     """Does the work of requests. All ranks call every method together, with the same arguments."""
 
     def __init__(
-        self, policy: Policy, train: TrainSection, folder: Path, *, num_snapshots: int, seed: int
+        self,
+        policy: Policy,
+        train: TrainSection,
+        folder: Path,
+        *,
+        identity: dict[str, Any],
+        num_snapshots: int,
     ):
+        """Set up the work; `identity` of the run is written into checkpoints (resume_check.py)."""
         self.policy = policy
         self.strategy = policy.strategy
         self.train = train
         self.folder = folder
-        self.seed = seed
+        self.identity = identity
         self.models = Models(policy, num_snapshots=num_snapshots)
         self._engine_has: Hashable = None
         """Key of the weights that the engine got last; it begins with those of --pretrain."""
@@ -58,6 +65,7 @@ class TinkerWorker:
             (self.folder / tag).name,
             max_num=EVERYTHING,
             max_mem=EVERYTHING,
+            client_state={"identity": self.identity},
             save_latest=False,
         )
 
@@ -80,8 +88,15 @@ class TinkerWorker:
             (self.folder / tag).parent,
             (self.folder / tag).name,
             load_module_only=not optimizer,
+            check=self._check_base,
         )
         self._engine_has = ()
+
+    def _check_base(self, path: Path, client_state: dict[str, Any]) -> None:
+        """Raise RequestRefused for adapters of another base model."""
+        before = client_state["identity"]["weights"]
+        if self.identity["settings"]["lora_rank"] and before != self.identity["weights"]:
+            raise RequestRefused(f"{path} has adapters of another model than --pretrain is now")
 
     def _trained(self, optimizer: bool) -> tuple[Any, ...]:
         return self.policy.actor, self.policy.optimizer if optimizer else None, None
@@ -208,7 +223,7 @@ class TinkerWorker:
         stale = self._engine_has != key or not host.engine.weights_valid
         with host.awake(self.policy.actor if stale else None):
             self._engine_has = key
-            session = host.open(Sampling(seed=self.seed), shared=True)
+            session = host.open(Sampling(seed=self.train.seed), shared=True)
             running: set[int] = set()
             own: dict[int, int] = {}
 

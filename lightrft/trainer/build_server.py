@@ -10,10 +10,13 @@ from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import MODEL_KEY
 from lightrft.config.sections import Config
+from lightrft.data.prompt_set import PromptSet
 from lightrft.models.heads import rope_window
 from lightrft.models.load import load_tokenizer
+from lightrft.models.weight_files import weights_of
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.run.observation import log_duration
+from lightrft.run.resume_check import identity
 from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.build_episodes import new_episodes, served_model, with_turn_ends
 from lightrft.trainer.build_roles import build_policy
@@ -87,18 +90,24 @@ def tinker_server(config: Config, strategy: Strategy) -> Any:
 
     adapters = config.model.lora_rank > 0
     folder = Path(config.train.save_path) / "checkpoints"
+    model = policy.actor.language_model
+    weights = strategy.mesh.world.broadcast(
+        weights_of(model.name_or_path) if strategy.is_rank_0() else ""
+    )
     worker = TinkerWorker(
         policy,
         config.train,
         folder,
+        identity=identity(
+            config, model.config, PromptSet([]), {"actor": weights} if weights else {}
+        ),
         num_snapshots=SNAPSHOTS["adapters" if adapters else "full"],
-        seed=config.train.seed,
     )
     train = config.train
     rows = [
         train.max_tokens_per_microbatch,
         train.max_tokens_per_logprob_microbatch,
-        rope_window(policy.actor.language_model),
+        rope_window(model),
     ]
     vocabulary = strategy.host.engine.vocabulary
     limits = RequestLimits(

@@ -113,7 +113,8 @@ def worker_of(folder: str, save_path: str, *flags: str, engine: bool = False) ->
     policy = build_policy(config, strategy, updates=1, reference=False)
     if engine:
         strategy.host.start(config, actor=policy.actor)
-    worker = TinkerWorker(policy, config.train, Path(save_path), num_snapshots=2, seed=42)
+    identity = {"settings": {"lora_rank": config.model.lora_rank}, "weights": {}}
+    worker = TinkerWorker(policy, config.train, Path(save_path), identity=identity, num_snapshots=2)
     worker.create("a", [])
     return worker
 
@@ -210,6 +211,10 @@ def sampling(folder: str, adapters: bool) -> dict[str, object]:
     worker.create("b", [])
     worker.load("b", "a/weights/x", optimizer=True)
     found["resumed losses"] = [step(worker, "b", examples()) for _ in range(2)]
+    worker.identity = worker.identity | {"weights": {"actor": "others"}}
+    if adapters:
+        with pytest.raises(RequestRefused, match="of another model"):
+            worker.load("b", "a/weights/x", optimizer=True)
     with pytest.raises(RequestRefused, match="keeps the newest 2"):
         greedy(worker, ("a", 99))
     with pytest.raises(RequestRefused, match="no gradients"):

@@ -19,7 +19,9 @@ import datasets  # noqa: E402
 import tinker  # noqa: E402
 import torch  # noqa: E402
 from tinker import types  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
+from lightrft.checkpoint.final_model import export_checkpoint  # noqa: E402
 from scripts.prepare_quickstart import tiny_qwen3  # noqa: E402
 from warm import warm_environment, warm_programs  # noqa: E402
 
@@ -259,6 +261,12 @@ def test_checkpoints_are_listed_loaded_and_deleted(adapters, client):
     live = client.save_weights_and_get_sampling_client().result()
     answers = [each.sample(prompt, 1, greedy).result() for each in (from_file, live)]
     assert len({tuple(each.sequences[0].tokens) for each in answers}) == 1
+
+    saved = Path("adapters/checkpoints") / client.model_id.replace(":", "_") / "weights" / "one"
+    export_checkpoint(saved, Path("exported"))
+    exported = AutoModelForCausalLM.from_pretrained("exported", dtype=torch.float32)
+    loss = exported(torch.tensor([SENTENCE]), labels=torch.tensor([SENTENCE])).loss
+    assert 4 * float(loss) == pytest.approx(trained, rel=1e-4)
 
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
