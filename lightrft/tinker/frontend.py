@@ -21,6 +21,7 @@ from starlette.routing import Route
 from tinker import types
 
 from lightrft.agents.endpoint.server import RequestTooLarge, RequestTooSlow, content_of
+from lightrft.checkpoint.atomic import OLD, PART
 from lightrft.engine.requests import derived_seed
 from lightrft.tinker import protocol
 from lightrft.tinker.promises import Busy, Jobs, Promises
@@ -336,7 +337,7 @@ class Frontend:
         body = protocol.read_training(content, self.served.limits)
         self._model(body.model)
         return self._promise(
-            f"{body.model}:{body.seq_id}",
+            _request_id(body.model, body.seq_id),
             lambda: self.jobs.add(
                 "forward_backward",
                 name=body.model,
@@ -353,7 +354,7 @@ class Frontend:
         adam = protocol.read_adam(body)
         self._model(body.model_id)
         return self._promise(
-            f"{body.model_id}:{body.seq_id}",
+            _request_id(body.model_id, body.seq_id),
             lambda: self.jobs.add("optim_step", name=body.model_id, adam=adam),
             lambda metrics: {"metrics": metrics},
         )
@@ -382,7 +383,7 @@ class Frontend:
             return key
 
         return self._promise(
-            f"{body.model_id}:{body.seq_id}",
+            _request_id(body.model_id, body.seq_id),
             begin,
             lambda _: {"sampling_session_id": sampler, "type": kind},
         )
@@ -391,10 +392,11 @@ class Frontend:
         self, model: str, seq_id: int | None, kind: str, name: str | None, verb: str
     ) -> dict[str, Any]:
         self._model(model)
+        request_id = _request_id(model, seq_id)
         path = protocol.path_of(model, kind, name or f"{seq_id:06d}")
         tag = protocol.tag_of(path)
         return self._promise(
-            f"{model}:{seq_id}",
+            request_id,
             lambda: self.jobs.add("save", name=model, tag=tag, optimizer=kind == "weights"),
             lambda _: {"path": path, "type": verb},
         )
@@ -413,7 +415,7 @@ class Frontend:
             name = body.model_id
             self._model(name)
             return self._promise(
-                f"{name}:{body.seq_id}",
+                _request_id(name, body.seq_id),
                 lambda: self.jobs.add("load", name=name, **load),
                 lambda _: {"path": body.path, "model_id": name, "type": "load_weights"},
             )
@@ -499,7 +501,7 @@ class Frontend:
             self._num_prompts = number
             return self.jobs.add("sample", prompt=SamplePrompt(number, read, weights, scored))
 
-        request_id = f"{name}:{body.seq_id}"
+        request_id = _request_id(name, body.seq_id)
         answer = self._promise(request_id, begin, protocol.write_sampled)
         ids = [f"{request_id}:{place}" for place in range(body.num_samples)]
         return {**answer, "sample_sequence_ids": ids}
@@ -529,9 +531,10 @@ class Frontend:
         return self._run(self._run_folder(request))
 
     def checkpoints(self, request: Request) -> dict[str, Any]:
-        folders = (
-            [self._run_folder(request)] if request.path_params else self.served.folder.iterdir()
-        )
+        if request.path_params:
+            folders = [self._run_folder(request)]
+        else:
+            folders = [each.parent for each in self.served.folder.glob(f"*/{ABOUT}")]
         return {"checkpoints": [each for folder in folders for each in self._saved(folder)]}
 
     def delete_checkpoint(self, request: Request) -> dict[str, Any]:
@@ -571,7 +574,7 @@ class Frontend:
             }
             for kind in protocol.KINDS
             for each in sorted((folder / kind).glob("*"))
-            if each.is_dir() and protocol.NAME.fullmatch(each.name)
+            if each.is_dir() and each.suffix not in (PART, OLD)
         ]
 
     def _promise(
@@ -583,6 +586,13 @@ class Frontend:
 def _read(kind: type[T], content: bytes) -> T:
     """Read a request in the form that the SDK declares; raise ValueError for another."""
     return kind.model_validate_json(content)
+
+
+def _request_id(owner: str, seq_id: int | None) -> str:
+    """Return the id of a request, by which one that comes twice is known."""
+    if seq_id is None:
+        raise ValueError("the request needs a seq_id")
+    return f"{owner}:{seq_id}"
 
 
 def _refusal(status: int, message: str) -> Response:

@@ -15,6 +15,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as wire
 from torch import Tensor
 
+from lightrft.checkpoint.atomic import OLD, PART
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.tinker.losses import LOSSES, REFUSED, Loss
 from lightrft.tinker.records import Examples, Outputs, Sampled
@@ -71,6 +72,8 @@ def read_training(content: bytes, limits: RequestLimits) -> TrainingRequest:
         raise ValueError(f"loss_fn {name!r:.100} is not possible here: {reason}")
 
     loss = LOSSES[name]
+    if message.seq_id < 1:
+        raise ValueError(f"seq_id is from 1 on, not {message.seq_id}")
     if not message.data:
         raise ValueError("the request has no data")
     rows = []
@@ -257,6 +260,11 @@ def read_sampling(request: types.SampleRequest, limits: RequestLimits, seed: int
     tokens = request.prompt.to_ints()
     if not tokens:
         raise ValueError("the prompt has no tokens")
+    if request.prompt_logprobs and len(tokens) > limits.longest_row:
+        raise ValueError(
+            f"the log-probs of {len(tokens)} tokens are more than the {limits.longest_row} of"
+            " --max_tokens_per_microbatch"
+        )
     _check_tokens(np.array(tokens), limits, "the prompt")
 
     if not 1 <= request.num_samples <= MOST_SAMPLES:
@@ -335,6 +343,6 @@ def folder_of(model: str) -> str:
 
 def checked_name(name: str) -> str:
     """Return a name that can be a folder. Raises ValueError for any other."""
-    if not NAME.fullmatch(name) or set(name) == {"."}:
+    if not NAME.fullmatch(name) or set(name) == {"."} or name.endswith((PART, OLD)):
         raise ValueError(f"{name!r:.200} is no name: use letters, digits, dots, - and _")
     return name

@@ -53,9 +53,6 @@ class TinkerWorker:
             self.models.drop(each)
         self.models.create(name)
 
-    def drop(self, name: str) -> None:
-        self.models.drop(name)
-
     def save(self, name: str, tag: str, *, optimizer: bool) -> None:
         """Write a checkpoint of the model; without `optimizer` it has the weights alone."""
         self.models.take(name)
@@ -241,6 +238,8 @@ class TinkerWorker:
                     running.discard(number)
                     yield number, Sampled(completions, scores.pop(number, None))
                 prompts = more(key)
+                if prompts:
+                    self.strategy.announce("generate")  # the time limit begins anew
 
     def _prepare(self, key: Hashable) -> None:
         """Give the actor the weights of this key. Those of a checkpoint are read once."""

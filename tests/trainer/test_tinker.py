@@ -18,7 +18,7 @@ from lightrft.tinker.losses import LOSSES
 from lightrft.tinker.records import Examples, RequestRefused, SamplePrompt
 from lightrft.tinker.worker import TinkerWorker
 from lightrft.trainer.build_roles import build_policy
-from ranks import run_ranks, whole
+from ranks import run_cases, run_ranks, whole
 from scripts.prepare_quickstart import tiny_qwen3
 
 ADAM = {
@@ -93,7 +93,7 @@ def plain_gradients(folder: str, name: str, data: Examples) -> tuple[float, dict
         total = total + of_paper(name, p, row)
         logprobs.append(p.detach())
     total.backward()
-    return float(total), {n: p.grad for n, p in model.named_parameters()}, logprobs
+    return float(total.detach()), {n: p.grad for n, p in model.named_parameters()}, logprobs
 
 
 def worker_of(folder: str, save_path: str, *flags: str, engine: bool = False) -> TinkerWorker:
@@ -143,9 +143,9 @@ def greedy(worker: TinkerWorker, key: object, *, scored: bool = False) -> list[l
 # -- on the ranks
 
 
-def gradients(folder: str) -> dict[str, tuple]:
+def gradients(folder: str, *flags: str) -> dict[str, tuple]:
     """Return the loss, the gradients and the log-probs of each loss, in two requests each."""
-    worker = worker_of(folder, f"{folder}/run")
+    worker = worker_of(folder, f"{folder}/run", *flags)
     names = [name for name, each in worker.policy.actor.hf_parameters() if each.requires_grad]
     found = {}
     for loss, each in LOSSES.items():
@@ -234,18 +234,19 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_plain_torch(folder):
-    first, second = run_ranks(2, gradients, folder)
-    assert first.keys() == set(LOSSES)
+def test_gradients_are_those_of_plain_torch_in_every_layout(folder):
+    flags = ("--fsdp", "--tp_size=2", "--sp_size=2", "--dp_replicate=2")
+    layouts = run_cases(2, gradients, {flag: (folder, flag) for flag in flags})
     for name in LOSSES:
         loss, grads, logprobs = plain_gradients(f"{folder}/model", name, examples())
-        for found in (first[name], second[name]):
-            assert found[0] == pytest.approx(loss, rel=1e-5), name
-            for mine, theirs in zip(found[2], logprobs, strict=True):
-                torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
         scale = max(float(each.abs().max()) for each in grads.values())
-        for key, grad in grads.items():
-            torch.testing.assert_close(first[name][1][key], grad, atol=1e-6 * scale, rtol=0)
+        for ranks in layouts.values():
+            for found in ranks:
+                assert found[name][0] == pytest.approx(loss, rel=1e-5), name
+                for mine, theirs in zip(found[name][2], logprobs, strict=True):
+                    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+            for key, grad in grads.items():
+                torch.testing.assert_close(ranks[0][name][1][key], grad, atol=1e-6 * scale, rtol=0)
 
 
 @pytest.mark.slow
