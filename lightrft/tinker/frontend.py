@@ -33,7 +33,7 @@ API = "/api/v1"
 MAX_BYTES = 64 << 20
 """Number of bytes of the largest request."""
 SILENT_SECONDS = 30.0
-"""After so long without a heartbeat, which comes every 10 s, the models of a session make room."""
+"""After so long without a heartbeat the models of a session make room. It comes every 10 s."""
 ABOUT = "model.json"
 """File beside the checkpoints of a model with what it is."""
 CLIENT_CONFIG = {
@@ -168,6 +168,7 @@ class Frontend:
                 return await answer(request)
             except ClientDisconnect:
                 return Response(status_code=400)
+            # Not 400, which the SDK takes for a fault of a proxy and sends again.
             except RequestTooSlow as error:
                 return _refusal(422, str(error))
             except RequestTooLarge:
@@ -242,6 +243,7 @@ class Frontend:
         """Return a function that makes room for a model, and begins it."""
 
         def begin() -> Future[Any]:
+            # Requests that wait already come before the model is given up.
             replaced = self._make_room()
             created = self.jobs.add("create", name=name, replaced=replaced)
             for each in replaced:
@@ -297,6 +299,7 @@ class Frontend:
         rank = self.served.lora_rank
         if config is None:
             return
+        # The SDK has no way to ask for full fine-tuning.
         if rank == 0:
             logger.warning("a client asks for an adapter: all parameters are trained (--lora_rank)")
             return
@@ -589,7 +592,7 @@ def _read(kind: type[T], content: bytes) -> T:
 
 
 def _request_id(owner: str, seq_id: int | None) -> str:
-    """Return the id of a request, by which one that comes twice is known."""
+    """Return the id of a request. One that comes twice has the same."""
     if seq_id is None:
         raise ValueError("the request needs a seq_id")
     return f"{owner}:{seq_id}"

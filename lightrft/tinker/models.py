@@ -99,7 +99,7 @@ class Models:
             shards = self._snapshots[key]
         elif key is not None:
             raise RequestRefused(
-                f"the weights of this sampling client are gone: the server keeps the newest"
+                "the weights of this sampling client are gone: the server keeps the newest"
                 f" {self.num_snapshots} that were sampled from. Create another client, or save"
                 " weights by name (save_weights_for_sampler)"
             )
@@ -118,6 +118,7 @@ class Models:
 
     def changes(self, model: TrainedModel) -> None:
         """Note that the parameters of the current model are about to change."""
+        # A copy is made only now, as most clients sample before the next step and not after it.
         if model.key in self.sampled:
             self.sampled.discard(model.key)
             self.keep(model.key)
@@ -125,6 +126,8 @@ class Models:
 
     def collect_gradients(self, model: TrainedModel) -> None:
         """Move the gradients of the actor to the model's sum."""
+        # Each request sums its own gradients over the ranks, and an actor that has none can leave
+        # the device.
         for place, parameter in enumerate(self.trained):
             gradient = parameter.grad
             parameter.grad = None
@@ -166,6 +169,7 @@ class Models:
         state.clear()
         for parameter, saved in zip(self.trained, moments, strict=True):
             for name, value in saved.items():
+                # A moment is sharded like the parameter.
                 if name != STEP:
                     moment = torch.empty_like(parameter)
                     _local(moment).copy_(value)

@@ -1,4 +1,4 @@
-"""Read the requests of Tinker's SDK, and write the answers; the SDK itself has their form.
+"""Read the requests of Tinker's SDK, and write the answers; the SDK declares the form.
 
 A request is checked completely before anything is done with it: a ValueError says what is wrong.
 """
@@ -37,11 +37,11 @@ class RequestLimits:
     vocabulary: int
     """Number of token ids."""
     media_tokens: frozenset[int]
-    """Token ids that stand for images and other media, which no request can have."""
+    """Token ids that stand for images and other media. No request can have one."""
     longest_row: int
     """Tokens of an example, with the last target."""
     longest_sequence: int
-    """Tokens of a prompt with its response."""
+    """Tokens of prompt and response together."""
     longest_response: int
     """Tokens of a response whose request does not say how many."""
 
@@ -95,6 +95,7 @@ def read_training(content: bytes, limits: RequestLimits) -> TrainingRequest:
 
 def _config(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float]:
     """Return the options of the loss with the defaults filled in."""
+    # Older SDKs send numbers alone, in a field of its own.
     given: dict[str, Any] = dict(message.loss_fn_config)
     given |= {
         name: getattr(value, value.WhichOneof("value") or "text")
@@ -114,7 +115,7 @@ def _config(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float
 def _row(
     datum: wire.Datum, loss: Loss, limits: RequestLimits
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the tokens of a datum, with the last target, and its columns."""
+    """Return the tokens of a datum, with the last target, and the columns."""
     tokens = _tokens(datum.model_input, limits)
     inputs = datum.loss_fn_inputs
     needed = {TARGETS, *loss.columns}
@@ -136,7 +137,7 @@ def _row(
     _check_tokens(targets, limits, TARGETS)
     if len(tokens) + 1 > limits.longest_row:
         raise ValueError(
-            f"it has {len(tokens)} tokens, and with the last target at most {limits.longest_row} fit"
+            f"it has {len(tokens)} tokens, and with the last target {limits.longest_row} fit"
             " (--max_tokens_per_microbatch)"
         )
     return np.append(tokens, targets[-1]), columns
@@ -186,7 +187,7 @@ def _check_tokens(tokens: np.ndarray, limits: RequestLimits, name: str) -> None:
         raise ValueError(f"{name} has token {outside[0]}, and the vocabulary has {size}")
     media = tokens[np.isin(tokens, list(limits.media_tokens))]
     if len(media):
-        raise ValueError(f"{name} has token {media[0]}, which stands for an image: only text fits")
+        raise ValueError(f"{name} has token {media[0]}, a placeholder of media: only text fits")
 
 
 def _examples(rows: list[tuple[np.ndarray, dict[str, np.ndarray]]], loss: Loss) -> Examples:
@@ -329,12 +330,11 @@ def path_of(model: str, kind: str, name: str) -> str:
 
 
 def tag_of(path: str) -> str:
-    """Return the folder of a path `tinker://MODEL/weights/NAME`, below that of all checkpoints."""
-    model, kind, name = (path.removeprefix(SCHEME).split("/") + ["", "", ""])[:3]
-    parts = path.removeprefix(SCHEME).count("/")
-    if not path.startswith(SCHEME) or parts != 2 or kind not in KINDS:
+    """Return the folder of a path `tinker://MODEL/weights/NAME`, below all checkpoints."""
+    parts = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
         raise ValueError(f"{path!r:.200} is no path tinker://MODEL/weights/NAME")
-    return f"{folder_of(model)}/{kind}/{checked_name(name)}"
+    return f"{folder_of(parts[0])}/{parts[1]}/{checked_name(parts[2])}"
 
 
 def folder_of(model: str) -> str:

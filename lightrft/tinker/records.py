@@ -26,7 +26,7 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """The data of a request, end to end: a row has the inputs of a datum and its last target."""
+    """The data of a request, end to end: a row has the inputs of a datum and the last target."""
 
     lengths: list[int]
     input_ids: Tensor
@@ -35,7 +35,7 @@ class Examples:
     """[T] each: `target_tokens` and what the loss reads, 0 at the first token of a row."""
 
     def select(self, rows: list[int]) -> Batch:
-        """Return rows as a batch in which every target is learned."""
+        """Return rows as a batch that learns every target."""
         lengths = torch.tensor(self.lengths)
         mask = torch.ones(len(self.input_ids), dtype=torch.bool)
         mask[lengths.cumsum(0) - lengths] = False
@@ -55,10 +55,10 @@ class SamplePrompt:
     """A prompt to sample from."""
 
     number: int
-    """Number of the request, by which it is answered."""
+    """Number of the request. The answer has it too."""
     request: Request
     weights: Hashable
-    """Key of the weights; None: those of --pretrain."""
+    """Key of the weights; None: the weights of --pretrain."""
     scored: bool
     """True if the log-probs of the prompt are asked for."""
 

@@ -44,7 +44,7 @@ class TinkerWorker:
         self.identity = identity
         self.models = Models(policy, num_snapshots=num_snapshots)
         self._engine_has: Hashable = None
-        """Key of the weights that the engine got last; it begins with those of --pretrain."""
+        """Key of the weights that the engine got last; None: the weights of --pretrain."""
 
     # -- models
 
@@ -67,7 +67,7 @@ class TinkerWorker:
         )
 
     def load(self, name: str, tag: str, *, optimizer: bool) -> None:
-        """Replace the weights of the model, and with `optimizer` its moments."""
+        """Replace the weights of the model, and with `optimizer` the moments."""
         model = self.models.take(name)
         self.models.changes(model)
         self._load(tag, optimizer=optimizer)
@@ -91,7 +91,7 @@ class TinkerWorker:
 
     def _check_base(self, path: Path, client_state: dict[str, Any]) -> None:
         """Raise RequestRefused for adapters of another base model."""
-        before = client_state["identity"]["weights"]
+        before = client_state.get("identity", {}).get("weights")
         if self.identity["settings"]["lora_rank"] and before != self.identity["weights"]:
             raise RequestRefused(f"{path} has adapters of another model than --pretrain is now")
 
@@ -103,7 +103,7 @@ class TinkerWorker:
     def forward_backward(
         self, name: str, examples: Examples, loss: str, config: dict[str, float], *, learn: bool
     ) -> Outputs:
-        """Compute a loss, and with `learn` add the gradients to those of the model."""
+        """Compute a loss, and with `learn` add the gradients to the sum of the model."""
         model = self.models.take(name)
         outputs = self._run(examples, loss, config, learn=learn)
         if learn:
@@ -207,17 +207,17 @@ class TinkerWorker:
         `more` returns further prompts for these weights that have come meanwhile, and are not
         scored.
         """
-        key = prompts[0].weights
-        self._prepare(key)
-        scores: dict[int, Tensor] = {}
-        for prompt in prompts:
-            if prompt.scored:
-                scores[prompt.number] = self._score(prompt.request.token_ids)
-
-        self.strategy.announce("generate")
         host = self.strategy.host
         world = self.strategy.mesh.world
+        key = prompts[0].weights
         stale = self._engine_has != key or not host.engine.weights_valid
+        scored = [prompt for prompt in prompts if prompt.scored]
+        if stale or scored:
+            self._prepare(key)
+
+        # Engines score no prompts, so the trainer does, before the engine wakes.
+        scores = {prompt.number: self._score(prompt.request.token_ids) for prompt in scored}
+        self.strategy.announce("generate")
         with host.awake(self.policy.actor if stale else None):
             self._engine_has = key
             session = host.open(Sampling(seed=self.train.seed), shared=True)
@@ -226,6 +226,7 @@ class TinkerWorker:
 
             while prompts or running:
                 running |= {prompt.number for prompt in prompts}
+                # Each engine gets the next request, whatever the ranks share in training.
                 mine = [each for each in prompts if each.number % world.size == world.rank]
                 indices = session.add_own([each.request for each in mine])
                 own |= dict(zip(indices, (each.number for each in mine), strict=True))
@@ -242,8 +243,9 @@ class TinkerWorker:
                     self.strategy.announce("generate")  # the time limit begins anew
 
     def _prepare(self, key: Hashable) -> None:
-        """Give the actor the weights of this key. Those of a checkpoint are read once."""
+        """Give the actor the weights of this key. A checkpoint is read once."""
         if isinstance(key, str) and not self.models.has(key):
+            # The model that has the actor is set aside, or the checkpoint would replace it.
             self.models.take_key(None)
             self._load(key, optimizer=False)
             self.models.keep(key)
