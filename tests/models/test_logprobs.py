@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+from lightrft.algorithms.kl import generalized_jsd
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs, top_logprobs
 from lightrft.tools.step_memory import total
 from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
@@ -567,6 +568,53 @@ def test_top_logprobs():
     torch.testing.assert_close(
         values, token_logprobs(hidden, weight, ids, temperature=0.6)[0], rtol=1e-6, atol=1e-6
     )
+
+
+def test_banned_tokens_are_not_among_the_likeliest():
+    hidden, weight, _ = inputs()
+    banned = (0, 7, 8, 40)
+    values, ids = top_logprobs(hidden, weight, V, temperature=0.6, banned=banned)
+    logits = ((hidden @ weight.T) / 0.6).detach()
+    logits[:, [*banned]] = -torch.inf
+    torch.testing.assert_close(values, logits.log_softmax(-1).topk(V).values, rtol=1e-6, atol=1e-6)
+    assert torch.equal(ids[:, : V - 4], logits.topk(V - 4).indices)
+
+
+@pytest.mark.parametrize("chunk", [4, None], ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0], ids=str)
+def test_a_teachers_whole_distribution(beta, chunk):
+    """The divergence over all V tokens, with gradients that are known in the forward pass and
+    without, is the one of float64.
+    """
+    hidden, weight, _ = inputs()
+    generator = torch.Generator().manual_seed(3)
+    of_teacher = torch.randn(T, V, generator=generator)
+    top, ids = of_teacher.log_softmax(-1).topk(V)
+
+    p = of_teacher.double().softmax(-1)
+    exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    q = (exact[0] @ exact[1].T / 0.7).softmax(-1)
+    m = beta * p + (1 - beta) * q
+    kl = {0.0: p * (p / q).log(), 1.0: q * (q / p).log()}
+    both = beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()
+    expected = kl.get(beta, both).sum(-1)
+    slopes = torch.autograd.grad(expected.mean(), exact)
+
+    def upstream(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, None]:
+        leaf = logprobs.detach().requires_grad_()
+        with torch.enable_grad():
+            value = generalized_jsd(leaf, top[rows], beta).sum() / T
+        return torch.autograd.grad(value, leaf)[0], None
+
+    for known in (None, upstream):
+        options = {"temperature": 0.7, "chunk": chunk, "upstream": known}
+        logprobs, _ = token_logprobs(hidden, weight, ids, **options)
+        value = generalized_jsd(logprobs, top, beta)
+        torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-6, atol=2e-6)
+        for found, slope in zip(
+            torch.autograd.grad(value.mean(), [hidden, weight]), slopes, strict=True
+        ):
+            torch.testing.assert_close(found.double(), slope, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
