@@ -8,20 +8,27 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightrft.backends import muon
 from lightrft.backends.muon import block_matrices, create_muon, newton_schulz
 from lightrft.strategy.fsdp import blocks
-from ranks import run_cases, run_ranks
+from ranks import run_cases, run_ranks, whole
+from strategy.lora_course import adapted, disturb
 from strategy.training import (
     TrainingRun,
     assert_equal_courses,
     distance,
     load,
+    my_rows,
     one_step,
     plain_course,
+    rows,
+    share_of_loss,
+    snapshot,
     strategy,
     strategy_course,
+    tokens_learned,
 )
 from tiny import tiny_experts
 
@@ -193,3 +200,192 @@ def test_bfloat16_matrices_become_what_torch_makes_of_them(shape):
     found = newton_schulz(average.bfloat16()).float()
     torch.testing.assert_close(found, -torch.stack(matrices).detach(), rtol=1e-2, atol=1e-3)
     assert 0.5 < torch.linalg.svdvals(found).min() and torch.linalg.svdvals(found).max() < 1.3
+
+
+# -- the work of a rank
+
+
+class Sent(TorchDispatchMode):
+    """While entered, counts all-to-alls and their bytes."""
+
+    count = 0
+    nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "alltoall_base" in function.name():
+            self.count += 1
+            self.nbytes += args[1].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def work_of_a_step(folder: str, args: dict, bucket: int) -> tuple[int, int, list[int]]:
+    """Return all-to-alls, the bytes in them, and the elements of each call of Newton-Schulz."""
+    muon.BUCKET = bucket
+    made = strategy(optimizer="muon", **args)
+    model = load(folder)
+    model, optimizer = made.prepare((model, made.create_optimizer(model, RATE)))
+    whole_matrices = []
+
+    def recorded(matrices: torch.Tensor) -> torch.Tensor:
+        whole_matrices.append(matrices.numel())
+        return newton_schulz(matrices)
+
+    muon.newton_schulz = recorded
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with Sent() as sent:
+        made.optimizer_step(optimizer, model)
+    return sent.count, sent.nbytes, whole_matrices
+
+
+ONE_BUCKET = muon.BUCKET
+LARGEST = 64 * 192
+WORK = {
+    2: {"fsdp": ({}, ONE_BUCKET), "buckets": ({}, LARGEST), "tp": ({"tp_size": 2}, ONE_BUCKET)},
+    4: {"hsdp": ({"dp_replicate": 2}, ONE_BUCKET), "both": ({"tp_size": 2}, ONE_BUCKET)},
+}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_matrix_is_orthogonalised_once_and_travels_twice(folder, ranks):
+    numel = sum(each.numel() for each in block_matrices(blocks(load(folder))))
+    cases = {name: (folder, *options) for name, options in WORK[ranks].items()}
+    for name, by_rank in run_cases(ranks, work_of_a_step, cases).items():
+        axes = 2 if name == "both" else 1
+        counts, nbytes, elements = zip(*by_rank, strict=True)
+        copies = 2 if name == "hsdp" else 1
+        assert sum(map(sum, elements)) == copies * numel, name
+        assert sum(nbytes) == 4 * 2 * axes * copies * numel, name
+        if name != "buckets":
+            assert set(counts) == {2 * axes}, name
+            assert max(map(sum, elements)) <= 1.1 * copies * numel / ranks, name
+        else:
+            assert len(set(counts)) == 1 and counts[0] > 6
+            assert max(map(max, elements)) <= 2 * LARGEST
+
+
+# -- checkpoints
+
+
+def resumed(folder: str, root: Path, other: Path | None, args: dict) -> list:
+    """Return the state after four steps: in one go, from a checkpoint after two, and from another.
+
+    `other` is a folder of another layout. The resumed run is sent to the host and back.
+    """
+    made = strategy(optimizer="muon", **args)
+    states = []
+    for source in (None, root, other) if other else (None, root):
+        model = load(folder)
+        model, optimizer = made.prepare(
+            (model, made.create_optimizer(model, RATE, weight_decay=DECAY))
+        )
+        if source is None:
+            for step in range(2):
+                one_step(made, model, optimizer, step)
+            made.save_ckpt(model, root, "two", optimizer=optimizer)
+        else:
+            made.load_ckpt(model, source, optimizer=optimizer)
+            made.maybe_offload_optimizer(optimizer)
+            assert {
+                value.device.type
+                for state in optimizer.state.values()
+                for value in state.values()
+                if value.ndim
+            } == {"meta"}
+            made.maybe_load_optimizer(optimizer)
+
+        for step in range(2, 4):
+            one_step(made, model, optimizer, step)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        moments = {
+            f"{names[parameter]}/{key}": whole(value).clone()
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+        }
+        states.append(snapshot(made, model) | moments)
+    return states
+
+
+@pytest.mark.slow
+def test_checkpoints_continue_bit_for_bit_and_on_other_layouts(folders, tmp_path):
+    """On one rank, from there to two with tensor parallelism, to four in replicas; and experts."""
+    (one,) = run_ranks(1, resumed, folders[0], tmp_path / "one", None, {})
+    on_two = run_cases(
+        2,
+        resumed,
+        {
+            "tp": (folders[0], tmp_path / "tp", tmp_path / "one", {"tp_size": 2}),
+            "ep": (folders[4], tmp_path / "ep", None, {"ep_size": 2}),
+        },
+    )
+    on_four = run_cases(
+        4,
+        resumed,
+        {
+            "hsdp": (folders[0], tmp_path / "hsdp", tmp_path / "tp", {"dp_replicate": 2}),
+            "fsdp": (folders[4], tmp_path / "fsdp", tmp_path / "ep", {}),
+        },
+    )
+    for states in [one, *on_two["tp"], *on_two["ep"], *on_four["hsdp"], *on_four["fsdp"]]:
+        expected, continued, *moved = states
+        matrices = {key for key in expected if key.endswith("/momentum_buffer")}
+        assert len(matrices) >= 12 and not any("embed" in key for key in matrices)
+        assert expected.keys() == continued.keys()
+        assert all(torch.equal(continued[name], expected[name]) for name in expected)
+        for state in moved:
+            assert distance(state, expected) < 1e-5
+
+
+# -- which parameters
+
+
+def names_of(model: nn.Module) -> set[str]:
+    chosen = set(block_matrices(blocks(model)))
+    return {name for name, parameter in model.named_parameters() if parameter in chosen}
+
+
+def test_matrices_are_in_blocks_and_no_routers(folders):
+    assert len(names_of(load(folders[0]))) == 2 * 7
+    mixture = names_of(load(folders[4]))
+    kinds = {name.split(".", 3)[-1] for name in mixture}
+    assert kinds == {
+        *(f"self_attn.{each}_proj.weight" for each in "qkvo"),
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj",
+    }
+    model = load(folders[0]).requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    with pytest.raises(ValueError, match="no matrix in a block of Qwen3ForCausalLM is trained"):
+        ours(model)
+
+
+def adapter_course(folder: str, args: dict) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return the number of parameter groups, and by how much two steps change each adapter."""
+    made = strategy(optimizer="muon", **args)
+    model = disturb(adapted(folder))
+    model, optimizer = made.prepare((model, made.create_optimizer(model, RATE)))
+    before = adapters(model)
+    for step in range(2):
+        loss = share_of_loss(model, my_rows(made, step), tokens_learned(rows(step)))
+        made.backward(loss, model, optimizer)
+        made.optimizer_step(optimizer, model)
+    return len(optimizer.param_groups), {
+        name: after - before[name] for name, after in adapters(model).items()
+    }
+
+
+def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: whole(each.detach()).clone()
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    }
+
+
+def test_adapters_are_matrices_and_learn_alike_on_all_layouts(folder):
+    ((num_groups, expected),) = run_ranks(1, adapter_course, folder, {})
+    assert num_groups == 1
+    cases = {"fsdp": (folder, {}), "tp": (folder, {"tp_size": 2})}
+    for by_rank in run_cases(2, adapter_course, cases).values():
+        for _, found in by_rank:
+            assert distance(found, expected) < 1e-5
