@@ -33,9 +33,26 @@ EPSILON = 1e-7
 RMS = 0.2
 """Root mean square of an update of AdamW, which updates here are scaled to (arXiv 2502.16982)."""
 BUCKET = 2**25
-"""Elements of whole matrices that a rank orthogonalises at a time."""
+"""Elements of whole matrices that a rank orthogonalises at a time, unless one matrix has more."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Linear layers that choose experts; AdamW trains them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """A matrix, or some experts of a layer, and this rank's part of it: [a, b] or [experts, a, b].
+
+    `shards` divide each matrix, the last applied one first. Their dims are counted from the end.
+    """
+
+    weights: Tensor
+    gradient: Tensor
+    momentum: Tensor
+    shards: list[ShardSlice]
+    numel: int
+    """Elements of the whole matrices."""
+    scale: float
+    """Factor of the learning rate."""
 
 
 class Muon(Optimizer):
@@ -92,18 +109,19 @@ class Muon(Optimizer):
                 self._step_bucket(bucket, group["lr"], group["weight_decay"], group["momentum"])
 
     def _step_bucket(
-        self, bucket: "list[Matrices]", lr: float, weight_decay: float, momentum: float
+        self, bucket: list[Matrices], lr: float, weight_decay: float, momentum: float
     ) -> None:
         gradients = [matrices.gradient for matrices in bucket]
         buffers = [matrices.momentum for matrices in bucket]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        averages = torch._foreach_lerp(gradients, buffers, momentum)
 
         # Parameters may be in host memory; the device multiplies and sends.
         device = current_device()
         dtype = torch.bfloat16 if has_bf16() else torch.float32
-        parts = [average.to(device, dtype) for average in averages]
-        del averages
+        parts = [
+            gradient.lerp(buffer, momentum).to(device, dtype)
+            for gradient, buffer in zip(gradients, buffers, strict=True)
+        ]
         shards = [matrices.shards for matrices in bucket]
         updates = orthogonalize(parts, shards, [matrices.numel for matrices in bucket])
 
@@ -111,23 +129,6 @@ class Muon(Optimizer):
         for matrices, update in zip(bucket, updates, strict=True):
             update = update.to(matrices.weights.device)
             matrices.weights.add_(update, alpha=-lr * matrices.scale)
-
-
-@dataclass(frozen=True, slots=True)
-class Matrices:
-    """A matrix, or some experts of a layer, and this rank's part of it: [a, b] or [experts, a, b].
-
-    `shards` divide each matrix, the last applied one first. Their dims are counted from the end.
-    """
-
-    weights: Tensor
-    gradient: Tensor
-    momentum: Tensor
-    shards: list[ShardSlice]
-    numel: int
-    """Elements of the whole matrices."""
-    scale: float
-    """Factor of the learning rate."""
 
 
 def create_muon(
@@ -290,12 +291,15 @@ def _matrices(parameter: nn.Parameter, momentum: Tensor) -> Iterator[Matrices]:
 
 
 def _buckets(alike: list[Matrices]) -> Iterator[list[Matrices]]:
-    """Yield matrices of the same shards, the largest ones first, so that owners have equal work."""
-    limit = BUCKET * math.prod(shard.pieces for shard in alike[0].shards)
+    """Yield matrices of the same shards, the largest ones first, so that owners have equal work.
+
+    An owner gets about BUCKET elements of a bucket, or one larger matrix.
+    """
+    num_ranks = math.prod(shard.pieces for shard in alike[0].shards)
     bucket: list[Matrices] = []
     size = 0
     for matrices in sorted(alike, key=lambda each: each.numel, reverse=True):
-        if bucket and size + matrices.numel > limit:
+        if bucket and size + matrices.numel > num_ranks * max(BUCKET, bucket[0].numel):
             yield bucket
             bucket = []
             size = 0

@@ -12,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft.backends import muon
 from lightrft.backends.muon import block_matrices, create_muon, newton_schulz
+from lightrft.config.errors import ConfigError
 from lightrft.strategy.fsdp import blocks
 from ranks import run_cases, run_ranks, whole
 from strategy.lora_course import adapted, disturb
+from strategy.own_strategies import DataParallelStrategy
 from strategy.training import (
     TrainingRun,
     assert_equal_courses,
@@ -264,6 +266,31 @@ def test_each_matrix_is_orthogonalised_once_and_travels_twice(folder, ranks):
             assert max(map(max, elements)) <= 2 * LARGEST
 
 
+HEIGHTS = (1, 2, 5, 7, 10)
+
+
+def uneven_update() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return each weight before and after a step whose gradient is the weight itself."""
+    made = strategy(optimizer="muon")
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(6, rows) for rows in HEIGHTS])})
+    model, optimizer = made.prepare((model, made.create_optimizer(model, RATE)))
+    weights = {name: each for name, each in model.named_parameters() if each.ndim == 2}
+    before = {name: whole(each.detach()).clone() for name, each in weights.items()}
+    for weight in weights.values():
+        weight.grad = weight.detach().clone()
+    optimizer.step()
+    return {name: (before[name], whole(each.detach())) for name, each in weights.items()}
+
+
+def test_rows_that_ranks_cannot_divide_evenly():
+    """Three ranks: the last one has fewer rows, or none."""
+    for updates in run_ranks(3, uneven_update):
+        assert len(updates) == len(HEIGHTS)
+        for before, after in updates.values():
+            scale = RATE * 0.2 * max(before.shape) ** 0.5
+            torch.testing.assert_close(after, before - scale * newton_schulz(before[None])[0])
+
+
 # -- checkpoints
 
 
@@ -357,6 +384,12 @@ def test_matrices_are_in_blocks_and_no_routers(folders):
     model.lm_head.requires_grad_(True)
     with pytest.raises(ValueError, match="no matrix in a block of Qwen3ForCausalLM is trained"):
         ours(model)
+
+
+def test_other_strategies_refuse_it():
+    made = DataParallelStrategy(args={"optimizer": "muon"})
+    with pytest.raises(ConfigError, match="--optimizer muon needs FSDP2: DataParallelStrategy is"):
+        made.create_optimizer(nn.Linear(4, 4), RATE)
 
 
 def adapter_course(folder: str, args: dict) -> tuple[int, dict[str, torch.Tensor]]:
