@@ -49,6 +49,7 @@ from lightrft.config.values import COLDEST
 COMPARING = (
     *("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
     *("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k"),
+    *("dppo", "dro", "gdpo", "gpg", "lite_ppo", "maxrl", "turn_grpo"),
 )
 """Estimators whose advantage is 0 for the only sample of a group."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -56,7 +57,7 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 LONGEST_NAME = 1000
 """Number of letters of the path or name of a model."""
 UNSHAPED = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
-"""Fields that change the reward that remax compares with."""
+"""Fields that change the reward, which remax and gdpo compare without them."""
 SGLANG_MEDIA = {
     "videos": "requests with videos never ended in SGLang on a CPU",
     "audios": "sound was not tested in SGLang",
@@ -353,9 +354,9 @@ GENERATION = (
 # -- PPO and similar algorithms
 
 
-def _shaping(run: RunFacts) -> str:
+def _shaping(run: RunFacts, estimator: str) -> str:
     shaping = " ".join(f"--{name}" for name in UNSHAPED if run[name])
-    return shaping if run.advantage_estimator == "remax" else ""
+    return shaping if run.advantage_estimator == estimator else ""
 
 
 ALGORITHM = (
@@ -441,7 +442,17 @@ ALGORITHM = (
     Rule(
         "--advantage_estimator remax compares with the unshaped reward of the greedy response:"
         " remove {found}",
-        _shaping,
+        lambda run: _shaping(run, "remax"),
+    ),
+    Rule(
+        "--advantage_estimator turn_grpo compares sums of rewards without a discount: --gamma must"
+        " be 1",
+        lambda run: run.advantage_estimator == "turn_grpo" and run.gamma != 1,
+    ),
+    Rule(
+        "--advantage_estimator gdpo normalises each reward before the sum, and {found} changes the"
+        " sum: remove it, or write it as one of --reward",
+        lambda run: _shaping(run, "gdpo"),
     ),
 )
 

@@ -704,7 +704,7 @@ class AlgorithmSection(Section, commands=PPO):
     """Temperature of sapo's gate for negative advantages; the larger it is, the faster the gradient
     decays."""
     policy_drift_coef: float = option(0.01, NOT_NEGATIVE)
-    """Coefficient of cpgd's divergence from the policy before the step."""
+    """Coefficient of the divergence from the policy before the step, in cpgd and dro."""
     policy_drift_clip: float | None = option(None, POSITIVE)
     """Upper limit of a token's divergence in cpgd, before the coefficient; above it the gradient is
     zero."""
@@ -738,6 +738,9 @@ class AlgorithmSection(Section, commands=PPO):
     """Lower limit for rollout_mask; unset: 0.5 for the product, 0.999 for the geometric mean."""
     rollout_mask_high: float | None = option(None, NOT_NEGATIVE, needs="--rollout_mask")
     """Upper limit for rollout_mask; unset: 2 for the product, 1.002 for the geometric mean."""
+    off_policy_delta: float | None = option(None, NOT_NEGATIVE)
+    """Mask tokens with a negative advantage in sequences whose mean of log p_engine - log p_trainer
+    exceeds this number (0.5 is a start); unset: none."""
     use_engine_logprobs: bool = False
     """Use the engine's log-probs as the old log-probs of the ratio: this saves one forward pass,
     and the clip is relative to the engine's policy."""
@@ -756,7 +759,11 @@ class AlgorithmSection(Section, commands=PPO):
     """Coefficient of the supervised loss on --pretrain_data, added in each optimizer step of the
     actor."""
     loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "prompt-mean",
     ] = "token-mean"
     """Aggregation of token losses into one number, always over all ranks and micro-batches of an
     optimizer step."""

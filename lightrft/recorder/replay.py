@@ -17,7 +17,7 @@ from lightrft.algorithms.reduce import Denominator, Report
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.backends.optim import own_settings
 from lightrft.checkpoint.manager import PARTS
-from lightrft.config.references import JUDGE, SERVER, reward_terms
+from lightrft.config.references import JUDGE, SERVER, reward_terms, reward_weights
 from lightrft.data.prompt_set import PromptSet
 from lightrft.models.load import load_tokenizer
 from lightrft.observe.metrics import Metrics
@@ -265,6 +265,9 @@ class _Step:
                 None,
                 first_token_apart=config.rollout.first_token_temperature is not None,
                 min_tokens=config.rollout.min_tokens,
+            ),
+            reward_weights=reward_weights(
+                config.reward.reward, config.model, config.reward.reward_model_coef
             ),
             num_updates=updates,
         )

@@ -13,7 +13,14 @@ from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import ENGINE, JUDGE, eval_sources, reward_model_terms, reward_terms
+from lightrft.config.references import (
+    ENGINE,
+    JUDGE,
+    eval_sources,
+    reward_model_terms,
+    reward_terms,
+    reward_weights,
+)
 from lightrft.config.sections import (
     Config,
     has_episodes,
@@ -138,6 +145,9 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
             routed=RoutedShape.of(policy.actor.hf_model.config)
             if config.engine.router_replay
             else None,
+        ),
+        reward_weights=reward_weights(
+            config.reward.reward, config.model, config.reward.reward_model_coef
         ),
         num_updates=updates,
         branches=has_episodes(config.environment),
