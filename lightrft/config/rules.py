@@ -270,6 +270,10 @@ GENERATION = (
         lambda run: run.speculative != "none" and run.engine_type != "vllm",
     ),
     Rule(
+        "--min_p with --speculative: vLLM does not verify drafts with min p; use --top_p or --top_k",
+        lambda run: run.min_p > 0 and run.speculative != "none",
+    ),
+    Rule(
         "--speculative draft needs --draft_pretrain, a small model with the vocabulary of"
         " --pretrain; --speculative group needs no other model",
         lambda run: run.speculative == "draft" and not run.draft_pretrain,

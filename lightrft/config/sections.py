@@ -471,6 +471,14 @@ class RolloutSection(Section, commands=PPO):
     )
     """Sample only from the k most likely tokens; all log-probs are computed over these tokens. 0:
     all tokens."""
+    min_p: float = option(
+        0.0,
+        SHARE.hint(", because it is a share"),
+        needs=UNLESS_GREEDY,
+        commands=GENERATING,
+    )
+    """Sample only from tokens with at least this share of the probability of the most likely one;
+    all log-probs are computed over these tokens. 0: all tokens."""
     stop: list[Verbatim] = option(
         [], Bound("must not contain an empty text", bool), commands=GENERATING
     )
@@ -481,6 +489,15 @@ class RolloutSection(Section, commands=PPO):
         [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
     )
     """Tokens that end a response, in addition to the model's end tokens."""
+    bad_words: list[Verbatim] = option(
+        [], Bound("must not contain an empty text", bool), commands=GENERATING
+    )
+    """Words that are never sampled as one token, also after a space; all log-probs are computed
+    accordingly. A word of several tokens is refused."""
+    banned_token_ids: list[int] = option(
+        [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
+    )
+    """Tokens that are never sampled; all log-probs are computed without them."""
     min_tokens: int = option(0, NOT_NEGATIVE, commands=GENERATING)
     """Minimum length of a response in tokens: before it, no token is sampled that would end the
     response; all log-probs are computed accordingly."""

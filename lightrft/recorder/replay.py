@@ -68,6 +68,7 @@ class Builders(Protocol):
     build_rewards: Any
     build_ppo_roles: Any
     build_learners: Any
+    with_token_ids: Any
 
 
 @dataclass
@@ -233,9 +234,11 @@ class _Step:
 
     def __init__(self, bundle: Bundle, strategy: Strategy, build: Builders):
         self.build = build
-        config = self.config = bundle.config
+        config = bundle.config
         total = bundle.content["total_steps"] or bundle.content["step"]
-        data = build.TrainingData(load_tokenizer(config.model), PromptSet([]), PromptSet([]), total)
+        tokenizer = load_tokenizer(config.model)
+        config = self.config = build.with_token_ids(bundle.config, tokenizer)
+        data = build.TrainingData(tokenizer, PromptSet([]), PromptSet([]), total)
         count = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
         updates = count // config.train.train_batch_size * config.train.max_epochs
         policy, critic, teacher = build.build_ppo_roles(config, strategy, data, updates=updates)

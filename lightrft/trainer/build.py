@@ -64,7 +64,7 @@ from lightrft.trainer.build_data import (
     load_supervised,
     load_training_data,
 )
-from lightrft.trainer.build_episodes import build_episodes, check_tools, with_tools, with_turn_ends
+from lightrft.trainer.build_episodes import build_episodes, check_tools, with_token_ids, with_tools
 from lightrft.trainer.build_roles import (
     build_critic,
     build_draft,
@@ -104,7 +104,7 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     eval_sets = build_eval_sets(
         config, strategy, training_data.tokenizer, training_data.expand, rewards
     )
-    config = with_turn_ends(config, training_data.tokenizer)
+    config = with_token_ids(config, training_data.tokenizer)
     algorithm = config.algorithm
     tokenizer = training_data.tokenizer
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
@@ -463,7 +463,7 @@ def evaluation(config: Config, strategy: Strategy) -> Evaluation:
     sets = build_eval_sets(config, strategy, tokenizer, expand, rewards)
     if any(each.rewards is rewards for each in sets):
         rewards.models = build_model_rewards(config, strategy, tokenizer, expand)
-    config = with_turn_ends(config, tokenizer)
+    config = with_token_ids(config, tokenizer)
     # The engine sleeps only to make room for reward models; nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
     name = f"(--engine_type {config.engine.engine_type}) with {config.model.pretrain}"

@@ -11,7 +11,7 @@ from lightrft.models.load import load_tokenizer
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.run.observation import log_duration
 from lightrft.strategy.strategy import Strategy
-from lightrft.trainer.build_episodes import new_episodes, served_model, with_turn_ends
+from lightrft.trainer.build_episodes import new_episodes, served_model, with_token_ids
 
 if TYPE_CHECKING:
     from lightrft.run.model_server import ModelServer
@@ -32,7 +32,7 @@ def model_server(config: Config, strategy: Strategy) -> "ModelServer":
     tokenizer = load_tokenizer(config.model)
     # Clients decide how many turns a conversation has, and they always send messages.
     section = replace(config.environment, max_turns=sys.maxsize)
-    config = with_turn_ends(
+    config = with_token_ids(
         replace(config, data=replace(config.data, apply_chat_template=True)), tokenizer
     )
     strategy.announce("start_engine")

@@ -25,7 +25,7 @@ from lightrft.data.readers import DataError
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.step_labels import load_steps
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
-from lightrft.trainer.build_episodes import check_tools, with_turn_ends
+from lightrft.trainer.build_episodes import check_tools, with_token_ids
 from lightrft.types import Answer, Prompt
 from tiny import BOS, EOS, byte_tokenizer
 
@@ -459,14 +459,14 @@ def test_answers_have_the_tokens_of_the_whole_text(tmp_path):
 
 
 def test_generation_stops_where_data_end():
-    config = with_turn_ends(Config(data=SECTION), tokenizer())
+    config = with_token_ids(Config(data=SECTION), tokenizer())
     ends = {EOS, tokenizer().convert_tokens_to_ids("<|end|>")}
     assert (
         ends
         == set(sampling_of(config.rollout).stop_token_ids)
         == set(greedy_sampling(config.rollout).stop_token_ids)
     )
-    plain = with_turn_ends(Config(), tokenizer())
+    plain = with_token_ids(Config(), tokenizer())
     assert plain.rollout.stop_token_ids == [EOS], "without the chat template its end has no meaning"
 
 
