@@ -637,6 +637,11 @@ def test_a_sequence_that_fits_no_microbatch():
         ),
         (["--reward_clip", "-1"], "--reward_clip must be above 0"),
         (
+            ["--min_p", "0.1", "--speculative", "ngram", "--engine_type", "vllm"],
+            "--min_p with --speculative: vLLM does not verify drafts with min p",
+        ),
+        (["--min_p", "1.5"], "--min_p must be between 0 and 1, because it is a share"),
+        (
             ["--advantage_estimator", "gdpo", "--overlong_buffer", "--reward_clip", "2"],
             "normalises each reward before the sum, and --overlong_buffer --reward_clip changes",
         ),

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from lightrft.agents.messages import BEGINNING, ToolCall, TurnRequest
 from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
-from lightrft.config import Config, DataSection, PreferenceSection
+from lightrft.config import Config, DataSection, PreferenceSection, RolloutSection
 from lightrft.config.errors import ConfigError
 from lightrft.data.conversations import answer_of, load_examples, make_example
 from lightrft.data.preferences import load_answers, load_pairs, pair_maker
@@ -468,6 +468,16 @@ def test_generation_stops_where_data_end():
     )
     plain = with_token_ids(Config(), tokenizer())
     assert plain.rollout.stop_token_ids == [EOS], "without the chat template its end has no meaning"
+
+
+def test_bad_words_are_tokens_that_are_never_sampled():
+    section = RolloutSection(bad_words=["e", "<|end|>"], banned_token_ids=[7])
+    config = with_token_ids(Config(rollout=section), tokenizer())
+    banned = (7, ord("e"), tokenizer().convert_tokens_to_ids("<|end|>"))
+    assert sampling_of(config.rollout).banned_token_ids == banned
+    assert greedy_sampling(config.rollout).truncation.banned == banned
+    with pytest.raises(ConfigError, match="--bad_words 'ab' is 2 tokens of --pretrain"):
+        with_token_ids(Config(rollout=RolloutSection(bad_words=["ab"])), tokenizer())
 
 
 # -- agents

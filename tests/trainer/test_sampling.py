@@ -56,7 +56,7 @@ PART = [
     "--temperature=0.8",
     "--top_p=0.9",
     "--top_k=20",
-    "--min_p=0.5",
+    "--min_p=0.1",
     "--bad_words=e",
     "--banned_token_ids=97,98",
     "--stop",
