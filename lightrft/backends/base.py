@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -172,14 +173,17 @@ class Backend(ABC):
         """Clear all gradients, including those that the backend keeps outside the parameters."""
         model.zero_grad(set_to_none=True)
 
-    def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def stream(
+        self, model: nn.Module, dtype: torch.dtype, divided: DeviceMesh | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) of every parameter, bucket by bucket.
 
-        Adapters and buffers are not merged or added here; see Strategy.full_params().
+        Adapters and buffers are not merged or added here; see Strategy.full_params(). Experts stay
+        `divided` over the ranks of this mesh.
         """
         parameters = hf_parameters(model)
         if not self.config.model.load_in_4bit:
-            return stream(parameters, dtype, self.bucket_limit(), self.device)
+            return stream(parameters, dtype, self.bucket_limit(), self.device, divided)
         from lightrft.models.four_bits.linear import dense_stream
 
         gather = partial(stream, limit=self.bucket_limit(), device=self.device)

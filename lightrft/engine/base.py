@@ -286,6 +286,14 @@ class Engine(ABC):
         self.has_base = True
 
     @property
+    def takes_own_experts(self) -> bool:
+        """Return True if the next stream may bring each rank its own experts alone.
+
+        Stacked experts are DTensors then, divided evenly and in order over the engine's ranks.
+        """
+        return False
+
+    @property
     def brings_base(self) -> bool:
         """Return True if the next stream has to bring all weights, and not adapters alone."""
         return self.adapters is None or not self.has_base
@@ -457,7 +465,7 @@ class Engine(ABC):
             numbers = self._adapter_fingerprints(Fingerprints(sent.shapes, sent.dtype))
         else:
             numbers = self._engine_fingerprints(self._fingerprints(sent.dtype, sent.round))
-        return sent.wrong([self.axis.sum(each) for each in numbers])
+        return sent.wrong([self.axis.sum(each) for each in numbers], self.axis)
 
     @abstractmethod
     def _num_cached(self) -> int:

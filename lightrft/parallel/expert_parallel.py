@@ -5,13 +5,17 @@ experts, computes there with the function that transformers has chosen, and send
 (arXiv 2006.16668). Losses are shares of the mean over all ranks, so the gradient of an expert is
 complete where it is computed: the ranks never sum it.
 
-The code of the models is not changed. Outside of forward the parameters of a layer's experts are
-DTensors that are sharded by expert; apply this before fully_shard, which then shards the experts of
-a rank over the ranks that hold the same ones.
+A shared expert needs no visit, so it runs while tokens are on their way to the others, and so does
+its backward pass while their gradients return.
+
+Outside of forward the parameters of a layer's experts are DTensors that are sharded by expert;
+apply this before fully_shard, which then shards the experts of a rank over the ranks that hold the
+same ones.
 """
 
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,6 +54,10 @@ def divide_experts(
             experts.forward = partial(visit, experts.forward, experts.num_experts, axis)
             divided.append(experts)
 
+        for block in _blocks_with_shared_expert(model):
+            leave = partial(depart, block.experts.num_experts, axis)
+            block.forward = partial(mixture_forward, block, leave)
+
     return divided
 
 
@@ -81,12 +89,22 @@ def routers(model: PreTrainedModel) -> dict[int, nn.Module]:
     }
 
 
-def visit(
-    compute: Compute, num_own: int, axis: Axis, hidden: Tensor, chosen: Tensor, weights: Tensor
-) -> Tensor:
-    """Let experts on all ranks compute the tokens of this rank: [t, H].
+class Departed(NamedTuple):
+    """Tokens on their way to the experts of all ranks; t of them are to arrive at this one."""
 
-    `chosen` [t, k] has expert ids over all ranks, each of which has `num_own`. All ranks must call
+    visitors: Tensor
+    """Buffer that they arrive in, [t, H]: valid after the exchange."""
+    exchange: "Exchange"
+    order: Tensor
+    """Place of each departed token among the chosen experts of all tokens, [tokens x k]."""
+    received: Tensor
+    """Number of tokens from each rank for each own expert, [ranks x own experts]."""
+
+
+def depart(num_own: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Departed:
+    """Send the tokens `hidden` [T, H] of this rank to the ranks of the experts that they chose.
+
+    `chosen` [T, k] has expert ids over all ranks, each of which has `num_own`. All ranks must call
     this together; a rank may have no token.
     """
     ids, order = chosen.flatten().sort(stable=True)
@@ -98,44 +116,138 @@ def visit(
 
     # The host waits here, and nowhere else: a collective has to know the sizes of the parts.
     counts = torch.stack([sent, received]).unflatten(1, (axis.size, num_own)).sum(-1)
-    to_ranks, from_ranks = counts.tolist()
-    visitors = _Exchange.apply(hidden[order // chosen.shape[1]], to_ranks, from_ranks, axis)
-    own = torch.arange(num_own, device=ids.device).repeat(axis.size)
+    exchange = Exchange(*counts.tolist(), axis)
+    visitors = _Start.apply(hidden[order // chosen.shape[1]], exchange)
+    return Departed(visitors, exchange, order, received)
+
+
+def visit(
+    compute: Compute,
+    num_own: int,
+    axis: Axis,
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    departed: Departed | None = None,
+) -> Tensor:
+    """Let experts on all ranks compute the tokens of this rank: [T, H].
+
+    `departed`: what `depart` has returned for these tokens, if they have been sent already.
+    """
+    visitors, exchange, order, received = departed or depart(num_own, axis, hidden, chosen)
+    visitors = _Finish.apply(visitors, exchange)
+    own = torch.arange(num_own, device=order.device).repeat(axis.size)
     own = own.repeat_interleave(received, output_size=len(visitors))[:, None]
     computed = compute(visitors, own, torch.ones_like(own, dtype=hidden.dtype))
 
-    returned = _Exchange.apply(computed, from_ranks, to_ranks, axis)
+    back = Exchange(exchange.received, exchange.sent, axis)
+    returned = _Finish.apply(_Start.apply(computed, back), back)
     places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=ids.device)
+    places[order] = torch.arange(len(order), device=order.device)
     results = returned[places].unflatten(0, chosen.shape)
 
     return (results * weights[..., None]).sum(1).to(hidden.dtype)
 
 
-class _Exchange(torch.autograd.Function):
-    """Exchange of rows [n, H]: the first `sent[0]` of them go to rank 0, and so on.
+def _blocks_with_shared_expert(model: PreTrainedModel) -> list[nn.Module]:
+    return [
+        part
+        for part in model.modules()
+        if {"experts", "gate"} < set(part._modules) and _shared_expert(part) is not None
+    ]
+
+
+def _shared_expert(block: nn.Module) -> nn.Module | None:
+    """Return the expert of a block that all tokens visit, under either of its names."""
+    return block._modules.get("shared_experts", block._modules.get("shared_expert"))
+
+
+def mixture_forward(
+    block: nn.Module, leave: Callable[[Tensor, Tensor], Departed], hidden: Tensor
+) -> Tensor:
+    """Compute a block with a shared expert, [B, S, H], as the families of transformers do.
+
+    Only the order is another one: the tokens leave first, and then the shared expert runs.
+    """
+    flat = hidden.flatten(0, -2)
+    _, weights, chosen = block.gate(flat)
+    departed = leave(flat, chosen)
+
+    shared = _shared_expert(block)(flat)
+    # Qwen's families weight it.
+    if (gate := block._modules.get("shared_expert_gate")) is not None:
+        shared = gate(flat).sigmoid() * shared
+
+    routed = block.experts(flat, chosen, weights, departed)
+    return (routed + shared).view(hidden.shape)
+
+
+class Exchange:
+    """Exchange of rows [n, H] over the ranks of an axis: the first `sent[0]` go to rank 0, etc.
 
     Gradients go the way back.
     """
 
+    def __init__(self, sent: list[int], received: list[int], axis: Axis):
+        self.sent = sent
+        self.received = received
+        self.axis = axis
+        self._pending: tuple[dist.Work, Tensor, Tensor] | None = None
+        """What to wait for, and the rows that leave and arrive until then."""
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Return the buffer that the rows of all ranks arrive in."""
+        return self._start(rows, self.sent, self.received)
+
+    def start_back(self, gradient: Tensor) -> None:
+        self._start(gradient, self.received, self.sent)
+
+    def _start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        leaving = rows.contiguous()
+        arriving = rows.new_empty(sum(received), *rows.shape[1:])
+        work = dist.all_to_all_single(
+            arriving, leaving, received, sent, group=self.axis.group, async_op=True
+        )
+        self._pending = (work, leaving, arriving)
+        return arriving
+
+    def finish(self) -> Tensor:
+        """Return the rows that have arrived; on an accelerator only the device waits for them."""
+        work, _, arrived = self._pending
+        work.wait()
+        self._pending = None
+        return arrived
+
+
+class _Start(torch.autograd.Function):
+    """Begins an exchange; the backward pass ends the exchange of the gradients."""
+
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, rows: Tensor, sent: list[int], received: list[int], axis: Axis
-    ) -> Tensor:
-        ctx.way = (sent, received, axis)
-        return _all_to_all(rows, sent, received, axis)
+    def forward(ctx: FunctionCtx, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received, axis = ctx.way
-        return _all_to_all(gradient, received, sent, axis), None, None, None
+    def backward(ctx: FunctionCtx, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.finish(), None
 
 
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    result = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=axis.group)
-    return result
+class _Finish(torch.autograd.Function):
+    """Ends an exchange; the backward pass begins the exchange of the gradients."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.finish()
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.start_back(gradient)
+        # _Start returns the gradient that arrives. This one only has the shape that autograd wants.
+        return gradient, None
 
 
 def _problem(model: PreTrainedModel, experts: nn.Module, ep: int, families: Collection[str]) -> str:

@@ -54,15 +54,18 @@ class EngineHost:
         memory: DeviceMemory,
         full_params: WeightsOf,
         adapter_params: Callable[..., Iterator[tuple[str, Tensor]]] | None,
+        expert_params: WeightsOf | None = None,
     ):
         """Set up a host without an engine; `full_params` starts the weight stream of a model.
 
         `adapter_params` starts one for an engine that holds adapters. None: adapters are merged.
+        `expert_params` starts one for an engine that divides experts as the trainer does.
         """
         self.backend = backend
         self.memory = memory
         self.full_params = full_params
         self.adapter_params = adapter_params
+        self.expert_params = expert_params
         self.actor: nn.Module | None = None
         """Model that the engine's weights came from last. None: they came from a folder, and the
         engine keeps them while it sleeps."""
@@ -322,6 +325,8 @@ class EngineHost:
         quantization = self.engine.quantization
         if self.engine.adapters is not None and self.adapter_params is not None:
             weights = self.adapter_params(actor, base=not self.engine.has_base)
+        elif self.backend.mesh.ep.size > 1 and self._divides_experts():
+            weights = self.expert_params(actor)
         elif quantization is None:
             weights = self.full_params(actor)
         else:
@@ -337,6 +342,17 @@ class EngineHost:
 
         if self.status is EngineStatus.WAKEUP:
             self.memory.enter(Phase.GENERATE)
+
+    def _divides_experts(self) -> bool:
+        """Return True if the ranks of each engine divide the experts as the trainer's do."""
+        own = (
+            self.expert_params is not None
+            and self.engine.quantization is None
+            and self.engine.takes_own_experts
+            and self._axis.size == self.backend.mesh.ep.size
+        )
+        # All ranks gather the same shards, or all would wait.
+        return all(self.backend.mesh.world.gather(own))
 
     def invalidate_weights(self, version: int | None = None) -> None:
         """Mark the weights as outdated, so that the engine needs a new stream.

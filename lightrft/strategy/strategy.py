@@ -76,7 +76,8 @@ class Strategy(Backend):
         # Whoever changes the stream of full_params() gets that stream in the engine.
         is_own = type(self).full_params is not Strategy.full_params
         adapter_params = None if is_own else self.adapter_params
-        self.host = EngineHost(self, self.memory, self.full_params, adapter_params)
+        expert_params = None if is_own else self.expert_params
+        self.host = EngineHost(self, self.memory, self.full_params, adapter_params, expert_params)
         self.checkpoints = Checkpoints(self, self.memory, self.full_params)
 
     def state_dict(self) -> dict[str, int]:
@@ -365,6 +366,16 @@ class Strategy(Backend):
         self.memory.reload_model(model)
         unwrapped = unwrap(model)
         stream = self.stream(model, dtype or self.dtype)
+        return merge_adapters(unwrapped, chain(stream, persistent_buffers(unwrapped)))
+
+    def expert_params(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield full_params() for an engine whose ranks divide the experts as --ep_size does.
+
+        Stacked experts come as DTensors with the experts of this rank.
+        """
+        self.memory.reload_model(model)
+        unwrapped = unwrap(model)
+        stream = self.stream(model, self.dtype, self.mesh.experts)
         return merge_adapters(unwrapped, chain(stream, persistent_buffers(unwrapped)))
 
     def adapter_params(self, model: nn.Module, *, base: bool) -> Iterator[tuple[str, Tensor]]:

@@ -50,13 +50,14 @@ def expert_places(
         return
 
     first, own = _own_columns(layer)
+    row = own_experts(layer).start * shape[1]
     if attribute == "w2_weight":
-        yield slice(None), 0, first
+        yield slice(None), row, first
         return
 
     columns = shape[1] // 2
     if own == columns:
-        yield slice(None), 0, 0
+        yield slice(None), row, 0
         return
 
     num_columns = min(own, columns - first)
@@ -78,6 +79,14 @@ def _own_columns(layer: nn.Module) -> tuple[int, int]:
         )
     own = layer.moe_config.intermediate_size_per_partition
     return layer.moe_config.moe_parallel_config.tp_rank * own, own
+
+
+def own_experts(layer: nn.Module) -> slice:
+    """Return the experts that this rank's layer holds; all of them unless ranks divide them."""
+    first = 0
+    if not _is_sglangs(layer) and layer.moe_config.moe_parallel_config.ep_size > 1:
+        first = int((layer._expert_map >= 0).nonzero()[0])
+    return slice(first, first + len(layer.w13_weight))
 
 
 def expert_part(layer: nn.Module, attribute: str, index: Index) -> Tensor:
@@ -106,10 +115,9 @@ def expert_blocks(layer: nn.Module, attribute: str) -> tuple[Tensor, int]:
 
 def is_filled_up(layer: nn.Module, attribute: str, shape: torch.Size) -> bool:
     """Return True if all ranks together hold more elements than the full tensor of this shape."""
-    return (
-        getattr(layer, attribute).numel() * layer.moe_config.moe_parallel_config.tp_size
-        != shape.numel()
-    )
+    weight = getattr(layer, attribute)
+    of_all_ranks = weight[0].numel() * layer.moe_config.moe_parallel_config.tp_size
+    return of_all_ranks != shape[1:].numel()
 
 
 def unpacked_experts(
@@ -146,10 +154,11 @@ def _packs(layer: nn.Module) -> bool:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    """Return True if this rank holds all experts in a known form."""
+    """Return True if this rank holds all experts, or consecutive ones, in a known form."""
     if _is_sglangs(layer):
         return _is_known_of_sglangs(layer)
-    if layer.moe_config.moe_parallel_config.ep_size > 1:
+    divided = layer.moe_config.moe_parallel_config.ep_size > 1
+    if divided and layer.expert_placement_strategy != "linear":
         return False
     if _packs(layer):
         return _kernel(layer).isa == "vec"

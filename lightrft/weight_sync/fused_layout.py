@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightrft.weight_sync.expert_layout import (
     ATTRIBUTES,
@@ -23,6 +24,7 @@ from lightrft.weight_sync.expert_layout import (
     is_a,
     is_experts,
     is_filled_up,
+    own_experts,
 )
 from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.verify import PRODUCT_ROUNDS, Fingerprints, signs
@@ -86,6 +88,8 @@ class WeightSlice:
         """Return `tensor` without the padding beyond the full tensor of this shape."""
         if self.tensor.dim() != len(shape):  # one expert
             return self.tensor
+        if is_experts(self.layer):
+            return self.tensor[..., : max(shape[-1] - self.column, 0)]
         rows = self.tensor[: max(shape[0] - self.row, 0)]
         return rows[..., : max(shape[-1] - self.column, 0)] if len(shape) > 1 else rows
 
@@ -101,6 +105,8 @@ class CopyTarget:
     """View of the memory: [groups, blocks, rows of a block, columns]."""
     row: int
     column: int
+    experts: slice | None = None
+    """Experts of the full tensor that the layer holds, in a stacked tensor of experts."""
 
     @classmethod
     def of(cls, pieces: list[WeightSlice]) -> list[Self]:
@@ -111,13 +117,19 @@ class CopyTarget:
         if is_experts(pieces[0].layer):
             blocks, first = expert_blocks(pieces[0].layer, pieces[0].attribute)
             down = pieces[0].attribute == "w2_weight"
-            return [cls(blocks.detach(), 0 if down else first, first if down else 0)]
+            row, column = (0, first) if down else (first, 0)
+            return [cls(blocks.detach(), row, column, own_experts(pieces[0].layer))]
         return [
             cls(_rows(piece.tensor.detach())[None, :, None], piece.row, piece.column)
             for piece in pieces
         ]
 
     def copy(self, tensor: Tensor) -> None:
+        """Copy from the full tensor; from one that ranks divide, all that this rank has."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        elif self.experts is not None:
+            tensor = tensor[self.experts]
         groups, blocks, size, columns = self.memory.shape
         rows = _rows(tensor.detach()).unflatten(0, (groups, -1))
         part = rows[:, self.row : self.row + blocks * size, self.column : self.column + columns]
@@ -191,6 +203,16 @@ class FusedWeights:
         """Return the copy targets of each `direct` weight, in the current memory of the layers."""
         with torch.no_grad():
             return {name: CopyTarget.of(pieces) for name, pieces in self.direct.items()}
+
+    @property
+    def divides_experts(self) -> bool:
+        """Return True if all experts can be copied in place, and this rank holds a part of them."""
+        stacked = {piece.name for piece in self.raw if is_experts(piece.layer)}
+        return bool(stacked) and all(
+            name in self.direct
+            and own_experts(self.direct[name][0].layer) != slice(0, self.shapes[name][0])
+            for name in stacked
+        )
 
     def direct_layers(self) -> set[nn.Module]:
         return {piece.layer for pieces in self.direct.values() for piece in pieces}

@@ -15,7 +15,8 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import ahead, bucket_bytes, free_memory
@@ -48,11 +49,15 @@ def stream(
     dtype: torch.dtype,
     limit: int,
     device: torch.device | None = None,
+    divided: DeviceMesh | None = None,
 ) -> Iterator[NamedTensor]:
     """Yield (name, full tensor of `dtype`) for plain and sharded parameters, in order.
 
     They are gathered on `device` (None: the device of the parameters). Shards in host memory are
     copied there first, because devices cast and gather much faster.
+
+    `divided`: mesh of one dimension over which the first dim of some tensors stays divided. They
+    are yielded as DTensors with the part of this rank.
 
     All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as
     long as it is referenced; an unsharded parameter that already has the dtype is yielded itself.
@@ -67,7 +72,7 @@ def stream(
 
     device = device or first[1].device
     limit = bucket_bytes(device, limit)
-    gather = partial(_gather_bucket, dtype=dtype, device=device, limit=limit)
+    gather = partial(_gather_bucket, dtype=dtype, device=device, limit=limit, divided=divided)
     parameter_buckets = buckets(chain([first], parameters), limit, dtype)
 
     for bucket in ahead(map(gather, parameter_buckets), device, limit):
@@ -99,7 +104,11 @@ def buckets(
 
 
 def _gather_bucket(
-    bucket: list[NamedTensor], dtype: torch.dtype, device: torch.device, limit: int
+    bucket: list[NamedTensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    limit: int,
+    divided: DeviceMesh | None = None,
 ) -> list[NamedTensor]:
     """Return the full tensors of one bucket.
 
@@ -108,6 +117,13 @@ def _gather_bucket(
     shardings = [
         shard_slices(tensor) if isinstance(tensor, DTensor) else [] for _, tensor in bucket
     ]
+    stays = [False] * len(bucket)
+    if divided is not None:
+        kept = divided.get_group().group_name
+        stays = [any(shard.group.group_name == kept for shard in shards) for shards in shardings]
+        shardings = [
+            [shard for shard in shards if shard.group.group_name != kept] for shards in shardings
+        ]
     parts = [
         tensor.to_local().detach()
         if isinstance(tensor, DTensor)
@@ -130,9 +146,10 @@ def _gather_bucket(
                 parts[index] = tensor
 
     # A DTensor that is sharded on one rank only is not gathered.
+    parts = [part.to(device, non_blocking=True).to(dtype) for part in parts]
     return [
-        (name, part.to(device, non_blocking=True).to(dtype))
-        for (name, _), part in zip(bucket, parts, strict=True)
+        (name, DTensor.from_local(part, divided, [Shard(0)]) if stay else part)
+        for (name, _), part, stay in zip(bucket, parts, stays, strict=True)
     ]
 
 

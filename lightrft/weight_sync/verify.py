@@ -24,13 +24,16 @@ sync, is never found.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from lightrft.parallel.collectives import Axis
+from lightrft.parallel.dtensor_slices import shard_slices
 from lightrft.weight_sync.names import SCALE
 
 CHUNK_BYTES = 4 * 2**20
@@ -73,9 +76,16 @@ class Fingerprints:
         self.products: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in products}
         self.num_elements = dict.fromkeys(self.bits, 0)
         self.num_multiplied = dict.fromkeys(self.products, 0)
+        self.divided: list[str] = []
+        """Names that came as parts, one on each rank of the engine."""
 
     def add_sent(self, name: str, tensor: Tensor) -> None:
-        """Add a full tensor of the stream."""
+        """Add a tensor of the stream: full, or the experts of this rank as a DTensor."""
+        if isinstance(tensor, DTensor):
+            self.divided.append(name)
+            first = shard_slices(tensor)[0].own.start
+            self.add(name, tensor.to_local(), row=first * tensor.shape[1])
+            return
         if name in self.bits:
             self.add(name, tensor)
         if name in self.products:
@@ -145,13 +155,18 @@ class Fingerprints:
 
         return table, torch.cat(products)
 
-    def wrong(self, engine_numbers: tuple[Tensor, Tensor]) -> list[str]:
+    def wrong(self, engine_numbers: Sequence[Tensor], axis: Axis | None = None) -> list[str]:
         """Return the names whose numbers in the engine differ from the numbers here.
 
-        The engine holds every element equally often.
+        The engine holds every element equally often. If a weight came divided, the ranks of the
+        engine, `axis`, call this together.
         """
+        sent, expected = self.numbers(engine_numbers[0].device)
+        if self.divided:
+            places = [self.bits[name] for name in self.divided]
+            sent[places] = axis.sum(sent[places])
+        sent, expected = sent.cpu(), expected.cpu()
         table, values = (numbers.cpu() for numbers in engine_numbers)
-        sent, expected = (numbers.cpu() for numbers in self.numbers(table.device))
         # An engine repeats heads when it has more ranks than heads, so its sums are a multiple.
         copies = torch.div(table[:, 1], sent[:, 1].clamp(min=1), rounding_mode="floor")
         fits = (copies[:, None] * sent == table).all(1) & ((copies > 0) | (sent[:, 1] == 0))

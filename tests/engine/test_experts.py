@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
@@ -29,11 +30,13 @@ from engine.contract import (
     sleeping_keeps_or_drops_the_weights,
     start,
 )
+from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.config import ModelSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.model_info import published_names
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
+from lightrft.parallel.dtensor_slices import local_slices
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
@@ -199,6 +202,116 @@ def test_experts_from_a_released_folder_and_back(folder: str, tmp_path: Path) ->
             torch.testing.assert_close(torch.tensor(logprobs), trainers, rtol=0, atol=1e-5)
 
 
+def divided_course(folder: str) -> tuple[list[bool], list[list[str]], str]:
+    """Trainer and engine divide the experts over the same two ranks.
+
+    Return whether the engine answers as the trainer's weights do after each sync, the weights that
+    each sync has brought in parts, and what the engine says when one element is another.
+    """
+    made = FSDPStrategy(
+        args={
+            "fsdp": True,
+            "pretrain": folder,
+            "ep_size": 2,
+            "engine_type": "vllm",
+            "engine_tp_size": 2,
+            "engine_args": '{"enable_expert_parallel": true}',
+            "prompt_max_len": 32,
+            "generate_max_len": 16,
+            "engine_kv_cache_gb": 0.05,
+        }
+    )
+    made.setup_distributed()
+    actor = made.prepare(Actor(load_model(ModelSection(pretrain=folder))))
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    made.setup_inference_engine(actor=actor)
+    engine = made.host.engine
+    engine.verify_dtype = torch.float32
+
+    parts: list[list[str]] = []
+    load = engine._load_weights
+
+    def watched(named_tensors: NamedTensors) -> None:
+        load(noted(named_tensors))
+
+    def noted(named_tensors: NamedTensors) -> NamedTensors:
+        parts.append([])
+        for name, tensor in named_tensors:
+            parts[-1] += [name] if isinstance(tensor, DTensor) else []
+            yield name, tensor
+
+    right = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_load_weights", watched)
+        for seed in (1, 2, 3):
+            changed = perturbed(plain, seed)
+            with torch.no_grad():
+                for name, parameter in unwrap(actor).named_parameters():
+                    full = changed.get_parameter(name).data
+                    local = full[local_slices(parameter)]
+                    parameter.to_local().copy_(local)
+            with made.engine_awake(actor):
+                found = engine.generate([Request(prompt) for prompt in PROMPTS], GREEDY)
+            answers = [samples[0].token_ids for samples in found]
+            right.append(answers == [reference(changed, prompt) for prompt in PROMPTS])
+
+        layer = engine._shim.experts[0]
+        engine.verify_round = 0  # all weights
+        patch.setattr(engine, "_load_weights", lambda stream: (load(stream), spoil(layer)))
+        with pytest.raises(EngineError) as error:
+            made.host.wake()
+            made.host.update_weights(actor)
+
+    made.close_engine()
+    return right, parts, str(error.value)
+
+
+def spoil(layer: torch.nn.Module) -> None:
+    layer.w2_weight.data[0, 0, 0] += 1
+
+
+def reference(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    full = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        max_new_tokens=12,
+        do_sample=False,
+    )
+    return full[0, len(prompt) :].tolist()
+
+
+def test_ranks_that_divide_experts_stream_their_own(tmp_path: Path) -> None:
+    """The first sync brings all experts, because their places are not known before."""
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=64,
+        num_experts=6,
+        num_experts_per_tok=2,
+        vocab_size=VOCABULARY,
+        initializer_range=0.1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        dtype=torch.float32,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+
+    names = [
+        f"model.layers.{layer}.mlp.experts.{projection}"
+        for layer in range(2)
+        for projection in ("gate_up_proj", "down_proj")
+    ]
+    for right, parts, error in run_ranks(2, divided_course, str(tmp_path), timeout=400):
+        assert right == [True] * 3
+        assert parts == [names] * 3
+        assert "model.layers.0.mlp.experts.down_proj in the engine differs" in error
+
+
 def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
     """An engine on both ranks keeps matrices as they came, as on accelerators.
 
@@ -312,7 +425,7 @@ class RoutedExperts(torch.nn.Module):
         self.w13_weight = torch.nn.Parameter(torch.zeros(3, 2 * 8 // ranks, 5))
         self.w2_weight = torch.nn.Parameter(torch.zeros(3, 5, 8 // ranks))
         self.quant_method = SimpleNamespace(moe_kernel=None)
-        parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks)
+        parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks, ep_size=1)
         self.moe_config = SimpleNamespace(
             intermediate_size_per_partition=8 // ranks, moe_parallel_config=parallel
         )

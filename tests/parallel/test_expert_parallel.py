@@ -1,11 +1,14 @@
 """Tokens visit experts on other ranks, also if a rank has no token, or no visitor."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from lightrft.parallel.expert_parallel import divide_experts, expert_layers
+from lightrft.parallel.expert_parallel import Exchange, divide_experts, expert_layers
 from lightrft.parallel.mesh import Mesh
 from parallel.families import family_config
 from ranks import run_ranks
@@ -82,3 +85,38 @@ def test_what_cannot_be_divided_is_named() -> None:
     family, number = run_ranks(2, refusals)[0]
     assert family.endswith("is of the family qwen3_moe; supported are mixtral")
     assert number.endswith("has 5 experts in a layer, and 2 does not divide them")
+
+
+def order_of_work(family: str) -> list[str]:
+    """Return what a block with a shared expert does forward and backward, in order."""
+    mesh = Mesh("cpu", ep=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(family_config(family, tie=False, vocabulary=261))
+    divide_experts(model, mesh.experts, mesh.ep, [family])
+    block = next(part for part in model.modules() if {"experts", "gate"} < set(part._modules))
+    events: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            events.append(name)
+            return function(*args)
+
+        return call
+
+    shared = block._modules.get("shared_experts", block._modules.get("shared_expert"))
+    shared.register_forward_hook(lambda *_: events.append("shared"))
+    for projection in (shared.down_proj, shared.up_proj):
+        projection.weight.register_hook(lambda _: events.append("shared back"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "_start", noted("start", Exchange._start))
+        patch.setattr(Exchange, "finish", noted("finish", Exchange.finish))
+        block(torch.randn(1, 5, 32, requires_grad=True)).sum().backward()
+    return events
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_moe_text"])
+def test_the_shared_expert_runs_while_tokens_travel(family: str) -> None:
+    forward = ["start", "shared", "finish", "start", "finish"]
+    backward = ["start", "finish", "start", "shared back", "shared back", "finish"]
+    assert run_ranks(2, order_of_work, family) == [forward + backward] * 2

@@ -96,6 +96,8 @@ class VLLMEngine(LibraryEngine):
 
         if self.on_cpu and setup.section.rollout_quantization == "int8":
             from lightrft.engine.vllm import int8_on_cpu  # noqa: F401  registered by its import
+        if self.on_cpu and "enable_expert_parallel" in setup.section.engine_args:
+            from lightrft.engine.vllm import experts_on_cpu  # noqa: F401  as above
 
         memory = VLLMShim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with (
@@ -144,6 +146,10 @@ class VLLMEngine(LibraryEngine):
             self.reset_cache()
 
         return self._shim.weights.unknown
+
+    @property
+    def takes_own_experts(self) -> bool:
+        return self.verify_round is not None and self._shim.weights.divides_experts
 
     @classmethod
     def adapter_problem(

@@ -135,7 +135,6 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     reserved = dict(RESERVED)
     if on_cpu:  # the flag is about CUDA graphs; what is compiled for a CPU pays in long runs only
         del reserved["enforce_eager"]
-        reserved["enable_expert_parallel"] = "vLLM's kernel for CPUs crashes with it"
     return with_users_arguments(
         own,
         section.engine_args,

@@ -1,0 +1,26 @@
+"""Let vLLM's kernel for experts on CPUs hold a part of the experts; importing this registers it."""
+
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+whole = CPUUnquantizedExperts.apply
+
+
+def apply(
+    kernel: CPUUnquantizedExperts, *, topk_weights: Tensor, topk_ids: Tensor, **options: Any
+) -> None:
+    """Compute the experts of this rank; the other ranks add theirs.
+
+    vLLM's kernel ignores the map from all experts to those of the rank, and reads beyond its
+    weights. Here experts of other ranks become the first one of this rank, with a weight of 0.
+    """
+    if (own := options["expert_map"]) is not None:
+        places = own[topk_ids.long()]
+        topk_weights = topk_weights.masked_fill(places < 0, 0.0)
+        topk_ids = places.clamp(min=0).to(topk_ids.dtype)
+    whole(kernel, topk_weights=topk_weights, topk_ids=topk_ids, **options)
+
+
+CPUUnquantizedExperts.apply = apply
