@@ -493,7 +493,8 @@ class RolloutSection(Section, commands=PPO):
         [], Bound("must not contain an empty text", bool), commands=GENERATING
     )
     """Words that are never sampled as one token, also after a space; all log-probs are computed
-    accordingly. A word of several tokens is refused."""
+    accordingly. A word of several tokens is refused. As words may contain commas, several are
+    separated by spaces, or are a list in YAML."""
     banned_token_ids: list[int] = option(
         [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
     )
