@@ -101,6 +101,10 @@ def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denomina
         return sequence_means(values, batch).sum() / denominator.sequences.clamp(min=1)
 
     if mode == "prompt-mean":
+        if denominator.prompts is None:
+            raise ValueError(
+                "prompt-mean needs the tokens of each prompt: denominator(by_prompt=True)"
+            )
         groups, tokens = denominator.prompts
         if not len(groups):
             return loss_values.sum()

@@ -154,6 +154,12 @@ def test_sequence_sums():
     ).tolist() == [1.0, 6.0, 8.0]
 
 
+def test_the_mean_over_prompts_needs_their_tokens():
+    denominator = Denominator(torch.tensor(1.0), torch.tensor(1.0), 10)
+    with pytest.raises(ValueError, match="prompt-mean needs the tokens of each prompt"):
+        share_of_mean(torch.zeros(2), make_batch([[0, 1]]), "prompt-mean", denominator)
+
+
 def test_unknown_mode():
     with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'"):
         share_of_mean(torch.zeros(2), make_batch([[0, 1]]), "mean", DENOMINATOR)

@@ -374,7 +374,11 @@ def test_a_loss_of_sequences_is_plain_torch_in_every_layout(folder):
 
 def test_prompts_that_lie_on_several_ranks_are_plain_torch(folder):
     """The mean of each prompt is over all ranks, and bad sequences are masked whole."""
-    layouts = [Layout(sequences=1, chunk=7 * 384), Layout(2, tokens=24, chunk=9 * 384)]
+    layouts = [
+        Layout(sequences=1, chunk=7 * 384),
+        Layout(2, tokens=24, chunk=9 * 384),
+        Layout(2, sp=2, chunk=3 * 384),
+    ]
     assert_all_are_plain_torch(folder, "prompt-mean", layouts, steps=2)
 
 
