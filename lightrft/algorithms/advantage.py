@@ -78,7 +78,7 @@ def gdpo(
 
     Each component of the reward is normalised in the group before the sum, so that combinations
     with the same total stay apart, and S over all samples of the step. The mean of S is 0. GDPO,
-    arXiv 2601.05242, equations 4 to 6. A component has its weight already, and normalising takes
+    arXiv 2601.05242. A component has its weight already, and normalising takes
     away all of it but the sign.
     """
     total = torch.zeros(len(rewards), dtype=torch.float64)
@@ -93,7 +93,7 @@ def gdpo(
 def lite_ppo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
     """A_i = (R_i - mean_g R) / (std R + eps), with the std of all samples of the step.
 
-    A group whose rewards are nearly equal is not blown up. Lite PPO, arXiv 2508.08221, section 5.
+    A group whose rewards are nearly equal is not blown up. Lite PPO, arXiv 2508.08221.
     """
     return (rewards - group_mean_std(rewards, groups)[0]) / (batch_std(rewards) + eps)
 
@@ -104,7 +104,7 @@ def maxrl(rewards: Tensor, groups: Tensor) -> Tensor:
 
     For rewards of 0 and 1 this is the gradient of the likelihood of right responses, to the order
     of the group's size: the fewer responses are right, the more each counts. MaxRL, arXiv
-    2602.02710, algorithm 1.
+    2602.02710.
     """
     mean, _ = group_mean_std(rewards, groups)
     return torch.where(mean > 0, (rewards - mean) / mean, 0.0)
@@ -115,7 +115,7 @@ def gpg(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = alpha (R_i - mean_g R), alpha = all samples / those in groups with a spread.
 
     Groups of equal rewards have no gradient but count in the mean of the loss; alpha makes up for
-    them. GPG, arXiv 2504.02546, equations 4 to 6, without the division by std_g.
+    them. GPG, arXiv 2504.02546, without the division by std_g.
     """
     mean, std = group_mean_std(rewards, groups)
     return (rewards - mean) * len(rewards) / (std > 0).sum().clamp(min=1)
@@ -127,7 +127,7 @@ def turn_grpo(rewards: Tensor, groups: Tensor, *, responses: Tensor, eps: float 
 
     What follows a turn is compared with what follows the same turn of the other responses, and is
     the advantage of its tokens alone. The k-th reward of a response stands for its k-th turn. GTPO,
-    arXiv 2511.14846, section 3.2, without a discount. A_ik - A_i(k+1) is returned: reward_to_go()
+    arXiv 2511.14846, without a discount. A_ik - A_i(k+1) is returned: reward_to_go()
     sums these to A_ik.
     """
     _, index = torch.unique_consecutive(responses, return_inverse=True)

@@ -77,7 +77,7 @@ def off_policy(
 
     p is the policy that is updated now, so both causes count: older weights, and another engine.
     Bad responses that the policy would hardly give any more teach little, and can mislead it.
-    DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+    DeepSeek-V3.2, arXiv 2512.02556.
     """
     distance = sequence_means((engine_logprobs - logprobs).detach(), batch)
     return (advantages < 0) & (distance > delta)[batch.sequence_ids]

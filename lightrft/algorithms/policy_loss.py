@@ -221,7 +221,7 @@ def dppo_tv(
 
     |p - p_old| is the total variation of token or not token. A token that was rare may change its
     ratio freely, and a likely one may not take much probability from others. `eps_clip_low` bounds
-    what p loses, `eps_clip_high` what it gains. DPPO with binary TV, arXiv 2602.04879, section 4.
+    what p loses, `eps_clip_high` what it gains. DPPO with binary TV, arXiv 2602.04879.
     """
     divergence = (logprobs.exp() - old_logprobs.exp()).abs().detach()
     return trust_region(
@@ -240,7 +240,7 @@ def dppo_kl(
 ) -> Loss:
     """dppo_tv with p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) as the divergence.
 
-    DPPO with binary KL, arXiv 2602.04879, section 4.
+    DPPO with binary KL, arXiv 2602.04879.
     """
     now = logprobs.detach()
     other = (-now.expm1()).clamp(min=0)
@@ -261,7 +261,7 @@ def dro(
     """-(A logp - beta / 2 (logp - old)^2), beta = `policy_drift_coef`.
 
     Nothing is clipped: the square holds the policy. Direct reward optimisation, Richemond et al.,
-    arXiv 2405.19107, in the form of Kimi k1.5, arXiv 2501.12599, equation 3, for each token as in
+    arXiv 2405.19107, in the form of Kimi k1.5, arXiv 2501.12599, for each token as in
     Tinker.
     """
     log_ratio = logprobs - old_logprobs
@@ -283,9 +283,9 @@ def stable_reinforce(
 ) -> Loss:
     """ppo with log r within log 1e-3 and log 1e3, and without tokens where |A| is above 3.
 
-    The bounds of log r come before the exponential, so no ratio overflows; advantages are those of
-    --advantages_norm, in standard deviations. StableReinforce, R1-Reward, arXiv 2505.02835, section
-    3.2; the bounds are those of the authors' code.
+    The bounds of log r come before the exponential, so no ratio overflows; advantages come from
+    --advantages_norm, in standard deviations. StableReinforce, R1-Reward, arXiv 2505.02835; the
+    bounds of log r are in the authors' code.
     """
     limit = math.log(STABLE_RATIO)
     outliers = advantages.abs() > STABLE_ADVANTAGE

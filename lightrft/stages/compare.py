@@ -26,7 +26,7 @@ class CompareRewards:
     ):
         """Find the estimator. Raises ValueError if it needs what this run does not compute.
 
-        `weights` are those of rewards, by label.
+        `weights` has the weight of each reward by label.
         """
         self.section = section
         self.shaper = shaper
