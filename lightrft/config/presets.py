@@ -113,6 +113,8 @@ DEFAULTS: dict[str, Recipe] = {
     "train_dpo": {"learning_rate": 5e-7, "train_batch_size": 32},
     # the rate of TRL's example
     "train_kto": {"learning_rate": 5e-7, "train_batch_size": 32},
+    # a strategy that adds up the gradients of several requests
+    "tinker": {"strategy": "fsdp"},
 }
 """Command -> defaults that differ from train_ppo's in the sections."""
 

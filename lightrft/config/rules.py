@@ -34,11 +34,13 @@ from lightrft.config.sections import (
     ALL_BUT_SERVE_REWARD,
     EVALUATED,
     EVERY,
-    GENERATING,
     PPO,
     SAMPLING,
     SUPERVISED,
+    TINKER,
     TRAINING,
+    WITH_ENGINE,
+    WITH_PRETRAIN,
     fields_read,
     has_episodes,
     longest_sequence,
@@ -164,9 +166,14 @@ INPUTS = (
     Rule(
         "--pretrain is empty: set it to a Hugging Face folder, a GGUF file or a hub name",
         lambda run: not run.pretrain,
-        ALL_BUT_SERVE_REWARD,
+        WITH_PRETRAIN,
     ),
     Rule("{found}", unusable_models),
+    Rule(
+        "tinker adds up the gradients of several requests, and ZeRO cannot: set --fsdp",
+        lambda run: run.strategy == "deepspeed",
+        TINKER,
+    ),
     Rule(
         "{found}",
         lambda run: (
@@ -999,7 +1006,7 @@ LAYOUT = (
 
 RULES = (
     (EVERY, INPUTS),
-    (GENERATING, GENERATION),
+    (WITH_ENGINE, GENERATION),
     (PPO, ALGORITHM),
     (PPO, ROLLOUT),
     (PPO, EXACT),

@@ -42,9 +42,13 @@ SUPERVISED = ("train_sft", "train_rm", "train_dpo", "train_kto", "train_prm")
 TRAINING = (*PPO, *SUPERVISED)
 SAMPLING = (*PPO, "evaluate")
 GENERATING = (*SAMPLING, "serve")
-SERVERS = ("serve_reward", "serve")
+TINKER = ("tinker",)
+SERVERS = ("serve_reward", "serve", *TINKER)
 EVALUATED = (*TRAINING, "evaluate")
+LEARNING = (*TRAINING, *TINKER)
 ALL_BUT_SERVE_REWARD = (*TRAINING, "evaluate", "serve")
+WITH_PRETRAIN = (*ALL_BUT_SERVE_REWARD, *TINKER)
+WITH_ENGINE = (*GENERATING, *TINKER)
 POLICY_TRAINING = (*PPO, "train_sft", "train_dpo", "train_kto")
 LABELLED = (*SAMPLING, "train_sft", "train_kto", "train_prm")
 SCORING = (*SAMPLING, "serve_reward")
@@ -86,10 +90,10 @@ DISTINCT = Bound("contains a name twice", lambda names: len(set(names)) == len(n
 
 
 @dataclass
-class ModelSection(Section, commands=TRAINING):
+class ModelSection(Section, commands=LEARNING):
     """Models, trained parameters, adapters."""
 
-    pretrain: str = option("", commands=ALL_BUT_SERVE_REWARD)
+    pretrain: str = option("", commands=WITH_PRETRAIN)
     """Model to start from: a Hugging Face folder, a GGUF file or a hub name, as for all models
     here."""
     critic_pretrain: str = option("", needs=CRITIC, commands=PPO)
@@ -113,14 +117,14 @@ class ModelSection(Section, commands=TRAINING):
     bf16: bool = option(False, commands=EVERY)
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32. On a GPU
     with fast bfloat16 (NVIDIA from A100 and L4 on) this is the default; --no_bf16 turns it off."""
-    gradient_checkpointing: bool = option(False, commands=EVALUATED)
+    gradient_checkpointing: bool = option(False, commands=(*EVALUATED, *TINKER))
     """Recompute activations in the backward pass: less memory, about a third more time."""
     gradient_checkpointing_policy: Literal["full", "selective"] = option(
-        "full", needs="--gradient_checkpointing", commands=EVALUATED
+        "full", needs="--gradient_checkpointing", commands=(*EVALUATED, *TINKER)
     )
     """Activations to keep of each block: full keeps only the input; selective also keeps the
     results of attention and matrix products."""
-    fused_kernels: Literal["none", "liger"] = option("none", commands=EVALUATED)
+    fused_kernels: Literal["none", "liger"] = option("none", commands=(*EVALUATED, *TINKER))
     """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo
     and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In
     float32, log-probs and gradients change by at most 1e-5."""
@@ -148,7 +152,7 @@ class ModelSection(Section, commands=TRAINING):
     freeze_prefix: list[str] = option([])
     """Prefixes of the names of parameters that are not trained; with lora_rank, these get no
     adapters."""
-    freeze_vision_tower: bool = True
+    freeze_vision_tower: bool = option(True, commands=TRAINING)
     """With a key of media: do not train the parameters that only images, videos or sound use. These
     are the towers and the projections into the language model."""
 
@@ -244,7 +248,7 @@ class DataSection(Section, commands=EVALUATED):
     )
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also
     after it is resumed."""
-    prompt_max_len: int = option(1024, COUNT, commands=ALL_BUT_SERVE_REWARD)
+    prompt_max_len: int = option(1024, COUNT, commands=WITH_PRETRAIN)
     """Maximum length of a prompt in tokens; a row with a longer prompt is a bad row."""
     max_samples: int | None = option(None, COUNT)
     """Use only this number of rows from the beginning of each training data set."""
@@ -355,7 +359,7 @@ class StrategySection(Section, commands=EVERY):
 
 
 @dataclass
-class EngineSection(Section, commands=GENERATING):
+class EngineSection(Section, commands=WITH_ENGINE):
     """Generation engine and weight stream."""
 
     engine_type: Literal["auto", "vllm", "sglang", "hf"] = "auto"
@@ -369,9 +373,11 @@ class EngineSection(Section, commands=GENERATING):
     it uses, SGLang weights and cache."""
     engine_kv_cache_gb: float = option(1.0, POSITIVE, needs="--engine_type vllm or sglang")
     """Size of the key-value cache of vLLM or SGLang on a CPU, in GB."""
-    enable_engine_sleep: bool = option(True, commands=SAMPLING)
+    enable_engine_sleep: bool = option(True, commands=(*SAMPLING, *TINKER))
     """Put the engine to sleep during training, so that both fit on one device."""
-    engine_sleep_level: Literal[1, 2] = option(2, needs="--enable_engine_sleep", commands=SAMPLING)
+    engine_sleep_level: Literal[1, 2] = option(
+        2, needs="--enable_engine_sleep", commands=(*SAMPLING, *TINKER)
+    )
     """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them,
     because they are streamed in again in any case. If the engine gets only adapters (lora_sync),
     the default is 1, and level 2 makes each stream bring all weights."""
@@ -408,12 +414,12 @@ class EngineSection(Section, commands=GENERATING):
     draft_pretrain: str = ""
     """Model of --speculative draft, with the vocabulary of --pretrain, or head of --speculative
     eagle3: a folder or hub name."""
-    weight_sync_bucket_mb: int = option(512, NOT_NEGATIVE, commands=SAMPLING)
+    weight_sync_bucket_mb: int = option(512, NOT_NEGATIVE, commands=(*SAMPLING, *TINKER))
     """Size of one bucket of the weight stream in MB; the peak of additional memory is about two
     buckets. 0: an eighth of the free device memory at the beginning of the stream, on the rank that
     has the least; 512 on a CPU."""
     lora_sync: Literal["auto", "adapter", "merged"] = option(
-        "auto", needs="--lora_rank", commands=PPO
+        "auto", needs="--lora_rank", commands=(*PPO, *TINKER)
     )
     """With lora_rank: what the engine gets after every step. adapter: only the adapters, for an
     engine that holds them beside the weights (vllm, hf); a response ends under the adapters that
@@ -430,7 +436,7 @@ class EngineSection(Section, commands=GENERATING):
     blocks, and the rows of a product do not depend on their number. With --engine_type hf, FSDP2
     and dense models of text. A step with any difference ends the run, unless responses continue
     under newer weights. See docs/exact.md."""
-    verify_weight_sync: bool = option(True, commands=SAMPLING)
+    verify_weight_sync: bool = option(True, commands=(*SAMPLING, *TINKER))
     """Compare fingerprints of the weights that were sent with those in the engine after every
     stream, and stop the run if they differ. The first time and every 128th time all weights are
     compared, otherwise every 128th row of each, so that 128 streams verify every element again."""
@@ -444,7 +450,7 @@ class RolloutSection(Section, commands=PPO):
     """Number of prompts in one step, over all ranks."""
     n_samples_per_prompt: int = option(8, COUNT, commands=SAMPLING)
     """Number of responses sampled for each prompt; they form a group."""
-    generate_max_len: int = option(1024, COUNT, commands=GENERATING)
+    generate_max_len: int = option(1024, COUNT, commands=WITH_ENGINE)
     """Maximum length of a response in tokens."""
     temperature: float = option(
         1.0,
@@ -895,7 +901,7 @@ class PreferenceSection(Section, commands=("train_rm",)):
 
 @dataclass
 class ServerSection(Section, commands=SERVERS):
-    """The address of serve and serve_reward."""
+    """The address of serve, serve_reward and tinker."""
 
     host: str = "127.0.0.1"
     """Address that a server listens at; 0.0.0.0: at every address of the machine."""
@@ -941,7 +947,7 @@ class OptimSection(Section, commands=TRAINING):
 class TrainSection(Section, commands=TRAINING):
     """Length of the run, batches, checkpoints."""
 
-    seed: int = option(42, SEED, commands=ALL_BUT_SERVE_REWARD)
+    seed: int = option(42, SEED, commands=WITH_PRETRAIN)
     """Seed of all random numbers."""
     num_episodes: int = option(1, COUNT)
     """Number of passes over the prompt data."""
@@ -958,14 +964,14 @@ class TrainSection(Section, commands=TRAINING):
     micro_train_batch_size: int | None = option(None, COUNT)
     """Maximum number of sequences in one forward and backward pass on one rank; unset:
     max_tokens_per_microbatch is the only limit."""
-    max_tokens_per_microbatch: int = option(16384, COUNT, commands=(*TRAINING, "serve_reward"))
+    max_tokens_per_microbatch: int = option(16384, COUNT, commands=(*LEARNING, "serve_reward"))
     """Maximum number of tokens in one forward and backward pass on one rank; with --sp_size, the
     ranks of a group split this number."""
-    max_tokens_per_logprob_microbatch: int | None = option(None, COUNT)
+    max_tokens_per_logprob_microbatch: int | None = option(None, COUNT, commands=LEARNING)
     """Maximum number of tokens in one forward pass without gradients on one rank: log-probs of
     actor and reference, values, scores of reward models. Unset: max_tokens_per_microbatch, and the
     same micro-batches as in training."""
-    batching: Literal["packed", "dynamic", "plain"] = "packed"
+    batching: Literal["packed", "dynamic", "plain"] = option("packed", commands=LEARNING)
     """Grouping of sequences into micro-batches: packed combines any sequences so that all ranks
     finish together, dynamic combines similar lengths, plain keeps the order."""
     enable_ema: bool = False
@@ -973,7 +979,7 @@ class TrainSection(Section, commands=TRAINING):
     save it too: model_ema."""
     ema_beta: float = option(0.992, SHARE, needs="--enable_ema")
     """Decay of the moving average per step."""
-    save_path: str = option("runs/run", commands=EVALUATED)
+    save_path: str = option("runs/run", commands=(*EVALUATED, *TINKER))
     """Folder of the run: final model, metrics, report, resolved configuration."""
     ckpt_path: str | None = option(None, needs=CHECKPOINTS)
     """Folder of the checkpoints; unset: save_path/checkpoints."""

@@ -26,6 +26,7 @@ from lightrft.parallel.sequence_parallel import (
     select_tokens,
 )
 from lightrft.types import (
+    TARGETS,
     Batch,
     Expanded,
     Features,
@@ -89,6 +90,8 @@ class Actor(SequenceParallelModule):
         objective, the gradients of the head are computed in the forward pass, which saves one
         matrix product; see token_logprobs().
 
+        The column TARGETS of the batch, if there is one, has other tokens to take the log-probs of.
+
         With `top`, return instead the `top` likeliest next tokens after each token, over the whole
         vocabulary, likeliest first: log-probs [T, top] float32 and ids [T, top] int64, without
         gradient.
@@ -121,12 +124,13 @@ class Actor(SequenceParallelModule):
             else:
                 units = rows_of_sequences(padded, gradients.num_sequences)
 
+        targets = batch.extra_columns.get(TARGETS, batch.input_ids)
         for rows, part in parts:
             tokens = next_[rows]
             values = self.token_logprobs(
                 hidden[local[rows]],
                 weight,
-                padded.input_ids[tokens],
+                targets[tokens],
                 temperature=temperature / self.logit_scale,
                 truncation=part,
                 entropy=entropy,
