@@ -11,6 +11,7 @@ from lightrft.algorithms.correction import (
     corrections,
     importance_ratios,
     kept_sequences,
+    off_policy,
 )
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, generalized_jsd, kl_estimators
 from lightrft.algorithms.options import keywords, options, resolve
@@ -218,6 +219,13 @@ class PolicyObjective:
             values = torch.where(sequence_mask, values, 0.0)
             report["engine/sequences_masked_share"] = ~sequence_mask
 
+        if section.off_policy_delta is not None:
+            masked = off_policy(
+                logprobs, batch.engine_logprobs, advantages, batch, section.off_policy_delta
+            )
+            values = torch.where(masked, 0.0, values)
+            report["train/off_policy_masked_share"] = masked
+
         if batch.reference_logprobs is not None:
             divergence = report["train/kl"] = self.kl(logprobs, batch.reference_logprobs)
             report |= {
@@ -252,7 +260,7 @@ class PolicyObjective:
         if section.policy_loss not in PER_TOKEN | PER_SEQUENCE:
             return None
 
-        of_loss = 0 if section.policy_loss in PER_TOKEN else 1
+        of_loss = int(section.policy_loss in PER_SEQUENCE or section.off_policy_delta is not None)
         # Given old log-probs make constants of all corrections. Otherwise the current log-probs
         # stand for them, and a correction depends on those of its token or sequence.
         if batch.old_logprobs is not None:

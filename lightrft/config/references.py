@@ -126,6 +126,17 @@ def reward_model_terms(section: NamedRewardModels) -> list[tuple[str, RewardTerm
     return terms
 
 
+def reward_weights(reward: str, models: NamedRewardModels, coefficient: float) -> dict[str, float]:
+    """Return the weight of each reward function and reward model by label.
+
+    `coefficient` is --reward_model_coef.
+    """
+    weights = {term.label: term.weight for term in reward_terms(reward)}
+    return weights | {
+        term.label: coefficient * term.weight for _, term in reward_model_terms(models)
+    }
+
+
 def chosen_labels(columns: Mapping[str, Any], key: str | None, everything: set[str]) -> set[str]:
     """Return the labels of the rewards that score a row: the ones in column `key`, or `everything`
     if `key` is None.

@@ -53,6 +53,7 @@ from lightrft.config.values import COLDEST
 COMPARING = (
     *("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
     *("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k"),
+    *("dppo", "dro", "gdpo", "gpg", "lite_ppo", "maxrl", "turn_grpo"),
 )
 """Estimators whose advantage is 0 for the only sample of a group."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -60,7 +61,7 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 LONGEST_NAME = 1000
 """Number of letters of the path or name of a model."""
 UNSHAPED = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
-"""Fields that change the reward that remax compares with."""
+"""Fields that change the reward, which remax and gdpo compare without them."""
 SGLANG_MEDIA = {
     "videos": "requests with videos never ended in SGLang on a CPU",
     "audios": "sound was not tested in SGLang",
@@ -279,6 +280,10 @@ GENERATION = (
         lambda run: run.speculative != "none" and run.engine_type != "vllm",
     ),
     Rule(
+        "--min_p with --speculative: vLLM does not verify drafts with min p; use --top_p or --top_k",
+        lambda run: run.min_p > 0 and run.speculative != "none",
+    ),
+    Rule(
         "--speculative draft needs --draft_pretrain, a small model with the vocabulary of"
         " --pretrain; --speculative group needs no other model",
         lambda run: run.speculative == "draft" and not run.draft_pretrain,
@@ -367,14 +372,15 @@ def _truncations(run: RunFacts) -> list[str]:
     used = {
         "--top_k": run.top_k > 0,
         "--top_p": run.top_p < 1,
+        "--min_p": run.min_p > 0,
         "--min_tokens": run.min_tokens > 0,
     }
     return [flag for flag, is_used in used.items() if is_used]
 
 
-def _shaping(run: RunFacts) -> str:
+def _shaping(run: RunFacts, estimator: str) -> str:
     shaping = " ".join(f"--{name}" for name in UNSHAPED if run[name])
-    return shaping if run.advantage_estimator == "remax" else ""
+    return shaping if run.advantage_estimator == estimator else ""
 
 
 ALGORITHM = (
@@ -524,7 +530,17 @@ ALGORITHM = (
     Rule(
         "--advantage_estimator remax compares with the unshaped reward of the greedy response:"
         " remove {found}",
-        _shaping,
+        lambda run: _shaping(run, "remax"),
+    ),
+    Rule(
+        "--advantage_estimator turn_grpo compares sums of rewards without a discount: --gamma must"
+        " be 1",
+        lambda run: run.advantage_estimator == "turn_grpo" and run.gamma != 1,
+    ),
+    Rule(
+        "--advantage_estimator gdpo normalises each reward before the sum, and {found} changes the"
+        " sum: remove it, or write it as one of --reward",
+        lambda run: _shaping(run, "gdpo"),
     ),
 )
 

@@ -491,6 +491,14 @@ class RolloutSection(Section, commands=PPO):
     )
     """Sample only from the k most likely tokens; all log-probs are computed over these tokens. 0:
     all tokens."""
+    min_p: float = option(
+        0.0,
+        SHARE.hint(", because it is a share"),
+        needs=UNLESS_GREEDY,
+        commands=GENERATING,
+    )
+    """Sample only from tokens with at least this share of the probability of the most likely one;
+    all log-probs are computed over these tokens. 0: all tokens."""
     stop: list[Verbatim] = option(
         [], Bound("must not contain an empty text", bool), commands=GENERATING
     )
@@ -501,6 +509,16 @@ class RolloutSection(Section, commands=PPO):
         [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
     )
     """Tokens that end a response, in addition to the model's end tokens."""
+    bad_words: list[Verbatim] = option(
+        [], Bound("must not contain an empty text", bool), commands=GENERATING
+    )
+    """Words that are never sampled as one token, also after a space; all log-probs are computed
+    accordingly. A word of several tokens is refused. As words may contain commas, several are
+    separated by spaces, or are a list in YAML."""
+    banned_token_ids: list[int] = option(
+        [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
+    )
+    """Tokens that are never sampled; all log-probs are computed without them."""
     min_tokens: int = option(0, NOT_NEGATIVE, commands=GENERATING)
     """Minimum length of a response in tokens: before it, no token is sampled that would end the
     response; all log-probs are computed accordingly."""
@@ -724,7 +742,7 @@ class AlgorithmSection(Section, commands=PPO):
     """Temperature of sapo's gate for negative advantages; the larger it is, the faster the gradient
     decays."""
     policy_drift_coef: float = option(0.01, NOT_NEGATIVE)
-    """Coefficient of cpgd's divergence from the policy before the step."""
+    """Coefficient of the divergence from the policy before the step, in cpgd and dro."""
     policy_drift_clip: float | None = option(None, POSITIVE)
     """Upper limit of a token's divergence in cpgd, before the coefficient; above it the gradient is
     zero."""
@@ -763,6 +781,9 @@ class AlgorithmSection(Section, commands=PPO):
     """Lower limit for rollout_mask; unset: 0.5 for the product, 0.999 for the geometric mean."""
     rollout_mask_high: float | None = option(None, NOT_NEGATIVE, needs="--rollout_mask")
     """Upper limit for rollout_mask; unset: 2 for the product, 1.002 for the geometric mean."""
+    off_policy_delta: float | None = option(None, NOT_NEGATIVE)
+    """Mask tokens with a negative advantage in sequences whose mean of log p_engine - log p_trainer
+    exceeds this number (0.5 is a start); unset: none."""
     use_engine_logprobs: bool = False
     """Use the engine's log-probs as the old log-probs of the ratio: this saves one forward pass,
     and the clip is relative to the engine's policy."""
@@ -785,7 +806,11 @@ class AlgorithmSection(Section, commands=PPO):
     over samples, in place of their tokens. A share L of samples, as in GKD, is --distill_coef L
     with --ptx_coef 1 - L."""
     loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "prompt-mean",
     ] = "token-mean"
     """Aggregation of token losses into one number, always over all ranks and micro-batches of an
     optimizer step."""

@@ -17,7 +17,7 @@ from lightrft.algorithms.reduce import Denominator, Report
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.backends.optim import own_settings
 from lightrft.checkpoint.manager import PARTS
-from lightrft.config.references import JUDGE, SERVER, reward_terms
+from lightrft.config.references import JUDGE, SERVER, reward_terms, reward_weights
 from lightrft.config.sections import moves_reference
 from lightrft.data.prompt_set import PromptSet
 from lightrft.models.load import load_tokenizer
@@ -70,6 +70,7 @@ class Builders(Protocol):
     build_ppo_roles: Any
     build_learners: Any
     teacher_columns: Any
+    with_token_ids: Any
 
 
 @dataclass
@@ -236,9 +237,11 @@ class _Step:
 
     def __init__(self, bundle: Bundle, strategy: Strategy, build: Builders):
         self.build = build
-        config = self.config = bundle.config
+        config = bundle.config
         total = bundle.content["total_steps"] or bundle.content["step"]
-        data = build.TrainingData(load_tokenizer(config.model), PromptSet([]), PromptSet([]), total)
+        tokenizer = load_tokenizer(config.model)
+        config = self.config = build.with_token_ids(bundle.config, tokenizer)
+        data = build.TrainingData(tokenizer, PromptSet([]), PromptSet([]), total)
         count = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
         updates = count // config.train.train_batch_size * config.train.max_epochs
         policy, critic, teacher = build.build_ppo_roles(config, strategy, data, updates=updates)
@@ -279,6 +282,9 @@ class _Step:
                 min_tokens=config.rollout.min_tokens,
             ),
             teacher_columns=build.teacher_columns(config, data.tokenizer),
+            reward_weights=reward_weights(
+                config.reward.reward, config.model, config.reward.reward_model_coef
+            ),
             num_updates=updates,
         )
 

@@ -284,6 +284,7 @@ class Policy(Role, PolicyNames):
             min_tokens=0,
             top_p=self.truncation.top_p,
             top_k=self.truncation.top_k,
+            min_p=self.truncation.min_p,
             banned_token_ids=self.truncation.banned,
             seed=self.strategy.seed * 1_000_003 + self._generations,
         )

@@ -81,6 +81,7 @@ class ExperienceMaker:
         teacher_columns: SetColumns | None = None,
         num_updates: int = 1,
         branches: bool = False,
+        components: bool = False,
     ):
         """Set up the experience maker; stages.build.experience_maker() chooses the parts of a run.
 
@@ -88,7 +89,8 @@ class ExperienceMaker:
         `by_difficulty` mask samples, and `teacher_columns` says what a teacher needs to know of
         them. `num_updates`: how many optimizer steps use the samples of a
         step; compute_early() needs it. `branches`: samples may have branches, and a sample's
-        branches are learned in the same optimizer step as the sample.
+        branches are learned in the same optimizer step as the sample. `components`: `compare` reads
+        the named parts of rewards.
         """
         self.policy = policy
         self.train = train
@@ -100,6 +102,7 @@ class ExperienceMaker:
         self.teacher_columns = teacher_columns
         self.num_updates = num_updates
         self.branches = branches
+        self.components = components
         self.data = policy.strategy.mesh.data
         self._precomputed: PrecomputedOutputs | None = None
         """Outputs of samples of the current step, once compute_early() was called."""
@@ -118,7 +121,9 @@ class ExperienceMaker:
             self.teacher_columns(experience, rows, self.data)
 
         # Every rank gets the rewards of all, so a group may lie on several ranks.
-        gathered = GatheredRewards.share(self.data, samples, first_row=first_sample)
+        gathered = GatheredRewards.share(
+            self.data, samples, first_row=first_sample, components=self.components
+        )
         sizes = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
         numbers = first_sample + torch.repeat_interleave(sizes)
         if self.by_difficulty is not None:

@@ -1,5 +1,7 @@
 """Choose the stages that a run needs; each option of the algorithm is one stage."""
 
+from collections.abc import Mapping
+
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
 from lightrft.algorithms.shaping import RewardShaper
@@ -35,11 +37,13 @@ def experience_maker(
     teacher: Teacher | None = None,
     flatten: Flatten | None = None,
     teacher_columns: SetColumns | None = None,
+    reward_weights: Mapping[str, float] | None = None,
     num_updates: int = 1,
     branches: bool = False,
 ) -> ExperienceMaker:
     """Build the experience maker of a run.
 
+    `reward_weights`: weights of rewards by label, for estimators of their components.
     `num_updates`: how many optimizer steps use the samples of a step, for --overlap. `branches`:
     samples may have branches, and a sample's branches are learned in the same optimizer step.
 
@@ -53,10 +57,11 @@ def experience_maker(
     if algorithm.difficulty_filter:
         by_difficulty = DifficultyFilter(algorithm.difficulty_filter)
 
+    compare = CompareRewards(algorithm, shaper, reward_weights or {})
     return ExperienceMaker(
         policy,
         train,
-        compare=CompareRewards(algorithm, shaper),
+        compare=compare,
         stages=stages(
             policy,
             algorithm,
@@ -71,6 +76,7 @@ def experience_maker(
         teacher_columns=teacher_columns,
         num_updates=num_updates,
         branches=branches,
+        components=compare.reads_components,
     )
 
 

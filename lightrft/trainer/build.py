@@ -13,7 +13,14 @@ from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import ENGINE, JUDGE, eval_sources, reward_model_terms, reward_terms
+from lightrft.config.references import (
+    ENGINE,
+    JUDGE,
+    eval_sources,
+    reward_model_terms,
+    reward_terms,
+    reward_weights,
+)
 from lightrft.config.sections import (
     Config,
     has_episodes,
@@ -58,7 +65,7 @@ from lightrft.trainer.build_data import (
     load_training_data,
     teacher_columns,
 )
-from lightrft.trainer.build_episodes import build_episodes, check_tools, with_tools, with_turn_ends
+from lightrft.trainer.build_episodes import build_episodes, check_tools, with_token_ids, with_tools
 from lightrft.trainer.build_roles import (
     build_critic,
     build_draft,
@@ -98,7 +105,7 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     eval_sets = build_eval_sets(
         config, strategy, training_data.tokenizer, training_data.expand, rewards
     )
-    config = with_turn_ends(config, training_data.tokenizer)
+    config = with_token_ids(config, training_data.tokenizer)
     algorithm = config.algorithm
     tokenizer = training_data.tokenizer
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
@@ -147,6 +154,9 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
             else None,
         ),
         teacher_columns=teacher_columns(config, tokenizer),
+        reward_weights=reward_weights(
+            config.reward.reward, config.model, config.reward.reward_model_coef
+        ),
         num_updates=updates,
         branches=has_episodes(config.environment),
     )
@@ -469,7 +479,7 @@ def evaluation(config: Config, strategy: Strategy) -> Evaluation:
     sets = build_eval_sets(config, strategy, tokenizer, expand, rewards)
     if any(each.rewards is rewards for each in sets):
         rewards.models = build_model_rewards(config, strategy, tokenizer, expand)
-    config = with_turn_ends(config, tokenizer)
+    config = with_token_ids(config, tokenizer)
     # The engine sleeps only to make room for reward models; nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
     name = f"(--engine_type {config.engine.engine_type}) with {config.model.pretrain}"

@@ -55,7 +55,12 @@ class Learner:
         experience = plan.experience
         losses = []
         for rows in plan.minibatches * config.train.max_epochs:
-            denominator = role.denominator(experience, rows, length=config.rollout.generate_max_len)
+            denominator = role.denominator(
+                experience,
+                rows,
+                length=config.rollout.generate_max_len,
+                by_prompt=config.algorithm.loss_agg_mode == "prompt-mean",
+            )
             metrics.mean(f"{self.phase}/learning_rate", role.scheduler.get_last_lr()[0])
 
             term = self.ptx_loss.next() if self.ptx_loss is not None else None

@@ -4,6 +4,7 @@ Their backward pass is written by hand. The reference is torch's own autograd th
 logits.
 """
 
+import math
 import subprocess
 import sys
 from itertools import product
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lightrft.algorithms.kl import generalized_jsd
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs, top_logprobs
@@ -253,7 +254,9 @@ def test_all_logits_never_exist():
     assert largest_tensor(chunk=None) == 96 * 500
 
 
-def truncated(logits: Tensor, targets: Tensor, top_k: int, top_p: float) -> Tensor:
+def truncated(
+    logits: Tensor, targets: Tensor, top_k: int, top_p: float, min_p: float = 0.0
+) -> Tensor:
     """Return [T, V] log-probs of truncated sampling, row by row and token by token.
 
     Targets [T, K] are always kept.
@@ -261,7 +264,10 @@ def truncated(logits: Tensor, targets: Tensor, top_k: int, top_p: float) -> Tens
     rows = []
     for row, kept in zip(logits, targets.tolist(), strict=True):
         order = sorted(range(len(row)), key=(-row).tolist().__getitem__)
-        part = order[:top_k] if top_k > 0 else order
+        likely = [
+            token for token in order if row[token] - row[order[0]] >= math.log(min_p or 1e-30)
+        ]
+        part = likely[:top_k] if top_k > 0 else likely
         probabilities = row[part].softmax(-1).tolist()
 
         reached = 0.0
@@ -280,10 +286,10 @@ def truncated(logits: Tensor, targets: Tensor, top_k: int, top_p: float) -> Tens
 
 
 def dense_truncated(
-    hidden, weight, targets, temperature=1.0, top_k=0, top_p=1.0
+    hidden, weight, targets, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
 ) -> tuple[Tensor, Tensor]:
     columns = targets if targets.dim() == 2 else targets[:, None]
-    logp = truncated(Head.apply(hidden, weight) / temperature, columns, top_k, top_p)
+    logp = truncated(Head.apply(hidden, weight) / temperature, columns, top_k, top_p, min_p)
     picked = torch.where(columns < 0, 0.0, logp.gather(-1, columns.clamp(min=0)))
     inside = torch.where(logp.isinf(), 0.0, logp)
     return picked.view(targets.shape), -(logp.exp() * inside).sum(-1)
@@ -294,6 +300,8 @@ TRUNCATIONS = {
     "top-p": {"top_p": 0.7},
     "both": {"top_k": 9, "top_p": 0.6},
     "best": {"top_k": 1},
+    "min-p": {"min_p": 0.3},
+    "all three": {"min_p": 0.05, "top_k": 9, "top_p": 0.6},
 }
 
 
@@ -328,6 +336,8 @@ def test_truncated_sampling_equals_the_dense_computation(options):
 def test_the_kept_part_is_that_of_transformers(options):
     logits = torch.randn(50, V, generator=torch.Generator().manual_seed(3)) * 2
     warped = logits
+    if "min_p" in options:
+        warped = MinPLogitsWarper(options["min_p"])(None, warped)
     if "top_k" in options:
         warped = TopKLogitsWarper(options["top_k"])(None, warped)
     if "top_p" in options:

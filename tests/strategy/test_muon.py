@@ -272,7 +272,7 @@ HEIGHTS = (1, 2, 5, 7, 10)
 def uneven_update() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return each weight before and after a step whose gradient is the weight itself."""
     made = strategy(optimizer="muon")
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(6, rows) for rows in HEIGHTS])})
+    model = nn.Sequential(nn.ModuleList([nn.Linear(6, rows) for rows in HEIGHTS]))
     model, optimizer = made.prepare((model, made.create_optimizer(model, RATE)))
     weights = {name: each for name, each in model.named_parameters() if each.ndim == 2}
     before = {name: whole(each.detach()).clone() for name, each in weights.items()}
