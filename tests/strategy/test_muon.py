@@ -119,13 +119,16 @@ CASES = {
         "replicas": Case({"dp_replicate": 0}),
         "tp": Case({"tp_size": 2}),
         "ep": Case({"ep_size": 2}, num_experts=4),
+        "tp of experts": Case({"tp_size": 2}, num_experts=4),
         "on the host": Case({"fsdp_cpu_offload": True}),
     },
     4: {
         "fsdp": Case(),
         "hsdp": Case({"dp_replicate": 2}),
         "fsdp x tp": Case({"tp_size": 2}),
+        "fsdp x tp of experts": Case({"tp_size": 2}, num_experts=4),
         "ep": Case({"ep_size": 2}, num_experts=4),
+        "divided experts of ep": Case({"ep_size": 2}, num_experts=2),
         "divided experts": Case(num_experts=2),
     },
 }
