@@ -40,7 +40,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """A matrix, or some experts of a layer, and this rank's part of it: [a, b] or [experts, a, b].
+    """This rank's part of a matrix [1, a, b], or of some experts of a layer [n, a, b].
 
     `shards` divide each matrix, the last applied one first. Their dims are counted from the end.
     """
@@ -174,7 +174,7 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     r"""Return nearly orthogonal matrices with the singular vectors of `matrices`: [n, A, B].
 
     Five times, starting from $X = G / |G|$: $X \leftarrow a X + b (X X^T) X + c (X X^T)^2 X$.
-    Singular values end between about 0.7 and 1.2.
+    Singular values end between about 0.7 and 1.2, unless they were tiny.
     """
     a, b, c = COEFFICIENTS
     # X^T X would have the larger side of a tall matrix.
@@ -191,7 +191,7 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 def orthogonalize(
     parts: list[Tensor], shards: list[list[ShardSlice]], sizes: list[int]
 ) -> list[Tensor]:
-    """Return this rank's parts of orthogonalised matrices from its parts of the matrices.
+    """Return this rank's parts of orthogonalised matrices from its parts [n, a, b] of the matrices.
 
     All matrices are divided over the same groups, and `sizes` are their elements. All ranks of
     these groups must call this with the same matrices.
@@ -217,7 +217,7 @@ class Route:
         self.nothing = parts[0].new_empty(0)
         self.shapes = [part.shape for part in parts]
         self.dims = [shard.dim for shard in shards]
-        self.counts = [_counts(shard) for shard in shards]
+        self.counts = [shard.counts for shard in shards]
 
         owners = _owners(sizes, num_ranks)
         self.order = sorted(range(len(parts)), key=owners.__getitem__)
@@ -235,10 +235,11 @@ class Route:
         flat = torch.cat([parts[index].flatten() for index in self.order])
         arrived = self.axis.all_to_all(flat, self.sent, self.received).split(self.received)
         pieces = []
-        for rank, flat in enumerate(arrived):
+        for rank, parts in enumerate(arrived):
             shapes = [self._shape(index, rank) for index in self.own]
-            numels = [shape.numel() for shape in shapes]
-            pieces.append([p.view(s) for p, s in zip(flat.split(numels), shapes, strict=True)])
+            each = parts.split([shape.numel() for shape in shapes])
+            pieces.append([part.view(shape) for part, shape in zip(each, shapes, strict=True)])
+
         return [
             torch.cat(divided, self.dims[index])
             for index, divided in zip(self.own, zip(*pieces, strict=True), strict=True)
@@ -271,6 +272,7 @@ def _matrices(parameter: nn.Parameter, momentum: Tensor) -> Iterator[Matrices]:
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     tensors = [_local(each) for each in (parameter, gradient, momentum)]
+    stacks = tensors if parameter.ndim == 3 else [each[None] for each in tensors]
 
     height, width = parameter.shape[-2:]
     shards = [
@@ -279,15 +281,12 @@ def _matrices(parameter: nn.Parameter, momentum: Tensor) -> Iterator[Matrices]:
         # Different experts on different ranks are whole matrices there.
         if shard.dim >= parameter.ndim - 2
     ]
-    num_stacked = len(tensors[0]) if parameter.ndim == 3 else 1
-    num_ranks = math.prod(shard.pieces for shard in shards)
-    # Experts that are divided have different owners.
-    share = max(1, -(-num_stacked // num_ranks))
-    splits = [each.split(share) if parameter.ndim == 3 else [each] for each in tensors]
-    for weights, grad, buffer in zip(*splits, strict=True):
-        count = len(weights) if parameter.ndim == 3 else 1
-        scale = RMS * math.sqrt(max(height, width))
-        yield Matrices(weights, grad, buffer, shards, count * height * width, scale)
+    # Divided experts have different owners, and no bucket has to be larger than others.
+    of_owner = math.ceil(len(stacks[0]) / _num_ranks(shards))
+    count = max(1, min(of_owner, BUCKET // (height * width)))
+    scale = RMS * math.sqrt(max(height, width))
+    for parts in zip(*(stack.split(count) for stack in stacks), strict=True):
+        yield Matrices(*parts, shards, len(parts[0]) * height * width, scale)
 
 
 def _buckets(alike: list[Matrices]) -> Iterator[list[Matrices]]:
@@ -295,7 +294,7 @@ def _buckets(alike: list[Matrices]) -> Iterator[list[Matrices]]:
 
     An owner gets about BUCKET elements of a bucket, or one larger matrix.
     """
-    num_ranks = math.prod(shard.pieces for shard in alike[0].shards)
+    num_ranks = _num_ranks(alike[0].shards)
     bucket: list[Matrices] = []
     size = 0
     for matrices in sorted(alike, key=lambda each: each.numel, reverse=True):
@@ -318,25 +317,23 @@ def _owners(sizes: list[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def _counts(shard: ShardSlice) -> list[int]:
-    """Return the rows of each rank's piece."""
-    length = shard.shape[shard.dim]
-    return [max(0, min(shard.rows, length - rank * shard.rows)) for rank in range(shard.pieces)]
-
-
-def _orthogonalize_whole(matrices: list[Tensor]) -> list[Tensor]:
-    """Orthogonalise whole matrices [A, B] or [n, A, B]; equal shapes share each product."""
+def _orthogonalize_whole(stacks: list[Tensor]) -> list[Tensor]:
+    """Orthogonalise whole matrices, stacks [n, A, B] of them; equal shapes share each product."""
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
-    for index, matrix in enumerate(matrices):
-        by_shape[matrix.shape[-2:]].append(index)
+    for index, stack in enumerate(stacks):
+        by_shape[stack.shape[1:]].append(index)
 
     results: dict[int, Tensor] = {}
-    for shape, members in by_shape.items():
-        stacks = [matrices[index].reshape(-1, *shape) for index in members]
-        done = newton_schulz(torch.cat(stacks)).split([len(stack) for stack in stacks])
-        for index, result in zip(members, done, strict=True):
-            results[index] = result.reshape_as(matrices[index])
-    return [results[index] for index in range(len(matrices))]
+    for members in by_shape.values():
+        chosen = [stacks[index] for index in members]
+        done = newton_schulz(torch.cat(chosen)).split([len(stack) for stack in chosen])
+        results.update(zip(members, done, strict=True))
+    return [results[index] for index in range(len(stacks))]
+
+
+def _num_ranks(shards: list[ShardSlice]) -> int:
+    """Return the number of ranks that divide a matrix."""
+    return math.prod(shard.pieces for shard in shards)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -197,6 +197,7 @@ def test_only_bfloat16_lies_between_this_and_torch_muon(courses, folders, num_ex
 
 @pytest.mark.parametrize("shape", [(32, 64), (64, 32), (48, 48)])
 def test_bfloat16_matrices_become_what_torch_makes_of_them(shape):
+    torch.manual_seed(0)
     matrices = [nn.Parameter(torch.zeros(shape)) for _ in range(3)]
     for matrix in matrices:
         matrix.grad = torch.randn(shape)
@@ -204,7 +205,17 @@ def test_bfloat16_matrices_become_what_torch_makes_of_them(shape):
     torch.optim.Muon(matrices, lr=1 / max(1, shape[0] / shape[1]) ** 0.5, weight_decay=0).step()
     found = newton_schulz(average.bfloat16()).float()
     torch.testing.assert_close(found, -torch.stack(matrices).detach(), rtol=1e-2, atol=1e-3)
-    assert 0.5 < torch.linalg.svdvals(found).min() and torch.linalg.svdvals(found).max() < 1.3
+
+
+def test_singular_vectors_stay_and_singular_values_become_about_one():
+    torch.manual_seed(0)
+    left, _, right = torch.linalg.svd(torch.randn(2, 24, 40), full_matrices=False)
+    found = newton_schulz(left @ torch.diag(torch.linspace(0.1, 1, 24)) @ right)
+    values = left.mT @ found @ right.mT
+    on_diagonal = values.diagonal(dim1=1, dim2=2)
+    assert on_diagonal.min() > 0.65 and on_diagonal.max() < 1.25
+    assert (values - torch.diag_embed(on_diagonal)).abs().max() < 1e-4
+    assert newton_schulz(torch.zeros(1, 3, 4)).count_nonzero() == 0
 
 
 # -- the work of a rank
