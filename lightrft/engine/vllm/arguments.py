@@ -169,6 +169,22 @@ def replay_problem(config: PretrainedConfig, *, on_cpu: bool) -> str:
     return ""
 
 
+def mamba2_problem(config: PretrainedConfig) -> str:
+    """Return why vLLM computes a model with Mamba 2 unlike transformers; empty if it does not."""
+    match config.model_type:
+        case "bamba":
+            return "which has removed this family"
+        case "granitemoehybrid" if config.mamba_n_groups > 1:
+            return f"which normalizes each of its {config.mamba_n_groups} groups alone"
+        case "falcon_h1" if config.mamba_rms_norm and config.mamba_norm_before_gate:
+            return "which normalizes after the gate (mamba_norm_before_gate)"
+        case "zamba2" if config.num_key_value_heads != config.num_attention_heads:
+            return "which gives it as many key-value heads as attention heads"
+        case "zamba2" if not config.tie_word_embeddings:
+            return "which ties its embeddings"
+    return ""
+
+
 def _on_v2() -> bool:
     """Return True if vLLM uses model runner V2, which needs Triton."""
     forced = envs.VLLM_USE_V2_MODEL_RUNNER
