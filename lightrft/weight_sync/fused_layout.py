@@ -38,6 +38,8 @@ Queries, keys and values of gated delta networks are one layer there, but ranks 
 """
 MAMBA = "MambaMixer2"
 """Layer of Mamba 2 in both engines."""
+CONVOLUTION = "conv_weights"
+"""Buffer of vLLM's layer of Mamba 2: a view of the convolution, or a copy where vLLM packs it."""
 SCALES = "weight_scale"
 """Parameter of a layer of eight bits with the scale of each row of the weight."""
 UNPACKED = "_cpu_unpacked_conv_weight"
@@ -317,7 +319,8 @@ def _pieces(
         path = f"{inside}.{fused}"
 
     layer = places.get(f"{path}.{ROUTED}", places.get(path))
-    if attribute == "A_log" and is_a(layer, MAMBA):  # not every model of vLLM has a table of names
+    # Not every model of vLLM has a table of names. In SGLang the decays are not verified.
+    if attribute == "A_log" and is_a(layer, MAMBA) and CONVOLUTION in layer._buffers:
         attribute = "A"
     if layer is None or getattr(layer, attribute, None) is None:
         return
@@ -329,9 +332,9 @@ def _pieces(
         regions = _places(layer, attribute, own_parts, shape)
     stored = attribute
     if own == "conv1d" and attribute == "weight":
-        if is_a(places[inside], MAMBA):  # it computes with a view, or with a copy if vLLM packs
+        if CONVOLUTION in places[inside]._buffers:
             layer = places[inside]
-            stored = "conv_weights"
+            stored = CONVOLUTION
         elif UNPACKED in vars(layer):
             stored = UNPACKED
     for region, row, column in regions:
