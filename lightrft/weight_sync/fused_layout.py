@@ -38,6 +38,8 @@ Queries, keys and values of gated delta networks are one layer there, but ranks 
 """
 MAMBA = "MambaMixer2"
 """Layer of Mamba 2 in both engines."""
+DELTA_RULE = ("QwenGatedDeltaNetAttention", "Qwen3_5GatedDeltaNet")
+"""Gated delta networks of vLLM and of SGLang."""
 CONVOLUTION = "conv_weights"
 """Buffer of vLLM's layer of Mamba 2: a view of the convolution, or a copy where vLLM packs it."""
 SCALES = "weight_scale"
@@ -324,8 +326,8 @@ def _pieces(
         attribute = "A"
     if layer is None or getattr(layer, attribute, None) is None:
         return
-    if own == "conv1d" and is_a(places[inside], "QwenGatedDeltaNetAttention"):
-        regions = _of_delta_rule(places[inside])
+    if own == "conv1d" and any(is_a(places[inside], kind) for kind in DELTA_RULE):
+        regions = _of_delta_rule(places[inside], layer)
     elif own in ("in_proj", "conv1d") and is_a(places[inside], MAMBA):
         regions = _of_mamba(places[inside], own)
     else:
@@ -341,16 +343,16 @@ def _pieces(
         yield WeightSlice(name, layer, stored, region, row, column)
 
 
-def _of_delta_rule(mixer: nn.Module) -> Iterator[tuple[slice, int, int]]:
+def _of_delta_rule(mixer: nn.Module, layer: nn.Module) -> Iterator[tuple[slice, int, int]]:
     """Yield the places of a convolution over queries, keys and values.
 
-    vLLM's layer does not say that ranks split each of the three.
+    The engines' layers do not say that ranks split each of the three.
     """
     start = 0
     full = 0
     for size in (mixer.key_dim, mixer.key_dim, mixer.value_dim):
-        own = size // mixer.tp_size
-        yield slice(start, start + own), full + mixer.tp_rank * own, 0
+        own = size // layer.tp_size
+        yield slice(start, start + own), full + layer.tp_rank * own, 0
         start = start + own
         full = full + size
 
@@ -421,6 +423,8 @@ def _places(
         yield slice(None), layer.out_proj.tp_rank * len(getattr(layer, attribute)), 0
     elif is_a(layer, "Mixer2RMSNormGated"):
         yield slice(None), layer.tp_rank * len(layer.weight), 0
+    elif is_a(layer, "Qwen3_5GatedDeltaNet"):
+        yield slice(None), layer.attn_tp_rank * len(getattr(layer, attribute)), 0
     elif is_a(layer, "GatedDeltaNetAttention"):
         # Decay and time step of each head. vLLM keeps decays in float32 and time steps in the
         # model's dtype; it gets both as the trainer computes with them, rounded under --bf16, so
