@@ -49,7 +49,7 @@ from lightrft.types import Completion, Drafts
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.expert_layout import is_a, is_experts, pack_experts, unpacked_experts
 from lightrft.weight_sync.fused_layout import (
-    MAMBA,
+    CONVOLUTION,
     PARTS,
     UNPACKED,
     CopyTarget,
@@ -162,8 +162,7 @@ class VLLMShim:
             )
         if packed:
             pack_experts(packed)
-        _renew_tied_layers(self.model)
-        _renew_convolutions(self.model)
+        _renew_copies(self.model)
 
     def reload_draft_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         """Load full tensors of the draft model under transformers' names; see reload_weights()."""
@@ -174,7 +173,7 @@ class VLLMShim:
             finalize_layerwise_reload(
                 self.draft_model, config.speculative_config.draft_model_config
             )
-        _renew_tied_layers(self.draft_model)
+        _renew_copies(self.draft_model)
 
     def with_media(self, token_ids: list[int], media: dict[str, list]) -> MultiModalInput:
         """Return the prompt with processed media and expanded placeholders."""
@@ -548,10 +547,12 @@ def _packs(layer: torch.nn.Module) -> bool:
     return "cpu_linear" in vars(layer) or is_a(kernel, "CPUInt8ScaledMMLinearKernel")
 
 
-def _renew_tied_layers(model: torch.nn.Module) -> None:
-    """Give tied output layers the packed copy of the layer that loads the weight.
+def _renew_copies(model: torch.nn.Module) -> None:
+    """Renew the copies of weights that a reload leaves as they were.
 
-    A reload packs the weight for that layer only.
+    Tied output layers get the packed copy of the layer that loads the weight: a reload packs it for
+    that layer only. Where vLLM packs convolutions on a CPU, Mamba 2 computes with the memory that
+    they had before.
     """
     first: dict[int, torch.nn.Module] = {}
     for layer in model.modules():
@@ -562,16 +563,7 @@ def _renew_tied_layers(model: torch.nn.Module) -> None:
             and first.setdefault(id(weight), layer) is not layer
         ):
             layer.cpu_linear = first[id(weight)].cpu_linear
-
-
-@torch.no_grad()
-def _renew_convolutions(model: torch.nn.Module) -> None:
-    """Give layers of Mamba 2 the convolution that was loaded, where vLLM packs it on a CPU.
-
-    They compute with the memory that it had before, and a reload does not write there.
-    """
-    for layer in model.modules():
-        if is_a(layer, MAMBA) and UNPACKED in vars(layer.conv1d):
+        if CONVOLUTION in layer._buffers and UNPACKED in vars(layer.conv1d):
             layer.conv_weights.copy_(getattr(layer.conv1d, UNPACKED))
 
 
