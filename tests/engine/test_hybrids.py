@@ -15,7 +15,7 @@ from engine.contract import (
 )
 from flat_models import make_model
 from lightrft.attention.recurrent import lift_time_step_limits
-from lightrft.engine.base import Request, Sampling
+from lightrft.engine.base import EngineError, Request, Sampling
 from lightrft.engine.vllm.arguments import mamba2_problem
 from lightrft.parallel.mesh import Mesh
 from ranks import run_ranks
@@ -135,6 +135,13 @@ def mamba_course(folder: str, tp: int, dtype: torch.dtype) -> list[tuple[float, 
         found.append(gaps(bench, weights, dtype))
         if dtype == torch.float32:
             assert bench.greedy() == reference_greedy(weights)
+
+    # There vLLM packs the convolution, and its layers would compute with the one of before.
+    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lightrft.engine.vllm.shim._renew_copies", lambda model: None)
+            with pytest.raises(EngineError, match="conv1d.weight in the engine differs"):
+                bench.load(perturbed(model, 6).bfloat16().float())
 
     bench.model = model.to(dtype)
     flipped_elements_are_named(bench, engine.expected)
