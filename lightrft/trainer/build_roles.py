@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.algorithms.truncation import Truncation
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
-from lightrft.config.sections import Config, longest_sequence
+from lightrft.config.sections import Config, engine_name, longest_sequence
 from lightrft.engine.model_info import end_token_ids, never_sampled
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer, check_window
@@ -58,8 +58,15 @@ def build_policy(
     with strategy.init_model_context():
         actor = Actor(freeze_parameters(load_model(config.model), config.model))
     if config.engine.exact:
+        from lightrft.engine.build import exact_adapter
         from lightrft.exact.install import make_actor_exact
 
+        engine = engine_name(config.engine)
+        if exact_adapter(engine, strategy.device) is None:
+            raise ConfigError(
+                f"--exact with --engine_type {engine} needs a CPU: on GPUs it was not tested; use"
+                " --engine_type hf"
+            )
         make_actor_exact(actor, strategy.dtype, strategy.device, strategy.world)
     # Engines choose rotary frequencies for the longest possible sequence.
     if sampling is not ANY_TOKEN:
