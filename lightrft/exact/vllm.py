@@ -4,6 +4,7 @@ vLLM schedules, and keeps the pages of keys and values. The model is transformer
 computes logits, tokens and log-probs from hidden states.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,8 +47,6 @@ class ExactVLLMEngine(VLLMEngine):
     """vLLM engine on a CPU whose log-probs are those of the trainer, bit by bit."""
 
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
-        if not self.on_cpu:
-            raise ConfigError("--exact with --engine_type vllm needs a CPU: no GPU was tested")
         if config.get_text_config() is not config:
             raise ConfigError(f"--exact with vLLM needs a model of text, not {config.model_type}")
 
@@ -58,6 +57,13 @@ class ExactVLLMEngine(VLLMEngine):
         runner = self._shim.worker.model_runner
         runner.sampler = ExactSampler(self.model.head, runner)
         return unknown
+
+    def _load_base(self, named_tensors: Iterator[NamedTensor]) -> None:
+        weights = self.model.head.model.state_dict(keep_vars=True)
+        for name, tensor in named_tensors:
+            weights[name].copy_(tensor)
+            # Otherwise the next tensor would be gathered beside this one.
+            del tensor
 
     def _parameters(self, sampling: Sampling, seed: int) -> SamplingParams:
         parameters = super()._parameters(sampling, seed)
@@ -117,7 +123,11 @@ class ExactModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, *_: None, **__: None) -> Tensor:
         """Return the hidden states [T, H] of new tokens [T] of all requests."""
-        batch = get_forward_context().attn_metadata[self.caches[0].name]
+        batches = get_forward_context().attn_metadata
+        if batches is None:  # vLLM warms up
+            return self.embed_input_ids(input_ids)
+
+        batch = batches[self.caches[0].name]
         rows = PagedRows.of(
             [cache.kv_cache for cache in self.caches],
             batch.slot_mapping[: len(input_ids)],
@@ -137,7 +147,7 @@ class ExactModel(nn.Module):
         """Return the hidden states: logits depend on the temperature, and the sampler knows it."""
         return hidden_states
 
-    def load_weights(self, weights: list[NamedTensor]) -> set[str]:
+    def load_weights(self, weights: Iterable[NamedTensor]) -> set[str]:
         return AutoWeightsLoader(self).load_weights(weights)
 
 
