@@ -79,6 +79,16 @@ def exact_adapter(name: str, device: torch.device) -> str | None:
     return None if name == "vllm" and device.type != "cpu" else EXACT.get(name)
 
 
+def check_exact(section: EngineSection, device: torch.device) -> None:
+    """Raise ConfigError if the engine has no exact mode on this device."""
+    name = _resolve(section.engine_type)
+    if exact_adapter(name, device) is None:
+        raise ConfigError(
+            f"--exact with --engine_type {name} needs a CPU: on GPUs it was not tested; use"
+            " --engine_type hf"
+        )
+
+
 def _with_possible_adapters(name: str, adapter: type[Engine], setup: EngineSetup) -> EngineSetup:
     """Return the setup without adapters if they have to be merged into the weights.
 

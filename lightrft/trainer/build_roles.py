@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.algorithms.truncation import Truncation
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
-from lightrft.config.sections import Config, engine_name, longest_sequence
+from lightrft.config.sections import Config, longest_sequence
 from lightrft.engine.model_info import end_token_ids, never_sampled
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer, check_window
@@ -53,20 +53,17 @@ def build_policy(
     --pretrain, if it has one.
     """
     optim = config.optim
+    if config.engine.exact:
+        from lightrft.engine.build import check_exact
+
+        check_exact(config.engine, strategy.device)
     strategy.announce("load_models")
     check_model(config.model, strategy)
     with strategy.init_model_context():
         actor = Actor(freeze_parameters(load_model(config.model), config.model))
     if config.engine.exact:
-        from lightrft.engine.build import exact_adapter
         from lightrft.exact.install import make_actor_exact
 
-        engine = engine_name(config.engine)
-        if exact_adapter(engine, strategy.device) is None:
-            raise ConfigError(
-                f"--exact with --engine_type {engine} needs a CPU: on GPUs it was not tested; use"
-                " --engine_type hf"
-            )
         make_actor_exact(actor, strategy.dtype, strategy.device, strategy.world)
     # Engines choose rotary frequencies for the longest possible sequence.
     if sampling is not ANY_TOKEN:

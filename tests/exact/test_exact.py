@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightrft.algorithms.truncation import Truncation
 from lightrft.attention.layout import Layout
 from lightrft.config.errors import ConfigError
+from lightrft.config.sections import EngineSection
 from lightrft.engine.base import Engine
-from lightrft.engine.build import EXACT
+from lightrft.engine.build import EXACT, check_exact
 from lightrft.engine.requests import Request, Sampling
 from lightrft.exact.attention import (
     AttentionScores,
@@ -221,6 +222,14 @@ def test_models_with_other_layers_are_refused(make, message, tmp_path) -> None:
         make_exact(model, torch.float32, torch.device("cpu"))
 
 
+def test_vllm_is_refused_on_a_gpu() -> None:
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    section = EngineSection(engine_type="vllm", exact=True)
+    with pytest.raises(ConfigError, match="--exact with --engine_type vllm needs a CPU"):
+        check_exact(section, torch.device("cuda"))
+    check_exact(section, torch.device("cpu"))
+
+
 WINDOW = {"sliding_window": 40, "query_pre_attn_scalar": 32}
 FAMILIES = {
     "llama": {},
@@ -300,8 +309,8 @@ CASES = {
     1: {
         "float32": [*LONG, "--max_steps=20", "--temperature=0.8", "--top_p=0.9"],
         "bfloat16": [*LONG, "--max_steps=20", "--bf16", "--init_kl_coef=0.01"],
-        "vllm float32": [*LONG, *VLLM, "--max_steps=6", "--temperature=0.8", "--top_p=0.9"],
-        "vllm bfloat16": [*LONG, *VLLM, "--max_steps=6", "--bf16", "--top_k=30"],
+        "vllm float32": [*LONG, *VLLM, "--max_steps=20", "--temperature=0.8", "--top_p=0.9"],
+        "vllm bfloat16": [*LONG, *VLLM, "--max_steps=20", "--bf16", "--top_k=30"],
     },
     2: {
         "two data ranks": [*LONG, "--max_steps=3", "--gradient_checkpointing"],
@@ -343,7 +352,7 @@ def test_engine_and_trainer_agree_in_every_bit(world_size: int, tmp_path) -> Non
 
 def _with_a_wrong_bit(pretrain: str, engine_type: str) -> list[str]:
     """Diagnose the engine, and once more with one bit of one number changed in layer 1."""
-    from lightrft.config import Config, EngineSection, ModelSection, StrategySection
+    from lightrft.config import Config, ModelSection, StrategySection
     from lightrft.config.sections import DataSection, RolloutSection
     from lightrft.models.load import load_tokenizer
     from lightrft.strategy import get_strategy
