@@ -18,6 +18,7 @@ COMMANDS = {
     "train_kto": "train a policy on single answers that are good or bad (KTO)",
     "serve": "serve a model over HTTP, as agents see it in training",
     "serve_reward": "serve reward models over HTTP",
+    "tinker": "train and sample a model at the requests of Tinker clients",
     "evaluate": "evaluate a model, a run or a checkpoint on held-out prompts and benchmarks",
     "export": "write a checkpoint or an adapter as a Hugging Face folder",
     "bench": "run ten steps of train_ppo, and say how fast they are and what limits them",
@@ -36,7 +37,7 @@ ALIASES = {
     "selfcheck": "doctor",
     **{
         name: f"debug.{name}"
-        for name in ("bisect", "bundle", "replay", "diagnose", "forecast", "test_rewards")
+        for name in "bisect bundle diagnose forecast replay report test_rewards".split()
     },
 }
 """Command -> module in lightrft/cli, where that has another name."""

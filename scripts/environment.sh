@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # The pinned environment in .venv: made once, remade when its requirement files change.
 #
-#     source scripts/environment.sh [test]     make it and enter it; `test` adds what the tests need: .venv-sglang, -extras, -fp8
+#     source scripts/environment.sh [test]     make it and enter it; `test` adds what the tests need: .venv-sglang, -extras, -fp8, -tinker
 #     bash scripts/environment.sh [test]       only make it
 #
 # PYTHON chooses the interpreter, LIGHTRFT_VENV another folder. FOLDER/install_s: seconds that the installation took.
@@ -116,7 +116,7 @@ make_overlay() {
         pathlib.Path(sysconfig.get_path("purelib"), "beneath.pth").write_text(beneath)' "$venv"
 }
 
-for name in sglang extras fp8; do
+for name in sglang extras fp8 tinker; do
     overlay=$venv-$name
     wanted_there="$wanted $(cksum <"$root/requirements/$name.txt")"
     if [[ ${1:-} == test && $(cat "$overlay/lightrft-requirements" 2>/dev/null) != "$wanted_there" ]]; then

@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent / "lightrft"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
-    "cli": 12,
-    "recorder": 11,
-    "trainer": 11,
+    "cli": 13,
+    "recorder": 12,
+    "trainer": 12,
+    "tinker": 11,
     "run": 10,
     "schedulers": 10,
     "stages": 10,
@@ -67,6 +68,7 @@ OPTIONAL = {
     "av",
     "verifiers",
     "gguf",
+    "tinker",
     "wandb",
     "mlflow",
     "swanlab",

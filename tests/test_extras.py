@@ -18,6 +18,7 @@ SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH
 FILES = {
     "extras": ["tests/batching/test_transfer_queue.py", "tests/agents/test_verifiers.py"],
     "fp8": ["tests/strategy/test_float8.py"],
+    "tinker": ["tests/trainer/test_tinker_server.py"],
 }
 """Environment -> tests of the packages in it."""
 

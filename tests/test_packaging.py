@@ -43,6 +43,10 @@ NEEDS_AN_EXTRA = {
     "lightrft.rewards.remote": "httpx",
     "lightrft.run.model_server": "uvicorn",
     "lightrft.strategy.deepspeed": "deepspeed",
+    "lightrft.tinker.frontend": "starlette",
+    "lightrft.tinker.promises": "starlette",
+    "lightrft.tinker.protocol": "tinker",
+    "lightrft.tinker.server": "uvicorn",
 }
 """Modules that need a package of an extra, with the modules inside of them.
 

@@ -186,7 +186,12 @@ def _renew(environment: dict[str, str]) -> None:
     """Take over an environment, without what the tests have changed in this interpreter."""
     os.environ.clear()
     os.environ.update(environment)
-    own = [folder for folder in sys.path if folder.startswith((sys.prefix, sys.base_prefix))]
+    # An environment that lies over another one has the packages of both.
+    own = [
+        folder
+        for folder in sys.path
+        if folder.startswith((sys.prefix, sys.base_prefix)) or folder.endswith("site-packages")
+    ]
     sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *own]
     sys.stdin = open(0, closefd=False)
     sys.stdout = open(1, "w", buffering=1, closefd=False)

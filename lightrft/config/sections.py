@@ -42,9 +42,13 @@ SUPERVISED = ("train_sft", "train_rm", "train_dpo", "train_kto", "train_prm")
 TRAINING = (*PPO, *SUPERVISED)
 SAMPLING = (*PPO, "evaluate")
 GENERATING = (*SAMPLING, "serve")
-SERVERS = ("serve_reward", "serve")
+TINKER = ("tinker",)
+SERVERS = ("serve_reward", "serve", *TINKER)
 EVALUATED = (*TRAINING, "evaluate")
+LEARNING = (*TRAINING, *TINKER)
 ALL_BUT_SERVE_REWARD = (*TRAINING, "evaluate", "serve")
+WITH_PRETRAIN = (*ALL_BUT_SERVE_REWARD, *TINKER)
+WITH_ENGINE = (*GENERATING, *TINKER)
 POLICY_TRAINING = (*PPO, "train_sft", "train_dpo", "train_kto")
 LABELLED = (*SAMPLING, "train_sft", "train_kto", "train_prm")
 SCORING = (*SAMPLING, "serve_reward")
@@ -86,10 +90,10 @@ DISTINCT = Bound("contains a name twice", lambda names: len(set(names)) == len(n
 
 
 @dataclass
-class ModelSection(Section, commands=TRAINING):
+class ModelSection(Section, commands=LEARNING):
     """Models, trained parameters, adapters."""
 
-    pretrain: str = option("", commands=ALL_BUT_SERVE_REWARD)
+    pretrain: str = option("", commands=WITH_PRETRAIN)
     """Model to start from: a Hugging Face folder, a GGUF file or a hub name, as for all models
     here."""
     critic_pretrain: str = option("", needs=CRITIC, commands=PPO)
@@ -103,24 +107,32 @@ class ModelSection(Section, commands=TRAINING):
     """Process reward models, in the same form: the score at the end of each step of a response is
     the logit of the probability that the step is correct. --step_separator ends a step, and
     --step_rewards converts the probabilities to rewards."""
-    teacher_pretrain: str = option("", needs="--distill_coef", commands=PPO)
+    teacher_pretrain: CommaSeparated = option(
+        CommaSeparated(""), needs="--distill_coef", commands=PPO
+    )
     """Teacher model for --distill_coef, frozen, with the tokenizer of --pretrain: a folder or hub
-    name."""
+    name. Several teachers have labels, LABEL=PATH,LABEL=PATH, and --teacher_key selects one for
+    each prompt."""
     teacher_url: str = option("", needs="--distill_coef", commands=PPO)
     """Teacher model for --distill_coef on an OpenAI-compatible server that returns the log-probs of
     the prompt (echo), such as http://host:8000/v1. If the server needs a key, set the environment
     variable TEACHER_API_KEY."""
+    self_teacher: Literal["none", "actor", "average"] = option(
+        "none", needs="--distill_coef", commands=PPO
+    )
+    """Teacher for --distill_coef that is the model itself, with the prompt of --teacher_prompt_key:
+    the actor before the update, or its moving average (--enable_ema, --ema_beta)."""
     bf16: bool = option(False, commands=EVERY)
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32. On a GPU
     with fast bfloat16 (NVIDIA from A100 and L4 on) this is the default; --no_bf16 turns it off."""
-    gradient_checkpointing: bool = option(False, commands=EVALUATED)
+    gradient_checkpointing: bool = option(False, commands=(*EVALUATED, *TINKER))
     """Recompute activations in the backward pass: less memory, about a third more time."""
     gradient_checkpointing_policy: Literal["full", "selective"] = option(
-        "full", needs="--gradient_checkpointing", commands=EVALUATED
+        "full", needs="--gradient_checkpointing", commands=(*EVALUATED, *TINKER)
     )
     """Activations to keep of each block: full keeps only the input; selective also keeps the
     results of attention and matrix products."""
-    fused_kernels: Literal["none", "liger"] = option("none", commands=EVALUATED)
+    fused_kernels: Literal["none", "liger"] = option("none", commands=(*EVALUATED, *TINKER))
     """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo
     and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In
     float32, log-probs and gradients change by at most 1e-5."""
@@ -148,7 +160,7 @@ class ModelSection(Section, commands=TRAINING):
     freeze_prefix: list[str] = option([])
     """Prefixes of the names of parameters that are not trained; with lora_rank, these get no
     adapters."""
-    freeze_vision_tower: bool = True
+    freeze_vision_tower: bool = option(True, commands=TRAINING)
     """With a key of media: do not train the parameters that only images, videos or sound use. These
     are the towers and the projections into the language model."""
 
@@ -244,7 +256,13 @@ class DataSection(Section, commands=EVALUATED):
     )
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also
     after it is resumed."""
-    prompt_max_len: int = option(1024, COUNT, commands=ALL_BUT_SERVE_REWARD)
+    teacher_key: str | None = option(None, needs="--teacher_pretrain", commands=PPO)
+    """Column with the label of the teacher in --teacher_pretrain that scores the samples of a prompt.
+    """
+    teacher_prompt_key: str | None = option(None, needs="--distill_coef", commands=PPO)
+    """Column of the prompt that the teacher sees in place of the actor's, in the same form, such as
+    the prompt with a reference solution. The teacher scores the same responses."""
+    prompt_max_len: int = option(1024, COUNT, commands=WITH_PRETRAIN)
     """Maximum length of a prompt in tokens; a row with a longer prompt is a bad row."""
     max_samples: int | None = option(None, COUNT)
     """Use only this number of rows from the beginning of each training data set."""
@@ -355,7 +373,7 @@ class StrategySection(Section, commands=EVERY):
 
 
 @dataclass
-class EngineSection(Section, commands=GENERATING):
+class EngineSection(Section, commands=WITH_ENGINE):
     """Generation engine and weight stream."""
 
     engine_type: Literal["auto", "vllm", "sglang", "hf"] = "auto"
@@ -369,9 +387,11 @@ class EngineSection(Section, commands=GENERATING):
     it uses, SGLang weights and cache."""
     engine_kv_cache_gb: float = option(1.0, POSITIVE, needs="--engine_type vllm or sglang")
     """Size of the key-value cache of vLLM or SGLang on a CPU, in GB."""
-    enable_engine_sleep: bool = option(True, commands=SAMPLING)
+    enable_engine_sleep: bool = option(True, commands=(*SAMPLING, *TINKER))
     """Put the engine to sleep during training, so that both fit on one device."""
-    engine_sleep_level: Literal[1, 2] = option(2, needs="--enable_engine_sleep", commands=SAMPLING)
+    engine_sleep_level: Literal[1, 2] = option(
+        2, needs="--enable_engine_sleep", commands=(*SAMPLING, *TINKER)
+    )
     """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them,
     because they are streamed in again in any case. If the engine gets only adapters (lora_sync),
     the default is 1, and level 2 makes each stream bring all weights."""
@@ -408,12 +428,12 @@ class EngineSection(Section, commands=GENERATING):
     draft_pretrain: str = ""
     """Model of --speculative draft, with the vocabulary of --pretrain, or head of --speculative
     eagle3: a folder or hub name."""
-    weight_sync_bucket_mb: int = option(512, NOT_NEGATIVE, commands=SAMPLING)
+    weight_sync_bucket_mb: int = option(512, NOT_NEGATIVE, commands=(*SAMPLING, *TINKER))
     """Size of one bucket of the weight stream in MB; the peak of additional memory is about two
     buckets. 0: an eighth of the free device memory at the beginning of the stream, on the rank that
     has the least; 512 on a CPU."""
     lora_sync: Literal["auto", "adapter", "merged"] = option(
-        "auto", needs="--lora_rank", commands=PPO
+        "auto", needs="--lora_rank", commands=(*PPO, *TINKER)
     )
     """With lora_rank: what the engine gets after every step. adapter: only the adapters, for an
     engine that holds them beside the weights (vllm, hf); a response ends under the adapters that
@@ -430,7 +450,7 @@ class EngineSection(Section, commands=GENERATING):
     blocks, and the rows of a product do not depend on their number. With --engine_type hf, or vllm
     on a CPU; FSDP2 and dense models of text. A step with any difference ends the run, unless responses continue
     under newer weights. See docs/exact.md."""
-    verify_weight_sync: bool = option(True, commands=SAMPLING)
+    verify_weight_sync: bool = option(True, commands=(*SAMPLING, *TINKER))
     """Compare fingerprints of the weights that were sent with those in the engine after every
     stream, and stop the run if they differ. The first time and every 128th time all weights are
     compared, otherwise every 128th row of each, so that 128 streams verify every element again."""
@@ -444,7 +464,7 @@ class RolloutSection(Section, commands=PPO):
     """Number of prompts in one step, over all ranks."""
     n_samples_per_prompt: int = option(8, COUNT, commands=SAMPLING)
     """Number of responses sampled for each prompt; they form a group."""
-    generate_max_len: int = option(1024, COUNT, commands=GENERATING)
+    generate_max_len: int = option(1024, COUNT, commands=WITH_ENGINE)
     """Maximum length of a response in tokens."""
     temperature: float = option(
         1.0,
@@ -471,6 +491,14 @@ class RolloutSection(Section, commands=PPO):
     )
     """Sample only from the k most likely tokens; all log-probs are computed over these tokens. 0:
     all tokens."""
+    min_p: float = option(
+        0.0,
+        SHARE.hint(", because it is a share"),
+        needs=UNLESS_GREEDY,
+        commands=GENERATING,
+    )
+    """Sample only from tokens with at least this share of the probability of the most likely one;
+    all log-probs are computed over these tokens. 0: all tokens."""
     stop: list[Verbatim] = option(
         [], Bound("must not contain an empty text", bool), commands=GENERATING
     )
@@ -481,6 +509,16 @@ class RolloutSection(Section, commands=PPO):
         [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
     )
     """Tokens that end a response, in addition to the model's end tokens."""
+    bad_words: list[Verbatim] = option(
+        [], Bound("must not contain an empty text", bool), commands=GENERATING
+    )
+    """Words that are never sampled as one token, also after a space; all log-probs are computed
+    accordingly. A word of several tokens is refused. As words may contain commas, several are
+    separated by spaces, or are a list in YAML."""
+    banned_token_ids: list[int] = option(
+        [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
+    )
+    """Tokens that are never sampled; all log-probs are computed without them."""
     min_tokens: int = option(0, NOT_NEGATIVE, commands=GENERATING)
     """Minimum length of a response in tokens: before it, no token is sampled that would end the
     response; all log-probs are computed accordingly."""
@@ -704,7 +742,7 @@ class AlgorithmSection(Section, commands=PPO):
     """Temperature of sapo's gate for negative advantages; the larger it is, the faster the gradient
     decays."""
     policy_drift_coef: float = option(0.01, NOT_NEGATIVE)
-    """Coefficient of cpgd's divergence from the policy before the step."""
+    """Coefficient of the divergence from the policy before the step, in cpgd and dro."""
     policy_drift_clip: float | None = option(None, POSITIVE)
     """Upper limit of a token's divergence in cpgd, before the coefficient; above it the gradient is
     zero."""
@@ -720,6 +758,11 @@ class AlgorithmSection(Section, commands=PPO):
     step (0.2 in the paper); 0: all tokens."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
+    entropy_target: float | None = option(None, POSITIVE)
+    """Adapt the coefficient so that the entropy per token, in nats, does not fall below this value:
+    each step below it raises the coefficient, each step above it lowers it and has no bonus."""
+    entropy_step: float = option(0.005, POSITIVE, needs="--entropy_target")
+    """How much a step raises or lowers the adapted coefficient of the entropy."""
     rollout_correction: str | None = None
     """Weight of a token from the ratio p_trainer / p_engine: tis, mis, icepop, module:function or
     file.py:function; none, also with rollout_quantization."""
@@ -738,6 +781,9 @@ class AlgorithmSection(Section, commands=PPO):
     """Lower limit for rollout_mask; unset: 0.5 for the product, 0.999 for the geometric mean."""
     rollout_mask_high: float | None = option(None, NOT_NEGATIVE, needs="--rollout_mask")
     """Upper limit for rollout_mask; unset: 2 for the product, 1.002 for the geometric mean."""
+    off_policy_delta: float | None = option(None, NOT_NEGATIVE)
+    """Mask tokens with a negative advantage in sequences whose mean of log p_engine - log p_trainer
+    exceeds this number (0.5 is a start); unset: none."""
     use_engine_logprobs: bool = False
     """Use the engine's log-probs as the old log-probs of the ratio: this saves one forward pass,
     and the clip is relative to the engine's policy."""
@@ -755,8 +801,16 @@ class AlgorithmSection(Section, commands=PPO):
     )
     """Coefficient of the supervised loss on --pretrain_data, added in each optimizer step of the
     actor."""
+    ptx_teacher: bool = option(False, needs="--pretrain_data")
+    """Learn the teacher's distributions over the answers of --pretrain_data, as --distill_top_k does
+    over samples, in place of their tokens. A share L of samples, as in GKD, is --distill_coef L
+    with --ptx_coef 1 - L."""
     loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "prompt-mean",
     ] = "token-mean"
     """Aggregation of token losses into one number, always over all ranks and micro-batches of an
     optimizer step."""
@@ -772,7 +826,15 @@ class AlgorithmSection(Section, commands=PPO):
     """Number of draws k of the estimator pass_at_k."""
     distill_coef: float = option(0.0, NOT_NEGATIVE)
     """On-policy distillation: coefficient of the log p_teacher - log p_actor that is added to the
-    advantage of each token; 0: no teacher."""
+    advantage of each token; 0: no teacher. With --distill_top_k, coefficient of the divergence from
+    the teacher in the loss."""
+    distill_top_k: int = option(0, NOT_NEGATIVE, needs="--distill_coef")
+    """Distil the teacher's distribution over this number of its likeliest tokens, with one more
+    probability for all others (64 is usual; as many as the vocabulary has: the whole distribution); 0:
+    only the log-prob of the sampled token."""
+    distill_beta: float = option(0.5, SHARE, needs="--distill_top_k")
+    """Divergence for --distill_top_k: 0 is KL(teacher || actor), 1 is KL(actor || teacher), and
+    numbers between are the generalised Jensen-Shannon divergence."""
     advantages_norm: bool = False
     """Normalise advantages to mean 0 and standard deviation 1 over all trained tokens of the step.
     """
@@ -812,6 +874,11 @@ class AlgorithmSection(Section, commands=PPO):
     """Adapt the coefficient so that the KL divergence per token approaches this value."""
     kl_horizon: int = option(10000, POSITIVE, needs="--kl_target")
     """The adapted coefficient changes by at most a fifth within this number of samples."""
+    ref_refresh_steps: int = option(0, NOT_NEGATIVE, needs="--init_kl_coef or --measure_kl")
+    """The reference becomes a copy of the actor after every N steps; 0: never."""
+    ref_ema: float = option(1.0, SHARE, needs="--init_kl_coef or --measure_kl")
+    """The reference follows the actor: after each step it is this times itself plus the rest times
+    the actor (0.99 is slow); 1: it does not move."""
 
 
 @dataclass
@@ -870,7 +937,7 @@ class PreferenceSection(Section, commands=("train_rm",)):
 
 @dataclass
 class ServerSection(Section, commands=SERVERS):
-    """The address of serve and serve_reward."""
+    """The address of serve, serve_reward and tinker."""
 
     host: str = "127.0.0.1"
     """Address that a server listens at; 0.0.0.0: at every address of the machine."""
@@ -916,7 +983,7 @@ class OptimSection(Section, commands=TRAINING):
 class TrainSection(Section, commands=TRAINING):
     """Length of the run, batches, checkpoints."""
 
-    seed: int = option(42, SEED, commands=ALL_BUT_SERVE_REWARD)
+    seed: int = option(42, SEED, commands=WITH_PRETRAIN)
     """Seed of all random numbers."""
     num_episodes: int = option(1, COUNT)
     """Number of passes over the prompt data."""
@@ -933,14 +1000,14 @@ class TrainSection(Section, commands=TRAINING):
     micro_train_batch_size: int | None = option(None, COUNT)
     """Maximum number of sequences in one forward and backward pass on one rank; unset:
     max_tokens_per_microbatch is the only limit."""
-    max_tokens_per_microbatch: int = option(16384, COUNT, commands=(*TRAINING, "serve_reward"))
+    max_tokens_per_microbatch: int = option(16384, COUNT, commands=(*LEARNING, "serve_reward"))
     """Maximum number of tokens in one forward and backward pass on one rank; with --sp_size, the
     ranks of a group split this number."""
-    max_tokens_per_logprob_microbatch: int | None = option(None, COUNT)
+    max_tokens_per_logprob_microbatch: int | None = option(None, COUNT, commands=LEARNING)
     """Maximum number of tokens in one forward pass without gradients on one rank: log-probs of
     actor and reference, values, scores of reward models. Unset: max_tokens_per_microbatch, and the
     same micro-batches as in training."""
-    batching: Literal["packed", "dynamic", "plain"] = "packed"
+    batching: Literal["packed", "dynamic", "plain"] = option("packed", commands=LEARNING)
     """Grouping of sequences into micro-batches: packed combines any sequences so that all ranks
     finish together, dynamic combines similar lengths, plain keeps the order."""
     enable_ema: bool = False
@@ -948,7 +1015,7 @@ class TrainSection(Section, commands=TRAINING):
     save it too: model_ema."""
     ema_beta: float = option(0.992, SHARE, needs="--enable_ema")
     """Decay of the moving average per step."""
-    save_path: str = option("runs/run", commands=EVALUATED)
+    save_path: str = option("runs/run", commands=(*EVALUATED, *TINKER))
     """Folder of the run: final model, metrics, report, resolved configuration."""
     ckpt_path: str | None = option(None, needs=CHECKPOINTS)
     """Folder of the checkpoints; unset: save_path/checkpoints."""
@@ -1229,6 +1296,11 @@ CRITICS = ("gae", "ppo")
 
 def needs_critic(algorithm: AlgorithmSection) -> bool:
     return algorithm.advantage_estimator in CRITICS
+
+
+def moves_reference(algorithm: AlgorithmSection) -> bool:
+    """Return whether the reference follows the actor."""
+    return algorithm.ref_refresh_steps > 0 or algorithm.ref_ema < 1
 
 
 def needs_reference(algorithm: AlgorithmSection) -> bool:

@@ -1,20 +1,33 @@
-"""Build the server of a model that does not learn."""
+"""Build the servers: of a model that does not learn, and of one that Tinker clients train."""
 
+import os
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
+from lightrft.config.references import MODEL_KEY
 from lightrft.config.sections import Config
+from lightrft.data.prompt_set import PromptSet
+from lightrft.models.heads import rope_window
 from lightrft.models.load import load_tokenizer
+from lightrft.models.weight_files import weights_of
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.run.observation import log_duration
+from lightrft.run.resume_check import identity
 from lightrft.strategy.strategy import Strategy
-from lightrft.trainer.build_episodes import new_episodes, served_model, with_turn_ends
+from lightrft.trainer.build_episodes import new_episodes, served_model, with_token_ids
+from lightrft.trainer.build_roles import build_policy
 
 if TYPE_CHECKING:
     from lightrft.run.model_server import ModelServer
+
+MOST_ADAPTERS = 16
+"""Adapters that clients can train at the same time."""
+SNAPSHOTS = {"full": 2, "adapters": 16}
+"""Copies of earlier weights that clients can go on to sample from, in host memory."""
 
 
 def model_server(config: Config, strategy: Strategy) -> "ModelServer":
@@ -32,7 +45,7 @@ def model_server(config: Config, strategy: Strategy) -> "ModelServer":
     tokenizer = load_tokenizer(config.model)
     # Clients decide how many turns a conversation has, and they always send messages.
     section = replace(config.environment, max_turns=sys.maxsize)
-    config = with_turn_ends(
+    config = with_token_ids(
         replace(config, data=replace(config.data, apply_chat_template=True)), tokenizer
     )
     strategy.announce("start_engine")
@@ -55,3 +68,62 @@ def model_server(config: Config, strategy: Strategy) -> "ModelServer":
         config.server,
         seed=config.train.seed,
     )
+
+
+def tinker_server(config: Config, strategy: Strategy) -> Any:
+    """Load the model, start the engine with it, and build the server that listens."""
+    try:
+        from lightrft.tinker.frontend import Frontend, Served
+        from lightrft.tinker.protocol import RequestLimits
+        from lightrft.tinker.server import TinkerServer
+        from lightrft.tinker.worker import TinkerWorker
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"lightrft tinker needs {error.name}: pip install '.[tinker]'") from error
+
+    pretrain = config.model.pretrain
+    config = with_merged_pretrain(config, strategy.mesh.world)
+    with log_duration(strategy, f"loading {pretrain}"):
+        policy = build_policy(config, strategy, updates=1, reference=False)
+    strategy.announce("start_engine")
+    with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
+        strategy.host.start(config, config.engine.engine_type, actor=policy.actor)
+
+    adapters = config.model.lora_rank > 0
+    folder = Path(config.train.save_path) / "checkpoints"
+    model = policy.actor.language_model
+    weights = strategy.mesh.world.broadcast(
+        weights_of(model.name_or_path) if strategy.is_rank_0() else ""
+    )
+    worker = TinkerWorker(
+        policy,
+        config.train,
+        folder,
+        identity=identity(
+            config, model.config, PromptSet([]), {"actor": weights} if weights else {}
+        ),
+        num_snapshots=SNAPSHOTS["adapters" if adapters else "full"],
+    )
+    train = config.train
+    rows = [
+        train.max_tokens_per_microbatch,
+        train.max_tokens_per_logprob_microbatch,
+        rope_window(model),
+    ]
+    vocabulary = strategy.host.engine.vocabulary
+    limits = RequestLimits(
+        vocabulary.size,
+        frozenset(vocabulary.placeholder_token_ids),
+        longest_row=min(size for size in rows if size is not None),
+        longest_sequence=config.data.prompt_max_len + config.rollout.generate_max_len,
+        longest_response=config.rollout.generate_max_len,
+    )
+    served = Served(
+        pretrain,
+        config.model.lora_rank,
+        most_models=MOST_ADAPTERS if adapters else 1,
+        seed=config.train.seed,
+        folder=folder,
+        limits=limits,
+        key=os.environ.get(MODEL_KEY, ""),
+    )
+    return TinkerServer(strategy, worker, Frontend(served), config.server)

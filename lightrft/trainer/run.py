@@ -23,7 +23,7 @@ from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.build import evaluation, ppo_trainer
 from lightrft.trainer.build_roles import build_served_models
-from lightrft.trainer.build_server import model_server
+from lightrft.trainer.build_server import model_server, tinker_server
 from lightrft.trainer.build_supervised import (
     dpo_trainer,
     kto_trainer,
@@ -89,6 +89,10 @@ def _serve(config: Config, strategy: Strategy) -> None:
     _start(model_server, config, strategy).serve()
 
 
+def _tinker(config: Config, strategy: Strategy) -> None:
+    _start(tinker_server, config, strategy).serve()
+
+
 WORK: dict[str, Callable[[Config, Strategy], Any]] = {
     "train_ppo": partial(_train, ppo_trainer),
     "train_sft": partial(_train, sft_trainer),
@@ -99,6 +103,7 @@ WORK: dict[str, Callable[[Config, Strategy], Any]] = {
     "evaluate": _evaluate,
     "serve": _serve,
     "serve_reward": _serve_reward,
+    "tinker": _tinker,
 }
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from lightrft.__main__ import main as lightrft
-from lightrft.cli import SWITCH_INTERVAL, evaluate, report, train_ppo, train_sft
+from lightrft.cli import SWITCH_INTERVAL, evaluate, train_ppo, train_sft
+from lightrft.cli.debug import report
 from runs import PPO, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,7 +272,7 @@ def test_a_run_that_cannot_begin_leaves_the_results_of_before_in_place(inputs, t
     [
         ("train_sft", "cli.parse"),
         ("train_sft", "cli._run"),
-        ("report folder", "cli.report.write_report"),
+        ("report folder", "cli.debug.report.write_report"),
     ],
 )
 def test_ctrl_c_before_a_run_listens_for_signals(monkeypatch, capfd, command, place):

@@ -15,7 +15,7 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-from lightrft.cli import report
+from lightrft.cli.debug import report
 from lightrft.config import Config
 from lightrft.data.media_files import ImageFile
 from lightrft.observe.curves import curves, smooth

@@ -120,7 +120,7 @@ def test_makes_the_environment_in_order(machine):
     assert overlays == [
         f"--python {machine.venv}-{name}/bin/python --no-compile --no-deps -r"
         f" {ROOT}/requirements/{name}.txt"
-        for name in ("sglang", "extras", "fp8")
+        for name in ("sglang", "extras", "fp8", "tinker")
     ]
     assert (machine.venv / "install_s").read_text().strip().isdigit()
 
@@ -130,7 +130,7 @@ def test_makes_it_once_and_adds_the_tests_later(machine):
     assert len(machine.installed()) == 3
     assert machine.make().stdout == "" and machine.installed() == []
     machine.make("test")
-    assert len(machine.installed()) == 4
+    assert len(machine.installed()) == 5
     assert machine.make("test").stdout == "" and machine.installed() == []
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightrft.cli import report
+from lightrft.cli.debug import report
 from lightrft.config import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.paths import check_paths

@@ -115,7 +115,7 @@ class _Routes:
 
         # A mistake in a request costs that request alone: others go on.
         try:
-            body = protocol.read_body(await _content(request, self.served.max_request_bytes))
+            body = protocol.read_body(await content_of(request, self.served.max_request_bytes))
             with self.sessions(request.headers.get("x-session-id", "")) as session:
                 turn, reply = await take(session, body)
         except RequestTooSlow as error:
@@ -178,7 +178,7 @@ def _refusal(
     return JSONResponse(protocol.problem(message, code), status, headers)
 
 
-async def _content(request: Request, longest: int) -> bytes:
+async def content_of(request: Request, longest: int) -> bytes:
     """Return the body of a request, and keep at most `longest` bytes of it.
 
     The rest is read all the same, because many clients read no answer before they have sent

@@ -288,6 +288,7 @@ class VLLMEngine(LibraryEngine):
             temperature=min(sampling.temperature, 1.0),
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             # This is about the end token that vLLM knows for some models. All end tokens are in
             # stop_token_ids.
             ignore_eos=True,

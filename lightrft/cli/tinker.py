@@ -1,0 +1,16 @@
+"""Train and sample a model at the requests of Tinker clients: the SDK `tinker` and its cookbook.
+
+torchrun --nproc_per_node 2 -m lightrft.cli.tinker --pretrain Qwen/Qwen3-0.6B --port 8000
+
+A client gets the address as `base_url`. See docs/tinker.md.
+"""
+
+from lightrft.cli import run_command
+
+
+def main(argv: list[str] | None = None) -> None:
+    run_command("tinker", __doc__, argv)
+
+
+if __name__ == "__main__":
+    main()

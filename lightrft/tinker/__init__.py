@@ -1,0 +1,1 @@
+"""A server for clients of Tinker: they send examples and prompts, and all ranks compute."""
