@@ -17,6 +17,8 @@ from lightrft.engine.start import with_users_arguments
 from lightrft.thinker import OmniThinkerConfig
 
 TEXT_DRAFTER = "lightrft.engine.vllm.text_drafter.TextDrafter"
+EXACT_MODEL = "LightrftExactForCausalLM"
+"""Name of the model of --exact in vLLM's registry; its adapter registers it."""
 TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
 SPECULATION = "use --speculative, --num_draft_tokens and --draft_pretrain"
 RANKS = get_args(MaxLoRARanks)
@@ -86,6 +88,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         from lightrft.weight_sync.quantized import engine_config
 
         quantized = {"quantization_config": engine_config(section.rollout_quantization)}
+    exact = {"architectures": [EXACT_MODEL]} if section.exact else {}
     thinker = {"thinker_config": tied} if isinstance(config, OmniThinkerConfig) else {}
 
     # Of some models that see (Qwen3.5) only the language part is trained; vLLM starts all of them.
@@ -108,7 +111,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
             "model": setup.model_path,
             "trust_remote_code": setup.trust_remote_code,
             "dtype": str(setup.dtype).removeprefix("torch."),
-            "hf_overrides": head | thinker | quantized,
+            "hf_overrides": head | thinker | quantized | exact,
             "load_format": "dummy" if setup.from_stream else "auto",
             "max_model_len": setup.max_model_len,
             "tensor_parallel_size": setup.axis.size,
