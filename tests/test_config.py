@@ -1309,8 +1309,10 @@ EXACT = ["--exact", "--fsdp", "--engine_type=hf"]
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([*EXACT, "--engine_type=vllm"], "--exact needs --engine_type hf: vllm computes"),
-        ([*EXACT, "--engine_type=sglang"], "--exact needs --engine_type hf: sglang computes"),
+        ([*EXACT, "--engine_type=sglang"], "--exact needs --engine_type hf or vllm: sglang"),
+        ([*EXACT, "--engine_tp_size=2"], "--exact needs --engine_tp_size 1: ranks that share"),
+        ([*EXACT, "--speculative=ngram"], "--exact needs --speculative none: it was not tested"),
+        ([*EXACT, "--rollout_quantization=int8"], "--exact needs --rollout_quantization none"),
         (["--exact", "--engine_type=hf", "--strategy=deepspeed"], "--exact needs --fsdp"),
         ([*EXACT, "--tp_size=2"], "--exact needs --tp_size 1: ranks that split a layer"),
         ([*EXACT, "--sp_size=2"], "--exact needs --sp_size 1 and --cp_size 1"),

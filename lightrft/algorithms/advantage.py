@@ -192,7 +192,7 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
     return rewards - group_sum(lengths * rewards, groups) / group_sum(lengths, groups).clamp(min=1)
 
 
-@estimators.register("distill")
+@estimators.register("distill", "gkd")
 def distill(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = 0: the teacher's term alone is the advantage of a token, and rewards are only reported.
 

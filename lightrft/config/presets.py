@@ -97,6 +97,8 @@ PRESETS: dict[str, Recipe] = {
     "gpg": {"policy_loss": "reinforce"} | aggregate("token-mean") | NO_KL,
     # arXiv 2306.13649 with samples of the actor only and the reverse divergence
     "distill": PPO | aggregate("token-mean") | NO_KL | {"distill_coef": 1.0},
+    # the same paper with the divergence of its main experiments over whole distributions
+    "gkd": PPO | aggregate("token-mean") | NO_KL | {"distill_coef": 1.0, "distill_top_k": 64},
 }
 """--advantage_estimator name -> configuration fields."""
 PRESETS["group_norm"] = PRESETS["grpo"]

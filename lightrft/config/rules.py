@@ -997,9 +997,23 @@ def _layers_not_exact(run: RunFacts) -> str:
 
 EXACT = (
     Rule(
-        "--exact needs --engine_type hf: {engine_type} computes with kernels of its own, whose bits"
-        " differ from the trainer's; `lightrft doctor --exact` names the first part that differs",
-        lambda run: run.exact and run.engine_type != "hf",
+        "--exact needs --engine_type hf or vllm: {engine_type} computes with kernels of its own,"
+        " whose bits differ from the trainer's; `lightrft doctor --exact` names the first part that"
+        " differs",
+        lambda run: run.exact and run.engine_type not in ("hf", "vllm"),
+    ),
+    Rule(
+        "--exact needs --engine_tp_size 1: ranks that share an engine add partial sums",
+        lambda run: run.exact and run.engine_tp_size > 1,
+    ),
+    Rule(
+        "--exact needs --speculative none: it was not tested with drafts, which are verified by"
+        " another sampler",
+        lambda run: run.exact and run.speculative != "none",
+    ),
+    Rule(
+        "--exact needs --rollout_quantization none: the trainer computes without eight bits",
+        lambda run: run.exact and run.rollout_quantization != "none",
     ),
     Rule(
         "--exact needs --fsdp: it was not tested with DeepSpeed",

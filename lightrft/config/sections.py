@@ -447,8 +447,8 @@ class EngineSection(Section, commands=WITH_ENGINE):
     accelerators that have it (Ada, Hopper and later)."""
     exact: bool = option(False, commands=PPO)
     """Compute log-probs in engine and trainer with the same bits: attention reads keys in fixed
-    blocks, and the rows of a product do not depend on their number. With --engine_type hf, FSDP2
-    and dense models of text. A step with any difference ends the run, unless responses continue
+    blocks, and the rows of a product do not depend on their number. With --engine_type hf, or vllm
+    on a CPU; FSDP2 and dense models of text. A step with any difference ends the run, unless responses continue
     under newer weights. See docs/exact.md."""
     verify_weight_sync: bool = option(True, commands=(*SAMPLING, *TINKER))
     """Compare fingerprints of the weights that were sent with those in the engine after every

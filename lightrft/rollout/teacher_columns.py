@@ -46,7 +46,8 @@ class TeacherColumns:
         for flag in ("teacher_key", "teacher_prompt_key"):
             column = getattr(self.section, flag)
             if column is not None and column not in prompt.columns:
-                return f"no column {column!r} (--{flag}); it has {', '.join(prompt.columns)}"
+                names = ", ".join(prompt.columns) or "none beside the prompt"
+                return f"no column {column!r} (--{flag}); it has {names}"
 
         key = self.section.teacher_key
         if key is not None and prompt.columns[key] not in self.numbers:

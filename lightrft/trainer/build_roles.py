@@ -53,6 +53,10 @@ def build_policy(
     --pretrain, if it has one.
     """
     optim = config.optim
+    if config.engine.exact:
+        from lightrft.engine.build import check_exact
+
+        check_exact(config.engine, strategy.device)
     strategy.announce("load_models")
     check_model(config.model, strategy)
     with strategy.init_model_context():

@@ -349,6 +349,7 @@ def test_every_estimator_is_tested_here():
         "gae",
         "ppo",
         "distill",
+        "gkd",
         "remax",
         "stable_reinforce",
     }
