@@ -37,7 +37,9 @@ class Player:
         data = DataSection(apply_chat_template=chat, prompt_max_len=64)
         format = TurnFormat(data, tokenizer(chat), frozenset({EOS}))
         served = EndpointModel("tiny", 264, {"temperature": 1.0, "top_p": 1.0}, frozenset({EOS}))
-        setup = ProgramSetup(name, agent=agent, served=served, tool_seconds=section.tool_seconds)
+        setup = ProgramSetup(
+            name, tuple(section.tools), agent, served, tool_seconds=section.tool_seconds
+        )
         options = {"longest": longest, "other_rewards": other_rewards}
         self.episodes = Episodes(setup, section, format, hermes, **options)
 

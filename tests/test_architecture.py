@@ -67,6 +67,7 @@ OPTIONAL = {
     "transfer_queue",
     "av",
     "verifiers",
+    "mcp",
     "gguf",
     "tinker",
     "wandb",

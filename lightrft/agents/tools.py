@@ -5,13 +5,27 @@ import inspect
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from lightrft.agents.messages import Message, ToolCall
 from lightrft.agents.session import Session
+
+
+@dataclass(frozen=True)
+class DescribedTool:
+    """A tool that has a JSON schema already, instead of types and a docstring."""
+
+    schema: dict[str, Any]
+    """Schema as chat templates take it."""
+    function: Callable[..., Awaitable[Any]]
+
+    async def __call__(self, /, **arguments: Any) -> Any:
+        return await self.function(**arguments)
+
 
 Tools = Mapping[str, Callable[..., Any]]
 """Functions by name, sync or async."""
@@ -41,15 +55,18 @@ def tools_of(owner: Any) -> dict[str, Callable[..., Any]]:
 
 
 def schemas(tools: Tools) -> list[dict[str, Any]]:
-    """Return the JSON schema of each tool as chat templates take it, from types and docstring.
+    """Return the JSON schema of each tool as chat templates take it.
 
-    Raises ValueError for a tool without types, or without a description of itself or of an
-    argument.
+    It comes from types and docstring, unless the tool is described already. Raises ValueError for a
+    tool without types, or without a description of itself or of an argument.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
     json_schemas = []
     for name, tool in tools.items():
+        if isinstance(tool, DescribedTool):
+            json_schemas.append(tool.schema)
+            continue
         try:
             json_schemas.append(get_json_schema(tool))
         except Exception as error:  # transformers raises several classes

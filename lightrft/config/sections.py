@@ -581,7 +581,9 @@ class EnvironmentSection(Section, commands=SAMPLING):
     the same process that answers with turns of the trained model."""
     tools: list[str] = option([])
     """Functions that the model may call: file.py, file.py:function, module:function, calculator or
-    python. The chat template describes them from types and docstrings."""
+    python. The chat template describes them from types and docstrings. mcp:COMMAND and
+    mcp:http://host:8000/mcp are the tools of an MCP server; each episode has a connection of its
+    own, and with a command a server process of its own."""
     tool_parser: str = option("hermes", needs=EPISODES, commands=GENERATING)
     """Format of tool calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as
     Qwen models write them too. Others are parsers of the engine by name, such as vLLM's

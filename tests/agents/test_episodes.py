@@ -416,6 +416,8 @@ def test_tools_are_described_by_their_types_and_docstrings(file, tmp_path):
     (tmp_path / "bare.py").write_text("def bare(x):\n    return x\n")
     with pytest.raises(ValueError, match="tool bare: .*A tool has a type for each argument"):
         schemas(ProgramSetup("", (str(tmp_path / "bare.py"),)).program().all_tools)
+    with pytest.raises(ValueError, match="--tools calculator: another tool is named calculator"):
+        ProgramSetup("", ("calculator", "calculator")).program()
 
 
 def test_rewards_of_an_environment_that_the_run_ignores(player):
