@@ -196,7 +196,7 @@ class Program:
         turn = await session.turn(first)
         while turn.tool_calls and not turn.is_last:
             turn = await session.turn(
-                await answers(tools, turn.tool_calls, session, self.tool_seconds)
+                await answers(tools, turn.tool_calls, session.count_call, self.tool_seconds)
             )
         if hasattr(environment, "get_reward"):
             session.reward(await call_function(environment.get_reward))

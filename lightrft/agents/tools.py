@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from lightrft.agents.messages import Message, ToolCall
-from lightrft.agents.session import Session
 
 
 @dataclass(frozen=True)
@@ -115,17 +114,23 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
     return await future
 
 
+class CountCall(Protocol):
+    """Function that counts a call that began at this time.perf_counter()."""
+
+    def __call__(self, began: float, *, failed: bool) -> None: ...
+
+
 async def answers(
-    tools: Tools, calls: list[ToolCall], session: Session, seconds: float
+    tools: Tools, calls: list[ToolCall], count: CountCall, seconds: float
 ) -> list[Message]:
     """Call tools at the same time, each for at most `seconds`; return a message for each call.
 
     The content of the message of a failed call is the error.
     """
-    return list(await asyncio.gather(*(_answer(tools, call, session, seconds) for call in calls)))
+    return list(await asyncio.gather(*(_answer(tools, call, count, seconds) for call in calls)))
 
 
-async def _answer(tools: Tools, call: ToolCall, session: Session, seconds: float) -> Message:
+async def _answer(tools: Tools, call: ToolCall, count: CountCall, seconds: float) -> Message:
     began = time.perf_counter()
     failed = True
     try:
@@ -148,7 +153,7 @@ async def _answer(tools: Tools, call: ToolCall, session: Session, seconds: float
     except Exception as error:
         content = f"Error: {type(error).__name__}: {error}"[:MAX_RESULT]
 
-    session.count_call(began, failed=failed)
+    count(began, failed=failed)
     return {"role": "tool", "name": call.name, "content": content}
 
 

@@ -139,6 +139,41 @@ def test_a_session_keeps_its_tokens_until_it_expires(server):
         assert sampled != third.prompt_token_ids[6 : 6 + len(sampled)]
 
 
+def test_a_stream_grows_to_what_the_whole_turn_is(server):
+    """Its turn is sampled in pieces, and a session continues it without tokenizing it again."""
+    greedy = {"model": "any", "temperature": 0, "max_tokens": 40}
+    headers = {"x-session-id": "stream"}
+    with openai.OpenAI(base_url=server, api_key="secret", max_retries=0) as client:
+        for letter in "abcdefghijklmnopqrstuvwxyz":
+            messages = [{"role": "user", "content": letter}]
+            whole = client.chat.completions.create(messages=messages, **greedy)
+            if whole.choices[0].finish_reason == "length":
+                break
+
+        chunks = [
+            chunk.choices[0]
+            for chunk in client.chat.completions.create(
+                messages=messages, stream=True, extra_headers=headers, **greedy
+            )
+        ]
+        deltas = [chunk.delta.content or "" for chunk in chunks]
+        assert len([delta for delta in deltas if delta]) >= 3, deltas
+        text = "".join(deltas)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].finish_reason == whole.choices[0].finish_reason == "length"
+
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "q"}]
+        more = {"return_token_ids": True}
+        second = client.chat.completions.create(
+            messages=messages, extra_headers=headers, extra_body=more, **greedy
+        )
+        # The bytes of the prompt and of the observation are tokens, and so are forty sampled ones.
+        assert len(second.prompt_token_ids) == len(b"u:a\na:") + 40 + len(b"\nu:q\na:")
+
+        with pytest.raises(openai.BadRequestError, match="nothing to answer"):
+            client.chat.completions.create(messages=[], stream=True, **greedy)
+
+
 def test_bad_requests_are_answered_and_the_server_goes_on(server):
     with httpx.Client(
         base_url=server.removesuffix("/v1"), headers={"Authorization": "Bearer secret"}
