@@ -36,7 +36,10 @@ environments.register_deferred("guess_number", "lightrft.agents.games:GuessNumbe
 environments.register_deferred(
     "reasoning_gym", "lightrft.agents.adapters.reasoning_gym:SeveralAttempts", "reasoning-gym"
 )
-ADAPTERS = {"openenv": "lightrft.agents.adapters.openenv", "verifiers": "lightrft.agents.verifiers"}
+ADAPTERS = {
+    "openenv": "lightrft.agents.adapters.openenv",
+    "verifiers": "lightrft.agents.adapters.verifiers",
+}
 """Prefix of --environment, and of an extra -> module for the environments of another framework."""
 MAX_PROBLEM = 2000
 """Number of characters of an error that are reported."""
