@@ -142,6 +142,9 @@ class Batch:
     early: Tensor | None = per_token()
     # [T, layers, k] experts that the engine chose, see RoutedShape; None: routers choose freely
     experts: Tensor | None = per_token()
+    # [T, K] int32, more ids whose log-probs the policy computes in training; -1: none
+    candidates: Tensor | None = per_token()
+    teacher_logprobs: Tensor | None = per_token()  # [T, K] float32, of the candidates
     # [M] int64, see learned_tokens; set by `to`
     learned: Tensor | None = field(default=None, metadata={"per": "batch"})
     # of a micro-batch; None: nothing is shared
@@ -289,6 +292,11 @@ class Experience(Batch):
     weights: Tensor | None = per_token()  # [T] float32, weight of each token in the policy loss
     # [T] bool, tokens with a special treatment in the policy loss; see covariance.py
     marked: Tensor | None = per_token()
+    teachers: Tensor | None = per_sequence()  # [N] int64, number of the teacher; None: the only one
+    # [N, W] int32, prompt that the teacher sees, then -1; None: the same prompt
+    teacher_prompts: Tensor | None = per_sequence()
+    # [N] int64, tokens before the response; only with teacher_prompts
+    prompt_lengths: Tensor | None = per_sequence()
 
 
 @dataclass(slots=True)

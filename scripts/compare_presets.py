@@ -27,6 +27,7 @@ SETTINGS = (
 EXTRA_FLAGS = {
     "ppo": "--critic_learning_rate 1e-3",
     "distill": "--teacher_pretrain {quickstart}/model",
+    "gkd": "--teacher_pretrain {quickstart}/model --distill_top_k 8",
 }
 """Preset -> further flags that it needs."""
 WIDTH = 420

@@ -181,9 +181,9 @@ SEEN = 777
 """The token of images, in tests of attention alone."""
 
 
-def make_model(name: str, attention: str) -> PreTrainedModel:
+def make_model(name: str, attention: str, **sizes: Any) -> PreTrainedModel:
     kind, extra = (MODELS | MIXTURES | HYBRIDS)[name]
-    config = AutoConfig.for_model(kind, **(SIZES | {"tie_word_embeddings": False} | extra))
+    config = AutoConfig.for_model(kind, **(SIZES | {"tie_word_embeddings": False} | extra | sizes))
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, dtype=torch.float32

@@ -637,6 +637,14 @@ def test_a_sequence_that_fits_no_microbatch():
         ),
         (["--reward_clip", "-1"], "--reward_clip must be above 0"),
         (
+            ["--advantage_estimator", "gdpo", "--overlong_buffer", "--reward_clip", "2"],
+            "normalises each reward before the sum, and --overlong_buffer --reward_clip changes",
+        ),
+        (
+            ["--advantage_estimator", "turn_grpo", "--gamma", "0.9"],
+            "compares sums of rewards without a discount: --gamma must be 1",
+        ),
+        (
             ["--advantage_estimator", "remax", "--overlong_buffer"],
             "of the greedy response: remove --overlong_buffer",
         ),
@@ -698,6 +706,74 @@ def test_a_sequence_that_fits_no_microbatch():
             ["--teacher_url", "http://c", "--distill_coef", "1", "--temperature", "0.5"],
             "computes log-probs at temperature 1",
         ),
+        (
+            ["--self_teacher=actor", "--distill_coef=1"],
+            "agrees with the actor, which it is, unless it sees another prompt",
+        ),
+        (["--self_teacher=average", "--distill_coef=1"], "is the average of --enable_ema"),
+        (
+            [
+                "--self_teacher=average",
+                "--enable_ema",
+                "--teacher_url=http://c",
+                "--distill_coef=1",
+            ],
+            "--self_teacher average is the teacher: omit",
+        ),
+        (["--teacher_pretrain=a/b,c/d", "--distill_coef=1"], "needs a label of its own"),
+        (["--teacher_pretrain=x=a/b,x=c/d", "--distill_coef=1"], "needs a label of its own"),
+        (
+            ["--teacher_pretrain=x=a/b,y=c/d", "--distill_coef=1"],
+            "--teacher_key selects one of several teachers",
+        ),
+        (
+            ["--teacher_pretrain=a/b", "--distill_coef=1", "--teacher_key=teacher"],
+            "--teacher_key selects one of several teachers",
+        ),
+        (
+            [
+                "--self_teacher=actor",
+                "--distill_coef=1",
+                "--teacher_prompt_key=hint",
+                "--environment=guess_number",
+            ],
+            "--teacher_key and --teacher_prompt_key do not support episodes",
+        ),
+        (
+            [
+                "--self_teacher=actor",
+                "--distill_coef=1",
+                "--teacher_prompt_key=hint",
+                "--images_key=images",
+            ],
+            "--teacher_prompt_key does not support --images_key",
+        ),
+        (
+            ["--teacher_url=http://c", "--distill_coef=1", "--distill_top_k=8"],
+            "--distill_top_k needs --teacher_pretrain or --self_teacher",
+        ),
+        (
+            ["--teacher_pretrain=a/b", "--distill_coef=1", "--distill_top_k=8", "--top_p=0.9"],
+            "--distill_top_k compares whole distributions: omit --top_p",
+        ),
+        (
+            ["--teacher_pretrain=a/b", "--distill_coef=1", "--distill_top_k=8", "--exact"],
+            "--distill_top_k does not support --exact",
+        ),
+        (["--distill_beta=2"], "--distill_beta must be between 0 and 1"),
+        (
+            ["--measure_kl", "--ref_ema=0.9", "--ref_refresh_steps=5"],
+            "both move the reference: set only one",
+        ),
+        (
+            ["--teacher_pretrain=a/b", "--distill_coef=1", "--pretrain_data=x", "--ptx_teacher"],
+            "--ptx_teacher learns what one teacher says about the prompts",
+        ),
+        (
+            ["--measure_kl", "--ref_ema=0.9", "--router_bias_rate=0.001"],
+            "--ref_refresh_steps and --ref_ema do not support --router_bias_rate",
+        ),
+        (["--entropy_target=0"], "--entropy_target must be above 0"),
         (["--freezing_actor_steps", "-2"], "--freezing_actor_steps must not be negative"),
         (
             ["--freezing_actor_steps", "1"],
@@ -776,6 +852,12 @@ def test_what_cannot_speculate_is_named(tmp_path):
         message = f"--speculative group needs --engine_type vllm; {engine} generates without"
         assert message in problems(*RUNNABLE, f"--engine_type={engine}", "--speculative=group")
 
+    assert "--min_p with --speculative: vLLM does not verify drafts with min p" in problems(
+        *vllm, "--speculative=ngram", "--min_p=0.1"
+    )
+    assert "--min_p must be between 0 and 1, because it is a share" in problems(
+        *RUNNABLE, "--min_p=1.5"
+    )
     assert "--speculative draft needs --draft_pretrain, a small model" in problems(
         *vllm, "--speculative=draft"
     )
@@ -918,6 +1000,21 @@ def test_every_need_names_fields():
         ),
         (
             "train_ppo",
+            ["--distill_beta", "0.1"],
+            "--distill_beta has no effect without --distill_top_k",
+        ),
+        (
+            "train_ppo",
+            ["--entropy_step", "0.1"],
+            "--entropy_step has no effect without --entropy_target",
+        ),
+        (
+            "train_ppo",
+            ["--ref_ema=0.9", "--init_kl_coef=0"],
+            "--ref_ema has no effect without --init_kl_coef or --measure_kl",
+        ),
+        (
+            "train_ppo",
             ["--lambd", "0.9"],
             "--lambd has no effect without --advantage_estimator ppo",
         ),
@@ -1046,7 +1143,7 @@ def test_field_names_are_unique_over_all_sections():
 
 
 def test_the_number_of_knobs_stays_in_hand():
-    assert len(section_of_field()) <= 270
+    assert len(section_of_field()) <= 284
 
 
 def test_commands_read_sections_that_exist():
@@ -1212,8 +1309,10 @@ EXACT = ["--exact", "--fsdp", "--engine_type=hf"]
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([*EXACT, "--engine_type=vllm"], "--exact needs --engine_type hf: vllm computes"),
-        ([*EXACT, "--engine_type=sglang"], "--exact needs --engine_type hf: sglang computes"),
+        ([*EXACT, "--engine_type=sglang"], "--exact needs --engine_type hf or vllm: sglang"),
+        ([*EXACT, "--engine_tp_size=2"], "--exact needs --engine_tp_size 1: ranks that share"),
+        ([*EXACT, "--speculative=ngram"], "--exact needs --speculative none: it was not tested"),
+        ([*EXACT, "--rollout_quantization=int8"], "--exact needs --rollout_quantization none"),
         (["--exact", "--engine_type=hf", "--strategy=deepspeed"], "--exact needs --fsdp"),
         ([*EXACT, "--tp_size=2"], "--exact needs --tp_size 1: ranks that split a layer"),
         ([*EXACT, "--sp_size=2"], "--exact needs --sp_size 1 and --cp_size 1"),
@@ -1583,11 +1682,14 @@ LISTS = {
 
 @pytest.mark.parametrize("name", sorted(LISTS))
 def test_every_list_takes_both_forms(name):
-    """Only the texts of --stop may contain commas."""
+    """Only the texts of --stop and --bad_words may contain commas."""
     one, other = {list[int]: ("1", "2"), list[float]: ("0.5", "2.5")}.get(LISTS[name], ("a", "b"))
     joined = getattr(parse([f"--{name}={one},{other}"]), name)
     spaced = getattr(parse([f"--{name}", one, other]), name)
-    assert spaced == joined if name != "stop" else (joined, spaced) == (["a,b"], ["a", "b"])
+    if name in ("stop", "bad_words"):
+        assert (joined, spaced) == (["a,b"], ["a", "b"])
+    else:
+        assert spaced == joined
 
 
 def test_arguments_of_the_engine_are_json_or_a_mapping(file):

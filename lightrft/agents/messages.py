@@ -113,7 +113,7 @@ class Ended:
 # -- on the wire
 
 
-RANGES = {"temperature": (0, 100), "top_p": (1e-6, 1), "top_k": (-1, 1_000_000)}
+RANGES = {"temperature": (0, 100), "top_p": (1e-6, 1), "top_k": (-1, 1_000_000), "min_p": (0, 1)}
 """Sampling parameters that a request can choose, with the least and the largest value."""
 WHOLE_NUMBERS = ("top_k",)
 """Sampling parameters that are whole numbers."""

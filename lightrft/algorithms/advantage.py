@@ -5,8 +5,9 @@ advantage per reward: [M], [M] -> [M]. A sample has one reward for the whole res
 each for a step of it (process supervision). The keyword-only parameters of an estimator are fields
 of the algorithm section, or one of: `lengths` [M], tokens that the reward is for; `responses` [M],
 the index of the response, whose rewards are adjacent; `greedy_rewards` [M], the reward of the
-greedy response to the same prompt, 0 for all steps of a response but the last. returns.py spreads
-advantages over tokens.
+greedy response to the same prompt, 0 for all steps of a response but the last; `components`
+[M, R], the named parts of each reward before shaping, with their weights, and `component_weights`
+[R]. returns.py spreads advantages over tokens.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ RIGHT = 0.5
 """A sample solves the prompt when the reward is above this threshold."""
 
 
-@estimators.register("reinforce", "reinforce++", "gae", "ppo")
+@estimators.register("reinforce", "reinforce++", "gae", "ppo", "stable_reinforce")
 def reinforce(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = R_i: no baseline. Williams, Machine Learning 8, 1992.
 
@@ -41,7 +42,7 @@ def reinforce(rewards: Tensor, groups: Tensor) -> Tensor:
     return rewards
 
 
-@estimators.register("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd")
+@estimators.register("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd", "dppo")
 def grpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
     """A_i = (R_i - mean_g R) / (std_g R + eps), std with Bessel's correction.
 
@@ -52,7 +53,7 @@ def grpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
     return (rewards - mean) / (std + eps)
 
 
-@estimators.register("dr_grpo", "reinforce++_baseline", "reinforce_baseline")
+@estimators.register("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "dro")
 def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = R_i - mean_g R.
 
@@ -62,6 +63,86 @@ def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
     step.
     """
     return rewards - group_mean_std(rewards, groups)[0]
+
+
+@estimators.register("gdpo")
+def gdpo(
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    components: Tensor,
+    component_weights: Tensor,
+    eps: float = 1e-4,
+) -> Tensor:
+    """A_i = S_i / (std S + eps), S_i = sum_k w_k (R_ik - mean_g R_k) / (std_g R_k + eps).
+
+    Each component of the reward is normalised in the group before the sum, so that combinations
+    with the same total stay apart, and S over all samples of the step. The mean of S is 0. GDPO,
+    arXiv 2601.05242. A component has its weight already, and normalising takes
+    away all of it but the sign.
+    """
+    total = torch.zeros(len(rewards), dtype=torch.float64)
+    for values, weight in zip(components.unbind(1), component_weights.tolist(), strict=True):
+        mean, std = group_mean_std(values, groups)
+        size = abs(weight)
+        total += size * (values - mean) / (std + size * eps) if size else 0.0
+    return total / (batch_std(total) + eps)
+
+
+@estimators.register("lite_ppo")
+def lite_ppo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
+    """A_i = (R_i - mean_g R) / (std R + eps), with the std of all samples of the step.
+
+    A group whose rewards are nearly equal is not blown up. Lite PPO, arXiv 2508.08221.
+    """
+    return (rewards - group_mean_std(rewards, groups)[0]) / (batch_std(rewards) + eps)
+
+
+@estimators.register("maxrl")
+def maxrl(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A_i = (R_i - mean_g R) / mean_g R; 0 where the mean is not above 0.
+
+    For rewards of 0 and 1 this is the gradient of the likelihood of right responses, to the order
+    of the group's size: the fewer responses are right, the more each counts. MaxRL, arXiv
+    2602.02710.
+    """
+    mean, _ = group_mean_std(rewards, groups)
+    return torch.where(mean > 0, (rewards - mean) / mean, 0.0)
+
+
+@estimators.register("gpg")
+def gpg(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A_i = alpha (R_i - mean_g R), alpha = all samples / those in groups with a spread.
+
+    Groups of equal rewards have no gradient but count in the mean of the loss; alpha makes up for
+    them. GPG, arXiv 2504.02546, without the division by std_g.
+    """
+    mean, std = group_mean_std(rewards, groups)
+    return (rewards - mean) * len(rewards) / (std > 0).sum().clamp(min=1)
+
+
+@estimators.register("turn_grpo")
+def turn_grpo(rewards: Tensor, groups: Tensor, *, responses: Tensor, eps: float = 1e-4) -> Tensor:
+    """A_ik = (G_ik - mean_g G_k) / (std_g G_k + eps), G_ik = sum_{j >= k} R_ij, for each turn k.
+
+    What follows a turn is compared with what follows the same turn of the other responses, and is
+    the advantage of its tokens alone. The k-th reward of a response stands for its k-th turn. GTPO,
+    arXiv 2511.14846, without a discount. A_ik - A_i(k+1) is returned: reward_to_go()
+    sums these to A_ik.
+    """
+    _, index = torch.unique_consecutive(responses, return_inverse=True)
+    places = torch.arange(len(responses))
+    starts = torch.full_like(places, len(responses)).scatter_reduce(0, index, places, "amin")
+    turns = places - starts[index]
+    before = rewards.double().cumsum(0) - rewards
+    totals = group_sum(rewards.double(), responses)
+    returns = totals - (before - before[starts[index]])
+
+    mean, std = group_mean_std(returns, groups * (len(responses) + 1) + turns)
+    advantages = (returns - mean) / (std + eps)
+    following = torch.zeros_like(advantages)
+    following[:-1] = torch.where(responses[1:] == responses[:-1], advantages[1:], 0.0)
+    return advantages - following
 
 
 @estimators.register("rloo")
@@ -111,7 +192,7 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
     return rewards - group_sum(lengths * rewards, groups) / group_sum(lengths, groups).clamp(min=1)
 
 
-@estimators.register("distill")
+@estimators.register("distill", "gkd")
 def distill(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = 0: the teacher's term alone is the advantage of a token, and rewards are only reported.
 
@@ -188,6 +269,13 @@ def group_mean_std(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     mean = group_sum(values, groups) / size
     squares = group_sum((values - mean).square(), groups)
     return mean, (squares / (size - 1).clamp(min=1)).sqrt()
+
+
+def batch_std(values: Tensor) -> Tensor:
+    """Return the unbiased standard deviation of all values, 0 for a single one: [N] -> []."""
+    values = values.double()
+    squares = (values - values.mean()).square().sum() if len(values) else values.sum()
+    return (squares / max(len(values) - 1, 1)).sqrt()
 
 
 def group_sum(values: Tensor, groups: Tensor) -> Tensor:

@@ -70,6 +70,19 @@ def importance_ratios(
     return difference.exp()
 
 
+def off_policy(
+    logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, batch: Batch, delta: float
+) -> Tensor:
+    """Return [T] bool: A < 0, and the mean of log p_engine - log p over the sequence is above delta.
+
+    p is the policy that is updated now, so both causes count: older weights, and another engine.
+    Bad responses that the policy would hardly give any more teach little, and can mislead it.
+    DeepSeek-V3.2, arXiv 2512.02556.
+    """
+    distance = sequence_means((engine_logprobs - logprobs).detach(), batch)
+    return (advantages < 0) & (distance > delta)[batch.sequence_ids]
+
+
 def kept_sequences(
     old_logprobs: Tensor,
     engine_logprobs: Tensor,

@@ -11,8 +11,9 @@ from lightrft.algorithms.correction import (
     corrections,
     importance_ratios,
     kept_sequences,
+    off_policy,
 )
-from lightrft.algorithms.kl import KLCoefficient, kl_estimators
+from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, generalized_jsd, kl_estimators
 from lightrft.algorithms.options import keywords, options, resolve
 from lightrft.algorithms.policy_loss import PER_SEQUENCE, PER_TOKEN, PolicyLoss, policy_losses
 from lightrft.algorithms.preferences.dpo import DPOObjective
@@ -45,6 +46,25 @@ class PtxObjective:
     ) -> tuple[Tensor, Report]:
         loss, _ = sft(logprobs, batch, denominator)
         return self.coefficient * loss, {"train/ptx_loss": -logprobs}
+
+
+class PtxDivergence:
+    """A teacher's distributions over given answers next to another loss: the part of GKD with data.
+
+    Agarwal et al., arXiv 2306.13649, algorithm 1; the share of data is the coefficient here.
+    """
+
+    def __init__(self, coefficient: float, beta: float):
+        self.coefficient = coefficient
+        self.beta = beta
+
+    def __call__(
+        self, logprobs: Tensor, batch: Batch, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
+        """Compute the mean of generalized_jsd() over all answer tokens from log-probs [T, 1 + K]."""
+        values = generalized_jsd(logprobs[:, 1:], batch.teacher_logprobs, self.beta)
+        loss = share_of_mean(values, batch, "token-mean", denominator)
+        return self.coefficient * loss, {"train/ptx_divergence": values}
 
 
 class Balanced:
@@ -82,7 +102,8 @@ def local_gradients(
         case DPOObjective():
             num_sequences = 2
         case _:
-            num_sequences = 0 if objective is sft or isinstance(objective, PtxObjective) else None
+            of_tokens = objective is sft or isinstance(objective, PtxObjective | PtxDivergence)
+            num_sequences = 0 if of_tokens else None
     if num_sequences is None:
         return None
 
@@ -136,14 +157,20 @@ class ValueObjective:
 class PolicyObjective:
     """The policy gradient: a weighted loss of the ratio, the KL penalty and the entropy bonus."""
 
-    def __init__(self, section: AlgorithmSection, kl_coefficient: KLCoefficient | None = None):
+    def __init__(
+        self,
+        section: AlgorithmSection,
+        kl_coefficient: KLCoefficient | None = None,
+        entropy_coefficient: EntropyCoefficient | None = None,
+    ):
         """Look up the functions that the section names.
 
-        Without `kl_coefficient` the section's own is used. Raises ValueError for a function that
+        Without a coefficient the section's own is used. Raises ValueError for a function that
         does not exist or needs data that the run does not have.
         """
         self.section = section
         self.kl_coefficient = kl_coefficient or KLCoefficient(section.init_kl_coef)
+        self.entropy_coefficient = entropy_coefficient or EntropyCoefficient(section.entropy_coef)
         self.policy_loss: PolicyLoss = resolve(
             policy_losses, section.policy_loss, extra=("batch", "marked")
         )
@@ -158,10 +185,15 @@ class PolicyObjective:
         """Compute the loss [] and reports [T] from the actor's log-probs [T].
 
         Without `old_logprobs` the actor has not changed since the step began, so the ratio is 1 and
-        only the gradient counts.
+        only the gradient counts. With a teacher's `candidates` [T, K] the log-probs are [T, 1 + K],
+        and the divergence from the teacher is part of the loss.
         """
         self._check(batch)
         section = self.section
+        of_candidates = None
+        if batch.candidates is not None:
+            of_candidates = logprobs[:, 1:]
+            logprobs = logprobs[:, 0]
         learned = batch.loss_mask
         # Tokens that are not learned may hold anything, also infinities, and 0 times infinity is
         # NaN.
@@ -187,6 +219,13 @@ class PolicyObjective:
             values = torch.where(sequence_mask, values, 0.0)
             report["engine/sequences_masked_share"] = ~sequence_mask
 
+        if section.off_policy_delta is not None:
+            masked = off_policy(
+                logprobs, batch.engine_logprobs, advantages, batch, section.off_policy_delta
+            )
+            values = torch.where(masked, 0.0, values)
+            report["train/off_policy_masked_share"] = masked
+
         if batch.reference_logprobs is not None:
             divergence = report["train/kl"] = self.kl(logprobs, batch.reference_logprobs)
             report |= {
@@ -196,8 +235,13 @@ class PolicyObjective:
             if section.use_kl_loss:
                 values = values + self.kl_coefficient.value * divergence
 
-        if section.entropy_coef:
-            values = values - section.entropy_coef * batch.entropy
+        if of_candidates is not None:
+            distance = generalized_jsd(of_candidates, batch.teacher_logprobs, section.distill_beta)
+            report["train/teacher_divergence"] = distance
+            values = values + section.distill_coef * distance
+
+        if self.entropy_coefficient.value:
+            values = values - self.entropy_coefficient.value * batch.entropy
         if "train/ratio" in report:
             report |= dict.fromkeys(("train/ratio_min", "train/ratio_max"), report["train/ratio"])
         # With --use_engine_logprobs `old` comes from the engine, so the trainer's are the current
@@ -216,7 +260,7 @@ class PolicyObjective:
         if section.policy_loss not in PER_TOKEN | PER_SEQUENCE:
             return None
 
-        of_loss = 0 if section.policy_loss in PER_TOKEN else 1
+        of_loss = int(section.policy_loss in PER_SEQUENCE or section.off_policy_delta is not None)
         # Given old log-probs make constants of all corrections. Otherwise the current log-probs
         # stand for them, and a correction depends on those of its token or sequence.
         if batch.old_logprobs is not None:
@@ -232,7 +276,7 @@ class PolicyObjective:
     def _check(self, batch: Experience) -> None:
         needed = ["advantages", "engine_logprobs"]
         needed += ["marked"] if "marked" in keywords(self.policy_loss) else []
-        needed += ["entropy"] if self.section.entropy_coef else []
+        needed += ["entropy"] if self.entropy_coefficient.value else []
         missing = [name for name in needed if getattr(batch, name) is None]
         if missing:
             raise ValueError(f"the policy gradient needs {', '.join(missing)} in the batch")

@@ -19,13 +19,20 @@ from lightrft.types import Batch
 Loss = tuple[Tensor, dict[str, Tensor]]
 PolicyLoss = Callable[..., Loss]
 policy_losses = Registry("policy loss", flag="--policy_loss")
-PER_TOKEN = {"ppo", "cispo", "sapo", "cpgd", "reinforce", "kl_cov", "clip_cov"}
+PER_TOKEN = {
+    *("ppo", "cispo", "sapo", "cpgd", "reinforce", "kl_cov", "clip_cov"),
+    *("dppo_tv", "dppo_kl", "dro", "stable_reinforce"),
+}
 """Losses where the value of a token depends on no other token's log-prob.
 
 A user's own loss is not assumed to be one of them.
 """
 PER_SEQUENCE = {"gspo", "gspo_token", "gmpo"}
 """Losses where the value of a token depends on the log-probs of its own sequence only."""
+STABLE_RATIO = 1e3
+"""stable_reinforce: largest ratio, and smallest inverse of one, before anything else."""
+STABLE_ADVANTAGE = 3.0
+"""stable_reinforce: largest size of an advantage that is learned from."""
 
 
 @policy_losses.register("ppo")
@@ -201,6 +208,96 @@ def cpgd(
     return torch.max(plain_loss, clipped_loss) + policy_drift_coef * counted, report
 
 
+@policy_losses.register("dppo_tv")
+def dppo_tv(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+) -> Loss:
+    """-r A M, M = 0 where |p - p_old| exceeds the bound and A moves p further away.
+
+    |p - p_old| is the total variation of token or not token. A token that was rare may change its
+    ratio freely, and a likely one may not take much probability from others. `eps_clip_low` bounds
+    what p loses, `eps_clip_high` what it gains. DPPO with binary TV, arXiv 2602.04879.
+    """
+    divergence = (logprobs.exp() - old_logprobs.exp()).abs().detach()
+    return trust_region(
+        logprobs - old_logprobs, advantages, divergence, eps_clip_low, eps_clip_high
+    )
+
+
+@policy_losses.register("dppo_kl")
+def dppo_kl(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+) -> Loss:
+    """dppo_tv with p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) as the divergence.
+
+    DPPO with binary KL, arXiv 2602.04879.
+    """
+    now = logprobs.detach()
+    other = (-now.expm1()).clamp(min=0)
+    old_other = (-old_logprobs.expm1()).clamp(min=0)
+    # xlogy(0, 0) is 0: what was never another token cannot diverge there.
+    divergence = old_logprobs.exp() * (old_logprobs - now) + (
+        torch.xlogy(old_other, old_other) - torch.xlogy(old_other, other)
+    )
+    return trust_region(
+        logprobs - old_logprobs, advantages, divergence, eps_clip_low, eps_clip_high
+    )
+
+
+@policy_losses.register("dro")
+def dro(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, policy_drift_coef: float
+) -> Loss:
+    """-(A logp - beta / 2 (logp - old)^2), beta = `policy_drift_coef`.
+
+    Nothing is clipped: the square holds the policy. Direct reward optimisation, Richemond et al.,
+    arXiv 2405.19107, in the form of Kimi k1.5, arXiv 2501.12599, for each token as in
+    Tinker.
+    """
+    log_ratio = logprobs - old_logprobs
+    drift = log_ratio.square() / 2
+    return policy_drift_coef * drift - advantages * logprobs, {
+        "train/ratio": log_ratio.exp(),
+        "train/policy_drift": drift,
+    }
+
+
+@policy_losses.register("stable_reinforce")
+def stable_reinforce(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+) -> Loss:
+    """ppo with log r within log 1e-3 and log 1e3, and without tokens where |A| is above 3.
+
+    The bounds of log r come before the exponential, so no ratio overflows; advantages come from
+    --advantages_norm, in standard deviations. StableReinforce, R1-Reward, arXiv 2505.02835; the
+    bounds of log r are in the authors' code.
+    """
+    limit = math.log(STABLE_RATIO)
+    outliers = advantages.abs() > STABLE_ADVANTAGE
+    loss, report = clipped_surrogate(
+        (logprobs - old_logprobs).clamp(-limit, limit).exp(),
+        torch.where(outliers, 0.0, advantages),
+        eps_clip_low,
+        eps_clip_high,
+    )
+    return loss, report | {"train/advantages_dropped": outliers}
+
+
 @policy_losses.register("reinforce")
 def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Loss:
     """-A logp.
@@ -253,6 +350,20 @@ def clip_cov(
     )
     left_out = marked & ~(report["train/clip_low"] | report["train/clip_high"])
     return torch.where(left_out, 0.0, loss), report | {"train/cov_marked": left_out}
+
+
+def trust_region(
+    log_ratio: Tensor, advantages: Tensor, divergence: Tensor, low: float, high: float
+) -> Loss:
+    """-r A, 0 where the divergence exceeds the bound of the side that A moves the token to."""
+    ratio = log_ratio.exp()
+    report = {
+        "train/ratio": ratio,
+        "train/clip_low": (divergence > low) & (log_ratio < 0) & (advantages < 0),
+        "train/clip_high": (divergence > high) & (log_ratio > 0) & (advantages > 0),
+    }
+    outside = report["train/clip_low"] | report["train/clip_high"]
+    return torch.where(outside, 0.0, -ratio * advantages), report
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Loss:

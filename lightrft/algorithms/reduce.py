@@ -6,7 +6,7 @@ shares is the same for every way of splitting the step.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -47,6 +47,28 @@ For names that end in `_max` or `_min` the extreme is reported.
 """
 
 
+class PromptTokens(NamedTuple):
+    """Learned tokens of the optimizer step by prompt, over all ranks."""
+
+    groups: Tensor
+    """Groups with a learned token, ascending: [G] int64."""
+    tokens: Tensor
+    """Number of learned tokens of each: [G] float32."""
+
+    @classmethod
+    def of(cls, counts: dict[int, float]) -> Self:
+        """Take the number of learned tokens by group; groups without any are left out."""
+        present = {group: count for group, count in sorted(counts.items()) if count}
+        return cls(
+            torch.tensor(list(present), dtype=torch.int64),
+            torch.tensor(list(present.values()), dtype=torch.float32),
+        )
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on the device."""
+        return type(self)(self.groups.to(device), self.tokens.to(device))
+
+
 @dataclass(frozen=True, slots=True)
 class Denominator:
     """Counts of the optimizer step, over all ranks."""
@@ -57,6 +79,8 @@ class Denominator:
     """Number of sequences with at least one learned token, [] float32."""
     length: int
     """Constant of seq-mean-token-sum-norm: the longest response in tokens."""
+    prompts: PromptTokens | None = None
+    """Only for prompt-mean."""
 
 
 def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denominator) -> Tensor:
@@ -66,6 +90,8 @@ def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denomina
     seq-mean-token-mean: mean per sequence, then over sequences (GRPO, arXiv 2402.03300).
     seq-mean-token-sum: sum per sequence, mean over sequences.
     seq-mean-token-sum-norm: the same divided by a constant length (Dr. GRPO, arXiv 2503.20783).
+    prompt-mean: mean over all tokens of a prompt's responses, then over prompts (ScaleRL, arXiv
+    2510.13786).
     The result is float32.
     """
     loss_values = torch.where(batch.loss_mask, values, 0.0)
@@ -73,6 +99,17 @@ def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denomina
         return loss_values.sum() / denominator.tokens.clamp(min=1)
     if mode == "seq-mean-token-mean":
         return sequence_means(values, batch).sum() / denominator.sequences.clamp(min=1)
+
+    if mode == "prompt-mean":
+        if denominator.prompts is None:
+            raise ValueError(
+                "prompt-mean needs the tokens of each prompt: denominator(by_prompt=True)"
+            )
+        groups, tokens = denominator.prompts
+        if not len(groups):
+            return loss_values.sum()
+        places = torch.searchsorted(groups, batch.groups).clamp(max=len(groups) - 1)
+        return (sequence_sums(loss_values, batch) / tokens[places]).sum() / len(groups)
 
     mean_of_sums = loss_values.sum() / denominator.sequences.clamp(min=1)
     if mode == "seq-mean-token-sum":

@@ -3,6 +3,7 @@
 Shapes: t tokens, V vocabulary, v of it on this rank, K kept tokens at each position.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
@@ -33,10 +34,17 @@ class Truncation:
     """Tokens that are excluded before anything else."""
     banned_early: tuple[int, ...] = ()
     """Tokens that are also excluded where a response must not end yet; see while_early."""
+    min_p: float = 0.0
+    """Probability of the least likely token, as a share of the most likely one's; 0: any."""
 
     @property
     def active(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0 or bool(self.banned)
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0 or bool(self.banned)
+
+    @property
+    def ranks(self) -> bool:
+        """Return whether tokens are inside by their place among all tokens."""
+        return self.top_k > 0 or self.top_p < 1.0
 
     @property
     def while_early(self) -> Self:
@@ -84,16 +92,23 @@ class Truncation:
                 )
         return vocabulary, self
 
-    def threshold(self, logits: Tensor) -> Tensor:
-        """Return the smallest of the logits [t, V] that belongs to the part, in float32: [t, 1]."""
+    def threshold(self, logits: Tensor, *, first: int = 0) -> Tensor:
+        """Return the smallest of the logits [t, V] that belongs to the part, in float32: [t, 1].
+
+        First comes min p, then top k, then top p of what is left, as in vLLM. Without top k and top
+        p, the logits may be some of the vocabulary, from token `first` on: the largest threshold of
+        all parts is the whole's.
+        """
         threshold = torch.full((len(logits), 1), -torch.inf, device=logits.device)
-        if self.banned and (self.top_k > 0 or self.top_p < 1.0):
-            logits = logits.masked_fill(self.outside(logits, threshold), -torch.inf)
+        if self.banned and (self.ranks or self.min_p > 0):
+            logits = logits.masked_fill(self.outside(logits, threshold, first=first), -torch.inf)
+        if self.min_p > 0 and logits.shape[-1]:
+            threshold = logits.amax(-1, keepdim=True).float() + math.log(self.min_p)
         if self.top_k > 0:
-            threshold = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
-            logits = (
-                logits.masked_fill(logits < threshold, -torch.inf) if self.top_p < 1.0 else logits
-            )
+            kth = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            threshold = torch.maximum(threshold, kth)
+        if self.top_p < 1.0 and (self.top_k > 0 or self.min_p > 0):
+            logits = logits.masked_fill(logits < threshold, -torch.inf)
 
         if self.top_p < 1.0:
             threshold = nucleus_threshold(logits, self.top_p)

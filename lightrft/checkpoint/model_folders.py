@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.checkpoint.dequantize import convert, quantization
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import GGUF, REWARD_MODELS, reward_model_terms
+from lightrft.config.references import GGUF, REWARD_MODELS, reward_model_terms, teacher_terms
 from lightrft.config.resolve import convert_values
 from lightrft.config.sections import Config
 from lightrft.models.weight_files import cached_folder
@@ -26,7 +26,7 @@ FORMAT = 1
 """Version of what convert() writes: a change makes new folders."""
 NEEDED = {"transformers": ">=5.19"} | EXTRAS["gguf"]
 """Versions that read GGUF files with the pre-tokenizers of their models."""
-MODELS = ("pretrain", "critic_pretrain", "teacher_pretrain")
+MODELS = ("pretrain", "critic_pretrain")
 
 
 def name_folders(config: Config) -> None:
@@ -40,6 +40,13 @@ def name_folders(config: Config) -> None:
     for flag in MODELS:
         model.put(flag, converted_folder(getattr(model, flag), f"--{flag}"))
     engine.put("draft_pretrain", converted_folder(engine.draft_pretrain, "--draft_pretrain"))
+
+    teachers = [
+        f"{label}={folder}" if label else folder
+        for label, path in teacher_terms(model.teacher_pretrain)
+        for folder in [converted_folder(path, "--teacher_pretrain")]
+    ]
+    model.put("teacher_pretrain", ",".join(teachers))
 
     terms = reward_model_terms(model)
     for flag in REWARD_MODELS:

@@ -17,7 +17,6 @@ IGNORED = (
 """Parameters about the presentation of a response. They are ignored, because responses here are
 token ids with log-probs."""
 NEUTRAL = {
-    "min_p": (0, None),
     "repetition_penalty": (1, None),
     "presence_penalty": (0, None),
     "frequency_penalty": (0, None),

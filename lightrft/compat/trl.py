@@ -84,6 +84,10 @@ TRL_FLAGS = {
         " group"
     ),
     "importance_sampling_level": "write --policy_loss gspo for ratios of sequences",
+    "off_policy_mask_threshold": "off_policy_delta",
+    "multi_objective_aggregation": (
+        "write --advantage_estimator gdpo to normalise each reward before the sum"
+    ),
     "reward_funcs": "reward",
     "reward_func": "reward",
     "reward_weights": "write --reward NAME:WEIGHT,NAME:WEIGHT",

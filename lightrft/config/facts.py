@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightrft.config.references import EvalSource, eval_sources, reward_terms
+from lightrft.config.references import EvalSource, eval_sources, reward_terms, teacher_terms
 from lightrft.config.sections import (
     Config,
     engine_name,
@@ -91,6 +91,12 @@ class RunFacts:
             if unreadable(reward_terms, self.reward)
             else [term.name for term in reward_terms(self.reward)]
         )
+
+    @property
+    def teachers(self) -> list[tuple[str, str]]:
+        """Return (label, path) for the teachers of --teacher_pretrain."""
+        text = self.teacher_pretrain
+        return [] if unreadable(teacher_terms, text) else teacher_terms(text)
 
     @property
     def eval_sets(self) -> list[EvalSource]:

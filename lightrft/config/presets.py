@@ -74,8 +74,31 @@ PRESETS: dict[str, Recipe] = {
     | {"policy_loss": "cpgd", "policy_drift_coef": 0.01, "policy_drift_clip": 0.2}
     | aggregate("token-mean")
     | NO_KL,
+    # arXiv 2602.04879 with binary TV; the threshold is from the authors' code
+    "dppo": {"policy_loss": "dppo_tv", "eps_clip_low": 0.15, "eps_clip_high": 0.15}
+    | aggregate("token-mean")
+    | NO_KL,
+    # arXiv 2405.19107 in the form of arXiv 2501.12599; the coefficient is from Tinker's example
+    "dro": {"policy_loss": "dro", "policy_drift_coef": 0.05}
+    | aggregate("seq-mean-token-sum")
+    | NO_KL,
+    # arXiv 2505.02835, with the divergence of REINFORCE++
+    "stable_reinforce": PPO
+    | {"policy_loss": "stable_reinforce", "advantages_norm": True}
+    | aggregate("seq-mean-token-mean")
+    | kl(0.01, "k1", in_loss=False),
+    # arXiv 2601.05242
+    "gdpo": PPO | aggregate("token-mean") | NO_KL,
+    # arXiv 2602.02710: the sum over the tokens of a response
+    "maxrl": PPO | aggregate("seq-mean-token-sum") | NO_KL,
+    # arXiv 2508.08221
+    "lite_ppo": PPO | aggregate("token-mean") | NO_KL,
+    # arXiv 2504.02546: exactly on policy
+    "gpg": {"policy_loss": "reinforce"} | aggregate("token-mean") | NO_KL,
     # arXiv 2306.13649 with samples of the actor only and the reverse divergence
     "distill": PPO | aggregate("token-mean") | NO_KL | {"distill_coef": 1.0},
+    # the same paper with the divergence of its main experiments over whole distributions
+    "gkd": PPO | aggregate("token-mean") | NO_KL | {"distill_coef": 1.0, "distill_top_k": 64},
 }
 """--advantage_estimator name -> configuration fields."""
 PRESETS["group_norm"] = PRESETS["grpo"]

@@ -66,6 +66,27 @@ def reward_terms(text: str) -> list[RewardTerm]:
     return terms
 
 
+def teacher_terms(text: str) -> list[tuple[str, str]]:
+    """Return (label, path) for the teachers of --teacher_pretrain: PATH, or LABEL=PATH,LABEL=PATH.
+
+    A single one needs no label. Raises ValueError for an empty entry, for several without labels,
+    or for two with one label.
+    """
+    entries = [entry.strip() for entry in text.split(",")] if text else []
+    parts = [LABELLED.fullmatch(entry) for entry in entries]
+    if not all(parts):
+        raise ValueError(f"--teacher_pretrain {text} has an empty entry")
+
+    terms = [(part["label"] or "", part["reference"]) for part in parts]
+    labels = [label for label, _ in terms]
+    if len(terms) > 1 and ("" in labels or len(set(labels)) < len(labels)):
+        raise ValueError(
+            f"--teacher_pretrain {text}: each of several teachers needs a label of its own:"
+            " LABEL=PATH,LABEL=PATH"
+        )
+    return terms
+
+
 class NamedRewardModels(Protocol):
     """The fields of ModelSection that name reward models."""
 
@@ -103,6 +124,17 @@ def reward_model_terms(section: NamedRewardModels) -> list[tuple[str, RewardTerm
         terms.append((flag, RewardTerm(label, path, weight)))
 
     return terms
+
+
+def reward_weights(reward: str, models: NamedRewardModels, coefficient: float) -> dict[str, float]:
+    """Return the weight of each reward function and reward model by label.
+
+    `coefficient` is --reward_model_coef.
+    """
+    weights = {term.label: term.weight for term in reward_terms(reward)}
+    return weights | {
+        term.label: coefficient * term.weight for _, term in reward_model_terms(models)
+    }
 
 
 def chosen_labels(columns: Mapping[str, Any], key: str | None, everything: set[str]) -> set[str]:

@@ -29,6 +29,7 @@ from lightrft.config.references import (
     report_names,
     reward_model_terms,
     reward_terms,
+    teacher_terms,
 )
 from lightrft.config.sections import (
     ALL_BUT_SERVE_REWARD,
@@ -45,12 +46,14 @@ from lightrft.config.sections import (
     has_episodes,
     longest_sequence,
     media_columns,
+    moves_reference,
 )
 from lightrft.config.values import COLDEST
 
 COMPARING = (
     *("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
     *("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k"),
+    *("dppo", "dro", "gdpo", "gpg", "lite_ppo", "maxrl", "turn_grpo"),
 )
 """Estimators whose advantage is 0 for the only sample of a group."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -58,7 +61,7 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 LONGEST_NAME = 1000
 """Number of letters of the path or name of a model."""
 UNSHAPED = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
-"""Fields that change the reward that remax compares with."""
+"""Fields that change the reward, which remax and gdpo compare without them."""
 SGLANG_MEDIA = {
     "videos": "requests with videos never ended in SGLang on a CPU",
     "audios": "sound was not tested in SGLang",
@@ -103,9 +106,10 @@ def problems_of(rules: Collection[Rule], run: RunFacts) -> list[str]:
 def unusable_models(run: RunFacts) -> list[str]:
     """Return the models that are not where the flags say, or named wrongly."""
     problems = []
-    names = ("pretrain", "critic_pretrain", "teacher_pretrain", "draft_pretrain")
+    names = ("pretrain", "critic_pretrain", "draft_pretrain")
     models = [(name, run[name]) for name in names]
     try:
+        models += [("teacher_pretrain", path) for _, path in run.teachers]
         models += [(flag, term.name) for flag, term in reward_model_terms(run.config.model)]
     except ValueError as error:
         problems.append(str(error))
@@ -276,6 +280,10 @@ GENERATION = (
         lambda run: run.speculative != "none" and run.engine_type != "vllm",
     ),
     Rule(
+        "--min_p with --speculative: vLLM does not verify drafts with min p; use --top_p or --top_k",
+        lambda run: run.min_p > 0 and run.speculative != "none",
+    ),
+    Rule(
         "--speculative draft needs --draft_pretrain, a small model with the vocabulary of"
         " --pretrain; --speculative group needs no other model",
         lambda run: run.speculative == "draft" and not run.draft_pretrain,
@@ -360,9 +368,19 @@ GENERATION = (
 # -- PPO and similar algorithms
 
 
-def _shaping(run: RunFacts) -> str:
+def _truncations(run: RunFacts) -> list[str]:
+    used = {
+        "--top_k": run.top_k > 0,
+        "--top_p": run.top_p < 1,
+        "--min_p": run.min_p > 0,
+        "--min_tokens": run.min_tokens > 0,
+    }
+    return [flag for flag, is_used in used.items() if is_used]
+
+
+def _shaping(run: RunFacts, estimator: str) -> str:
     shaping = " ".join(f"--{name}" for name in UNSHAPED if run[name])
-    return shaping if run.advantage_estimator == "remax" else ""
+    return shaping if run.advantage_estimator == estimator else ""
 
 
 ALGORITHM = (
@@ -373,11 +391,75 @@ ALGORITHM = (
     ),
     Rule(
         "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url",
-        lambda run: run.distill_coef > 0 and not (run.teacher_pretrain or run.teacher_url),
+        lambda run: (
+            run.distill_coef > 0
+            and not (run.teacher_pretrain or run.teacher_url)
+            and run.self_teacher == "none"
+        ),
     ),
+    Rule("{found}", lambda run: unreadable(teacher_terms, run.teacher_pretrain)),
     Rule(
         "--teacher_pretrain and --teacher_url both name a teacher: set only one",
         lambda run: run.teacher_pretrain and run.teacher_url,
+    ),
+    Rule(
+        "--self_teacher {self_teacher} is the teacher: omit --teacher_pretrain and --teacher_url",
+        lambda run: run.self_teacher != "none" and (run.teacher_pretrain or run.teacher_url),
+    ),
+    Rule(
+        "--self_teacher actor agrees with the actor, which it is, unless it sees another prompt: set"
+        " --teacher_prompt_key",
+        lambda run: run.self_teacher == "actor" and run.teacher_prompt_key is None,
+    ),
+    Rule(
+        "--self_teacher average is the average of --enable_ema: set it too",
+        lambda run: run.self_teacher == "average" and not run.enable_ema,
+    ),
+    Rule(
+        "--teacher_key selects one of several teachers, LABEL=PATH,LABEL=PATH in --teacher_pretrain:"
+        " set both, or one teacher",
+        lambda run: (run.teacher_key is not None) != (len(run.teachers) > 1),
+    ),
+    Rule(
+        "--teacher_key and --teacher_prompt_key do not support episodes: programs begin conversations"
+        " with prompts that have no columns",
+        lambda run: (
+            (run.teacher_key or run.teacher_prompt_key) and has_episodes(run.config.environment)
+        ),
+    ),
+    Rule(
+        "--teacher_prompt_key does not support {media_flags}: the teacher's prompt is text",
+        lambda run: run.teacher_prompt_key and run.media_flags,
+    ),
+    Rule(
+        "--distill_top_k needs --teacher_pretrain or --self_teacher: a server at --teacher_url does"
+        " not say the ids of its likeliest tokens",
+        lambda run: run.distill_top_k > 0 and run.teacher_url,
+    ),
+    Rule(
+        "--distill_top_k compares whole distributions: omit {found}, which leaves out tokens that"
+        " the teacher may name",
+        lambda run: " and ".join(_truncations(run)) if run.distill_top_k else "",
+    ),
+    Rule(
+        "--distill_top_k does not support --exact: only the log-probs of sampled tokens are exact",
+        lambda run: run.distill_top_k > 0 and run.exact,
+    ),
+    Rule(
+        "--ptx_teacher learns what one teacher says about the prompts of --pretrain_data: set"
+        " --distill_top_k, and omit --teacher_key and --teacher_prompt_key",
+        lambda run: (
+            run.ptx_teacher and (not run.distill_top_k or run.teacher_key or run.teacher_prompt_key)
+        ),
+    ),
+    Rule(
+        "--ref_refresh_steps and --ref_ema do not support --router_bias_rate: the reference does not"
+        " get the biases of the actor's routers",
+        lambda run: moves_reference(run.config.algorithm) and run.router_bias_rate > 0,
+    ),
+    Rule(
+        "--ref_refresh_steps and --ref_ema both move the reference: set only one",
+        lambda run: run.ref_refresh_steps > 0 and run.ref_ema < 1,
     ),
     Rule(
         "a server at --teacher_url computes log-probs at temperature 1: set --temperature 1, or use"
@@ -448,7 +530,17 @@ ALGORITHM = (
     Rule(
         "--advantage_estimator remax compares with the unshaped reward of the greedy response:"
         " remove {found}",
-        _shaping,
+        lambda run: _shaping(run, "remax"),
+    ),
+    Rule(
+        "--advantage_estimator turn_grpo compares sums of rewards without a discount: --gamma must"
+        " be 1",
+        lambda run: run.advantage_estimator == "turn_grpo" and run.gamma != 1,
+    ),
+    Rule(
+        "--advantage_estimator gdpo normalises each reward before the sum, and {found} changes the"
+        " sum: remove it, or write it as one of --reward",
+        lambda run: _shaping(run, "gdpo"),
     ),
 )
 
@@ -900,9 +992,23 @@ def _layers_not_exact(run: RunFacts) -> str:
 
 EXACT = (
     Rule(
-        "--exact needs --engine_type hf: {engine_type} computes with kernels of its own, whose bits"
-        " differ from the trainer's; `lightrft doctor --exact` names the first part that differs",
-        lambda run: run.exact and run.engine_type != "hf",
+        "--exact needs --engine_type hf or vllm: {engine_type} computes with kernels of its own,"
+        " whose bits differ from the trainer's; `lightrft doctor --exact` names the first part that"
+        " differs",
+        lambda run: run.exact and run.engine_type not in ("hf", "vllm"),
+    ),
+    Rule(
+        "--exact needs --engine_tp_size 1: ranks that share an engine add partial sums",
+        lambda run: run.exact and run.engine_tp_size > 1,
+    ),
+    Rule(
+        "--exact needs --speculative none: it was not tested with drafts, which are verified by"
+        " another sampler",
+        lambda run: run.exact and run.speculative != "none",
+    ),
+    Rule(
+        "--exact needs --rollout_quantization none: the trainer computes without eight bits",
+        lambda run: run.exact and run.rollout_quantization != "none",
     ),
     Rule(
         "--exact needs --fsdp: it was not tested with DeepSpeed",

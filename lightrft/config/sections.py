@@ -107,13 +107,21 @@ class ModelSection(Section, commands=LEARNING):
     """Process reward models, in the same form: the score at the end of each step of a response is
     the logit of the probability that the step is correct. --step_separator ends a step, and
     --step_rewards converts the probabilities to rewards."""
-    teacher_pretrain: str = option("", needs="--distill_coef", commands=PPO)
+    teacher_pretrain: CommaSeparated = option(
+        CommaSeparated(""), needs="--distill_coef", commands=PPO
+    )
     """Teacher model for --distill_coef, frozen, with the tokenizer of --pretrain: a folder or hub
-    name."""
+    name. Several teachers have labels, LABEL=PATH,LABEL=PATH, and --teacher_key selects one for
+    each prompt."""
     teacher_url: str = option("", needs="--distill_coef", commands=PPO)
     """Teacher model for --distill_coef on an OpenAI-compatible server that returns the log-probs of
     the prompt (echo), such as http://host:8000/v1. If the server needs a key, set the environment
     variable TEACHER_API_KEY."""
+    self_teacher: Literal["none", "actor", "average"] = option(
+        "none", needs="--distill_coef", commands=PPO
+    )
+    """Teacher for --distill_coef that is the model itself, with the prompt of --teacher_prompt_key:
+    the actor before the update, or its moving average (--enable_ema, --ema_beta)."""
     bf16: bool = option(False, commands=EVERY)
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32. On a GPU
     with fast bfloat16 (NVIDIA from A100 and L4 on) this is the default; --no_bf16 turns it off."""
@@ -248,6 +256,12 @@ class DataSection(Section, commands=EVALUATED):
     )
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also
     after it is resumed."""
+    teacher_key: str | None = option(None, needs="--teacher_pretrain", commands=PPO)
+    """Column with the label of the teacher in --teacher_pretrain that scores the samples of a prompt.
+    """
+    teacher_prompt_key: str | None = option(None, needs="--distill_coef", commands=PPO)
+    """Column of the prompt that the teacher sees in place of the actor's, in the same form, such as
+    the prompt with a reference solution. The teacher scores the same responses."""
     prompt_max_len: int = option(1024, COUNT, commands=WITH_PRETRAIN)
     """Maximum length of a prompt in tokens; a row with a longer prompt is a bad row."""
     max_samples: int | None = option(None, COUNT)
@@ -433,8 +447,8 @@ class EngineSection(Section, commands=WITH_ENGINE):
     accelerators that have it (Ada, Hopper and later)."""
     exact: bool = option(False, commands=PPO)
     """Compute log-probs in engine and trainer with the same bits: attention reads keys in fixed
-    blocks, and the rows of a product do not depend on their number. With --engine_type hf, FSDP2
-    and dense models of text. A step with any difference ends the run, unless responses continue
+    blocks, and the rows of a product do not depend on their number. With --engine_type hf, or vllm
+    on a CPU; FSDP2 and dense models of text. A step with any difference ends the run, unless responses continue
     under newer weights. See docs/exact.md."""
     verify_weight_sync: bool = option(True, commands=(*SAMPLING, *TINKER))
     """Compare fingerprints of the weights that were sent with those in the engine after every
@@ -477,6 +491,14 @@ class RolloutSection(Section, commands=PPO):
     )
     """Sample only from the k most likely tokens; all log-probs are computed over these tokens. 0:
     all tokens."""
+    min_p: float = option(
+        0.0,
+        SHARE.hint(", because it is a share"),
+        needs=UNLESS_GREEDY,
+        commands=GENERATING,
+    )
+    """Sample only from tokens with at least this share of the probability of the most likely one;
+    all log-probs are computed over these tokens. 0: all tokens."""
     stop: list[Verbatim] = option(
         [], Bound("must not contain an empty text", bool), commands=GENERATING
     )
@@ -487,6 +509,16 @@ class RolloutSection(Section, commands=PPO):
         [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
     )
     """Tokens that end a response, in addition to the model's end tokens."""
+    bad_words: list[Verbatim] = option(
+        [], Bound("must not contain an empty text", bool), commands=GENERATING
+    )
+    """Words that are never sampled as one token, also after a space; all log-probs are computed
+    accordingly. A word of several tokens is refused. As words may contain commas, several are
+    separated by spaces, or are a list in YAML."""
+    banned_token_ids: list[int] = option(
+        [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
+    )
+    """Tokens that are never sampled; all log-probs are computed without them."""
     min_tokens: int = option(0, NOT_NEGATIVE, commands=GENERATING)
     """Minimum length of a response in tokens: before it, no token is sampled that would end the
     response; all log-probs are computed accordingly."""
@@ -712,7 +744,7 @@ class AlgorithmSection(Section, commands=PPO):
     """Temperature of sapo's gate for negative advantages; the larger it is, the faster the gradient
     decays."""
     policy_drift_coef: float = option(0.01, NOT_NEGATIVE)
-    """Coefficient of cpgd's divergence from the policy before the step."""
+    """Coefficient of the divergence from the policy before the step, in cpgd and dro."""
     policy_drift_clip: float | None = option(None, POSITIVE)
     """Upper limit of a token's divergence in cpgd, before the coefficient; above it the gradient is
     zero."""
@@ -728,6 +760,11 @@ class AlgorithmSection(Section, commands=PPO):
     step (0.2 in the paper); 0: all tokens."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
+    entropy_target: float | None = option(None, POSITIVE)
+    """Adapt the coefficient so that the entropy per token, in nats, does not fall below this value:
+    each step below it raises the coefficient, each step above it lowers it and has no bonus."""
+    entropy_step: float = option(0.005, POSITIVE, needs="--entropy_target")
+    """How much a step raises or lowers the adapted coefficient of the entropy."""
     rollout_correction: str | None = None
     """Weight of a token from the ratio p_trainer / p_engine: tis, mis, icepop, module:function or
     file.py:function; none, also with rollout_quantization."""
@@ -746,6 +783,9 @@ class AlgorithmSection(Section, commands=PPO):
     """Lower limit for rollout_mask; unset: 0.5 for the product, 0.999 for the geometric mean."""
     rollout_mask_high: float | None = option(None, NOT_NEGATIVE, needs="--rollout_mask")
     """Upper limit for rollout_mask; unset: 2 for the product, 1.002 for the geometric mean."""
+    off_policy_delta: float | None = option(None, NOT_NEGATIVE)
+    """Mask tokens with a negative advantage in sequences whose mean of log p_engine - log p_trainer
+    exceeds this number (0.5 is a start); unset: none."""
     use_engine_logprobs: bool = False
     """Use the engine's log-probs as the old log-probs of the ratio: this saves one forward pass,
     and the clip is relative to the engine's policy."""
@@ -763,8 +803,16 @@ class AlgorithmSection(Section, commands=PPO):
     )
     """Coefficient of the supervised loss on --pretrain_data, added in each optimizer step of the
     actor."""
+    ptx_teacher: bool = option(False, needs="--pretrain_data")
+    """Learn the teacher's distributions over the answers of --pretrain_data, as --distill_top_k does
+    over samples, in place of their tokens. A share L of samples, as in GKD, is --distill_coef L
+    with --ptx_coef 1 - L."""
     loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "prompt-mean",
     ] = "token-mean"
     """Aggregation of token losses into one number, always over all ranks and micro-batches of an
     optimizer step."""
@@ -780,7 +828,15 @@ class AlgorithmSection(Section, commands=PPO):
     """Number of draws k of the estimator pass_at_k."""
     distill_coef: float = option(0.0, NOT_NEGATIVE)
     """On-policy distillation: coefficient of the log p_teacher - log p_actor that is added to the
-    advantage of each token; 0: no teacher."""
+    advantage of each token; 0: no teacher. With --distill_top_k, coefficient of the divergence from
+    the teacher in the loss."""
+    distill_top_k: int = option(0, NOT_NEGATIVE, needs="--distill_coef")
+    """Distil the teacher's distribution over this number of its likeliest tokens, with one more
+    probability for all others (64 is usual; as many as the vocabulary has: the whole distribution); 0:
+    only the log-prob of the sampled token."""
+    distill_beta: float = option(0.5, SHARE, needs="--distill_top_k")
+    """Divergence for --distill_top_k: 0 is KL(teacher || actor), 1 is KL(actor || teacher), and
+    numbers between are the generalised Jensen-Shannon divergence."""
     advantages_norm: bool = False
     """Normalise advantages to mean 0 and standard deviation 1 over all trained tokens of the step.
     """
@@ -820,6 +876,11 @@ class AlgorithmSection(Section, commands=PPO):
     """Adapt the coefficient so that the KL divergence per token approaches this value."""
     kl_horizon: int = option(10000, POSITIVE, needs="--kl_target")
     """The adapted coefficient changes by at most a fifth within this number of samples."""
+    ref_refresh_steps: int = option(0, NOT_NEGATIVE, needs="--init_kl_coef or --measure_kl")
+    """The reference becomes a copy of the actor after every N steps; 0: never."""
+    ref_ema: float = option(1.0, SHARE, needs="--init_kl_coef or --measure_kl")
+    """The reference follows the actor: after each step it is this times itself plus the rest times
+    the actor (0.99 is slow); 1: it does not move."""
 
 
 @dataclass
@@ -1237,6 +1298,11 @@ CRITICS = ("gae", "ppo")
 
 def needs_critic(algorithm: AlgorithmSection) -> bool:
     return algorithm.advantage_estimator in CRITICS
+
+
+def moves_reference(algorithm: AlgorithmSection) -> bool:
+    """Return whether the reference follows the actor."""
+    return algorithm.ref_refresh_steps > 0 or algorithm.ref_ema < 1
 
 
 def needs_reference(algorithm: AlgorithmSection) -> bool:

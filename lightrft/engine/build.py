@@ -30,8 +30,11 @@ TOOL_PARSERS = {
     name: f"lightrft.engine.{name}.tool_parsers:tool_parser" for name in ("vllm", "sglang")
 }
 """Engine -> function that returns one of the engine's parsers of tool calls by name."""
-EXACT = "lightrft.exact.hf:ExactHFEngine"
-"""Adapter of the hf engine under --exact."""
+EXACT = {
+    "hf": "lightrft.exact.hf:ExactHFEngine",
+    "vllm": "lightrft.exact.vllm:ExactVLLMEngine",
+}
+"""Name -> adapter under --exact."""
 REMOTE = "lightrft.engine.remote.adapter:RemoteEngine"
 """Adapter for engines on other ranks."""
 ON_ONE_NODE = ("sglang",)
@@ -54,8 +57,8 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     name = _resolve(section.engine_type)
     if name in ON_ONE_NODE:
         _check_nodes(name, setup["axis"])
-    exact = section.exact and name == "hf"
-    adapter: type[Engine] = _adapter(EXACT if exact else ENGINES[name])
+    exact = exact_adapter(name, setup["device"]) if section.exact else None
+    adapter: type[Engine] = _adapter(exact or ENGINES[name])
     if section.rollout_quantization != "none":
         if not adapter.quantizes:
             raise ConfigError(f"--rollout_quantization needs --engine_type vllm, and not {name}")
@@ -69,6 +72,21 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     engine = adapter(complete)
     engine.verify_dtype = setup["dtype"] if section.verify_weight_sync else None
     return engine
+
+
+def exact_adapter(name: str, device: torch.device) -> str | None:
+    """Return the adapter under --exact; None for an engine without exact mode on this device."""
+    return None if name == "vllm" and device.type != "cpu" else EXACT.get(name)
+
+
+def check_exact(section: EngineSection, device: torch.device) -> None:
+    """Raise ConfigError if the engine has no exact mode on this device."""
+    name = _resolve(section.engine_type)
+    if exact_adapter(name, device) is None:
+        raise ConfigError(
+            f"--exact with --engine_type {name} needs a CPU: on GPUs it was not tested; use"
+            " --engine_type hf"
+        )
 
 
 def _with_possible_adapters(name: str, adapter: type[Engine], setup: EngineSetup) -> EngineSetup:

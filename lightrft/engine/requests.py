@@ -17,15 +17,16 @@ MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
 class Sampling:
     """Sampling parameters of a call, or of one request.
 
-    First, banned tokens are removed. Then logits are divided by the temperature, and only the top k
-    tokens are kept, and of these the top p. The remaining probabilities are normalised to 1.
+    First, banned tokens are removed. Then logits are divided by the temperature, and only tokens
+    with at least min p of the largest probability are kept, of these the top k, and of these the
+    top p. The remaining probabilities are normalised to 1.
     """
 
     n: int = 1
     """Samples of each prompt; they share the prefill."""
     max_tokens: int = 1024
     temperature: float = 1.0
-    """Temperature of the samples; 0 is greedy and ignores top_p and top_k."""
+    """Temperature of the samples; 0 is greedy and ignores top_p, top_k and min_p."""
     seed: int = 0
     """Seed of a call, for requests without seeds. It is equal within an engine's tensor-parallel
     group, and different between replicas and steps."""
@@ -35,6 +36,8 @@ class Sampling:
     """Cumulative probability of the most likely tokens that are kept."""
     top_k: int = 0
     """How many of the most likely tokens are kept; 0: all."""
+    min_p: float = 0.0
+    """Least probability of a token that is kept, as a share of the largest one; 0: any."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; they may include special tokens. The response's last token is
     the one that completes a string."""
@@ -60,6 +63,7 @@ class Sampling:
         return Truncation(
             top_k=self.top_k,
             top_p=self.top_p,
+            min_p=self.min_p,
             banned=self.banned_token_ids,
             banned_early=self.end_token_ids,
         )
@@ -71,7 +75,7 @@ class Sampling:
         """
         early = sorted({*ends, *self.stop_token_ids}) if self.min_tokens else ()
         banned = tuple(sorted({*self.banned_token_ids, *never_sampled}))
-        greedy = {"top_p": 1.0, "top_k": 0} if self.temperature == 0 else {}
+        greedy = {"top_p": 1.0, "top_k": 0, "min_p": 0.0} if self.temperature == 0 else {}
         return replace(self, banned_token_ids=banned, end_token_ids=tuple(early), **greedy)
 
     def problem(self, vocabulary_size: int | None = None) -> str | None:
@@ -82,6 +86,7 @@ class Sampling:
                 self.temperature
             ),
             "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
+            "min_p must be from 0 to 1": 0 <= self.min_p <= 1,
             "top_k must not be negative": self.top_k >= 0,
             "min_tokens must not be negative": self.min_tokens >= 0,
             "min_tokens bans tokens, and no stop strings": not (self.min_tokens and self.stop),

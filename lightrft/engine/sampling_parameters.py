@@ -14,10 +14,12 @@ def sampling_of(section: RolloutSection, **own: Any) -> Sampling:
         "temperature": section.temperature,
         "top_p": section.top_p,
         "top_k": section.top_k,
+        "min_p": section.min_p,
         "stop": tuple(section.stop),
         "stop_token_ids": tuple(section.stop_token_ids),
         "first_token_temperature": section.first_token_temperature,
         "min_tokens": section.min_tokens,
+        "banned_token_ids": tuple(section.banned_token_ids),
     }
     return Sampling(**from_flags | own)
 

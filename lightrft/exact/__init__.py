@@ -1,1 +1,1 @@
-"""Make the log-probs of the hf engine and of the trainer equal, bit by bit."""
+"""Make the log-probs of the trainer and of the hf engine, or vLLM on a CPU, equal, bit by bit."""

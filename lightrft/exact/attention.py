@@ -9,7 +9,8 @@ Shapes: B sequences, n queries, S keys, H heads, H_kv of them with keys, g = H /
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,58 @@ class CachedRows:
     """Number of tokens of padding in each row: [B] int64."""
     length: int
     """Number of tokens in a row, with the padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedGroup:
+    """Sequences [B] that get equal numbers of new tokens."""
+
+    tokens: Tensor
+    """Index of each new token among those of all sequences: [B, n]."""
+    position: Tensor
+    """Position of each new token in the sequence: [B, n]."""
+    pages: Tensor
+    """Pages of each sequence in order: [B, most pages]."""
+    longest: int
+    """Tokens of the longest sequence, with the new ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Sequences whose last tokens are computed, one after another, with keys in a paged cache.
+
+    The keys of the new tokens [T] are written to the cache first.
+    """
+
+    caches: list[Tensor]
+    """Keys and values of each layer: [pages, H_kv, tokens of a page, 2 D]."""
+    slots: Tensor
+    """Page * tokens of a page + place in the page, for each new token: [T]."""
+    groups: list[PagedGroup]
+
+    @classmethod
+    def of(
+        cls, caches: list[Tensor], slots: Tensor, pages: Tensor, lengths: Tensor, counts: list[int]
+    ) -> Self:
+        """Group sequences [B] with `lengths` [B] tokens, after `counts` new ones.
+
+        Decoded tokens are computed together, and so are prompts of the same length.
+        """
+        size = caches[0].shape[2]
+        starts = torch.tensor([0, *accumulate(counts)])
+        numbers = torch.tensor(counts)
+        groups = []
+        for count in sorted(set(counts)):
+            (chosen,) = torch.where(numbers == count)
+            own = lengths[chosen]
+            longest = int(own.max())
+            new = torch.arange(count)
+            tokens = starts[chosen][:, None] + new
+            position = own[:, None] - count + new
+            groups.append(
+                PagedGroup(tokens, position, pages[chosen, : -(-longest // size)], longest)
+            )
+        return cls(caches, slots, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +239,7 @@ def exact_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout | CachedRows | None = None,
+    layout: Layout | CachedRows | PagedRows | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -197,7 +250,7 @@ def exact_attention(
     """Compute attention of a flat batch, or of rows with a cache.
 
     query [B, H, n, D], key and value [B, H_kv, S, D] -> ([B, n, H, D], None); B is 1 for a flat
-    batch. Raise ValueError for what has no exact form.
+    batch and for a paged cache. Raise ValueError for what has no exact form.
     """
     if layout is None or dropout or s_aux is not None:
         problem = "passes no layout on" if layout is None else "has dropout or sinks"
@@ -212,6 +265,9 @@ def exact_attention(
     tensors = [x.transpose(1, 2) for x in (query, key, value)]
     if isinstance(layout, CachedRows):
         return _of_rows(*tensors, layout, scores), None
+    if isinstance(layout, PagedRows):
+        cache = layout.caches[module.layer_idx]
+        return _of_pages(*(x[0] for x in tensors), layout, cache, scores).unsqueeze(0), None
     return _of_batch(*(x[0] for x in tensors), layout, scores).unsqueeze(0), None
 
 
@@ -230,6 +286,27 @@ def _of_rows(
     # Queries of padding see one key, so that they remain numbers.
     position = (places[rows.length - query.shape[1] :] - rows.padding[:, None]).clamp(min=0)
     return blockwise(query, key, value, position, rows.length, scores)
+
+
+def _of_pages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PagedRows,
+    cache: Tensor,
+    scores: AttentionScores,
+) -> Tensor:
+    """Compute attention of new tokens [T, ...] after writing these to the layer's cache."""
+    size = cache.shape[2]
+    cache[rows.slots // size, :, rows.slots % size] = torch.cat([key, value], -1)
+    output = torch.empty_like(query)
+
+    for group in rows.groups:
+        cached = cache[group.pages].transpose(2, 3).flatten(1, 2)[:, : group.longest]
+        keys, values = cached.chunk(2, -1)
+        some = query[group.tokens]
+        output[group.tokens] = blockwise(some, keys, values, group.position, group.longest, scores)
+    return output
 
 
 def _of_batch(

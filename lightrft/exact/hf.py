@@ -1,8 +1,10 @@
 """The embedded engine with the trainer's attention, products and log-probs."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import EngineSetup
@@ -11,17 +13,57 @@ from lightrft.engine.probe import Probe
 from lightrft.exact.attention import CachedRows
 from lightrft.exact.install import make_exact
 from lightrft.exact.logprobs import chunk_of, exact_logits
+from lightrft.exact.products import Products
 from lightrft.models.heads import logit_scale, logit_softcap
 from lightrft.models.logprobs import logprobs_of_logits
+
+
+@dataclass(frozen=True, slots=True)
+class ExactHead:
+    """Head of a model whose logits and log-probs are those of the trainer."""
+
+    products: Products
+    model: PreTrainedModel
+
+    def sample(
+        self, hidden: Tensor, temperature: float, uniform: Tensor, truncation: Truncation = ALL
+    ) -> tuple[Tensor, Tensor]:
+        """Sample as sample_tokens() does, from hidden states [R, H]."""
+        weight = self.model.get_output_embeddings().weight
+        size, truncation = truncation.cut(len(weight))
+        logits = self.logits(hidden, size, temperature or 1.0)
+        num = len(hidden)
+        tokens, _ = sample_tokens(logits[:num], 1.0 if temperature else 0.0, uniform, truncation)
+
+        # Rows of padding have no token, and remain so that all parts have equal numbers of rows.
+        targets = tokens.new_full((len(logits),), -100)
+        targets[:num] = tokens
+        chunk = chunk_of(self.products, hidden, size)
+        logprobs, _ = logprobs_of_logits(logits, targets, truncation=truncation, chunk=chunk)
+        return tokens, logprobs[:num]
+
+    def logits(self, hidden: Tensor, size: int, temperature: float) -> Tensor:
+        """Return logits / temperature of the first `size` tokens, with rows of padding."""
+        model = self.model
+        weight = model.get_output_embeddings().weight
+        options = (size, temperature / logit_scale(model), logit_softcap(model))
+        return exact_logits(self.products, hidden, weight, *options)
+
+    def last_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [V] of the whole vocabulary after hidden states [1, H]."""
+        return self.logits(hidden, len(self.model.get_output_embeddings().weight), 1.0)[0]
 
 
 class ExactHFEngine(HFEngine):
     """Engine whose log-probs are those of the trainer, bit by bit."""
 
+    head_type = ExactHead
+
     def __init__(self, setup: EngineSetup):
         super().__init__(setup)
-        self.products = make_exact(self.model, setup.dtype, setup.device)
-        self.sample = self._sample_exactly
+        products = make_exact(self.model, setup.dtype, setup.device)
+        self.head = self.head_type(products, self.model)
+        self.sample = self.head.sample
 
     def _forward(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache, **_: Tensor
@@ -37,23 +79,6 @@ class ExactHFEngine(HFEngine):
             layout=rows,
         ).last_hidden_state[:, -1]
 
-    def _sample_exactly(
-        self, hidden: Tensor, temperature: float, uniform: Tensor, truncation: Truncation = ALL
-    ) -> tuple[Tensor, Tensor]:
-        """Sample as sample_tokens() does, from hidden states [R, H]."""
-        weight = self.model.get_output_embeddings().weight
-        size, truncation = truncation.cut(len(weight))
-        logits = self._logits(hidden, size, temperature or 1.0)
-        num = len(hidden)
-        tokens, _ = sample_tokens(logits[:num], 1.0 if temperature else 0.0, uniform, truncation)
-
-        # Rows of padding have no token, and remain so that all parts have equal numbers of rows.
-        targets = tokens.new_full((len(logits),), -100)
-        targets[:num] = tokens
-        chunk = chunk_of(self.products, hidden, size)
-        logprobs, _ = logprobs_of_logits(logits, targets, truncation=truncation, chunk=chunk)
-        return tokens, logprobs[:num]
-
     @torch.inference_mode()
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
         ids = torch.tensor([token_ids], device=self.device)
@@ -63,12 +88,4 @@ class ExactHFEngine(HFEngine):
             cache = DynamicCache(config=self.model.config)
             hidden = self._forward(ids, torch.ones_like(ids), positions, cache)
 
-        size = len(self.model.get_output_embeddings().weight)
-        return probe.parts(self._logits(hidden, size, 1.0)[0])
-
-    def _logits(self, hidden: Tensor, size: int, temperature: float) -> Tensor:
-        """Return logits / temperature of the first `size` tokens, with rows of padding."""
-        model = self.model
-        weight = model.get_output_embeddings().weight
-        options = (size, temperature / logit_scale(model), logit_softcap(model))
-        return exact_logits(self.products, hidden, weight, *options)
+        return probe.parts(self.head.last_logits(hidden))

@@ -80,6 +80,8 @@ class Actor(SequenceParallelModule):
         *,
         entropy: bool = True,
         top: int = 0,
+        likeliest: int = 0,
+        candidates: Tensor | None = None,
         gradients: LocalGradients | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return log p(token | previous tokens of the sequence) and the entropy, [T] float32 each.
@@ -91,6 +93,13 @@ class Actor(SequenceParallelModule):
         matrix product; see token_logprobs().
 
         The column TARGETS of the batch, if there is one, has other tokens to take the log-probs of.
+
+        With `candidates` [T, K], the log-probs are [T, 1 + K]: first of the token itself, then of
+        these ids in its place. A negative id has log-prob 0.
+
+        With `likeliest`, return instead the likeliest ids in the place of each learned token,
+        likeliest first: log-probs [T, likeliest] float32 and ids [T, likeliest] int64, both 0
+        elsewhere. Banned tokens have probability 0, and log-prob -inf where they are returned.
 
         With `top`, return instead the `top` likeliest next tokens after each token, over the whole
         vocabulary, likeliest first: log-probs [T, top] float32 and ids [T, top] int64, without
@@ -110,11 +119,19 @@ class Actor(SequenceParallelModule):
             padded.shared.places[before] if padded.shared else before, padded.num_computed
         )
         next_, local = (to_device(rows, hidden.device) for rows in (before[indices] + 1, local))
+        if likeliest:
+            banned = truncation.banned
+            return self._likeliest(
+                hidden[local], next_, batch.num_tokens, likeliest, temperature, banned
+            )
 
         weight = self.language_model.get_output_embeddings().weight
         # Separate tensors: in a joint one, an output that the loss does not use would get a full
         # backward pass of zeros.
-        outputs = [torch.zeros(batch.num_tokens, device=hidden.device)] * (1 + entropy)
+        zeros = torch.zeros(batch.num_tokens, device=hidden.device)
+        outputs = [zeros] * (1 + entropy)
+        if candidates is not None:
+            outputs[0] = zeros[:, None].expand(-1, 1 + candidates.shape[1])
         parts = parts_of_truncation(truncation, batch, next_)
         units = None
         if gradients and gradients.num_sequences:
@@ -127,10 +144,13 @@ class Actor(SequenceParallelModule):
         targets = batch.extra_columns.get(TARGETS, batch.input_ids)
         for rows, part in parts:
             tokens = next_[rows]
+            ids = targets[tokens]
+            if candidates is not None:
+                ids = torch.cat([ids[:, None], candidates[tokens]], dim=1)
             values = self.token_logprobs(
                 hidden[local[rows]],
                 weight,
-                targets[tokens],
+                ids,
                 temperature=temperature / self.logit_scale,
                 truncation=part,
                 entropy=entropy,
@@ -143,7 +163,10 @@ class Actor(SequenceParallelModule):
                 for output, value in zip(outputs, values, strict=False)
             ]
 
-        logprobs, *entropies = self.sequence.sums(*outputs)
+        if candidates is None:
+            logprobs, *entropies = self.sequence.sums(*outputs)
+        else:  # one collective needs equal shapes
+            logprobs, *entropies = (self.sequence.sum(output) for output in outputs)
         return logprobs, entropies[0] if entropy else None
 
     def _top(
@@ -158,6 +181,31 @@ class Actor(SequenceParallelModule):
         )
         logprobs, ids = (batch.shared.spread(each) if batch.shared else each for each in columns)
         return logprobs[:num_tokens].clone(), ids[:num_tokens].clone()
+
+    def _likeliest(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        num_tokens: int,
+        num: int,
+        temperature: float,
+        banned: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """Return forward()'s `likeliest` from the hidden states [t, H] before `tokens` [t]."""
+        weight = self.language_model.get_output_embeddings().weight
+        values = top_logprobs(
+            hidden,
+            weight,
+            num,
+            temperature=temperature / self.logit_scale,
+            softcap=self.softcap,
+            banned=banned,
+        )
+
+        zeros = torch.zeros(num_tokens, num, device=hidden.device)
+        columns = (zeros.index_put((tokens,), value.float()) for value in values)
+        logprobs, ids = self.sequence.sums(*columns)
+        return logprobs, ids.long()
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -261,10 +309,11 @@ def of_rows(gradients: LocalGradients, tokens: Tensor, num_tokens: int) -> Upstr
     def upstream(
         rows: slice, logprobs: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        zeros = torch.zeros(num_tokens, device=logprobs.device)
         places = tokens[rows]
         scattered = [
-            None if value is None else zeros.index_put((places,), value)
+            None
+            if value is None
+            else value.new_zeros(num_tokens, *value.shape[1:]).index_put((places,), value)
             for value in (logprobs, entropy)
         ]
         of_logprobs, of_entropy = (

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.algorithms.truncation import ALL, Truncation, runs
 from lightrft.models import vocab_parallel
 from lightrft.models.vocab_parallel import Distribution, LocalTargets, VocabularyPart
 from lightrft.parallel.device import float32_product
@@ -135,17 +135,19 @@ def top_logprobs(
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
+    banned: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and ids of the k likeliest tokens at each position, likeliest first.
 
-    The log-probs are [T, k] float32, the ids [T, k]. A weight that parallelize() has split needs
-    three collectives; results are equal on all ranks of the axis. Raise ValueError if k exceeds the
-    size of the vocabulary.
+    The log-probs are [T, k] float32, the ids [T, k]. `banned` tokens have probability 0; one of
+    them has log-prob -inf if fewer than k other tokens exist. A weight that parallelize() has split
+    needs three collectives; results are equal on all ranks of the axis. Raise ValueError if k
+    exceeds the size of the vocabulary.
     """
     shard = vocabulary_shard(weight)
     if shard is None:
         part = VocabularyPart.full(len(weight))
-        return _top(hidden, weight, part, len(weight), k, temperature, softcap)
+        return _top(hidden, weight, part, len(weight), k, temperature, softcap, banned)
 
     return _top(
         hidden,
@@ -155,6 +157,7 @@ def top_logprobs(
         k,
         temperature,
         softcap,
+        banned,
     )
 
 
@@ -263,6 +266,7 @@ def _top(
     k: int,
     temperature: float,
     softcap: float | None = None,
+    banned: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """Select the k likeliest tokens from the k likeliest of each rank.
 
@@ -281,6 +285,8 @@ def _top(
     local_k = min(k, part.num)
     for rows, logits in row_chunks(inputs, part.num, chunk_rows(inputs, max(part.num, 1))):
         scaled_logits(inputs[rows], weight, temperature, softcap, out=logits)
+        for start, end in runs(banned):
+            logits[:, max(start - part.first, 0) : max(end - part.first, 0)] = -torch.inf
         values[rows, :local_k], ids[rows, :local_k] = logits.topk(local_k)
         sums[rows] = logits.logsumexp(-1)
 

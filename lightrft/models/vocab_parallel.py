@@ -98,11 +98,14 @@ def outside(logits: Tensor, truncation: Truncation, local_targets: LocalTargets)
     It is decided on whole rows, which the ranks divide among themselves.
     """
     part = local_targets.part
-    threshold = (
-        truncation.threshold(logits)
-        if part.axis.size == 1
-        else _threshold(logits, truncation, part.axis)
-    )
+    if part.axis.size == 1:
+        threshold = truncation.threshold(logits)
+    elif truncation.ranks:
+        threshold = _threshold(logits, truncation, part.axis)
+    else:
+        threshold = truncation.threshold(logits, first=part.first)
+        if truncation.min_p > 0:
+            threshold = part.axis.max(threshold)
     return truncation.outside(logits, threshold, first=part.first, keep=local_targets.local_ids())
 
 

@@ -16,9 +16,11 @@ This file is the one to adapt to changes of torch or transformers that concern t
 versions.py lists the tested versions.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,6 +55,7 @@ FAMILIES = (
     "exaone4",
     "gemma2",
     "gemma3_text",
+    "glm4",
     "gpt_oss",
     "granite",
     "hunyuan_v1_dense",
@@ -60,6 +63,9 @@ FAMILIES = (
     "ministral3",
     "mistral",
     "mixtral",
+    "olmo2",
+    "olmo3",
+    "phi3",
     "qwen2",
     "qwen2_5_omni_text",
     "qwen2_5_vl_text",
@@ -75,9 +81,13 @@ FAMILIES = (
 The plan follows from the names and shapes of a block's modules, so another family with the same
 ones needs only an entry here, once the tests have compared its gradients.
 """
-ATTENTION = ("q_proj", "k_proj", "v_proj")
-FEED_FORWARD = ("gate_proj", "up_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj")
 """Layers that read the residual stream, where a block has them."""
+FUSED = ("glm4", "phi3")
+"""Families with fused layers. Ranks need equally many rows of these."""
+NORMS_OF_ALL_HEADS = ("Olmo2RMSNorm", "Olmo3RMSNorm")
+"""Norms of queries and keys that may be over all heads together."""
 OPERATORS = torch.library.Library("lightrft", "FRAGMENT")
 OPERATORS.define("sum_(Tensor(a!) parts, str group) -> ()")
 OPERATORS.define("reduce_scatter_(Tensor(a!) parts, str group) -> ()")
@@ -97,6 +107,116 @@ class VocabularyShard:
     axis: Axis
 
 
+class Sections:
+    """Rows of a fused layer [R, ...], such as queries, keys and values end to end.
+
+    Outside of forward each rank stores R / ranks consecutive rows, so that a DTensor has the
+    published layout. Forward uses as many others: this rank's part of each section. All ranks
+    exchange rows for that.
+    """
+
+    def __init__(self, sizes: Sequence[int], axis: Axis):
+        """`sizes` are multiples of the number of ranks."""
+        self.axis = axis
+        stored = sum(sizes) // axis.size
+        self.sent = [0] * axis.size
+        """How many rows this rank stores for each other."""
+        self.received = [0] * axis.size
+        self.runs: list[slice] = []
+        """Stored rows, in the order of the ranks that use them."""
+
+        for user in range(axis.size):
+            first = 0
+            for size in sizes:
+                part = size // axis.size
+                begin = first + user * part
+                for owner in range(axis.size):
+                    start = max(begin, owner * stored)
+                    count = min(begin + part, (owner + 1) * stored) - start
+                    if count <= 0:
+                        continue
+                    if owner == axis.rank:
+                        self.runs.append(
+                            slice(start - owner * stored, start + count - owner * stored)
+                        )
+                        self.sent[user] += count
+                    if user == axis.rank:
+                        self.received[owner] += count
+                first = first + size
+
+    def used(self, stored: Tensor) -> Tensor:
+        """Return the rows that this rank computes with, given those that it stores."""
+        width = stored[0].numel()
+        flat = torch.cat([stored[run] for run in self.runs]).flatten()
+        sent, received = (
+            [count * width for count in counts] for counts in (self.sent, self.received)
+        )
+        return self.axis.all_to_all(flat, sent, received).view_as(stored)
+
+    def stored(self, used: Tensor) -> Tensor:
+        """Return the rows that this rank stores, given those that it computes with."""
+        width = used[0].numel()
+        sent, received = (
+            [count * width for count in counts] for counts in (self.received, self.sent)
+        )
+        flat = self.axis.all_to_all(used.flatten(), sent, received).view_as(used)
+        rows = torch.empty_like(used)
+        begin = 0
+        for run in self.runs:
+            count = run.stop - run.start
+            rows[run] = flat[begin : begin + count]
+            begin = begin + count
+        return rows
+
+
+class _Used(torch.autograd.Function):
+    """Exchange stored rows for used ones."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, stored: Tensor, sections: Sections) -> Tensor:
+        ctx.sections = sections
+        return sections.used(stored)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.sections.stored(gradient), None
+
+
+class _Stored(torch.autograd.Function):
+    """Return stored rows; the gradient is that of the used ones."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, stored: Tensor, sections: Sections) -> Tensor:
+        ctx.sections = sections
+        return stored.view_as(stored)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.sections.stored(gradient), None
+
+
+class _LinearOfSections(torch.autograd.Function):
+    """Multiply with the rows that this rank uses, given those that it stores.
+
+    The backward pass exchanges them again, so that no copy stays in between. The weight gets no
+    gradient here.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, stored: Tensor, sections: Sections) -> Tensor:
+        ctx.sections = sections
+        ctx.save_for_backward(stored)
+        return F.linear(hidden, sections.used(stored))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (stored,) = ctx.saved_tensors
+        return gradient @ ctx.sections.used(stored), None, None
+
+
 @dataclass(frozen=True, slots=True)
 class SplitAdapter:
     """A low-rank adapter of a layer that ranks divide.
@@ -109,12 +229,15 @@ class SplitAdapter:
     b_gradient: Placement
     join: Callable[[Tensor], Tensor]
     """Function from A x [1, T, rank], of this rank's inputs, to the sum over all ranks."""
+    sections: Sections | None = None
+    """Rows of B, if the layer is a fused one."""
 
     def local(self, a: DTensor, b: DTensor) -> tuple[Tensor, Tensor]:
         """Return this rank's parts of A and B, with the gradients that ranks have of them."""
+        own = b.to_local(grad_placements=[self.b_gradient])
         return (
             a.to_local(grad_placements=[self.a_gradient]),
-            b.to_local(grad_placements=[self.b_gradient]),
+            own if self.sections is None else _Used.apply(own, self.sections),
         )
 
 
@@ -157,6 +280,7 @@ def model_problems(config: PretrainedConfig, tp: int) -> list[str]:
         *head_problems(config.num_attention_heads, config.num_key_value_heads, tp),
         *part_problems(config.vocab_size, "rows of the vocabulary", tp),
         *part_problems(config.intermediate_size, "columns of the feed-forward layers", tp),
+        *fused_problems(config, tp),
     ]
 
 
@@ -171,6 +295,14 @@ def part_problems(size: int, name: str, tp: int) -> list[str]:
         if with_rows < tp
         else []
     )
+
+
+def fused_problems(config: PretrainedConfig, tp: int) -> list[str]:
+    """Return why ranks cannot exchange the rows of fused feed-forward layers."""
+    columns = config.intermediate_size
+    if config.model_type in FUSED and columns % tp:
+        return [f"tp_size {tp} does not divide its {columns} fused columns"]
+    return []
 
 
 def head_problems(num_heads: int, num_kv_heads: int, tp: int) -> list[str]:
@@ -246,6 +378,20 @@ class _Copy(torch.autograd.Function):
     def forward(ctx: FunctionCtx, hidden: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         return hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.sum(gradient), None
+
+
+class _SumBothWays(torch.autograd.Function):
+    """Sum over the ranks, and sum the gradient too: each rank uses the sum in another way."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, part: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.sum(part)
 
     @staticmethod
     @once_differentiable
@@ -403,12 +549,18 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
     tied = head is not None and head.weight is embedding.weight
 
     for block in decoder.layers:
-        for name, split in _block_plan(block, sequence=sequence).items():
+        fused = {name: Sections(sizes, axis) for name, sizes in _section_sizes(block).items()}
+        for name, split in _block_plan(block, sequence=sequence, fused=fused).items():
             split(block.get_submodule(name), mesh)
-        _Branch(block.self_attn, ATTENTION, axis, sequence=sequence)
+        if "qkv_proj" in fused:
+            _count_own_heads(block.self_attn, axis)
+
+        _Branch(
+            block.self_attn, _present(block.self_attn, ATTENTION), axis, fused, sequence=sequence
+        )
         if _splits_feed_forward(block):
-            layers = [name for name in FEED_FORWARD if hasattr(block.mlp, name)]
-            _Branch(block.mlp, layers, axis, sequence=sequence)
+            layers = _present(block.mlp, FEED_FORWARD)
+            _Branch(block.mlp, layers, axis, fused, sequence=sequence)
 
     inside = decoder is model.base_model
     _split_embedding(embedding, mesh, sequence=sequence and inside)
@@ -455,8 +607,32 @@ def _axis(mesh: DeviceMesh) -> Axis:
     return Axis("tp", mesh.size(), dist.get_rank(group), group if mesh.size() > 1 else None)
 
 
+def _present(module: nn.Module, names: Collection[str]) -> list[str]:
+    """Return the names of layers that a module has."""
+    return [name for name in names if name in module._modules]
+
+
+def _section_sizes(block: nn.Module) -> dict[str, list[int]]:
+    """Return the rows of each section of the fused layers of a block."""
+    sizes = {}
+    attention = block.self_attn
+    if "qkv_proj" in attention._modules:
+        values = attention.num_key_value_heads * attention.head_dim
+        sizes["qkv_proj"] = [values * attention.num_key_value_groups, values, values]
+    if "gate_up_proj" in block.mlp._modules:
+        sizes["gate_up_proj"] = [block.mlp.gate_up_proj.out_features // 2] * 2
+    return sizes
+
+
+def _count_own_heads(attention: nn.Module, axis: Axis) -> None:
+    """Let attention find queries, keys and values in this rank's outputs of a fused layer."""
+    attention.num_key_value_heads //= axis.size
+    attention.config = copy(attention.config)
+    attention.config.num_attention_heads //= axis.size
+
+
 def _block_plan(
-    block: nn.Module, *, sequence: bool
+    block: nn.Module, *, sequence: bool, fused: Mapping[str, Sections] = MappingProxyType({})
 ) -> dict[str, Callable[[nn.Module, DeviceMesh], None]]:
     """Return how to split each module of a block that has parameters.
 
@@ -467,7 +643,7 @@ def _block_plan(
     rows = partial(_split_rows, sequence=sequence)
     attention = block.self_attn
     linear: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
-        f"self_attn.{layer}": columns for layer in ATTENTION
+        f"self_attn.{layer}": columns for layer in _present(attention, ATTENTION)
     }
     linear["self_attn.o_proj"] = rows
     plan: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {}
@@ -476,9 +652,11 @@ def _block_plan(
     for name, norm in attention.named_children():
         if "norm" in name and norm.weight.numel() == attention.head_dim:
             plan[f"self_attn.{name}"] = _replicate
+        elif type(norm).__name__ in NORMS_OF_ALL_HEADS:
+            plan[f"self_attn.{name}"] = _split_norm
 
     if _splits_feed_forward(block):
-        linear |= {f"mlp.{name}": columns for name in FEED_FORWARD if hasattr(block.mlp, name)}
+        linear |= {f"mlp.{name}": columns for name in _present(block.mlp, FEED_FORWARD)}
         linear["mlp.down_proj"] = rows
     else:
         own = (name for name, part in block.mlp.named_modules(prefix="mlp") if part._parameters)
@@ -488,7 +666,12 @@ def _block_plan(
         norms = (name for name, _ in block.named_children() if name.endswith("layernorm"))
         plan |= dict.fromkeys(norms, _replicate)
     for name, split in linear.items():
-        plan |= _with_adapter(block, name, split, by_rows=split is rows, sequence=sequence)
+        sections = fused.get(name.rpartition(".")[2])
+        if sections is not None:
+            split = partial(_split_sections, sections=sections)
+        plan |= _with_adapter(
+            block, name, split, by_rows=split is rows, sections=sections, sequence=sequence
+        )
     return plan
 
 
@@ -498,6 +681,7 @@ def _with_adapter(
     split: Callable[[nn.Module, DeviceMesh], None],
     *,
     by_rows: bool,
+    sections: Sections | None,
     sequence: bool,
 ) -> dict[str, Callable[[nn.Module, DeviceMesh], None]]:
     """Return how to split a linear layer, and the adapter that it may have.
@@ -519,7 +703,7 @@ def _with_adapter(
             axis = _axis(mesh)
             layer.split = SplitAdapter(Shard(1), b_gradient, lambda low: reduce(low, axis))
         else:
-            layer.split = SplitAdapter(Partial(), Shard(0), lambda low: low)
+            layer.split = SplitAdapter(Partial(), Shard(0), lambda low: low, sections)
 
     def split_b(matrix: nn.Module, mesh: DeviceMesh) -> None:
         distribute(matrix, mesh, weight=Replicate() if by_rows else Shard(0))
@@ -540,12 +724,19 @@ class _Branch:
     """Forward hooks that let attention or feed-forward sum the gradient of its input."""
 
     def __init__(
-        self, module: nn.Module, layers: Collection[str], axis: Axis, *, sequence: bool
+        self,
+        module: nn.Module,
+        layers: Collection[str],
+        axis: Axis,
+        fused: Mapping[str, Sections],
+        *,
+        sequence: bool,
     ) -> None:
         """Register the hooks at a branch and at those `layers` of it that read its input."""
         self.axis = axis
         self.sequence = sequence
         self.layers = [module.get_submodule(name) for name in layers]
+        self.sections = [fused.get(name) for name in layers]
         self.stand_ins: dict[nn.Module, Tensor] = {}
         module.register_forward_pre_hook(self.enter, with_kwargs=True)
         for layer in self.layers:
@@ -556,7 +747,12 @@ class _Branch:
     ) -> tuple[tuple, dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
         learning = self.layers if torch.is_grad_enabled() else []
-        weights = [layer.weight.to_local() for layer in learning]
+        weights = [
+            layer.weight.to_local()
+            if sections is None
+            else _Stored.apply(layer.weight.to_local(), sections)
+            for layer, sections in zip(learning, self.sections, strict=bool(learning))
+        ]
         tokens, *stand_ins = _EnterBranch.apply(hidden, self.axis, self.sequence, *weights)
         self.stand_ins = dict(zip(learning, stand_ins, strict=True))
         if args:
@@ -579,6 +775,13 @@ def _split_columns(linear: nn.Module, mesh: DeviceMesh, *, detached: Collection[
     """Keep this rank's outputs of a layer; each rank computes them from the whole input."""
     distribute(linear, mesh, weight=Shard(0), bias=Shard(0))
     LocalParameters(linear, detached=detached)
+
+
+def _split_sections(linear: nn.Linear, mesh: DeviceMesh, *, sections: Sections) -> None:
+    """Keep consecutive rows of a fused layer without a bias; compute with parts of all sections."""
+    distribute(linear, mesh, weight=Shard(0))
+    LocalParameters(linear, detached=("weight",))
+    linear.forward = lambda hidden: _LinearOfSections.apply(hidden, linear.weight, sections)
 
 
 def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -643,6 +846,22 @@ def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
     """
     distribute(norm, mesh, weight=Replicate(), bias=Replicate())
     LocalParameters(norm, gradient=Partial())
+
+
+def _split_norm(norm: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep this rank's part of a norm of all heads; the mean of squares is that over all ranks."""
+    axis = _axis(mesh)
+    size = norm.weight.numel()
+    distribute(norm, mesh, weight=Shard(0))
+    LocalParameters(norm)
+
+    def forward(hidden: Tensor) -> Tensor:
+        values = hidden.float()
+        squares = _SumBothWays.apply(values.pow(2).sum(-1, keepdim=True), axis)
+        values = values * torch.rsqrt(squares / size + norm.variance_epsilon)
+        return (norm.weight * values).to(hidden.dtype)
+
+    norm.forward = forward
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:

@@ -11,13 +11,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.kl import KLCoefficient
+from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.reduce import Denominator, Report
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.backends.optim import own_settings
 from lightrft.checkpoint.manager import PARTS
-from lightrft.config.references import JUDGE, SERVER, reward_terms
+from lightrft.config.references import JUDGE, SERVER, reward_terms, reward_weights
+from lightrft.config.sections import moves_reference
 from lightrft.data.prompt_set import PromptSet
 from lightrft.models.load import load_tokenizer
 from lightrft.observe.metrics import Metrics
@@ -68,6 +69,8 @@ class Builders(Protocol):
     build_rewards: Any
     build_ppo_roles: Any
     build_learners: Any
+    teacher_columns: Any
+    with_token_ids: Any
 
 
 @dataclass
@@ -124,7 +127,8 @@ class _Observed(PolicyObjective):
             alone = replace(batch, loss_mask=own, learned=None)
             share, _ = super().__call__(logprobs, alone, denominator)
             record = self.records[row]
-            record.logprobs.append(logprobs[own])
+            sampled = logprobs if batch.candidates is None else logprobs[:, 0]
+            record.logprobs.append(sampled[own])
             record.shares.append(share.item())
             if "train/ratio" in report:
                 record.ratios.append(report["train/ratio"].detach()[own])
@@ -233,9 +237,11 @@ class _Step:
 
     def __init__(self, bundle: Bundle, strategy: Strategy, build: Builders):
         self.build = build
-        config = self.config = bundle.config
+        config = bundle.config
         total = bundle.content["total_steps"] or bundle.content["step"]
-        data = build.TrainingData(load_tokenizer(config.model), PromptSet([]), PromptSet([]), total)
+        tokenizer = load_tokenizer(config.model)
+        config = self.config = build.with_token_ids(bundle.config, tokenizer)
+        data = build.TrainingData(tokenizer, PromptSet([]), PromptSet([]), total)
         count = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
         updates = count // config.train.train_batch_size * config.train.max_epochs
         policy, critic, teacher = build.build_ppo_roles(config, strategy, data, updates=updates)
@@ -247,11 +253,19 @@ class _Step:
             algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
         )
 
+        self.entropy_coefficient = EntropyCoefficient(
+            algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_step
+        )
+
         self.roles = {"critic": critic} if critic is not None else {}
         self.roles["actor"] = policy
         self._load(
             bundle.folder / "checkpoints",
-            {"reward_shaper": shaper, "kl_coefficient": self.kl_coefficient},
+            {
+                "reward_shaper": shaper,
+                "kl_coefficient": self.kl_coefficient,
+                "entropy_coefficient": self.entropy_coefficient,
+            },
         )
         self.make_experience = experience_maker(
             policy,
@@ -259,12 +273,17 @@ class _Step:
             config.train,
             shaper=shaper,
             kl_coefficient=self.kl_coefficient,
+            entropy_coefficient=self.entropy_coefficient,
             critic=critic,
             teacher=teacher,
             flatten=Flatten(
                 None,
                 first_token_apart=config.rollout.first_token_temperature is not None,
                 min_tokens=config.rollout.min_tokens,
+            ),
+            teacher_columns=build.teacher_columns(config, data.tokenizer),
+            reward_weights=reward_weights(
+                config.reward.reward, config.model, config.reward.reward_model_coef
             ),
             num_updates=updates,
         )
@@ -281,6 +300,8 @@ class _Step:
         }
         if self.policy.average is not None:
             models["ema"] = (self.policy.average, None, None)
+        if moves_reference(self.config.algorithm):
+            models["reference"] = (self.policy.reference, None, None)
         # The flags of the run decide about the optimizers, as when it resumes.
         with ExitStack() as settings:
             for role in self.roles.values():
@@ -289,12 +310,11 @@ class _Step:
 
     def learners(self, records: dict[int, SampleRecord]) -> list[Any]:
         """Return what learns in the step, with an objective that fills the records."""
-        *others, actor = self.build.build_learners(
-            self.config, self.policy, self.critic, None, None, self.kl_coefficient
-        )
-        objective = _Observed(self.config.algorithm, self.kl_coefficient)
+        objective = _Observed(self.config.algorithm, self.kl_coefficient, self.entropy_coefficient)
         objective.records = records
-        return [*others, replace(actor, objective=objective)]
+        return self.build.build_learners(
+            self.config, self.policy, self.critic, None, None, objective
+        )
 
 
 def explanation(result: Replay, number: int) -> Iterator[str]:

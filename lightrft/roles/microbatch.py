@@ -47,7 +47,7 @@ def infer(
 def empty_microbatch(batch: B) -> B:
     """Return a batch of one token that is not learned, with the columns of `batch`."""
     zeros = {
-        name: value.new_zeros(1)
+        name: value.new_zeros(1, *value.shape[1:])
         for name, value in (batch.columns("token") | batch.columns("sequence")).items()
     }
     absent = {"media": None, "experts": None}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,6 +18,7 @@ from lightrft.algorithms.objectives import Balanced
 from lightrft.algorithms.reduce import Denominator, LocalGradients, Report
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers, unwrap
+from lightrft.config.sections import AlgorithmSection
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.heads import Actor
 from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, plain_name
@@ -85,6 +87,11 @@ class Policy(Role, PolicyNames):
     def actor(self) -> Actor:
         return self.module
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Return the number of logits, which may be more than there are tokens."""
+        return self.actor.language_model.config.get_text_config().vocab_size
+
     # -- log-probs
 
     def get_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
@@ -144,6 +151,24 @@ class Policy(Role, PolicyNames):
         both = self._infer(self.actor, ask, batch, rows)
         return both[:, 0], both[:, 1]
 
+    def likeliest(self, batch: Batch, rows: MicroBatchIndices, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k likeliest ids in the place of each learned token of a flat batch.
+
+        Log-probs [T, k] float32 and ids [T, k] int32 on the host, likeliest first and 0 elsewhere.
+        Columns without a token, because fewer may be sampled, have log-prob -inf and id -1.
+        """
+        num = min(k, self.vocabulary_size)
+
+        def ask(part: Batch) -> Tensor:
+            logprobs, ids = self.actor(part, self.temperature, self.truncation, likeliest=num)
+            logprobs = F.pad(logprobs, (0, k - num), value=-torch.inf)
+            # The columns of all micro-batches may be too much for the device. Float32 is exact for
+            # ids below 2^24.
+            return torch.cat([logprobs, F.pad(ids, (0, k - num)).float()], dim=1).cpu()
+
+        logprobs, ids = self._infer(self.actor, ask, batch, rows).tensor_split([k], dim=1)
+        return logprobs, ids.int().masked_fill(logprobs.isneginf(), -1)
+
     def reference_logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """Return log p of every learned token under the reference model: [T].
 
@@ -158,10 +183,17 @@ class Policy(Role, PolicyNames):
     def forward(
         self, batch: Batch, gradients: LocalGradients | None = None
     ) -> tuple[Tensor, Report]:
-        """Return log-probs of learned tokens [T], 0 elsewhere; store the entropy in the batch."""
+        """Return log-probs of learned tokens [T], 0 elsewhere; store the entropy in the batch.
+
+        If the batch has `candidates` [T, K], the log-probs are [T, 1 + K].
+        """
         with self.routers.watch() if self.routers else nullcontext([]) as logits:
             logprobs, batch.entropy = self.actor(
-                batch, self.temperature, self.truncation, gradients=gradients
+                batch,
+                self.temperature,
+                self.truncation,
+                candidates=batch.candidates,
+                gradients=gradients,
             )
         if self.routers:
             batch.routing = self.routers.routing(logits, batch, self.actor.sequence)
@@ -178,6 +210,17 @@ class Policy(Role, PolicyNames):
             before = self._step.expert_load
             self._step.expert_load = load if before is None else before + load
         return choices.report(sequence)
+
+    def update_reference(self, step: int, section: AlgorithmSection) -> None:
+        """Move the reference after a step, on each rank for its part.
+
+        reference <- ref_ema * reference + (1 - ref_ema) * actor after each step, or a copy of the
+        actor after every `ref_refresh_steps`.
+        """
+        if not section.ref_refresh_steps:
+            self.strategy.moving_average(self.actor, self.reference, section.ref_ema)
+        elif step % section.ref_refresh_steps == 0:
+            self.strategy.moving_average(self.actor, self.reference, 0.0)
 
     def balance_experts(self, load: Tensor) -> None:
         self._load_report = self.actor.router_choices.balance(load)
@@ -241,6 +284,7 @@ class Policy(Role, PolicyNames):
             min_tokens=0,
             top_p=self.truncation.top_p,
             top_k=self.truncation.top_k,
+            min_p=self.truncation.min_p,
             banned_token_ids=self.truncation.banned,
             seed=self.strategy.seed * 1_000_003 + self._generations,
         )

@@ -4,9 +4,11 @@ The micro-batches are planned over all ranks.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.objectives import local_gradients
-from lightrft.algorithms.reduce import Denominator, LocalGradients, Report, Weighted
+from lightrft.algorithms.reduce import (
+    Denominator,
+    LocalGradients,
+    PromptTokens,
+    Report,
+    Weighted,
+)
 from lightrft.batching.planner import Batching
 from lightrft.batching.redistribute import redistribute, regroup
 from lightrft.batching.sample_store import SampleStore
@@ -397,12 +405,18 @@ class Role(ABC):
         self.strategy.clear_gradients(self.module)
 
     def denominator(
-        self, batch: Batch, rows: MicroBatchIndices, *, length: int | None = None
+        self,
+        batch: Batch,
+        rows: MicroBatchIndices,
+        *,
+        length: int | None = None,
+        by_prompt: bool = False,
     ) -> Denominator:
         """Count the learned tokens and sequences of one optimizer step over all ranks.
 
         It is one collective. `length` is the constant of seq-mean-token-sum-norm:
-        --generate_max_len when None.
+        --generate_max_len when None. `by_prompt`: count the tokens of each prompt too, for
+        prompt-mean, in one more collective.
         """
         part = batch.select([row for members in rows for row in members])
         learned = torch.zeros(len(part)).index_add(0, part.sequence_ids, part.loss_mask.float())
@@ -410,8 +424,17 @@ class Role(ABC):
             torch.stack([part.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]), "sum"
         )
         tokens, sequences = counts.to(self.strategy.device)
+        if length is None:
+            length = self.strategy.config.generate_max_len
+        if not by_prompt:
+            return Denominator(tokens, sequences, length)
+
+        of_prompts: Counter[int] = Counter()
+        mine = list(zip(part.groups.tolist(), learned.tolist(), strict=True))
+        for group, count in chain.from_iterable(self.strategy.mesh.data.gather(mine)):
+            of_prompts[group] += count
         return Denominator(
-            tokens, sequences, self.strategy.config.generate_max_len if length is None else length
+            tokens, sequences, length, PromptTokens.of(of_prompts).to(self.strategy.device)
         )
 
     # -- inference

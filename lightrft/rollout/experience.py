@@ -15,6 +15,7 @@ from torch import Tensor
 from lightrft.batching.redistribute import put_batch
 from lightrft.config.sections import TrainSection
 from lightrft.observe.metrics import Metrics
+from lightrft.parallel.collectives import Axis
 from lightrft.roles.policy import Policy
 from lightrft.rollout.gathered_rewards import GatheredRewards, place_at_tokens
 from lightrft.rollout.measure import measure_experience, measure_groups
@@ -23,6 +24,8 @@ from lightrft.types import Expand, Expanded, Experience, RoutedShape, Sample
 
 Compare = Callable[[GatheredRewards], Tensor]
 """Function that returns the advantage [M] of each reward of all ranks."""
+SetColumns = Callable[[Experience, Sequence[Sample], Axis], None]
+"""Function that sets columns of an experience from the samples; all ranks of the axis call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +78,19 @@ class ExperienceMaker:
         flatten: Callable[..., Experience],
         by_length: Callable[[Experience, list[Sample]], None] | None = None,
         by_difficulty: Callable[[Experience, GatheredRewards, Tensor], None] | None = None,
+        teacher_columns: SetColumns | None = None,
         num_updates: int = 1,
         branches: bool = False,
+        components: bool = False,
     ):
         """Set up the experience maker; stages.build.experience_maker() chooses the parts of a run.
 
         `stages` run in order on the balanced experience; before that, `by_length` and
-        `by_difficulty` mask samples. `num_updates`: how many optimizer steps use the samples of a
+        `by_difficulty` mask samples, and `teacher_columns` says what a teacher needs to know of
+        them. `num_updates`: how many optimizer steps use the samples of a
         step; compute_early() needs it. `branches`: samples may have branches, and a sample's
-        branches are learned in the same optimizer step as the sample.
+        branches are learned in the same optimizer step as the sample. `components`: `compare` reads
+        the named parts of rewards.
         """
         self.policy = policy
         self.train = train
@@ -92,8 +99,10 @@ class ExperienceMaker:
         self.flatten = flatten
         self.by_length = by_length
         self.by_difficulty = by_difficulty
+        self.teacher_columns = teacher_columns
         self.num_updates = num_updates
         self.branches = branches
+        self.components = components
         self.data = policy.strategy.mesh.data
         self._precomputed: PrecomputedOutputs | None = None
         """Outputs of samples of the current step, once compute_early() was called."""
@@ -108,9 +117,13 @@ class ExperienceMaker:
             self._set_precomputed(experience, samples, rows)
         if self.by_length is not None:
             self.by_length(experience, rows)
+        if self.teacher_columns is not None:
+            self.teacher_columns(experience, rows, self.data)
 
         # Every rank gets the rewards of all, so a group may lie on several ranks.
-        gathered = GatheredRewards.share(self.data, samples, first_row=first_sample)
+        gathered = GatheredRewards.share(
+            self.data, samples, first_row=first_sample, components=self.components
+        )
         sizes = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
         numbers = first_sample + torch.repeat_interleave(sizes)
         if self.by_difficulty is not None:

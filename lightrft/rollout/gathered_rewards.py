@@ -31,22 +31,39 @@ class GatheredRewards:
     """Reward of the greedy response to the prompt, at a response's last reward; 0 elsewhere."""
     local: slice
     """Rewards of this rank."""
+    components: dict[str, Tensor]
+    """Named parts of each reward with their weights, if they were asked for.
+
+    A response whose reward has no parts, or that has several rewards, has the part `reward`.
+    """
 
     @classmethod
-    def share(cls, axis: Axis, samples: list[Sample], *, first_row: int) -> Self:
+    def share(
+        cls, axis: Axis, samples: list[Sample], *, first_row: int, components: bool = False
+    ) -> Self:
         """Gather the rewards of all ranks; the first sample of this rank is row `first_row`.
 
-        It takes one collective, or two if a rank has more rewards than ever before.
+        It takes one collective, or two if a rank has more rewards than ever before. The
+        `components` take one more, for their names.
         """
+        names: list[str] = []
+        if components:
+            mine = {name for sample in samples for name in _components(sample, sample.reward)}
+            names = sorted(set().union(*axis.gather(mine)))
+
         lines = [
-            line for row, sample in enumerate(samples, first_row) for line in _lines(row, sample)
+            line
+            for row, sample in enumerate(samples, first_row)
+            for line in _lines(row, sample, names)
         ]
-        table = torch.tensor(lines, dtype=torch.float64).reshape(-1, len(fields(cls)) - 1)
+        width = len(fields(cls)) - 2 + len(names)
+        table = torch.tensor(lines, dtype=torch.float64).reshape(-1, width)
         parts, _ = axis.gather_rows(table.view(torch.int64))  # the same bits
         first = sum(map(len, parts[: axis.rank]))
-        return cls(
-            *torch.cat(parts).view(torch.float64).unbind(1), slice(first, first + len(lines))
-        )
+        columns = torch.cat(parts).view(torch.float64).unbind(1)
+        numbers = columns[: width - len(names)]
+        of_names = dict(zip(names, columns[width - len(names) :], strict=True))
+        return cls(*numbers, slice(first, first + len(lines)), of_names)
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """Return the total reward and the group of each response of all ranks: [N], [N]."""
@@ -65,7 +82,12 @@ class GatheredRewards:
         return self.rows.unique(return_inverse=True)[1]
 
 
-def _lines(row: int, sample: Sample) -> Iterator[tuple[float, ...]]:
+def _components(sample: Sample, reward: float) -> dict[str, float]:
+    named = sample.reward_parts if sample.token_rewards is None else {}
+    return named or {"reward": reward}
+
+
+def _lines(row: int, sample: Sample, names: list[str]) -> Iterator[tuple[float, ...]]:
     before = 0
     for place, (token, reward) in enumerate(sample.steps, 1):
         length, greedy = (
@@ -73,7 +95,9 @@ def _lines(row: int, sample: Sample) -> Iterator[tuple[float, ...]]:
             if place == len(sample.steps)
             else (0, 0.0)
         )
-        yield row, sample.group, reward, token + 1 - before, length, greedy
+        parts = _components(sample, reward) if names else {}
+        of_names = [parts.get(name, 0.0) for name in names]
+        yield row, sample.group, reward, token + 1 - before, length, greedy, *of_names
         before = token + 1
 
 

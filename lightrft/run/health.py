@@ -112,7 +112,8 @@ class Health:
             row["rollout/reward_min"] == row["rollout/reward_max"]
             and not self.config.algorithm.distill_coef
         )
-        if not equal and row.get("rollout/advantage_abs", 0.0) > NO_ADVANTAGE:
+        advantages = not equal and row.get("rollout/advantage_abs", 0.0) > NO_ADVANTAGE
+        if advantages or self.config.algorithm.distill_top_k:
             self.steps_with_signal += 1
             return
 

@@ -5,7 +5,7 @@ import torch
 from lightrft.algorithms.reduce import Sum
 from lightrft.algorithms.returns import distill, gae, reward_to_go, whiten
 from lightrft.observe.metrics import Metrics
-from lightrft.roles.teacher import Teacher
+from lightrft.roles.teacher import Teacher, TeacherOfTokens
 from lightrft.rollout.measure import measure_values
 from lightrft.rollout.plan import Stage, TrainingPlan
 
@@ -66,6 +66,27 @@ class TeacherTerm(Stage):
         gap = torch.where(learned, distill(experience.old_logprobs, logprobs), 0.0)
         metrics.mean("rollout/teacher_kl", -gap, learned)
         experience.advantages = experience.advantages + self.coefficient * gap
+
+
+class TeacherDistribution(Stage):
+    """Computes the teacher's likeliest tokens at each position (--distill_top_k).
+
+    The divergence from them is part of the loss; see algorithms/kl.py.
+    """
+
+    writes = ("candidates", "teacher_logprobs")
+
+    def __init__(self, teacher: TeacherOfTokens, num_candidates: int):
+        self.teacher = teacher
+        self.num_candidates = num_candidates
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        experience = plan.experience
+        logprobs, ids = self.teacher.likeliest(experience, plan.microbatches, self.num_candidates)
+        experience.teacher_logprobs = logprobs
+        experience.candidates = ids
+        named = logprobs.double().exp().sum(-1)
+        metrics.mean("rollout/teacher_top_mass", named, experience.loss_mask)
 
 
 class NormalizedAdvantages(Stage):

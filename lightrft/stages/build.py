@@ -1,24 +1,27 @@
 """Choose the stages that a run needs; each option of the algorithm is one stage."""
 
+from collections.abc import Mapping
+
 from lightrft.algorithms.covariance import marks
-from lightrft.algorithms.kl import KLCoefficient
+from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
-from lightrft.rollout.experience import ExperienceMaker, Flatten
+from lightrft.rollout.experience import ExperienceMaker, Flatten, SetColumns
 from lightrft.rollout.plan import Stage
 from lightrft.stages.advantages import (
     GeneralizedAdvantages,
     NormalizedAdvantages,
     RewardToGo,
+    TeacherDistribution,
     TeacherTerm,
 )
 from lightrft.stages.compare import CompareRewards
 from lightrft.stages.filters import DifficultyFilter, EntropyFilter, LengthFilter
 from lightrft.stages.outputs import EngineLogprobs, PolicyLogprobs, ReferenceLogprobs, Values
-from lightrft.stages.penalty import KLPenalty
+from lightrft.stages.penalty import EntropyControl, KLPenalty
 from lightrft.stages.tokens import HighEntropyTokens, SelectedTokens
 
 
@@ -29,14 +32,18 @@ def experience_maker(
     *,
     shaper: RewardShaper,
     kl_coefficient: KLCoefficient,
+    entropy_coefficient: EntropyCoefficient | None = None,
     critic: Critic | None = None,
     teacher: Teacher | None = None,
     flatten: Flatten | None = None,
+    teacher_columns: SetColumns | None = None,
+    reward_weights: Mapping[str, float] | None = None,
     num_updates: int = 1,
     branches: bool = False,
 ) -> ExperienceMaker:
     """Build the experience maker of a run.
 
+    `reward_weights`: weights of rewards by label, for estimators of their components.
     `num_updates`: how many optimizer steps use the samples of a step, for --overlap. `branches`:
     samples may have branches, and a sample's branches are learned in the same optimizer step.
 
@@ -50,16 +57,26 @@ def experience_maker(
     if algorithm.difficulty_filter:
         by_difficulty = DifficultyFilter(algorithm.difficulty_filter)
 
+    compare = CompareRewards(algorithm, shaper, reward_weights or {})
     return ExperienceMaker(
         policy,
         train,
-        compare=CompareRewards(algorithm, shaper),
-        stages=stages(policy, algorithm, kl_coefficient, critic=critic, teacher=teacher),
+        compare=compare,
+        stages=stages(
+            policy,
+            algorithm,
+            kl_coefficient,
+            entropy_coefficient=entropy_coefficient,
+            critic=critic,
+            teacher=teacher,
+        ),
         flatten=flatten or Flatten(),
         by_length=by_length,
         by_difficulty=by_difficulty,
+        teacher_columns=teacher_columns,
         num_updates=num_updates,
         branches=branches,
+        components=compare.reads_components,
     )
 
 
@@ -68,12 +85,14 @@ def stages(
     algorithm: AlgorithmSection,
     kl_coefficient: KLCoefficient,
     *,
+    entropy_coefficient: EntropyCoefficient | None,
     critic: Critic | None,
     teacher: Teacher | None,
 ) -> list[Stage]:
     """Return the stages in order: outputs of models, filters and penalties, advantages, tokens."""
     data = policy.strategy.mesh.data
-    entropy = bool(algorithm.entropy_filter or algorithm.high_entropy_token_ratio)
+    adapts_entropy = algorithm.entropy_target is not None
+    entropy = bool(algorithm.entropy_filter or algorithm.high_entropy_token_ratio or adapts_entropy)
     # The KL is needed before the update if it is in the reward, or if the coefficient adapts.
     penalty = policy.reference is not None and (
         not algorithm.use_kl_loss or kl_coefficient.target is not None
@@ -82,7 +101,7 @@ def stages(
 
     chosen: list[Stage] = []
     if entropy or not algorithm.use_engine_logprobs:
-        needed = selects or teacher is not None or penalty
+        needed = selects or penalty or (teacher is not None and not algorithm.distill_top_k)
         chosen.append(PolicyLogprobs(policy, entropy=entropy, needed=needed))
     if algorithm.use_engine_logprobs:
         chosen.append(EngineLogprobs())
@@ -93,6 +112,8 @@ def stages(
 
     if algorithm.entropy_filter:
         chosen.append(EntropyFilter(algorithm.entropy_filter))
+    if adapts_entropy:
+        chosen.append(EntropyControl(entropy_coefficient, data))
     if penalty:
         chosen.append(KLPenalty(algorithm, kl_coefficient, data))
 
@@ -100,7 +121,7 @@ def stages(
         chosen.append(RewardToGo(algorithm.gamma))
     else:
         chosen.append(GeneralizedAdvantages(algorithm.gamma, algorithm.lambd, data.sum))
-    if teacher is not None:
+    if teacher is not None and not algorithm.distill_top_k:
         chosen.append(TeacherTerm(teacher, algorithm.distill_coef))
     if algorithm.advantages_norm or algorithm.advantage_clip is not None:
         chosen.append(
@@ -111,4 +132,8 @@ def stages(
         chosen.append(HighEntropyTokens(algorithm.high_entropy_token_ratio, data.sum))
     if selects:
         chosen.append(SelectedTokens(algorithm, data.sum))
+    # The last one, because its columns only matter to the update.
+    if algorithm.distill_top_k:
+        num_candidates = min(algorithm.distill_top_k, policy.vocabulary_size)
+        chosen.append(TeacherDistribution(teacher, num_candidates))
     return chosen

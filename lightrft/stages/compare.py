@@ -1,14 +1,17 @@
 """Compare the rewards of all ranks, to find the advantage that each reward adds to the tokens."""
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import Estimator, estimators, weighted_by_difficulty
-from lightrft.algorithms.options import options, resolve
+from lightrft.algorithms.options import keywords, options, resolve
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection
 from lightrft.rollout.gathered_rewards import GatheredRewards
 
-GIVEN = ("lengths", "responses", "greedy_rewards")
+GIVEN = ("lengths", "responses", "greedy_rewards", "components", "component_weights")
 """Options of an estimator that come from the samples, not from the configuration."""
 
 
@@ -18,11 +21,18 @@ class CompareRewards:
     Rewards are shaped first, so that no statistic covers only one rank.
     """
 
-    def __init__(self, section: AlgorithmSection, shaper: RewardShaper):
-        """Find the estimator. Raises ValueError if it needs what this run does not compute."""
+    def __init__(
+        self, section: AlgorithmSection, shaper: RewardShaper, weights: Mapping[str, float]
+    ):
+        """Find the estimator. Raises ValueError if it needs what this run does not compute.
+
+        `weights` has the weight of each reward by label.
+        """
         self.section = section
         self.shaper = shaper
+        self.weights = weights
         self.estimator: Estimator = resolve(estimators, section.advantage_estimator, extra=GIVEN)
+        self.reads_components = "components" in keywords(self.estimator)
 
     def __call__(self, gathered: GatheredRewards) -> Tensor:
         """Return the advantage of each reward: [M]."""
@@ -33,6 +43,11 @@ class CompareRewards:
             "responses": gathered.rows,
             "greedy_rewards": gathered.greedy.float(),
         }
+        if self.reads_components:
+            given["components"] = torch.stack([*gathered.components.values()], 1)
+            weights = [self._weight(name) for name in gathered.components]
+            given["component_weights"] = torch.tensor(weights, dtype=torch.float64)
+
         chosen = options(self.estimator, self.section, **given)
         advantages = self.estimator(rewards, groups, **chosen)
 
@@ -49,3 +64,11 @@ class CompareRewards:
             solved = gathered.solved_shares()
             advantages = weighted_by_difficulty(advantages, solved, least=least, most=most)
         return advantages
+
+    def _weight(self, component: str) -> float:
+        """Return the weight of the reward that a component belongs to.
+
+        A reward with named parts has components LABEL_NAME.
+        """
+        labels = [each for each in self.weights if f"{component}_".startswith(f"{each}_")]
+        return self.weights[max(labels, key=len)] if labels else 1.0

@@ -1,10 +1,10 @@
-"""Subtract the KL penalty from the rewards, and adapt the coefficient."""
+"""Subtract the KL penalty from the rewards, and adapt coefficients."""
 
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import penalties
-from lightrft.algorithms.kl import KLCoefficient, kl_estimators
+from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, kl_estimators
 from lightrft.algorithms.options import options
 from lightrft.algorithms.reduce import sequence_sums
 from lightrft.config.sections import AlgorithmSection
@@ -78,3 +78,21 @@ class KLPenalty(Stage):
         first = sum(map(len, parts[: self.data.rank]))
         local = compared[first : first + len(experience)][learned].to(penalty.dtype)
         return torch.zeros_like(penalty).index_put((last[learned],), local)
+
+
+class EntropyControl(Stage):
+    """Adapts the coefficient of the entropy bonus to the entropy before the update."""
+
+    reads = ("entropy",)
+
+    def __init__(self, coefficient: EntropyCoefficient, data: Axis):
+        self.coefficient = coefficient
+        self.data = data
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        learned = plan.experience.loss_mask
+        entropy = torch.where(learned, plan.experience.entropy, 0.0).double().sum()
+        # One sum over all ranks, so that every rank adapts the coefficient alike.
+        total, tokens = self.data.sum(torch.stack([entropy, learned.sum().double()])).tolist()
+        self.coefficient.update(total / max(tokens, 1))
+        metrics.mean("rollout/entropy_coef", self.coefficient.value)

@@ -44,9 +44,9 @@ def importance_sampling(logprobs: Tensor, batch: Batch) -> Tensor:
 
 
 def dro(logprobs: Tensor, batch: Batch, *, beta: float) -> Tensor:
-    """-(A log p - beta / 2 (log r)^2): Richemond et al., arXiv 2405.19107."""
-    log_ratio = logprobs - _reference(logprobs, batch)
-    return -(logprobs * batch.advantages - beta / 2 * log_ratio.square())
+    """-(A log p - beta / 2 (log r)^2)."""
+    old = _reference(logprobs, batch)
+    return policy_loss.dro(logprobs, old, batch.advantages, policy_drift_coef=beta)[0]
 
 
 def clipped(

@@ -14,10 +14,11 @@ from lightrft.algorithms.policy_loss import PER_SEQUENCE
 from lightrft.backends.zero_state import BUCKET
 from lightrft.config.errors import ConfigError
 from lightrft.config.facts import EXPERT_FAMILIES
-from lightrft.config.references import reward_model_terms
+from lightrft.config.references import reward_model_terms, teacher_terms
 from lightrft.config.sections import (
     Config,
     media_columns,
+    moves_reference,
     needs_critic,
     needs_reference,
     section_of_field,
@@ -250,8 +251,10 @@ class Planner:
         model = self.config.model
         models = {}
         if self.command == "train_ppo":
-            # An actor with adapters is its own reference.
-            if needs_reference(algorithm) and not model.lora_rank:
+            # An actor with adapters is its own reference, unless that moves.
+            if needs_reference(algorithm) and moves_reference(algorithm):
+                models["reference"] = 4 * self.of_rank / self.shards
+            elif needs_reference(algorithm) and not model.lora_rank:
                 models["reference"] = self.frozen()
             if needs_critic(algorithm):
                 models["critic"] = sum(states.values())
@@ -259,8 +262,8 @@ class Planner:
                 models["draft"] = self.draft()
             for _, term in reward_model_terms(model):
                 models[f"reward model {term.label}"] = self.frozen(model_config(term.name))
-            if model.teacher_pretrain:
-                models["teacher"] = self.frozen(model_config(model.teacher_pretrain))
+            for label, path in teacher_terms(model.teacher_pretrain):
+                models[f"teacher {label}".rstrip()] = self.frozen(model_config(path))
         elif (
             self.command in ("train_dpo", "train_kto")
             and not self.config.preference.precompute_reference

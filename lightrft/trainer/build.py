@@ -7,13 +7,20 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.advantage import estimators
-from lightrft.algorithms.kl import KLCoefficient
+from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective, sft
 from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import ENGINE, JUDGE, eval_sources, reward_model_terms, reward_terms
+from lightrft.config.references import (
+    ENGINE,
+    JUDGE,
+    eval_sources,
+    reward_model_terms,
+    reward_terms,
+    reward_weights,
+)
 from lightrft.config.sections import (
     Config,
     has_episodes,
@@ -56,8 +63,9 @@ from lightrft.trainer.build_data import (
     load_rewarded,
     load_supervised,
     load_training_data,
+    teacher_columns,
 )
-from lightrft.trainer.build_episodes import build_episodes, check_tools, with_tools, with_turn_ends
+from lightrft.trainer.build_episodes import build_episodes, check_tools, with_token_ids, with_tools
 from lightrft.trainer.build_roles import (
     build_critic,
     build_draft,
@@ -97,7 +105,7 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     eval_sets = build_eval_sets(
         config, strategy, training_data.tokenizer, training_data.expand, rewards
     )
-    config = with_turn_ends(config, training_data.tokenizer)
+    config = with_token_ids(config, training_data.tokenizer)
     algorithm = config.algorithm
     tokenizer = training_data.tokenizer
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
@@ -110,7 +118,9 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
             config, strategy, tokenizer, updates=training_data.total_steps * updates
         )
 
-    ptx_loss = build_ptx_loss(config, policy, training_data) if config.data.pretrain_data else None
+    ptx_loss = None
+    if config.data.pretrain_data:
+        ptx_loss = build_ptx_loss(config, policy, training_data, teacher)
     if not config.rollout.replay_rollouts:
         rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
         name = f"(--engine_type {config.engine.engine_type})"
@@ -123,12 +133,16 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     kl_coefficient = KLCoefficient(
         algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
     )
+    entropy_coefficient = EntropyCoefficient(
+        algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_step
+    )
     make_experience = experience_maker(
         policy,
         algorithm,
         config.train,
         shaper=shaper,
         kl_coefficient=kl_coefficient,
+        entropy_coefficient=entropy_coefficient,
         critic=critic,
         teacher=teacher,
         flatten=Flatten(
@@ -138,6 +152,10 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
             routed=RoutedShape.of(policy.actor.hf_model.config)
             if config.engine.router_replay
             else None,
+        ),
+        teacher_columns=teacher_columns(config, tokenizer),
+        reward_weights=reward_weights(
+            config.reward.reward, config.model, config.reward.reward_model_coef
         ),
         num_updates=updates,
         branches=has_episodes(config.environment),
@@ -152,9 +170,12 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     )
     rollout = Rollout(scheduler, rewards)
     parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
+    if algorithm.entropy_target is not None:
+        parts["entropy_coefficient"] = entropy_coefficient
     strategy.memory.report("models and engine are ready;")
 
-    learners = build_learners(config, policy, critic, draft, ptx_loss, kl_coefficient)
+    objective = PolicyObjective(algorithm, kl_coefficient, entropy_coefficient)
+    learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
     options = {
         "observer": observer,
         "trace": trace,
@@ -187,7 +208,7 @@ def build_learners(
     critic: Critic | None,
     draft: Draft | None,
     ptx_loss: PtxLoss | None,
-    kl_coefficient: KLCoefficient,
+    objective: PolicyObjective,
 ) -> list[Learner]:
     """Build the models that learn in a step, the policy last."""
     learners = []
@@ -199,7 +220,7 @@ def build_learners(
     actor = Learner(
         "actor",
         policy,
-        PolicyObjective(config.algorithm, kl_coefficient),
+        objective,
         "train",
         first_step=config.train.freezing_actor_steps + 1,
         ptx_loss=ptx_loss,
@@ -246,7 +267,9 @@ def build_ppo_roles(
     )
     set_blank_media(expand, policy.actor, policy.reference, critic and critic.module)
     teacher = (
-        build_teacher(config, strategy, tokenizer, expand) if algorithm.distill_coef > 0 else None
+        build_teacher(config, strategy, tokenizer, expand, policy)
+        if algorithm.distill_coef > 0
+        else None
     )
     if algorithm.aux_loss_coef > 0:
         policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
@@ -315,7 +338,9 @@ def build_overlap(
     return Overlap(compute, strategy.device, trace)
 
 
-def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) -> PtxLoss:
+def build_ptx_loss(
+    config: Config, policy: Policy, training_data: TrainingData, teacher: Teacher | None
+) -> PtxLoss:
     """Build the supervised loss on --pretrain_data, to be added to the loss on the samples."""
     tokenizer = training_data.tokenizer
     expand = training_data.expand
@@ -336,7 +361,8 @@ def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) 
         prompts,
         tokenizer,
         train=config.train,
-        coefficient=config.algorithm.ptx_coef,
+        algorithm=config.algorithm,
+        teacher=teacher if config.algorithm.ptx_teacher else None,
         **options,
     )
 
@@ -453,7 +479,7 @@ def evaluation(config: Config, strategy: Strategy) -> Evaluation:
     sets = build_eval_sets(config, strategy, tokenizer, expand, rewards)
     if any(each.rewards is rewards for each in sets):
         rewards.models = build_model_rewards(config, strategy, tokenizer, expand)
-    config = with_turn_ends(config, tokenizer)
+    config = with_token_ids(config, tokenizer)
     # The engine sleeps only to make room for reward models; nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
     name = f"(--engine_type {config.engine.engine_type}) with {config.model.pretrain}"

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.errors import ConfigError
+from lightrft.config.references import teacher_terms
 from lightrft.config.sections import Config, has_episodes, media_columns
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
@@ -15,8 +16,10 @@ from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.media_expansion import Expander
+from lightrft.rollout.teacher_columns import TeacherColumns
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_episodes import check_tools
+from lightrft.types import Prompt
 
 
 def load_training_data(
@@ -91,17 +94,38 @@ def load_rewarded(
     *,
     source: str = "prompt_data",
 ) -> PromptSet:
-    """Load prompts with the columns that the rewards need."""
+    """Load prompts with the columns that the rewards, and in training the teachers, need."""
+    row_problem = rewards.row_problem
+    requirements = [rewards.requirements, limits_of_media(config)]
+    taught = teacher_columns(config, tokenizer) if source == "prompt_data" else None
+    if taught is not None:
+
+        def row_problem(prompt: Prompt) -> str | None:
+            return rewards.row_problem(prompt) or taught.problem(prompt)
+
+        requirements.append(taught.requirements)
+
     return load_prompts(
         config.data,
         tokenizer,
         source=source,
-        row_problem=rewards.row_problem,
+        row_problem=row_problem,
         measure=expand and expand.measure,
         distinguishing=config.reward.reward_key,
-        requirements=[rewards.requirements, limits_of_media(config)],
+        requirements=requirements,
         keep_input=has_episodes(config.environment),
     )
+
+
+def teacher_columns(config: Config, tokenizer: PreTrainedTokenizerBase) -> TeacherColumns | None:
+    """Return what reads the columns about teachers; None if there are none."""
+    if config.data.teacher_key is None and config.data.teacher_prompt_key is None:
+        return None
+    train = config.train
+    budget = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
+    labels = [label for label, _ in teacher_terms(config.model.teacher_pretrain)]
+    longest = budget - config.rollout.generate_max_len
+    return TeacherColumns(config.data, tokenizer, labels, longest=longest)
 
 
 def limits_of_media(config: Config) -> Any:

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.episodes import Episodes
-from lightrft.agents.messages import ToolCall
+from lightrft.agents.messages import RANGES, ToolCall
 from lightrft.agents.programs import ProgramSetup
 from lightrft.agents.tool_calls import Parse, after_thinking, hermes, read_call
 from lightrft.agents.tools import schemas
@@ -41,7 +41,7 @@ def served_model(config: Config) -> EndpointModel:
     """Return what the servers of agents tell about the model."""
     rollout = config.rollout
     longest = config.data.prompt_max_len + config.rollout.generate_max_len
-    sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+    sampling = {name: getattr(rollout, name) for name in RANGES}
     ends = _end_token_ids(config).union(rollout.stop_token_ids)
     return EndpointModel(Path(config.model.pretrain).name, longest, sampling, ends)
 
@@ -77,10 +77,29 @@ def with_tools(config: Config) -> Config:
     return replace(config, data=replace(config.data, chat_template_kwargs=json.dumps(variables)))
 
 
-def with_turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
-    """Also stop responses where the tokenizer and the chat template end a turn."""
-    ends = turn_end_ids(config.data, tokenizer).union(config.rollout.stop_token_ids)
-    return replace(config, rollout=replace(config.rollout, stop_token_ids=sorted(ends)))
+def with_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
+    """Add the tokens that only the tokenizer knows: ends of turns, and --bad_words.
+
+    Responses also stop where the tokenizer and the chat template end a turn. Raises ConfigError for
+    a bad word that is not one token.
+    """
+    rollout = config.rollout
+    ends = turn_end_ids(config.data, tokenizer).union(rollout.stop_token_ids)
+    banned = set(rollout.banned_token_ids)
+    for word in rollout.bad_words:
+        token_ids = tokenizer.encode(word, add_special_tokens=False)
+        if len(token_ids) != 1:
+            raise ConfigError(
+                f"--bad_words {word!r} is {len(token_ids)} tokens of --pretrain"
+                f" {config.model.pretrain}: whether the last one is excluded would depend on the"
+                " tokens before it, and log-probs of engine and trainer would differ; name words"
+                " of one token, or lower the reward of responses that contain it"
+            )
+        after_space = tokenizer.encode(f" {word}", add_special_tokens=False)
+        banned.update(token_ids, after_space if len(after_space) == 1 else [])
+
+    tokens = {"stop_token_ids": sorted(ends), "banned_token_ids": sorted(banned)}
+    return replace(config, rollout=replace(rollout, **tokens))
 
 
 def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes | None:

@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import Truncation
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import reward_model_terms
-from lightrft.config.sections import Config, longest_sequence
+from lightrft.config.references import reward_model_terms, teacher_terms
+from lightrft.config.sections import Config, longest_sequence, moves_reference
 from lightrft.engine.model_info import end_token_ids, never_sampled
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer, check_window
@@ -27,7 +27,7 @@ from lightrft.roles.critic import Critic
 from lightrft.roles.draft import Draft
 from lightrft.roles.policy import Policy
 from lightrft.roles.reward_model import RewardModel
-from lightrft.roles.teacher import Teacher
+from lightrft.roles.teacher import Teacher, Teachers
 from lightrft.rollout.media_expansion import Expander
 from lightrft.run.reward_server import ServedModel
 from lightrft.strategy.strategy import Strategy
@@ -53,6 +53,10 @@ def build_policy(
     --pretrain, if it has one.
     """
     optim = config.optim
+    if config.engine.exact:
+        from lightrft.engine.build import check_exact
+
+        check_exact(config.engine, strategy.device)
     strategy.announce("load_models")
     check_model(config.model, strategy)
     with strategy.init_model_context():
@@ -75,9 +79,12 @@ def build_policy(
         sampling = sampling.resolved(never_sampled(config.model.pretrain, shape, tokenizer), ends)
 
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
-    # With adapters the reference is the actor without them, so it takes no memory.
+    follower = None
+    if reference and moves_reference(config.algorithm):
+        follower = _follower(config, strategy, actor, computes_like_actor=True)
+    # With adapters a reference that stays is the actor without them, so it takes no memory.
     frozen = actor if reference and config.model.lora_rank else None
-    if reference and frozen is None:
+    if reference and frozen is None and follower is None:
         with strategy.init_model_context():
             frozen = Actor(load_model(config.model)).requires_grad_(False)
         if config.model.fp8_training:  # else the first KL divergence would not be 0
@@ -88,26 +95,43 @@ def build_policy(
             make_actor_exact(frozen, strategy.dtype, strategy.device, strategy.world)
         frozen = strategy.prepare(frozen)
 
-    average = None
-    if config.train.enable_ema:
-        with strategy.init_model_context():
-            average = Actor(freeze_parameters(load_model(config.model), config.model))
-        average = strategy.prepare(average)
-        if config.model.lora_rank:
-            # The average starts from the actor's adapters, not from other random ones.
-            strategy.moving_average(actor, average, 0.0)
-
+    average = _follower(config, strategy, actor) if config.train.enable_ema else None
     return Policy(
         strategy,
         actor,
         optimizer,
         scheduler,
-        reference=frozen,
+        reference=follower or frozen,
         average=average,
         temperature=sampling.temperature,
         truncation=sampling.truncation,
         **limits(config),
     )
+
+
+def _follower(
+    config: Config, strategy: Strategy, actor: Actor, *, computes_like_actor: bool = False
+) -> Actor:
+    """Build a model that follows the actor: float32, sharded and adapted like it.
+
+    With `computes_like_actor` its log-probs equal the actor's while its parameters do.
+    """
+    with strategy.init_model_context():
+        model = Actor(freeze_parameters(load_model(config.model), config.model))
+    if computes_like_actor and config.model.fp8_training:
+        from lightrft.backends.torchao import use_float8
+
+        use_float8(model, strategy.device)
+    if computes_like_actor and config.engine.exact:
+        from lightrft.exact.install import make_actor_exact
+
+        make_actor_exact(model, strategy.dtype, strategy.device, strategy.world)
+
+    model = strategy.prepare(model)
+    if config.model.lora_rank:
+        # It starts from the actor's adapters, not from other random ones.
+        strategy.moving_average(actor, model, 0.0)
+    return model
 
 
 def limits(config: Config) -> dict[str, Any]:
@@ -189,9 +213,39 @@ def build_teacher(
     strategy: Strategy,
     tokenizer: PreTrainedTokenizerBase,
     expand: Expander | None,
+    policy: Policy,
 ) -> Teacher:
-    """Build the teacher: a frozen model sharded like the reference, or a client behind HTTP."""
+    """Build the teacher of --distill_coef.
+
+    It is a frozen model sharded like the reference, a client behind HTTP, or the `policy` itself;
+    several are one with a choice among them.
+    """
     strategy.announce("load_teacher")
+    teachers = _teachers(config, strategy, tokenizer, expand, policy)
+    if config.data.teacher_key is None and config.data.teacher_prompt_key is None:
+        return teachers[0]
+
+    budget = config.train.max_tokens_per_logprob_microbatch
+    return Teachers(
+        teachers,
+        strategy.mesh.data,
+        max_tokens=budget or config.train.max_tokens_per_microbatch,
+        batching=config.train.batching,
+    )
+
+
+def _teachers(
+    config: Config,
+    strategy: Strategy,
+    tokenizer: PreTrainedTokenizerBase,
+    expand: Expander | None,
+    policy: Policy,
+) -> list[Teacher]:
+    if config.model.self_teacher == "actor":
+        return [policy]
+    if config.model.self_teacher == "average":
+        set_blank_media(expand, policy.average)
+        return [_frozen_policy(config, strategy, policy.average, policy.truncation)]
     if config.model.teacher_url:
         try:
             from lightrft.roles.remote_teacher import RemoteTeacher
@@ -200,25 +254,35 @@ def build_teacher(
                 f"--teacher_url needs {error.name}: pip install httpx tenacity"
             ) from error
         patience = 60 * config.reward.server_minutes
-        return RemoteTeacher(
-            config.model.teacher_url, tokenizer, strategy.mesh.model_parallel, patience=patience
-        )
+        url = config.model.teacher_url
+        axis = strategy.mesh.model_parallel
+        return [RemoteTeacher(url, tokenizer, axis, patience=patience)]
 
-    check_vocabulary(config.model, "teacher_pretrain", tokenizer)
-    if expand is not None:
-        expand.check_same(config.model, "teacher_pretrain", config.model.teacher_pretrain)
-    check_model(config.model, strategy, "teacher_pretrain")
-    with strategy.init_model_context():
-        model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
-    set_blank_media(expand, model)
-    # The teacher is limited to the policy's tokens, so that equal weights give equal log-probs.
-    name = config.model.teacher_pretrain
-    shape = model.language_model.config
-    truncation = Truncation(banned=never_sampled(name, shape, tokenizer))
+    teachers = []
+    for _, name in teacher_terms(config.model.teacher_pretrain):
+        check_vocabulary(config.model, "teacher_pretrain", tokenizer, name=name)
+        if expand is not None:
+            expand.check_same(config.model, "teacher_pretrain", name)
+        check_model(config.model, strategy, "teacher_pretrain", name=name)
+        with strategy.init_model_context():
+            model = load_model(config.model, "teacher_pretrain", name=name)
+            actor = Actor(model).requires_grad_(False)
+        set_blank_media(expand, actor)
 
+        # The teacher is limited to the policy's tokens, so that equal weights give equal log-probs.
+        banned = {*never_sampled(name, model.config, tokenizer), *policy.truncation.banned}
+        truncation = Truncation(banned=tuple(sorted(banned)))
+        teachers.append(_frozen_policy(config, strategy, strategy.prepare(actor), truncation))
+
+    return teachers
+
+
+def _frozen_policy(
+    config: Config, strategy: Strategy, actor: Actor, truncation: Truncation
+) -> Policy:
     return Policy(
         strategy,
-        strategy.prepare(model),
+        actor,
         temperature=config.rollout.temperature,
         truncation=truncation,
         **limits(config),

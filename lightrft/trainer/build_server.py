@@ -18,7 +18,7 @@ from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.run.observation import log_duration
 from lightrft.run.resume_check import identity
 from lightrft.strategy.strategy import Strategy
-from lightrft.trainer.build_episodes import new_episodes, served_model, with_turn_ends
+from lightrft.trainer.build_episodes import new_episodes, served_model, with_token_ids
 from lightrft.trainer.build_roles import build_policy
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def model_server(config: Config, strategy: Strategy) -> "ModelServer":
     tokenizer = load_tokenizer(config.model)
     # Clients decide how many turns a conversation has, and they always send messages.
     section = replace(config.environment, max_turns=sys.maxsize)
-    config = with_turn_ends(
+    config = with_token_ids(
         replace(config, data=replace(config.data, apply_chat_template=True)), tokenizer
     )
     strategy.announce("start_engine")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightrft.config.sections import Config
+from lightrft.config.sections import Config, moves_reference
 from lightrft.data.prompt_set import PromptSet
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
@@ -55,7 +55,12 @@ class Learner:
         experience = plan.experience
         losses = []
         for rows in plan.minibatches * config.train.max_epochs:
-            denominator = role.denominator(experience, rows, length=config.rollout.generate_max_len)
+            denominator = role.denominator(
+                experience,
+                rows,
+                length=config.rollout.generate_max_len,
+                by_prompt=config.algorithm.loss_agg_mode == "prompt-mean",
+            )
             metrics.mean(f"{self.phase}/learning_rate", role.scheduler.get_last_lr()[0])
 
             term = self.ptx_loss.next() if self.ptx_loss is not None else None
@@ -99,9 +104,12 @@ class PPOTrainer(Trainer):
         self.learners = learners
         self.eval_sets = eval_sets
         self.sample_sinks: list[SampleSink] = [] if dump is None else [dump]
+        self.moves_reference = moves_reference(config.algorithm)
 
         for each in learners:
             self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
+        if self.moves_reference:
+            self.models["reference"] = (policy.reference, None, None)
 
     def step(self, number: int) -> StepRecord:
         samples, version = self._collect(number)
@@ -120,6 +128,9 @@ class PPOTrainer(Trainer):
                 if number >= learner.first_step:
                     with self.trace.phase(learner.phase):
                         losses += learner.learn(plan, self.config, self.metrics)
+
+        if self.moves_reference:
+            self.policy.update_reference(number, self.config.algorithm)
 
         plan.store.clear(plan.experience.rows.tolist())
         return StepRecord(plan.experience, plan.minibatches, losses, samples)

@@ -36,6 +36,12 @@ SEVERAL = {"in_proj_qkv": (0, 1, 2), "in_proj_z": (3,)}
 
 Queries, keys and values of gated delta networks are one layer there, but ranks split each of them.
 """
+MAMBA = "MambaMixer2"
+"""Layer of Mamba 2 in both engines."""
+DELTA_RULE = ("QwenGatedDeltaNetAttention", "Qwen3_5GatedDeltaNet")
+"""Gated delta networks of vLLM and of SGLang."""
+CONVOLUTION = "conv_weights"
+"""Buffer of vLLM's layer of Mamba 2: a view of the convolution, or a copy where vLLM packs it."""
 SCALES = "weight_scale"
 """Parameter of a layer of eight bits with the scale of each row of the weight."""
 UNPACKED = "_cpu_unpacked_conv_weight"
@@ -43,6 +49,11 @@ UNPACKED = "_cpu_unpacked_conv_weight"
 
 vLLM sets it together with the packed weight, and packs again in each reload.
 """
+
+
+def decays(logarithms: Tensor) -> Tensor:
+    """Compute the decays of Mamba 2 as vLLM stores them, -exp(A_log) in float32."""
+    return -torch.exp(logarithms.float())
 
 
 def engine_names(names: PublishedNames) -> dict[str, str]:
@@ -223,7 +234,14 @@ class FusedWeights:
             {piece.name: None for piece in pieces}
             for pieces in (self.raw, self._pieces_of_round(round))
         )
-        return Fingerprints(self.shapes, dtype, bits=bits, products=products, round=round)
+        forms = {
+            piece.name: decays
+            for piece in self.raw
+            if piece.attribute == "A" and is_a(piece.layer, MAMBA)
+        }
+        return Fingerprints(
+            self.shapes, dtype, bits=bits, products=products, forms=forms, round=round
+        )
 
     @torch.inference_mode()
     def add_to(self, prints: Fingerprints) -> None:
@@ -303,29 +321,67 @@ def _pieces(
         path = f"{inside}.{fused}"
 
     layer = places.get(f"{path}.{ROUTED}", places.get(path))
+    # Not every model of vLLM has a table of names. In SGLang the decays are not verified.
+    if attribute == "A_log" and is_a(layer, MAMBA) and CONVOLUTION in layer._buffers:
+        attribute = "A"
     if layer is None or getattr(layer, attribute, None) is None:
         return
-    if own == "conv1d" and is_a(places[inside], "QwenGatedDeltaNetAttention"):
-        regions = _of_delta_rule(places[inside])
+    if own == "conv1d" and any(is_a(places[inside], kind) for kind in DELTA_RULE):
+        regions = _of_delta_rule(places[inside], layer)
+    elif own in ("in_proj", "conv1d") and is_a(places[inside], MAMBA):
+        regions = _of_mamba(places[inside], own)
     else:
         regions = _places(layer, attribute, own_parts, shape)
-    stored = UNPACKED if attribute == "weight" and UNPACKED in vars(layer) else attribute
+    stored = attribute
+    if own == "conv1d" and attribute == "weight":
+        if CONVOLUTION in places[inside]._buffers:
+            layer = places[inside]
+            stored = CONVOLUTION
+        elif UNPACKED in vars(layer):
+            stored = UNPACKED
     for region, row, column in regions:
         yield WeightSlice(name, layer, stored, region, row, column)
 
 
-def _of_delta_rule(mixer: nn.Module) -> Iterator[tuple[slice, int, int]]:
+def _of_delta_rule(mixer: nn.Module, layer: nn.Module) -> Iterator[tuple[slice, int, int]]:
     """Yield the places of a convolution over queries, keys and values.
 
-    vLLM's layer does not say that ranks split each of the three.
+    The engines' layers do not say that ranks split each of the three.
     """
     start = 0
     full = 0
     for size in (mixer.key_dim, mixer.key_dim, mixer.value_dim):
-        own = size // mixer.tp_size
-        yield slice(start, start + own), full + mixer.tp_rank * own, 0
+        own = size // layer.tp_size
+        yield slice(start, start + own), full + layer.tp_rank * own, 0
         start = start + own
         full = full + size
+
+
+def _of_mamba(mixer: nn.Module, own: str) -> Iterator[tuple[slice, int, int]]:
+    """Yield the places of a projection or convolution of Mamba 2.
+
+    Ranks split heads and groups. If they share one group, each has a copy of it. What they split
+    comes as often as there are copies then, since every element has to count equally often.
+    """
+    shared = mixer.in_proj.output_partition_sizes[1:] == []
+    rank = mixer.out_proj.tp_rank
+    channels = (mixer.intermediate_size, True)
+    group = (mixer.groups_ssm_state_size, not shared)
+    heads = (mixer.num_heads, True)
+    regions = {
+        "in_proj": [channels, channels, group, group, heads],
+        "conv1d": [channels, group, group],
+    }
+
+    start = 0
+    full = 0
+    for size, is_split in regions[own]:
+        length = size // mixer.tp_size
+        copies = mixer.tp_size if shared and is_split else 1
+        for _ in range(copies):
+            yield slice(start, start + length), full + rank * length * is_split, 0
+        start = start + length
+        full = full + (size if is_split else length)
 
 
 def _places(
@@ -362,6 +418,13 @@ def _places(
 
         # A layer that is fused in the folder and padded in the engine has an unknown layout.
         yield from places if len(places) == 1 or full == shape[0] else []
+    elif is_a(layer, MAMBA):
+        # Decay, time step and skip of each head.
+        yield slice(None), layer.out_proj.tp_rank * len(getattr(layer, attribute)), 0
+    elif is_a(layer, "Mixer2RMSNormGated"):
+        yield slice(None), layer.tp_rank * len(layer.weight), 0
+    elif is_a(layer, "Qwen3_5GatedDeltaNet"):
+        yield slice(None), layer.attn_tp_rank * len(getattr(layer, attribute)), 0
     elif is_a(layer, "GatedDeltaNetAttention"):
         # Decay and time step of each head. vLLM keeps decays in float32 and time steps in the
         # model's dtype; it gets both as the trainer computes with them, rounded under --bf16, so

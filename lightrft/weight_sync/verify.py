@@ -24,8 +24,9 @@ sync, is never found.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +55,9 @@ class Fingerprints:
 
     They are of whole tensors, or of pieces that add up to copies. Names in `products` are compared
     by W x, names in `bits` (None: all) by their bits, some by both: an engine uses a tied embedding
-    for lookups, and in packed form for products. `round` is the number of the sample; None or 0
-    verifies everything.
+    for lookups, and in packed form for products. `forms` has the function of each weight that the
+    engine stores as a function of the streamed one: element by element, so that both ends have
+    equal bits, and in float32. `round` is the number of the sample; None or 0 verifies everything.
     """
 
     def __init__(
@@ -65,10 +67,12 @@ class Fingerprints:
         *,
         bits: Collection[str] | None = None,
         products: Collection[str] = (),
+        forms: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
         round: int | None = None,
     ):
         self.shapes = shapes
         self.dtype = dtype
+        self.forms = forms
         self.round = round
         self.bits = {name: index for index, name in enumerate(shapes if bits is None else bits)}
         self.sums: list[tuple[str, Tensor]] = []
@@ -87,7 +91,8 @@ class Fingerprints:
             self.add(name, tensor.to_local(), row=first * tensor.shape[1])
             return
         if name in self.bits:
-            self.add(name, tensor)
+            form = self.forms.get(name)
+            self.add(name, tensor if form is None else form(tensor))
         if name in self.products:
             self.add_product(name, product(tensor, self.dtype), tensor.numel())
 
@@ -110,8 +115,9 @@ class Fingerprints:
             return
 
         self.num_elements[name] += rows.numel()
-        # Scales are float32 in an engine of any dtype.
-        dtype = torch.float32 if name.endswith(SCALE) else self.dtype
+        # Scales and what is computed of a weight are float32 in an engine of any dtype.
+        single = name.endswith(SCALE) or name in self.forms
+        dtype = torch.float32 if single else self.dtype
         if self.round:
             self.sums.append((name, _words(rows, column, dtype).sum()))
             return

@@ -7,6 +7,10 @@
 trainer computes the same tokens in one packed batch. Each row breaks one part of exact mode and
 gives the largest difference of a token's log-prob, in float32 and in bfloat16.
 
+`vllm`: seconds of the processor to generate with each engine, without and with --exact, and the
+largest difference of a token's log-prob. One engine after another, because vLLM has one for each
+process.
+
 `cost`: seconds of the processor of exact mode over those of the plain mode, in turns in one
 process: generation, scoring, and a forward and backward pass. The median of all turns, with the
 smallest and the largest.
@@ -27,6 +31,7 @@ from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -34,11 +39,11 @@ from torch import Tensor, nn
 
 from lightrft.algorithms.truncation import Truncation
 from lightrft.config.sections import EngineSection, ModelSection
-from lightrft.engine.base import EngineSetup
+from lightrft.engine.base import Engine, EngineSetup
 from lightrft.engine.hf import HFEngine
 from lightrft.engine.model_info import never_sampled
 from lightrft.engine.requests import Request, Sampling
-from lightrft.exact.hf import ExactHFEngine
+from lightrft.exact.hf import ExactHead, ExactHFEngine
 from lightrft.exact.install import make_actor_exact
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model, load_tokenizer
@@ -52,6 +57,21 @@ from scripts.prepare_quickstart import byte_tokenizer
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAMPLING = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=1)
+
+
+class RoundedLogits(ExactHead):
+    def logits(self, hidden: Tensor, size: int, temperature: float) -> Tensor:
+        return super().logits(hidden, size, temperature).bfloat16().float()
+
+
+class TorchLogprobs(ExactHead):
+    def sample(
+        self, hidden: Tensor, temperature: float, uniform: Tensor, truncation: Truncation
+    ) -> tuple[Tensor, Tensor]:
+        tokens, _ = super().sample(hidden, temperature, uniform, truncation)
+        size, part = truncation.cut(len(self.model.get_output_embeddings().weight))
+        logits = part(self.logits(hidden, size, temperature)[: len(tokens)], tokens[:, None])
+        return tokens, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
 class OtherAttention(ExactHFEngine):
@@ -82,20 +102,13 @@ class FewRows(ExactHFEngine):
 class RoundedHead(ExactHFEngine):
     """Exact engine whose logits are rounded to bfloat16."""
 
-    def _logits(self, hidden: Tensor, size: int, temperature: float) -> Tensor:
-        return super()._logits(hidden, size, temperature).bfloat16().float()
+    head_type = RoundedLogits
 
 
 class OtherSoftmax(ExactHFEngine):
     """Exact engine that takes log-probs with torch's log_softmax()."""
 
-    def _sample_exactly(
-        self, hidden: Tensor, temperature: float, uniform: Tensor, truncation: Truncation
-    ) -> tuple[Tensor, Tensor]:
-        tokens, _ = super()._sample_exactly(hidden, temperature, uniform, truncation)
-        size, part = truncation.cut(len(self.model.get_output_embeddings().weight))
-        logits = part(self._logits(hidden, size, temperature)[: len(tokens)], tokens[:, None])
-        return tokens, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    head_type = TorchLogprobs
 
 
 def single_rows(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -103,9 +116,11 @@ def single_rows(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     return token_logprobs(*args, **options | {"chunk": 1, "upstream": None, "units": None})
 
 
-def build_engine(kind: type[HFEngine], folder: str, dtype: torch.dtype, length: int) -> HFEngine:
+def build_engine(
+    kind: type[Engine], folder: str, dtype: torch.dtype, length: int, **section: Any
+) -> Engine:
     setup = EngineSetup(
-        section=EngineSection(engine_type="hf"),
+        section=EngineSection(**section),
         model_path=folder,
         dtype=dtype,
         device=CPU,
@@ -130,7 +145,7 @@ def make_prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
     return [torch.randint(3, vocabulary, (n,), generator=random).tolist() for n in lengths]
 
 
-def sample(engine: HFEngine, prompts: list[list[int]], sampling: Sampling) -> tuple[Batch, Tensor]:
+def sample(engine: Engine, prompts: list[list[int]], sampling: Sampling) -> tuple[Batch, Tensor]:
     """Return the packed sequences, and the engine's log-probs of the sampled tokens."""
     requests = [Request(prompt) for prompt in prompts]
     samples = [
@@ -209,7 +224,7 @@ def _read(engine: ExactHFEngine, prompt: list[int], cache: Any, start: int) -> T
     ids = torch.tensor([prompt])
     positions = torch.arange(start, len(prompt))[None]
     hidden = engine._forward(ids[:, start:], torch.ones_like(ids), positions, cache)
-    return engine._logits(hidden, len(engine.model.get_output_embeddings().weight), 1.0)[0]
+    return engine.head.last_logits(hidden)
 
 
 def cost(folder: str, args: Any) -> list[dict[str, Any]]:
@@ -239,6 +254,42 @@ def cost(folder: str, args: Any) -> list[dict[str, Any]]:
             row[phase.__name__] = dict(zip(("median", "least", "most"), spread, strict=True))
         rows.append(row)
         print(json.dumps(row), flush=True)
+    return rows
+
+
+def vllm(folder: str, args: Any) -> list[dict[str, Any]]:
+    import torch.distributed as dist
+
+    from lightrft.engine.vllm import VLLMEngine
+    from lightrft.exact.vllm import ExactVLLMEngine
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    prompts = make_prompts([30 + 5 * i for i in range(args.prompts)], args.vocabulary)
+    sampling = replace(SAMPLING, n=4, max_tokens=args.tokens)
+    banned = never_sampled(folder, load_config(folder), load_tokenizer(ModelSection(folder)))
+    part = sampling.resolved(banned).truncation
+    length = 30 + 5 * args.prompts + args.tokens
+    rows = []
+    for name, dtype in DTYPES.items():
+        for kind in (HFEngine, ExactHFEngine, VLLMEngine, ExactVLLMEngine):
+            exact = kind in (ExactHFEngine, ExactVLLMEngine)
+            engine = build_engine(kind, folder, dtype, length, exact=exact, engine_kv_cache_gb=0.1)
+            batch, engine_logprobs = sample(engine, prompts, sampling)
+            seconds = [
+                _seconds(lambda _, engine=engine: sample(engine, prompts, sampling), 0)
+                for _ in range(args.repeat)
+            ]
+            engine.close()
+
+            actor = build_actor(folder, dtype, exact=exact)
+            with torch.no_grad():
+                logprobs, _ = actor(batch, 0.8, part)
+            gap = (logprobs[batch.loss_mask] - engine_logprobs).abs().max().item()
+            spread = [round(x, 3) for x in (median(seconds), min(seconds), max(seconds))]
+            row = {"dtype": name, "engine": kind.__name__, "difference": gap}
+            rows.append(row | dict(zip(("median", "least", "most"), spread, strict=True)))
+            print(json.dumps(rows[-1]), flush=True)
+    dist.destroy_process_group()
     return rows
 
 
@@ -302,7 +353,7 @@ def make_model(folder: Path, args: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    ways = {"causes": causes, "cost": cost, "gradients": gradients}
+    ways = {"causes": causes, "vllm": vllm, "cost": cost, "gradients": gradients}
     flags = {
         "--ways": list(ways),
         "--hidden": 128,

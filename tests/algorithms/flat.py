@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.objectives import PolicyObjective
-from lightrft.algorithms.reduce import Denominator
+from lightrft.algorithms.reduce import Denominator, PromptTokens
 from lightrft.config import AlgorithmSection
 from lightrft.types import Batch, Experience
 
@@ -38,7 +38,7 @@ def random_experience(masks: list[str], seed: int, **columns: Tensor) -> Experie
 
     old = noise(1.0) - 2
     defaults = {
-        "groups": torch.zeros(len(masks), dtype=torch.int64),
+        "groups": torch.arange(len(masks)) // 2 * 10,
         "rewards": torch.zeros(len(masks)),
         "advantages": noise(1.0),
         "old_logprobs": old,
@@ -61,7 +61,13 @@ def actor_logprobs(batch: Experience, seed: int) -> Tensor:
 
 def step_denominator(batch: Batch) -> Denominator:
     learned = [bool(part.any()) for part in batch.loss_mask.split(batch.lengths.tolist())]
-    return Denominator(batch.num_loss_tokens, torch.tensor(float(sum(learned))), length=7)
+    counts: dict[int, float] = {}
+    parts = batch.loss_mask.split(batch.lengths.tolist())
+    for group, part in zip(batch.groups.tolist(), parts, strict=True):
+        counts[group] = counts.get(group, 0.0) + float(part.sum())
+    return Denominator(
+        batch.num_loss_tokens, torch.tensor(float(sum(learned))), 7, PromptTokens.of(counts)
+    )
 
 
 def loss_and_gradient(

@@ -18,7 +18,12 @@ from algorithms.flat import (
     random_experience,
     step_denominator,
 )
-from lightrft.algorithms.correction import corrections, importance_ratios, kept_sequences
+from lightrft.algorithms.correction import (
+    corrections,
+    importance_ratios,
+    kept_sequences,
+    off_policy,
+)
 from lightrft.config import AlgorithmSection
 
 LOG2 = math.log(2)
@@ -81,6 +86,30 @@ def test_the_geometric_mean_masks_what_is_thousandths_away_by_default():
     difference = torch.tensor([0.0, 0.5, -0.5, 0.0, 0.002, 0.003, 0.0, -0.002, -0.0008])
     kept = kept_sequences(difference, torch.zeros(9), batch, "geometric", None, None)
     assert kept[batch.loss_mask].tolist() == [True, True, False, False, False, False]
+
+
+def test_bad_sequences_that_the_policy_left_are_masked():
+    """Means of log(p_engine / p) are 0.4, 0.6, 0.6 and 0.1 against 0.5; A < 0 is masked alone."""
+    batch = random_experience(
+        [".xx", ".xx", ".xx", ".x"],
+        0,
+        engine_logprobs=torch.full((11,), -1.0),
+        weights=None,
+        advantages=torch.tensor([9.0, -1, -1, 9, -1, 2, 9, 1, 1, 9, -1]),
+    )
+    distance = torch.tensor([7.0, 0.0, 0.8, 7.0, 1.2, 0.0, 7.0, 0.6, 0.6, 7.0, 0.1])
+    logprobs = (-1.0 - distance).requires_grad_()
+    batch.old_logprobs = logprobs.detach()
+    masked = off_policy(logprobs, batch.engine_logprobs, batch.advantages, batch, 0.5)
+    assert masked.nonzero()[:, 0].tolist() == [4] and not masked.requires_grad
+
+    chosen = section(off_policy_delta=0.5)
+    _, gradient, report = loss_and_gradient(
+        chosen, batch, logprobs.detach(), step_denominator(batch)
+    )
+    expected = [0, 1, 1, 0, 0, -2, 0, -1, -1, 0, 1]
+    assert gradient.tolist() == pytest.approx([value / 7 for value in expected])
+    assert torch.equal(report["train/off_policy_masked_share"], masked)
 
 
 def test_truncated():

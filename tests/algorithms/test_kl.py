@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import grad
 
-from lightrft.algorithms.kl import KLCoefficient, kl_estimators
+from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, generalized_jsd, kl_estimators
 
 # d = log p_reference - log p_actor = -1 and log 2
 LOGPROBS = [-1.0, -2.0]
@@ -129,3 +129,89 @@ def test_a_coefficient_continues_where_another_stopped():
     first.update(9.0, 500)
     second.load_state_dict(first.state_dict())
     assert second.value == first.value != 0.5
+
+
+# -- whole distributions
+
+TOP = [[0.5, 0.25]]
+"""The teacher's two likeliest tokens; the rest has 1/4."""
+ACTOR = [[0.25, 0.5]]
+DIVERGENCES = {
+    # 1/2 log 2 - 1/4 log 2 + 0
+    0: 0.25 * math.log(2),
+    # 1/4 log 1/2 + 1/2 log 2 + 0
+    1: 0.25 * math.log(2),
+    # both sides meet at (3/8, 3/8, 1/4): 1/2 log 4/3 + 1/4 log 2/3
+    0.5: 0.5 * math.log(4 / 3) + 0.25 * math.log(2 / 3),
+}
+
+
+@pytest.mark.parametrize("beta", DIVERGENCES)
+def test_tokens_that_nobody_names_count_as_one(beta):
+    value = generalized_jsd(torch.tensor(ACTOR).log(), torch.tensor(TOP).log(), beta)
+    assert value.tolist() == pytest.approx([DIVERGENCES[beta]], rel=1e-5)
+
+
+def test_a_teacher_names_the_rest_too():
+    """KL(teacher || actor) over (1/2, rest 1/2) and (1/4, rest 3/4)."""
+    value = generalized_jsd(torch.tensor([[0.25]]).log(), torch.tensor([[0.5]]).log(), 0)
+    assert value.tolist() == pytest.approx([0.5 * math.log(2) + 0.5 * math.log(2 / 3)], rel=1e-5)
+
+
+@pytest.mark.parametrize("sharpness", [1, 3], ids=str)
+@pytest.mark.parametrize("beta", [0, 0.3, 1], ids=str)
+def test_all_tokens_give_the_divergence_of_the_paper(beta, sharpness):
+    """Compared with float64, values and gradients of the logits, with two columns of no token."""
+    generator = torch.Generator().manual_seed(0)
+    logits, of_teacher = sharpness * torch.randn(2, 7, 300, generator=generator)
+    p = of_teacher.double().softmax(-1)
+    exact = logits.double().requires_grad_()
+    q = exact.softmax(-1)
+    middle = beta * p + (1 - beta) * q
+    expected = {
+        0: (p * (p / q).log()).sum(-1),
+        1: (q * (q / p).log()).sum(-1),
+    }.get(
+        beta,
+        beta * (p * (p / middle).log()).sum(-1) + (1 - beta) * (q * (q / middle).log()).sum(-1),
+    )
+
+    logits.requires_grad_()
+    top, ids = of_teacher.log_softmax(-1).topk(300)
+    none = torch.full((7, 2), -math.inf)
+    candidates = torch.cat([logits.log_softmax(-1).gather(1, ids), torch.zeros(7, 2)], dim=1)
+    value = generalized_jsd(candidates, torch.cat([top, none], dim=1), beta)
+
+    torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    slopes = grad(value.sum(), logits)[0].double()
+    torch.testing.assert_close(slopes, grad(expected.sum(), exact)[0], rtol=1e-5, atol=1e-6)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 30), st.sampled_from([0, 0.1, 0.5, 0.9, 1]))
+def test_a_part_of_the_tokens_never_diverges_more_than_all(seed, k, beta):
+    logits, of_teacher = 3 * torch.randn(
+        2, 1, 30, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    top, ids = of_teacher.log_softmax(-1).topk(30)
+    candidates = logits.log_softmax(-1).gather(1, ids)
+    part = generalized_jsd(candidates[:, :k], top[:, :k], beta).item()
+    assert -1e-9 <= part <= generalized_jsd(candidates, top, beta).item() + 2e-5
+
+
+def test_the_entropy_coefficient_follows_the_paper():
+    """It is raised below the target, and does nothing above it while it sinks."""
+    coefficient = EntropyCoefficient(0.01, target=2.0, step=0.005)
+    values = []
+    for entropy in (1.5, 1.0, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 1.0):
+        coefficient.update(entropy)
+        values.append(coefficient.value)
+    assert values == pytest.approx([0.01, 0.015, 0.02, 0, 0, 0, 0, 0, 0])
+    assert coefficient.adapted == pytest.approx(0.005)
+
+    other = EntropyCoefficient(0.01, target=2.0)
+    other.load_state_dict(coefficient.state_dict())
+    assert other.adapted == coefficient.adapted
+
+    fixed = EntropyCoefficient(0.3)
+    fixed.update(0.0)
+    assert fixed.value == 0.3

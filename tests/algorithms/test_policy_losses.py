@@ -167,6 +167,68 @@ def test_cpgd_clips_the_logarithm_and_adds_a_drift_term():
     )
 
 
+BOUNDS = {"eps_clip_low": 0.1, "eps_clip_high": 0.2}
+
+
+def test_dppo_bounds_the_change_of_the_probability():
+    # p_old is 1/2, 1/2, 1/100, 1/2, 1/2, 1/2. Gains of 0.25 and 0.15 against 0.2; a rare token at
+    # ten times its probability gains 0.09 only; losses of 0.15 and 0.05 against 0.1; and a loss of
+    # 0.25 that A > 0 takes back
+    old = torch.tensor([0.5, 0.5, 0.01, 0.5, 0.5, 0.5], dtype=torch.float64).log()
+    ratios = torch.tensor([1.5, 1.3, 10, 0.7, 0.9, 0.5], dtype=torch.float64)
+    logprobs = (old + ratios.log()).requires_grad_()
+    advantages = torch.tensor([1.0, 1, 1, -1, -1, 1], dtype=torch.float64)
+    loss, report = policy_losses["dppo_tv"](logprobs, old, advantages, **BOUNDS)
+    kept = [0.0, -1.3, -10.0, 0.0, 0.9, -0.5]
+    assert loss.tolist() == pytest.approx(kept, abs=1e-9)
+    assert grad(loss.sum(), logprobs)[0].tolist() == pytest.approx(kept, abs=1e-9)
+    assert report["train/clip_high"].tolist() == [True, *[False] * 5]
+    assert report["train/clip_low"].tolist() == [*[False] * 3, True, False, False]
+
+
+def test_dppo_bounds_the_binary_divergence():
+    # from 1/2 to 3/4: 0.5 log(0.5 / 0.75) + 0.5 log(0.5 / 0.25) = 0.143841; from 1/100 to 1/10:
+    # 0.01 log 0.1 + 0.99 log(0.99 / 0.9) = 0.071331; from 1/2 to 1/4: the first again
+    old = torch.tensor([0.5, 0.01, 0.5], dtype=torch.float64).log()
+    ratios = torch.tensor([1.5, 10, 0.5], dtype=torch.float64)
+    logprobs = (old + ratios.log()).requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64)
+    for low, high, kept in [
+        (0.143, 0.0714, [0.0, -10.0, 0.0]),
+        (0.1439, 0.0713, [0.0, 0.0, 0.5]),
+        (0.2, 0.1439, [-1.5, -10.0, 0.5]),
+    ]:
+        bounds = {"eps_clip_low": low, "eps_clip_high": high}
+        loss, _ = policy_losses["dppo_kl"](logprobs, old, advantages, **bounds)
+        assert loss.tolist() == pytest.approx(kept, abs=1e-9)
+        gradient = grad(loss.sum(), logprobs, retain_graph=True)[0]
+        assert gradient.tolist() == pytest.approx(kept, abs=1e-9)
+
+
+def test_dppo_of_certain_tokens_is_finite():
+    # certain before and now; certain before and at 1/2 now: log 2 by A < 0, which is outside
+    old = torch.zeros(2, dtype=torch.float64)
+    logprobs = torch.tensor([0.0, -0.6931471805599453], dtype=torch.float64).requires_grad_()
+    loss, _ = policy_losses["dppo_kl"](logprobs, old, -torch.ones(2).double(), **BOUNDS)
+    assert loss.tolist() == [1.0, 0.0] and grad(loss.sum(), logprobs)[0].tolist() == [1.0, 0.0]
+
+
+def test_dro_holds_the_policy_by_a_square():
+    # log 2 = 0.693147, square 0.480453: 0.5 * 0.1 * 0.480453 = 0.024023 beside -A logp with logp -1
+    # and -3; slopes 0.1 log r - A
+    result = run("dro", [2, 0.5], [2, -1], logprobs=[-1.0, -3.0], policy_drift_coef=0.1)
+    check(result, [2.024023, -2.975977], [-1.930685, 0.930685])
+    assert result[2]["train/policy_drift"] == pytest.approx([0.240227, 0.240227], abs=1e-6)
+
+
+def test_stable_reinforce_bounds_ratios_and_drops_outliers():
+    # r e^10 counts 1000 and has no gradient; |A| 3.1 is dropped, 3 is not; r 2 is clipped
+    e = 22026.465795
+    result = run("stable_reinforce", [e, 1.1, 1.1, 2], [-1, 3.1, 3, 1])
+    check(result, [1000.0, 0.0, -3.3, -1.2], [0.0, 0.0, -3.3, 0.0])
+    assert result[2]["train/advantages_dropped"] == [False, True, False, False]
+
+
 def test_reinforce_is_the_log_prob():
     check(run("reinforce", [4, 1], [3, -2], logprobs=[-1.0, -2.0]), [3.0, -4.0], [-3.0, 2.0])
 
@@ -213,8 +275,12 @@ EVERYTHING = {
     "init_kl_coef": 0.2,
     "rollout_correction": "tis",
     "rollout_correction_level": "sequence",
+    "off_policy_delta": 0.05,
 }
-MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+MODES = [
+    *("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    "prompt-mean",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,31 +6,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import grad
 
-from lightrft.algorithms.reduce import Denominator, sequence_sums, share_of_mean
-from lightrft.types import Batch
+from lightrft.algorithms.reduce import (
+    Denominator,
+    PromptTokens,
+    sequence_sums,
+    share_of_mean,
+)
+from lightrft.types import Experience
 
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+MODES = (
+    *("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    "prompt-mean",
+)
 
 
-def make_batch(masks: list[list[int]]) -> Batch:
+def make_batch(masks: list[list[int]], groups: list[int] | None = None) -> Experience:
     lengths = [len(mask) for mask in masks]
-    return Batch(
+    return Experience(
         lengths=torch.tensor(lengths, dtype=torch.int64),
         input_ids=torch.zeros(sum(lengths), dtype=torch.int64),
         loss_mask=torch.tensor([bool(m) for mask in masks for m in mask], dtype=torch.bool),
         rows=torch.arange(len(masks)),
+        groups=torch.tensor(groups or [7 + len(masks) - row for row in range(len(masks))]),
     )
 
 
 # sequences 0 1 1, 0 1, 0 0 0 (nothing learned), 0 1 1 1; 999 where nothing is learned
 MASKS = [[0, 1, 1], [0, 1], [0, 0, 0], [0, 1, 1, 1]]
 VALUES = [999.0, 1.0, 2.0, 999.0, 6.0, 999.0, 999.0, 999.0, 999.0, 1.0, 1.0, 4.0]
-DENOMINATOR = Denominator(tokens=torch.tensor(6.0), sequences=torch.tensor(3.0), length=10)
+# the first and the last sequence answer prompt 4, with 5 learned tokens, the others prompts 9, 2
+GROUPS = [4, 9, 2, 4]
+DENOMINATOR = Denominator(
+    tokens=torch.tensor(6.0),
+    sequences=torch.tensor(3.0),
+    length=10,
+    prompts=PromptTokens.of({4: 5.0, 9: 1.0, 2: 0.0}),
+)
 BY_HAND = {
     "token-mean": 15 / 6,
     "seq-mean-token-mean": (1.5 + 6 + 2) / 3,
     "seq-mean-token-sum": (3 + 6 + 6) / 3,
     "seq-mean-token-sum-norm": (3 + 6 + 6) / 3 / 10,
+    "prompt-mean": ((3 + 6) / 5 + 6) / 2,
 }
 # weight of each learned token of the three sequences that have any
 GRADIENTS = {
@@ -38,13 +55,14 @@ GRADIENTS = {
     "seq-mean-token-mean": [1 / 6, 1 / 3, 1 / 9],
     "seq-mean-token-sum": [1 / 3, 1 / 3, 1 / 3],
     "seq-mean-token-sum-norm": [1 / 30, 1 / 30, 1 / 30],
+    "prompt-mean": [1 / 10, 1 / 2, 1 / 10],
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_by_hand(mode):
     values = torch.tensor(VALUES, requires_grad=True)
-    loss = share_of_mean(values, make_batch(MASKS), mode, DENOMINATOR)
+    loss = share_of_mean(values, make_batch(MASKS, GROUPS), mode, DENOMINATOR)
     assert loss.dtype == torch.float32 and loss.shape == ()
     assert loss.item() == pytest.approx(BY_HAND[mode], rel=1e-6)
     a, b, c = GRADIENTS[mode]
@@ -56,7 +74,7 @@ def test_modes_by_hand(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("unlearned", [float("nan"), float("inf")])
 def test_masked_tokens_do_not_count_whatever_they_hold(mode, unlearned):
-    batch = make_batch(MASKS)
+    batch = make_batch(MASKS, GROUPS)
     values = torch.where(batch.loss_mask, torch.tensor(VALUES), unlearned).requires_grad_()
     loss = share_of_mean(values, batch, mode, DENOMINATOR)
     assert loss.item() == pytest.approx(BY_HAND[mode], rel=1e-6)
@@ -70,7 +88,7 @@ def test_a_step_that_learns_nothing_has_loss_zero(mode):
         values,
         make_batch([[0, 0], [0]]),
         mode,
-        Denominator(torch.tensor(0.0), torch.tensor(0.0), 10),
+        Denominator(torch.tensor(0.0), torch.tensor(0.0), 10, PromptTokens.of({9: 0.0, 8: 0.0})),
     )
     assert loss.item() == 0.0
     assert grad(loss, values)[0].tolist() == [0.0, 0.0, 0.0]
@@ -95,19 +113,35 @@ def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, parts, rando
     learned = [[value for is_learned, value in sequence if is_learned] for sequence in sequences]
     tokens = sum(len(s) for s in learned)
     present = [s for s in learned if s]
+    groups = [100 - row // 3 for row in range(len(sequences))]
+    of_group = {
+        group: [v for s, g in zip(learned, groups, strict=True) if g == group for v in s]
+        for group in set(groups)
+    }
+    prompts = [values for values in of_group.values() if values]
     plain = {
         "token-mean": sum(map(sum, learned)) / max(tokens, 1),
         "seq-mean-token-mean": sum(sum(s) / len(s) for s in present) / max(len(present), 1),
         "seq-mean-token-sum": sum(map(sum, learned)) / max(len(present), 1),
         "seq-mean-token-sum-norm": sum(map(sum, learned)) / max(len(present), 1) / 7,
+        "prompt-mean": sum(sum(s) / len(s) for s in prompts) / max(len(prompts), 1),
     }[mode]
-    denominator = Denominator(torch.tensor(float(tokens)), torch.tensor(float(len(present))), 7)
+    counts = {group: float(len(s)) for group, s in of_group.items()}
+    denominator = Denominator(
+        torch.tensor(float(tokens)),
+        torch.tensor(float(len(present))),
+        7,
+        PromptTokens.of(counts),
+    )
     share = [random.randrange(parts) for _ in sequences]
     total = 0.0
 
     for part in range(parts):
         mine = [sequence for sequence, owner in zip(sequences, share, strict=True) if owner == part]
-        batch = make_batch([[is_learned for is_learned, _ in sequence] for sequence in mine])
+        of_mine = [group for group, owner in zip(groups, share, strict=True) if owner == part]
+        batch = make_batch(
+            [[is_learned for is_learned, _ in sequence] for sequence in mine], of_mine
+        )
         values = torch.tensor([float(value) for sequence in mine for _, value in sequence])
         total += share_of_mean(values, batch, mode, denominator).item()
 
@@ -118,6 +152,12 @@ def test_sequence_sums():
     assert sequence_sums(
         torch.tensor([1.0, 2.0, 4.0, 8.0]), make_batch([[0], [0, 1], [0]])
     ).tolist() == [1.0, 6.0, 8.0]
+
+
+def test_the_mean_over_prompts_needs_their_tokens():
+    denominator = Denominator(torch.tensor(1.0), torch.tensor(1.0), 10)
+    with pytest.raises(ValueError, match="prompt-mean needs the tokens of each prompt"):
+        share_of_mean(torch.zeros(2), make_batch([[0, 1]]), "prompt-mean", denominator)
 
 
 def test_unknown_mode():

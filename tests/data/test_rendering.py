@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from lightrft.agents.messages import BEGINNING, ToolCall, TurnRequest
 from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
-from lightrft.config import Config, DataSection, PreferenceSection
+from lightrft.config import Config, DataSection, PreferenceSection, RolloutSection
 from lightrft.config.errors import ConfigError
 from lightrft.data.conversations import answer_of, load_examples, make_example
 from lightrft.data.preferences import load_answers, load_pairs, pair_maker
@@ -25,7 +25,7 @@ from lightrft.data.readers import DataError
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.step_labels import load_steps
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
-from lightrft.trainer.build_episodes import check_tools, with_turn_ends
+from lightrft.trainer.build_episodes import check_tools, with_token_ids
 from lightrft.types import Answer, Prompt
 from tiny import BOS, EOS, byte_tokenizer
 
@@ -459,15 +459,25 @@ def test_answers_have_the_tokens_of_the_whole_text(tmp_path):
 
 
 def test_generation_stops_where_data_end():
-    config = with_turn_ends(Config(data=SECTION), tokenizer())
+    config = with_token_ids(Config(data=SECTION), tokenizer())
     ends = {EOS, tokenizer().convert_tokens_to_ids("<|end|>")}
     assert (
         ends
         == set(sampling_of(config.rollout).stop_token_ids)
         == set(greedy_sampling(config.rollout).stop_token_ids)
     )
-    plain = with_turn_ends(Config(), tokenizer())
+    plain = with_token_ids(Config(), tokenizer())
     assert plain.rollout.stop_token_ids == [EOS], "without the chat template its end has no meaning"
+
+
+def test_bad_words_are_tokens_that_are_never_sampled():
+    section = RolloutSection(bad_words=["e", "<|end|>"], banned_token_ids=[7])
+    config = with_token_ids(Config(rollout=section), tokenizer())
+    banned = (7, ord("e"), tokenizer().convert_tokens_to_ids("<|end|>"))
+    assert sampling_of(config.rollout).banned_token_ids == banned
+    assert greedy_sampling(config.rollout).truncation.banned == banned
+    with pytest.raises(ConfigError, match="--bad_words 'ab' is 2 tokens of --pretrain"):
+        with_token_ids(Config(rollout=RolloutSection(bad_words=["ab"])), tokenizer())
 
 
 # -- agents

@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    MinPLogitsWarper,
     PreTrainedModel,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -199,6 +200,7 @@ def distribution(
     logits[:, list(sampling.banned_token_ids)] = -torch.inf
     if sampling.temperature:
         logits = logits / sampling.temperature
+        logits = MinPLogitsWarper(sampling.min_p)(None, logits)
         logits = TopKLogitsWarper(sampling.top_k)(None, logits) if sampling.top_k else logits
         logits = TopPLogitsWarper(sampling.top_p)(None, logits)
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -633,6 +635,7 @@ def impossible_requests_are_refused(bench: Bench) -> None:
         ([[1]], Sampling(max_tokens=0), "n and max_tokens"),
         ([[1]], Sampling(temperature=-1), "temperature"),
         ([[1]], Sampling(top_p=0.0), "top_p"),
+        ([[1]], Sampling(min_p=1.5), "min_p"),
         ([[1]], Sampling(top_k=-1), "top_k"),
         ([[1]], Sampling(stop=("",)), "stop strings"),
         ([[1]], Sampling(first_token_temperature=0.0), "first_token_temperature"),
@@ -1022,20 +1025,35 @@ def continuing_costs_a_hit_in_the_cache(bench: Bench) -> None:
 def a_part_of_the_vocabulary_is_sampled_and_normalised(bench: Bench) -> None:
     """Against the warpers of transformers; and with one token in the part that token comes."""
     for options in ({"top_k": 7}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9, "temperature": 1.4}):
-        sampling = Sampling(n=3, max_tokens=12, seed=9, **options)
-        for prompt, samples in zip(PROMPTS, bench.generate(PROMPTS, sampling), strict=True):
-            for sample in samples:
-                expected = distribution(bench.model, prompt, sample.token_ids, sampling)
-                torch.testing.assert_close(
-                    torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5
-                )
-
+        _is_that_of_transformers(bench, options)
     for options in ({"top_k": 1}, {"top_p": 1e-6}):
-        samples = [
-            group[0] for group in bench.generate(PROMPTS, Sampling(max_tokens=LENGTH, **options))
-        ]
-        assert [sample.token_ids for sample in samples] == bench.expected
-        assert max(abs(value) for sample in samples for value in sample.logprobs) < 1e-5
+        _is_the_most_likely_token(bench, options)
+
+
+def tokens_far_below_the_most_likely_one_never_come(bench: Bench) -> None:
+    """With min p, alone and before top k and top p; banned tokens are not the most likely ones."""
+    for options in (
+        {"min_p": 0.5, "temperature": 0.7},
+        {"min_p": 0.2, "top_k": 30, "top_p": 0.9, "banned_token_ids": (7, 50, 90)},
+    ):
+        _is_that_of_transformers(bench, options)
+    _is_the_most_likely_token(bench, {"min_p": 1.0})
+
+
+def _is_that_of_transformers(bench: Bench, options: dict[str, Any]) -> None:
+    sampling = Sampling(n=3, max_tokens=12, seed=9, **options)
+    for prompt, samples in zip(PROMPTS, bench.generate(PROMPTS, sampling), strict=True):
+        for sample in samples:
+            expected = distribution(bench.model, prompt, sample.token_ids, sampling)
+            torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
+
+
+def _is_the_most_likely_token(bench: Bench, options: dict[str, Any]) -> None:
+    samples = [
+        group[0] for group in bench.generate(PROMPTS, Sampling(max_tokens=LENGTH, **options))
+    ]
+    assert [sample.token_ids for sample in samples] == bench.expected
+    assert max(abs(value) for sample in samples for value in sample.logprobs) < 1e-5
 
 
 def stop_strings_end_a_response(bench: Bench) -> None:

@@ -95,6 +95,22 @@ def problems(family: str, folder: str, axis: Axis) -> list[str]:
     return found
 
 
+def hybrid(folder: str) -> list[str]:
+    """Run a Qwen3.5 over two ranks, with the tests' kernels of linear attention."""
+    axis = Mesh("cpu").engine(2)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    engine = start("sglang", folder, axis)
+    bench = Bench(engine, model, axis, axis.rank)
+    found = [f"unknown {name}" for name in engine.expected.keys() - engine._places.keys()]
+    found += _gaps(bench, model)
+    other = perturbed(model, 3)
+    bench.load(other)
+    found += [f"streamed: {gap}" for gap in _gaps(bench, other)]
+    flipped_elements_are_named(bench, engine.expected)
+    engine.close()
+    return found
+
+
 def write(folder: Path) -> None:
     """Write each family to a folder of that name."""
     for family, own in FAMILIES.items():

@@ -18,13 +18,13 @@ from engine.sglang_course import (
     shares_of_free_memory,
     weights_before_a_stream,
 )
-from engine.sglang_families import FAMILIES, write
+from engine.sglang_families import FAMILIES, hybrid, write
 from engine.sglang_families import course as families
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of, train
 from scripts.sglang_interface import interface, missing, source, used
 from sglang_environment import PREFIX, in_sglang_environment
-from tiny import tiny_model
+from tiny import tiny_hybrid, tiny_model
 
 NEWEST = Path(__file__).parent / "sglang_newest.json"
 
@@ -101,6 +101,17 @@ def test_families(tmp_path: Path) -> None:
     assert [
         (family, problems) for rank in found for family, problems in rank.items() if problems
     ] == []
+
+
+@pytest.mark.slow
+def test_a_hybrid_is_streamed_and_verified(tmp_path: Path) -> None:
+    """SGLang has no kernels of linear attention here; the tests bring some in plain torch."""
+    folder = tiny_hybrid(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text()) | {"full_attention_interval": 4}
+    file.write_text(json.dumps(config))
+    found = in_sglang_environment(partial(run_ranks, 2, hybrid, folder, timeout=400), timeout=450)
+    assert found == [[], []]
 
 
 # -- runs, which differ from those with another engine in one flag

@@ -277,7 +277,7 @@ def _verification_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list
     stale = ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightrft.engine.vllm.shim._renew_tied_layers", lambda model: None)
+        patch.setattr("lightrft.engine.vllm.shim._renew_copies", lambda model: None)
         if model.config.tie_word_embeddings:
             engine.verify_round = None  # a sample multiplies with other layers
             with pytest.raises(EngineError) as caught:

@@ -3,6 +3,10 @@
 import itertools
 import json
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +17,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightrft.algorithms.truncation import Truncation
 from lightrft.attention.layout import Layout
 from lightrft.config.errors import ConfigError
-from lightrft.engine.requests import Sampling
-from lightrft.exact.attention import AttentionScores, CachedRows, blockwise, exact_attention
+from lightrft.config.sections import EngineSection
+from lightrft.engine.base import Engine
+from lightrft.engine.build import EXACT, check_exact
+from lightrft.engine.requests import Request, Sampling
+from lightrft.exact.attention import (
+    AttentionScores,
+    CachedRows,
+    PagedRows,
+    blockwise,
+    exact_attention,
+)
 from lightrft.exact.hf import ExactHFEngine
 from lightrft.exact.install import make_exact
 from lightrft.exact.logprobs import exact_token_logprobs
@@ -22,10 +35,11 @@ from lightrft.exact.products import BLOCK, Products, ProductShapes, _problems, c
 from lightrft.models.logprobs import token_logprobs
 from lightrft.tools.diagnosis import diagnose
 from lightrft.types import SharedPrefix
-from ranks import run_cases, run_ranks
+from ranks import run_cases
 from runs import PPO, prepare, rows_of, run_here
 from scripts.bench.exact import build_actor, build_engine, make_prompts, sample
 from tiny import byte_tokenizer, tiny_experts, tiny_hybrid, tiny_model
+from with_vllm import load_vllm
 
 DTYPES = [torch.float32, torch.bfloat16]
 WAYS = [Products(), Products(BLOCK)]
@@ -114,6 +128,24 @@ def test_a_token_has_the_same_bits_in_every_batch(
                 own = slice(n - (150 - end) - seen, n - (150 - end))
                 assert torch.equal(output[num - seen :], whole[own])
 
+    # A cache in pages of 16 tokens, which sequences fill in turns and in parts.
+    pages = torch.randperm(30).view(3, 10)
+    cache = torch.full((30, 2, 16, 32), 7.0, dtype=dtype)
+    module.layer_idx = 0
+    begun = [0, 0, 0]
+    for ends in ([64, 0, 1], [149, 69, 2], [150, 70, 3]):
+        new = [range(*each) for each in zip(begun, ends, strict=True)]
+        slots = [int(pages[b, at // 16]) * 16 + at % 16 for b in range(3) for at in new[b]]
+        counts = list(map(len, new))
+        paged = PagedRows.of([cache], torch.tensor(slots), pages, torch.tensor(ends), counts)
+        given = [
+            torch.cat([x[:, :, at] for x, at in zip(each, new, strict=True)], 2)
+            for each in zip(*rows, strict=True)
+        ]
+        output = attend(given, paged)[0]
+        assert torch.equal(output, torch.cat([x[at] for x, at in zip(alone, new, strict=True)]))
+        begun = ends
+
 
 def rows_alone_and_together(vocabulary: int, products: Products, threads: int) -> None:
     torch.set_num_threads(threads)
@@ -190,6 +222,14 @@ def test_models_with_other_layers_are_refused(make, message, tmp_path) -> None:
         make_exact(model, torch.float32, torch.device("cpu"))
 
 
+def test_vllm_is_refused_on_a_gpu() -> None:
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    section = EngineSection(engine_type="vllm", exact=True)
+    with pytest.raises(ConfigError, match="--exact with --engine_type vllm needs a CPU"):
+        check_exact(section, torch.device("cuda"))
+    check_exact(section, torch.device("cpu"))
+
+
 WINDOW = {"sliding_window": 40, "query_pre_attn_scalar": 32}
 FAMILIES = {
     "llama": {},
@@ -201,40 +241,81 @@ FAMILIES = {
 """Windows that drop keys from the cache, soft caps, and scales of logits."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str, tmp_path) -> None:
+def make_family(family: str, folder: Path) -> str:
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     options = sizes | heads | ids | {"initializer_range": 0.1} | FAMILIES[family]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options))
-    model.save_pretrained(tmp_path)
-    byte_tokenizer(512).save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+    byte_tokenizer(512).save_pretrained(folder)
+    return str(folder)
 
+
+def check_engine(kind: type[Engine], folder: str, dtype: torch.dtype, **section: Any) -> None:
+    """Sample twice, so that an engine with a prefix cache finds the prompts in it."""
     prompts = make_prompts((5, 33, 70), 250)
+    sampling = Sampling(n=2, max_tokens=20, temperature=0.8, top_k=9, seed=1)
+    engine = build_engine(kind, folder, dtype, 100, **section)
+    batch, of_engine = sample(engine, prompts, sampling)
+    again, once_more = sample(engine, prompts, sampling)
+    actor = build_actor(folder, dtype, exact=True)
+    with torch.no_grad():
+        logprobs, _ = actor(batch, 0.8, Truncation(top_k=9))
+    assert torch.equal(logprobs[batch.loss_mask], of_engine)
+    assert torch.equal(batch.input_ids, again.input_ids) and torch.equal(of_engine, once_more)
+
+    if section:
+        ((first, second),) = engine.generate([Request(prompts[2])], sampling)
+        assert first.num_cached_tokens == 64, "whole blocks of the cache"
+        assert second.num_cached_tokens == 69, "all but the last token, with a copy of a block"
+    engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path) -> None:
+    folder = make_family(family, tmp_path)
     for dtype in DTYPES:
-        engine = build_engine(ExactHFEngine, str(tmp_path), dtype, 100)
-        batch, of_engine = sample(engine, prompts, Sampling(max_tokens=20, top_k=9, seed=1))
-        actor = build_actor(str(tmp_path), dtype, exact=True)
-        with torch.no_grad():
-            logprobs, _ = actor(batch, 1.0, Truncation(top_k=9))
-        assert torch.equal(logprobs[batch.loss_mask], of_engine)
+        check_engine(ExactHFEngine, folder, dtype)
+
+
+def check_vllm(folder: str, dtype: torch.dtype) -> None:
+    from lightrft.exact.vllm import ExactVLLMEngine
+
+    check_engine(ExactVLLMEngine, folder, dtype, exact=True, engine_kv_cache_gb=0.02)
+
+
+@pytest.mark.slow
+def test_families_in_vllm(tmp_path) -> None:
+    """It has weights of the folder, a cache of prefixes, and samples that share prompts."""
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    load_vllm()
+    folders = {family: make_family(family, tmp_path / family) for family in FAMILIES}
+    cases = {
+        family: (folder, DTYPES[place % 2])
+        for place, (family, folder) in enumerate(folders.items())
+    }
+    run_cases(1, check_vllm, cases)
 
 
 # -- whole runs
 
 FEW = ["--rollout_batch_size=4", "--n_samples_per_prompt=2", "--train_batch_size=8"]
 LONG = ["--exact", *FEW, "--prompt_max_len=66", "--generate_max_len=10"]
+VLLM = ["--engine_type=vllm", "--engine_kv_cache_gb=0.05"]
 PARTIAL = ["--over_sampling=1.5", "--partial_rollout", "--actor_learning_rate=0"]
 CASES = {
     1: {
         "float32": [*LONG, "--max_steps=20", "--temperature=0.8", "--top_p=0.9"],
         "bfloat16": [*LONG, "--max_steps=20", "--bf16", "--init_kl_coef=0.01"],
+        "vllm float32": [*LONG, *VLLM, "--max_steps=20", "--temperature=0.8", "--top_p=0.9"],
+        "vllm bfloat16": [*LONG, *VLLM, "--max_steps=20", "--bf16", "--top_k=30", "--min_p=0.001"],
     },
     2: {
         "two data ranks": [*LONG, "--max_steps=3", "--gradient_checkpointing"],
         "partial": [*LONG, "--max_steps=4", "--bf16", *PARTIAL],
+        "vllm partial": [*LONG, *VLLM, "--max_steps=4", *PARTIAL],
     },
 }
 
@@ -250,7 +331,10 @@ def test_engine_and_trainer_agree_in_every_bit(world_size: int, tmp_path) -> Non
     calls = {
         name: ("train_ppo", [*inputs, *PPO, *flags, f"--save_path={tmp_path / name}"])
         for name, flags in CASES[world_size].items()
+        if "--engine_type=vllm" not in flags or find_spec("vllm")
     }
+    if any(name.startswith("vllm") for name in calls):
+        load_vllm()
     run_cases(world_size, run_here, calls)
     for name in calls:
         rows = rows_of(tmp_path / name)
@@ -261,35 +345,38 @@ def test_engine_and_trainer_agree_in_every_bit(world_size: int, tmp_path) -> Non
         rows = rows_of(tmp_path / "bfloat16")
         assert len(rows) == 20 and rows[0]["train/kl"] == 0.0
         assert rows[-1]["train/kl"] > 0.01, "the weights have moved"
-    else:
-        rows = rows_of(tmp_path / "partial")
-        assert any(row["rollout/off_policy_tokens"] > 0 for row in rows), "responses are resumed"
+    for name in calls:
+        resumed = any(row["rollout/off_policy_tokens"] > 0 for row in rows_of(tmp_path / name))
+        assert resumed == ("partial" in name), name
 
 
-def _with_a_wrong_bit(pretrain: str) -> list[str]:
+def _with_a_wrong_bit(pretrain: str, engine_type: str) -> list[str]:
     """Diagnose the engine, and once more with one bit of one number changed in layer 1."""
-    from lightrft.config import Config, EngineSection, ModelSection, StrategySection
+    from lightrft.config import Config, ModelSection, StrategySection
     from lightrft.config.sections import DataSection, RolloutSection
-    from lightrft.exact import hf
     from lightrft.models.load import load_tokenizer
     from lightrft.strategy import get_strategy
 
     def change(module, inputs, output: Tensor) -> None:
         output.view(torch.int32).view(-1)[5] ^= 1
 
-    class Faulty(hf.ExactHFEngine):
+    place, _, name = EXACT[engine_type].partition(":")
+    module = import_module(place)
+    exact_engine = getattr(module, name)
+
+    class Faulty(exact_engine):
         def __init__(self, setup) -> None:
             super().__init__(setup)
             self.model.get_submodule("model.layers.1.mlp.down_proj").register_forward_hook(change)
 
     found = []
-    for exact, engine in ((True, hf.ExactHFEngine), (True, Faulty)):
-        hf.ExactHFEngine = engine
+    for engine in (exact_engine, Faulty):
+        setattr(module, name, engine)
         config = Config(
             model=ModelSection(pretrain=pretrain),
             data=DataSection(prompt_max_len=128),
             strategy=StrategySection(fsdp=True),
-            engine=EngineSection(engine_type="hf", exact=exact),
+            engine=EngineSection(engine_type=engine_type, exact=True, engine_kv_cache_gb=0.05),
             rollout=RolloutSection(generate_max_len=64),
         )
         strategy = get_strategy(config)
@@ -302,5 +389,10 @@ def _with_a_wrong_bit(pretrain: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_doctor_names_the_layer_with_one_wrong_bit(tmp_path) -> None:
-    (found,) = run_ranks(1, _with_a_wrong_bit, tiny_model(tmp_path / "model", seed=1))
-    assert found == ["True", "model.layers.1.mlp"]
+    pretrain = tiny_model(tmp_path / "model", seed=1)
+    cases = {"hf": (pretrain, "hf")}
+    if find_spec("vllm"):
+        load_vllm()
+        cases["vllm"] = (pretrain, "vllm")
+    for engine_type, (found,) in run_cases(1, _with_a_wrong_bit, cases).items():
+        assert found == ["True", "model.layers.1.mlp"], engine_type

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from flat_models import make_batch, make_model
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.policy_loss import policy_losses
-from lightrft.algorithms.reduce import Denominator
+from lightrft.algorithms.reduce import Denominator, PromptTokens
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.layout import Layout
 from lightrft.config import AlgorithmSection
@@ -52,12 +52,16 @@ def batch() -> Experience:
     )
 
 
-MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+MODES = [
+    *("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    "prompt-mean",
+]
 CORRECTED = {"rollout_correction": "mis", "rollout_correction_level": "sequence"}
 OBJECTIVES = [
     *({"loss_agg_mode": mode} for mode in MODES),
     *({"policy_loss": name} for name in policy_losses.names()),
     CORRECTED,
+    {"off_policy_delta": 0.5},
 ]
 
 
@@ -72,7 +76,9 @@ def test_a_micro_batch_never_waits_for_the_device(fields):
     )
     logprobs, entropy = token_logprobs(hidden, weight, part.input_ids, temperature=0.7, chunk=5)
     part.entropy = entropy
-    loss, report = objective(logprobs, part, Denominator(on_device(), on_device(), 8))
+    prompts = PromptTokens(on_device(2, dtype=torch.int64), on_device(2))
+    denominator = Denominator(on_device(), on_device(), 8, prompts)
+    loss, report = objective(logprobs, part, denominator)
     loss.backward()
     for name, values in (report | {"train/entropy": entropy.detach()}).items():
         (metrics.max if name.endswith("_max") else metrics.mean)(name, values, part.loss_mask)
@@ -115,7 +121,7 @@ def test_truncated_log_probs_and_those_of_logits_never_wait():
     hidden = on_device(T, H, grad=True)
     logits = on_device(T, V, grad=True)
     targets = on_device(T, 2, dtype=torch.int64)
-    truncation = Truncation(top_k=3, top_p=0.9)
+    truncation = Truncation(top_k=3, top_p=0.9, min_p=0.1)
     values = token_logprobs(hidden, on_device(V, H), targets, truncation=truncation, chunk=5)
     values += logprobs_of_logits(logits, targets, truncation=truncation, chunk=5)
     sum(value.sum() for value in values).backward()

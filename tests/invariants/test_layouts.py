@@ -32,6 +32,8 @@ MAX_NORM = 0.5
 TEMPERATURE = 0.8
 RESPONSES = [1, 9, 4, 17, 2, 6, 6, 12, 3, 5]
 LONGEST = 20
+DELTA = 0.9
+"""Masks some of the sequences."""
 TOP_K = 120
 TOP_P = 0.7
 """Leaves about a hundred of 384 tokens."""
@@ -83,6 +85,8 @@ def configuration(folder: str, mode: str) -> Config:
     if mode == "gspo":
         config.algorithm.policy_loss = "gspo"
         mode = "seq-mean-token-mean"
+    if mode == "prompt-mean":
+        config.algorithm.off_policy_delta = DELTA
 
     config.algorithm.loss_agg_mode = mode
     config.algorithm.use_kl_loss = True
@@ -170,7 +174,8 @@ def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[
 
     numbers = []
     for _ in range(steps):
-        denominator = policy.denominator(mine, rows, length=LONGEST)
+        by_prompt = config.algorithm.loss_agg_mode == "prompt-mean"
+        denominator = policy.denominator(mine, rows, length=LONGEST, by_prompt=by_prompt)
         update = policy.update(
             mine, rows, PolicyObjective(config.algorithm), denominator, Metrics()
         )
@@ -252,6 +257,10 @@ def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
             loss = sum(values.sum() for values in per_sequence) / sum(RESPONSES)
         elif mode in ("seq-mean-token-mean", "gspo"):
             loss = sum(values.mean() for values in per_sequence) / len(RESPONSES)
+        elif mode == "prompt-mean":
+            pairs = zip(per_sequence[::2], per_sequence[1::2], strict=True)
+            means = [torch.cat(pair).mean() for pair in pairs]
+            loss = sum(means) / len(means)
         elif mode == "seq-mean-token-sum":
             loss = sum(values.sum() for values in per_sequence) / len(RESPONSES)
         else:
@@ -306,6 +315,8 @@ def sequence_loss(
     loss = -torch.minimum(ratio * advantage, ratio.clip(0.8, 1.3) * advantage)
     if mode != "gspo":
         loss = torch.where(advantage < 0, torch.minimum(loss, -3.0 * advantage), loss)
+    if mode == "prompt-mean" and (old - logprobs.detach()).mean() > DELTA:
+        loss = torch.where(advantage < 0, 0.0, loss)
     difference = reference - logprobs
 
     return loss + 0.1 * (difference.exp() - difference - 1)
@@ -359,6 +370,16 @@ def test_a_loss_of_sequences_is_plain_torch_in_every_layout(folder):
         ),
     ]
     assert_all_are_plain_torch(folder, "gspo", layouts, steps=2)
+
+
+def test_prompts_that_lie_on_several_ranks_are_plain_torch(folder):
+    """The mean of each prompt is over all ranks, and bad sequences are masked whole."""
+    layouts = [
+        Layout(sequences=1, chunk=7 * 384),
+        Layout(2, tokens=24, chunk=9 * 384),
+        Layout(2, sp=2, chunk=3 * 384),
+    ]
+    assert_all_are_plain_torch(folder, "prompt-mean", layouts, steps=2)
 
 
 def test_more_ranks_than_sequences(folder):

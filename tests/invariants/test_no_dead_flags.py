@@ -38,6 +38,7 @@ COMPARED = [*KL, "--advantage_estimator=rloo", "--use_engine_logprobs", "--init_
 EXPERTS = ["--pretrain={folder}/experts", "--aux_loss_coef=1"]
 BIASED = ["--pretrain={folder}/biased", "--router_bias_rate=1e-6"]
 TEACHER = ["--teacher_pretrain={folder}/teacher", "--distill_coef=0.5"]
+DISTRIBUTION = [*TEACHER, "--distill_top_k=20"]
 CRITIC = ["--advantage_estimator=gae", "--critic_learning_rate=1e-3"]
 """Further flags that a flag of the critic needs."""
 
@@ -65,6 +66,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "clip_cov_range": (DRAWN, ["--clip_cov_range", "0.01", "9"]),
     "high_entropy_token_ratio": ([], ["--high_entropy_token_ratio=0.3"]),
     "entropy_coef": ([], ["--entropy_coef=0.1"]),
+    "entropy_target": (["--entropy_coef=0.1"], ["--entropy_target=0.01"]),
     "rollout_correction": ([], ["--rollout_correction=tis"]),
     "rollout_correction_level": (CORRECTED, ["--rollout_correction_level=sequence"]),
     "rollout_correction_low": (CORRECTED, ["--rollout_correction_low=0.9999999"]),
@@ -79,9 +81,15 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "value_clip": (CRITIC, ["--value_clip=0.001"]),
     "pass_k": (["--advantage_estimator=pass_at_k"], ["--pass_k=1"]),
     "distill_coef": (TEACHER, ["--distill_coef=0.9"]),
+    "distill_top_k": (TEACHER, ["--distill_top_k=20"]),
+    "distill_beta": (DISTRIBUTION, ["--distill_beta=1"]),
     "aux_loss_coef": (EXPERTS, ["--aux_loss_coef=9"]),
     "router_bias_rate": (BIASED, ["--router_bias_rate=9"]),
     "ptx_coef": (["--pretrain_data={folder}/train.jsonl"], ["--ptx_coef=0.5"]),
+    "ptx_teacher": (
+        ["--pretrain_data={folder}/train.jsonl", *DISTRIBUTION, "--ptx_coef=0.5"],
+        ["--ptx_teacher"],
+    ),
     "advantages_norm": ([], ["--advantages_norm"]),
     "advantage_clip": ([], ["--advantage_clip=0.05"]),
     "mask_truncated": ([], ["--mask_truncated"]),
@@ -140,7 +148,9 @@ def test_every_field_is_covered():
     # tests/rewards/test_judge.py
     where_and_how_long |= {name for name in names if name.startswith("judge_")}
     reported = {"measure_kl"}  # a metric more, and no other number
-    assert set(TURNED) == names - where_and_how_long - reported, (
+    # tests/trainer/test_reference.py
+    later = {"entropy_step", "ref_refresh_steps", "ref_ema"}
+    assert set(TURNED) == names - where_and_how_long - reported - later, (
         "those say where and how long a reward is asked"
     )
 

@@ -4,6 +4,7 @@ Their backward pass is written by hand. The reference is torch's own autograd th
 logits.
 """
 
+import math
 import subprocess
 import sys
 from itertools import product
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from lightrft.algorithms.kl import generalized_jsd
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs, top_logprobs
 from lightrft.tools.step_memory import total
 from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
@@ -252,7 +254,9 @@ def test_all_logits_never_exist():
     assert largest_tensor(chunk=None) == 96 * 500
 
 
-def truncated(logits: Tensor, targets: Tensor, top_k: int, top_p: float) -> Tensor:
+def truncated(
+    logits: Tensor, targets: Tensor, top_k: int, top_p: float, min_p: float = 0.0
+) -> Tensor:
     """Return [T, V] log-probs of truncated sampling, row by row and token by token.
 
     Targets [T, K] are always kept.
@@ -260,7 +264,10 @@ def truncated(logits: Tensor, targets: Tensor, top_k: int, top_p: float) -> Tens
     rows = []
     for row, kept in zip(logits, targets.tolist(), strict=True):
         order = sorted(range(len(row)), key=(-row).tolist().__getitem__)
-        part = order[:top_k] if top_k > 0 else order
+        likely = [
+            token for token in order if row[token] - row[order[0]] >= math.log(min_p or 1e-30)
+        ]
+        part = likely[:top_k] if top_k > 0 else likely
         probabilities = row[part].softmax(-1).tolist()
 
         reached = 0.0
@@ -279,10 +286,10 @@ def truncated(logits: Tensor, targets: Tensor, top_k: int, top_p: float) -> Tens
 
 
 def dense_truncated(
-    hidden, weight, targets, temperature=1.0, top_k=0, top_p=1.0
+    hidden, weight, targets, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
 ) -> tuple[Tensor, Tensor]:
     columns = targets if targets.dim() == 2 else targets[:, None]
-    logp = truncated(Head.apply(hidden, weight) / temperature, columns, top_k, top_p)
+    logp = truncated(Head.apply(hidden, weight) / temperature, columns, top_k, top_p, min_p)
     picked = torch.where(columns < 0, 0.0, logp.gather(-1, columns.clamp(min=0)))
     inside = torch.where(logp.isinf(), 0.0, logp)
     return picked.view(targets.shape), -(logp.exp() * inside).sum(-1)
@@ -293,6 +300,8 @@ TRUNCATIONS = {
     "top-p": {"top_p": 0.7},
     "both": {"top_k": 9, "top_p": 0.6},
     "best": {"top_k": 1},
+    "min-p": {"min_p": 0.3},
+    "all three": {"min_p": 0.05, "top_k": 9, "top_p": 0.6},
 }
 
 
@@ -327,6 +336,8 @@ def test_truncated_sampling_equals_the_dense_computation(options):
 def test_the_kept_part_is_that_of_transformers(options):
     logits = torch.randn(50, V, generator=torch.Generator().manual_seed(3)) * 2
     warped = logits
+    if "min_p" in options:
+        warped = MinPLogitsWarper(options["min_p"])(None, warped)
     if "top_k" in options:
         warped = TopKLogitsWarper(options["top_k"])(None, warped)
     if "top_p" in options:
@@ -567,6 +578,53 @@ def test_top_logprobs():
     torch.testing.assert_close(
         values, token_logprobs(hidden, weight, ids, temperature=0.6)[0], rtol=1e-6, atol=1e-6
     )
+
+
+def test_banned_tokens_are_not_among_the_likeliest():
+    hidden, weight, _ = inputs()
+    banned = (0, 7, 8, 40)
+    values, ids = top_logprobs(hidden, weight, V, temperature=0.6, banned=banned)
+    logits = ((hidden @ weight.T) / 0.6).detach()
+    logits[:, [*banned]] = -torch.inf
+    torch.testing.assert_close(values, logits.log_softmax(-1).topk(V).values, rtol=1e-6, atol=1e-6)
+    assert torch.equal(ids[:, : V - 4], logits.topk(V - 4).indices)
+
+
+@pytest.mark.parametrize("chunk", [4, None], ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0], ids=str)
+def test_a_teachers_whole_distribution(beta, chunk):
+    """The divergence over all V tokens, with gradients that are known in the forward pass and
+    without, is the one of float64.
+    """
+    hidden, weight, _ = inputs()
+    generator = torch.Generator().manual_seed(3)
+    of_teacher = torch.randn(T, V, generator=generator)
+    top, ids = of_teacher.log_softmax(-1).topk(V)
+
+    p = of_teacher.double().softmax(-1)
+    exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    q = (exact[0] @ exact[1].T / 0.7).softmax(-1)
+    m = beta * p + (1 - beta) * q
+    kl = {0.0: p * (p / q).log(), 1.0: q * (q / p).log()}
+    both = beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()
+    expected = kl.get(beta, both).sum(-1)
+    slopes = torch.autograd.grad(expected.mean(), exact)
+
+    def upstream(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, None]:
+        leaf = logprobs.detach().requires_grad_()
+        with torch.enable_grad():
+            value = generalized_jsd(leaf, top[rows], beta).sum() / T
+        return torch.autograd.grad(value, leaf)[0], None
+
+    for known in (None, upstream):
+        options = {"temperature": 0.7, "chunk": chunk, "upstream": known}
+        logprobs, _ = token_logprobs(hidden, weight, ids, **options)
+        value = generalized_jsd(logprobs, top, beta)
+        torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-6, atol=2e-6)
+        for found, slope in zip(
+            torch.autograd.grad(value.mean(), [hidden, weight]), slopes, strict=True
+        ):
+            torch.testing.assert_close(found.double(), slope, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,9 @@ TRUNCATIONS = [
     Truncation(30, 0.9),
     Truncation(30, 0.9, (3, 50, 95)),
     Truncation(banned=(0, 95)),
+    Truncation(min_p=0.2),
+    Truncation(min_p=0.2, banned=(3, 50, 95)),
+    Truncation(30, 0.9, min_p=0.05),
 ]
 VOCABULARIES = {2: (96, 97), 4: (96, 97)}
 SEVERAL_TARGETS = {"temperature": 0.7, "chunk": 10}

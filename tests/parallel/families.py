@@ -47,6 +47,7 @@ OTHERS = {
         "attn_logit_softcapping": 1.5,
         "final_logit_softcapping": 3.0,
     },
+    "glm4": {"attention_bias": True},
     "gpt_oss": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -58,6 +59,9 @@ OTHERS = {
     "ministral3": {},
     "mistral": {"sliding_window": 4},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 4},
+    "phi3": {},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {},

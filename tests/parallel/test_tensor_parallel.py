@@ -6,7 +6,6 @@ model in one process, on every rank, with a vocabulary that does not divide.
 
 import math
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,12 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
 
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
@@ -226,15 +230,18 @@ def with_adapters(folders: dict[str, str], layouts: list[dict]) -> list[dict[str
 
 
 @pytest.mark.slow
-def test_adapters_of_split_layers(folders):
-    """Each rank has a part of A or of B, and the other matrix whole."""
+def test_adapters_of_split_layers(folders, tmp_path):
+    """Each rank has a part of A or of B, and the other matrix whole. Phi-3 has fused layers."""
     chosen = {name: folders[name] for name in ("qwen2", "gemma3")}
+    chosen["phi3"] = family_model(tmp_path, "phi3")
     layouts = [{"tp_size": 2}, {"tp_size": 2, "tp_sequence_parallel": True}]
     ((expected,),) = run_ranks(1, with_adapters, chosen, [{}])
     for by_layout in run_ranks(2, with_adapters, chosen, layouts):
         for layout, found in zip(layouts, by_layout, strict=True):
             for name, gradients in expected.items():
-                assert found[name].keys() == gradients.keys() and len(gradients) == 2 * 2 * 7
+                num_linear = 4 if name == "phi3" else 7
+                assert found[name].keys() == gradients.keys()
+                assert len(gradients) == 2 * 2 * num_linear
                 wrong = {key: distance(found[name][key], gradients[key]) for key in gradients}
                 assert max(wrong.values()) < 1e-4, (layout, name, wrong)
 
@@ -254,6 +261,35 @@ def test_adapters_of_split_layers_in_bfloat16(folders):
 
 def split_each(cases: list[tuple[dict[str, str], dict]]) -> list:
     return [split(folders, layout) for folders, layout in cases]
+
+
+def split_and_streamed(folders: dict[str, str]) -> tuple[int, dict, dict[str, Values]]:
+    """Return what split() gives in FSDP2 x tp, and the streams."""
+    data_rank, results = split(folders, {"tp_size": 2})
+    made = strategy(tp_size=2)
+    streams = {}
+    for name, folder in folders.items():
+        actor = made.prepare(Actor(load_model(ModelSection(pretrain=folder))))
+        streams[name] = {key: tensor.clone() for key, tensor in made.full_params(actor)}
+    return data_rank, results, streams
+
+
+@pytest.mark.slow
+def test_layers_of_other_layouts_in_fsdp2_and_tensor_parallelism(tmp_path):
+    """Ranks store consecutive rows of fused layers, so streams have the layout of the folder."""
+    folders = {name: family_model(tmp_path / name, name) for name in ("glm4", "olmo2", "phi3")}
+    expected = {name: plain(folder) for name, folder in folders.items()}
+    for data_rank, results, streams in run_ranks(4, split_and_streamed, folders, timeout=600):
+        for name, (logprobs, gradients, _) in results.items():
+            known_logprobs, known, _ = expected[name]
+            for found, value in zip(logprobs, known_logprobs[data_rank::2], strict=True):
+                torch.testing.assert_close(found, value, rtol=0, atol=1e-5)
+            wrong = {key: distance(gradients[key], known[key]) for key in known}
+            assert max(wrong.values()) < 1e-5, (name, wrong)
+
+            weights = dict(AutoModelForCausalLM.from_pretrained(folders[name]).named_parameters())
+            assert streams[name].keys() == weights.keys()
+            assert all(torch.equal(streams[name][key], weights[key]) for key in weights)
 
 
 def stream(folder: str, sequence: bool) -> list[int]:
@@ -290,6 +326,8 @@ def test_four_ranks_and_recomputed_activations(tmp_path):
     folders = {
         "qwen3": family_model(tmp_path / "qwen3", "qwen3", tie=True, **heads),
         "biased": family_model(tmp_path / "biased", "llama", **heads, **biased),
+        "phi3": family_model(tmp_path / "phi3", "phi3", **heads),
+        "olmo2": family_model(tmp_path / "olmo2", "olmo2", **heads),
     }
     expected = {name: plain(folder) for name, folder in folders.items()}
     assert not expected["biased"][1]["model.embed_tokens.weight"][1].any()
@@ -559,9 +597,9 @@ def test_a_rank_without_rows_is_refused(sizes):
     )
 
 
-def olmo2(folder: str) -> None:
-    """The norms of queries and keys are over all heads."""
-    config = Olmo2Config(
+def starcoder2() -> None:
+    """Its feed-forward layers have other names."""
+    config = Starcoder2Config(
         hidden_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -569,12 +607,20 @@ def olmo2(folder: str) -> None:
         intermediate_size=16,
         vocab_size=32,
     )
-    strategy(tp_size=2).prepare(Olmo2ForCausalLM(config))
+    strategy(tp_size=2).prepare(Starcoder2ForCausalLM(config))
 
 
-def test_an_unknown_family_is_refused_by_name(tmp_path: Path):
-    with pytest.raises(RuntimeError, match="'olmo2' has no plan; supported are arcee, cohere, "):
-        run_ranks(2, olmo2, str(tmp_path))
+def test_an_unknown_family_is_refused_by_name():
+    message = "'starcoder2' has no plan; supported are arcee, cohere, "
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(2, starcoder2)
+
+
+def test_fused_columns_that_ranks_cannot_exchange_are_refused():
+    config = family_config("phi3", tie=False, vocabulary=261)
+    config.intermediate_size = 50
+    assert model_problems(config, 2) == []
+    assert model_problems(config, 4)[-1] == "tp_size 4 does not divide its 50 fused columns"
 
 
 def test_blocks_that_the_plan_was_not_written_for():

@@ -26,6 +26,11 @@ RUNS = {
     "plain": ["--train_batch_size=16"],
     "several": ["--train_batch_size=8", "--max_epochs=2", *REMEMBERS],
     "critic": ["--train_batch_size=8", "--advantage_estimator=gae"],
+    "taught": [
+        *["--train_batch_size=16", "--distill_coef=0.5", "--distill_top_k=20"],
+        *["--self_teacher=actor", "--teacher_prompt_key=label"],
+        *["--measure_kl", "--ref_ema=0.9", "--entropy_coef=0.01", "--entropy_target=9"],
+    ],
 }
 
 
@@ -88,7 +93,7 @@ def test_the_samples_of_several_ranks_are_repeated_in_one_process(repeated):
 
 
 def test_shares_of_samples_add_up_to_the_loss(repeated):
-    for name, updates in (("plain", 1), ("several", 4)):
+    for name, updates in (("plain", 1), ("several", 4), ("taught", 1)):
         result = repeated[name, 2]
         total = sum(share for record in result.records.values() for share in record.shares)
         assert total == pytest.approx(result.loss * updates, abs=1e-6)

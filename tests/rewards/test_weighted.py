@@ -2,8 +2,13 @@
 
 import pytest
 
-from lightrft.config import Config, ConfigError, RewardSection, reward_terms
+from lightrft.algorithms.shaping import RewardShaper
+from lightrft.config import AlgorithmSection, Config, ConfigError, RewardSection, reward_terms
+from lightrft.config.references import reward_weights
+from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
+from lightrft.rollout.gathered_rewards import GatheredRewards
+from lightrft.stages.compare import CompareRewards
 from rewards.test_rewards import sample
 
 FUNCTIONS = """
@@ -153,3 +158,27 @@ def test_a_wrong_result_names_its_function(file, name, says):
 def test_columns_are_checked_for_each_function(file):
     with pytest.raises(ConfigError, match="fine: the function needs label"):
         rewarded(f"{file}:length,{file}:fine", sample("a"))
+
+
+def test_each_reward_is_normalised_alone_and_weighed_by_its_flag(file):
+    """--advantage_estimator gdpo, from functions to advantages.
+
+    Lengths 3, 1, 5 have mean 3 and std 2: 0, -1, 1, weight 2. Of the letters a, 2, 0, 1: 1, -1, 0,
+    and of e, 0, 1, 1: -1.154701, 0.577350, 0.577350, weight -0.5 each.
+    """
+    terms = f"{file}:length:2,{file}:vowels:-0.5"
+    samples = [sample(text) for text in ("aab", "e", "aebcd")]
+    rewarded(terms, *samples)
+    config = Config()
+    config.reward.reward = terms
+    weights = reward_weights(terms, config.model, config.reward.reward_model_coef)
+    assert weights == {"length": 2.0, "vowels": -0.5}
+
+    axis = Axis("data", 1, 0, None)
+    gathered = GatheredRewards.share(axis, samples, first_row=0, components=True)
+    assert [*gathered.components] == ["length", "vowels_a", "vowels_e"]
+    shaper = RewardShaper(config.reward, longest=10)
+    compare = CompareRewards(AlgorithmSection(advantage_estimator="gdpo"), shaper, weights)
+    sums = [-0.5 + 0.577350, -2 + 0.5 - 0.288675, 2 - 0.288675]
+    std = (sum(one * one for one in sums) / 2) ** 0.5
+    assert compare(gathered).tolist() == pytest.approx([one / std for one in sums], abs=1e-3)

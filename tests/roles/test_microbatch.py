@@ -60,3 +60,13 @@ def test_a_rank_without_any_sample_still_has_its_micro_batches():
     nothing = experience().select([])
     assert [len(batch) for batch in micro_batches(nothing, [[], []], CPU)] == [1, 1]
     assert infer(lambda batch: batch.input_ids.float(), nothing, [[], []], CPU).tolist() == []
+
+
+def test_the_filler_has_columns_as_wide_as_the_batch():
+    """Ranks without a sequence compute as many log-probs of a token as the others."""
+    batch = experience()
+    batch.candidates = torch.ones(6, 3, dtype=torch.int32)
+    batch.teacher_prompts = torch.ones(3, 5, dtype=torch.int32)
+    (filler,) = micro_batches(batch, [[]], CPU)
+    assert filler.candidates.shape == (1, 3) and filler.teacher_prompts.shape == (1, 5)
+    assert not filler.loss_mask.any()

@@ -312,6 +312,16 @@ def beside_greedy(samples: list[Sample]) -> list[Sample]:
     return samples
 
 
+def in_parts(samples: list[Sample]) -> list[Sample]:
+    """The reward of a sample is a part for its answer and, in group 1, 1 for a short response."""
+    for sample in samples:
+        short = float(sample.group == 1 and len(sample.token_ids) < 5)
+        sample.reward_parts = {"answer": sample.reward - short} | (
+            {"short": short} if short else {}
+        )
+    return samples
+
+
 def without(samples: list[Sample], *places: int) -> list[Sample]:
     for place in places:
         samples[place].masked = True
@@ -345,6 +355,9 @@ CASES: dict[str, tuple[list[Sample], dict[str, Any], dict[str, Any]]] = {
     "hard enough": (all_samples(), {"difficulty_filter": [0.0, 0.9]}, {}),
     "pass at 2": (all_samples(), {"advantage_estimator": "pass_at_k", "pass_k": 2}, {}),
     "rare": (all_samples(), {"difficulty_weights": [0.4, 1.5]}, {}),
+    "parts": (in_parts(all_samples()), {"advantage_estimator": "gdpo"}, {}),
+    "one part": (all_samples(), {"advantage_estimator": "gdpo"}, {}),
+    "turns": (stepwise(), {"advantage_estimator": "turn_grpo"}, {}),
     "certain": (all_samples(), {"entropy_filter": [0.0, 0.01]}, {}),
     "open": (all_samples(), {"entropy_filter": [0.01, 20.0]}, {}),
 }
@@ -393,6 +406,23 @@ EXPECTED: dict[str, list[list[float] | None]] = {
     "rare": [
         [value * weight for value in whole] for whole, weight in zip(WHOLE, RARE, strict=True)
     ],
+    # group 0: 0.707007 and -0.707007. Group 1: answers 1, 5, 1 have mean 2.333333, std 2.309401:
+    # -0.577325, 1.154650, -0.577325; short 1, 1, 0, std 0.577350: 0.577250, 0.577250, -1.154501.
+    # Sums -0.000075, 1.731900, -1.731826, and 0 three times; squares 0.999718 + 5.998699, / 7, std
+    # 0.999887
+    "parts": [
+        [value / (0.9998871 + 1e-4)] * length
+        for value, length in zip(
+            [0.707007, -0.707007, -0.000075, 1.731900, -1.731826, 0.0, 0.0, 0.0],
+            LENGTHS,
+            strict=True,
+        )
+    ],
+    # squares of ADVANTAGES 0.999717 + 1.999848, / 7, std 0.654600
+    "one part": [[value / (0.6546061 + 1e-4) for value in whole] for whole in WHOLE],
+    # group 0: returns 4, 3 and 2: first turns 4, 2, std 1.414214; the second is alone. Group 1: 5,
+    # 1, std 2.828427
+    "turns": [[0.707057, 0.707057, 0.0], [-0.707057, -0.707057], [], [-0.707082]],
     "certain": [None] * 8,
     "open": list(WHOLE),
 }

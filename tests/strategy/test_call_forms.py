@@ -39,7 +39,7 @@ def test_sampling_parameters_as_a_dictionary(parameters, sampling):
 
 
 @pytest.mark.parametrize(
-    "parameters", [{"min_p": 0.1}, {"temprature": 1.0}, {"repetition_penalty": 1.2}]
+    "parameters", [{"presence_penalty": 0.1}, {"temprature": 1.0}, {"repetition_penalty": 1.2}]
 )
 def test_parameters_that_no_engine_here_has_are_refused(parameters):
     with pytest.raises(ValueError, match="cannot sample with"):

@@ -36,15 +36,20 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after", "tie"),
-    [("fsdp", "tp", False), ("fsdp x tp", "one", False), ("tp", "one", True)],
+    ("before", "after", "tie", "family"),
+    [
+        ("fsdp", "tp", False, "qwen3"),
+        ("fsdp x tp", "one", False, "qwen3"),
+        ("tp", "one", True, "qwen3"),
+        ("fsdp x tp", "one", False, "phi3"),
+    ],
 )
-def test_a_checkpoint_loads_into_another_layout(tmp_path, root, before, after, tie):
-    """No layout divides the vocabulary of 261.
+def test_a_checkpoint_loads_into_another_layout(tmp_path, root, before, after, tie, family):
+    """No layout divides the vocabulary of 261. Phi-3 has fused layers.
 
     tests/invariants/test_factorisations.py loads tied embeddings in parts.
     """
-    split_folder = family_model(tmp_path / "model", "qwen3", tie=tie)
+    split_folder = family_model(tmp_path / "model", family, tie=tie)
     (world_size, args), (other_size, other_args) = LAYOUTS[before], LAYOUTS[after]
     state, going_on = run_ranks(world_size, saved, split_folder, root, args)[0]
     for its_state, its_going_on in run_ranks(other_size, loaded, split_folder, root, other_args):

@@ -3,6 +3,7 @@
 The teacher is a role of the run, or a server behind HTTP.
 """
 
+import json
 import math
 from pathlib import Path
 
@@ -72,3 +73,80 @@ def test_a_teacher_behind_http_is_the_same(inputs, teacher, tmp_path, layout):
         assert mine["rollout/teacher_kl"] > 0 and mine["train/grad_norm"] > 0
         assert mine.pop("engine/logprob_mismatch_max") < 1e-4
         assert mine == pytest.approx({name: expected[name] for name in mine}, rel=2e-3, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> Path:
+    """Prompts with the label of a teacher, and with a prompt that only a teacher sees."""
+    path = tmp_path_factory.mktemp("tasks") / "train.jsonl"
+    rows = [
+        {
+            "input": "abcdefgh"[: 2 + row % 5] + "=",
+            "hint": f"{row}: " + "abcdefgh"[: 2 + row % 3] + "=",
+            "teacher": "one" if row % 3 else "two",
+        }
+        for row in range(24)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+DIVERGENCE = "train/teacher_divergence"
+
+
+@pytest.mark.slow
+def test_the_student_comes_near_the_teachers_distribution(inputs, teacher, tmp_path):
+    """On samples, and on answers of the data."""
+    flags = [f"--teacher_pretrain={teacher}", "--distill_top_k=1000", "--distill_beta=1"]
+    data = next(flag for flag in inputs if "--prompt_data" in flag).removeprefix("--prompt_data=")
+    flags += [f"--pretrain_data={data}", "--ptx_teacher", "--ptx_coef=0.5", "--distill_coef=0.5"]
+    rows = train("train_ppo", 1, [*inputs, *PPO, *DISTILL, *flags, "--max_steps=12"], tmp_path)
+    divergence = [row[DIVERGENCE] for row in rows]
+    assert min(divergence) > 0
+    assert sum(divergence[-3:]) < 0.8 * sum(divergence[:3]), divergence
+    on_answers = [row["train/ptx_divergence"] for row in rows]
+    assert sum(on_answers[-3:]) < 0.8 * sum(on_answers[:3]), on_answers
+    # More than the vocabulary has is all of it.
+    assert all(row["rollout/teacher_top_mass"] == pytest.approx(1, abs=1e-5) for row in rows)
+
+
+@pytest.mark.slow
+def test_two_teachers_say_the_same_to_every_layout(inputs, teacher, tasks, tmp_path):
+    """Each scores the samples of its prompts, which it reads with a hint."""
+    other = next(flag for flag in inputs if "--pretrain" in flag).removeprefix("--pretrain=")
+    flags = [
+        *[*inputs, *PPO, *DISTILL, "--max_steps=2", f"--prompt_data={tasks}"],
+        *[f"--teacher_pretrain=one={teacher},two={other}", "--teacher_key=teacher"],
+        *["--teacher_prompt_key=hint", "--distill_top_k=40"],
+    ]
+    layouts = [
+        (1, []),
+        (2, ["--tp_size=2", "--max_tokens_per_microbatch=40"]),
+        (2, ["--sp_size=2"]),
+        (2, ["--offload_idle", "--max_tokens_per_logprob_microbatch=30"]),
+    ]
+    runs = [
+        repeatable(train("train_ppo", ranks, [*flags, *layout], tmp_path / str(number)))
+        for number, (ranks, layout) in enumerate(layouts)
+    ]
+
+    for rows in runs[1:]:
+        for mine, expected in zip(rows, runs[0], strict=True):
+            for name in (DIVERGENCE, "rollout/teacher_top_mass", "train/loss", "train/grad_norm"):
+                assert mine[name] == pytest.approx(expected[name], rel=2e-3), name
+    assert 0.1 < runs[0][0]["rollout/teacher_top_mass"] < 0.99
+
+
+@pytest.mark.slow
+def test_a_model_learns_from_itself_with_a_hint(inputs, tasks, tmp_path):
+    """It says without the hint what it says with it; its average learns more slowly."""
+    shared = [*inputs, *PPO, *DISTILL, f"--prompt_data={tasks}", "--teacher_prompt_key=hint"]
+    flags = [*shared, "--distill_top_k=64", "--self_teacher=actor", "--max_steps=12"]
+    rows = train("train_ppo", 1, flags, tmp_path / "actor")
+    divergence = [row[DIVERGENCE] for row in rows]
+    assert sum(divergence[-3:]) < 0.7 * sum(divergence[:3]), divergence
+
+    average = ["--self_teacher=average", "--enable_ema", "--ema_beta=0.9", "--max_steps=3"]
+    later = [row[DIVERGENCE] for row in train("train_ppo", 1, [*flags, *average], tmp_path / "ema")]
+    assert later[0] == pytest.approx(divergence[0], rel=1e-5)
+    assert later[2] != pytest.approx(divergence[2], rel=1e-2)

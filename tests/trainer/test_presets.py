@@ -18,7 +18,7 @@ from runs import PPO, prepare, rows_of, run_here
 RUN = [flag for flag in PPO if not flag.startswith(("--init_kl_coef", "--loss_agg_mode"))]
 RUN += ["--actor_learning_rate=2e-2", "--train_batch_size=16", "--max_steps=6"]
 """Without what would win against a recipe, and with a learning rate at which six steps suffice."""
-WITHOUT_REWARD = {"distill"}
+WITHOUT_REWARD = {"distill", "gkd"}
 """What they learn is in test_distill.py."""
 NAMES = sorted(
     {

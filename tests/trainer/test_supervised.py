@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightrft.algorithms.objectives import sft
-from lightrft.config import TrainSection
+from lightrft.config import AlgorithmSection, TrainSection
 from lightrft.data.loader import Order
 from lightrft.observe.metrics import Metrics
 from lightrft.trainer.supervised import SupervisedTrainer
@@ -24,6 +24,7 @@ from trainer.judged import PAIRS, course, write
 
 ANSWERS = ["yes", "no, never", "a", "it is so", "bc", "0123456789", "d"]
 COEFFICIENT = 0.7
+ALGORITHM = AlgorithmSection(ptx_coef=COEFFICIENT)
 TRAIN = TrainSection(train_batch_size=3, max_tokens_per_microbatch=24, seed=5)
 
 
@@ -46,7 +47,7 @@ def updated(folder: str):
     made = rows.strategy()
     policy = rows.policy(made, folder, max_tokens=24)
     metrics = Metrics()
-    ptx_loss = PtxLoss(policy, given(), byte_tokenizer(), train=TRAIN, coefficient=COEFFICIENT)
+    ptx_loss = PtxLoss(policy, given(), byte_tokenizer(), train=TRAIN, algorithm=ALGORITHM)
     batch, (members,) = policy.redistribute(
         rows.share(rows.whole(), made.get_rank(), made.mesh.data.size)
     )

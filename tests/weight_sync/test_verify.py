@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightrft.weight_sync import verify
+from lightrft.weight_sync.fused_layout import decays
 from lightrft.weight_sync.verify import Fingerprints, product, signs
 
 CPU = torch.device("cpu")
@@ -239,6 +240,21 @@ def test_vectors_are_split_anywhere() -> None:
         held.add("bias", vector[:3])
         held.add("bias", vector[3:], row=3)
         assert sent({"bias": vector}, round=round).wrong(held.numbers(CPU)) == []
+
+
+def test_a_weight_that_an_engine_stores_as_a_function_of_it() -> None:
+    """Mamba 2: ranks apply it to their heads, in float32 under bfloat16 too."""
+    logarithms = torch.linspace(-3, 3, 37).bfloat16()
+    expected = sent({"A_log": logarithms}, forms={"A_log": decays})
+
+    for place in (None, *range(37)):
+        stored = -torch.exp(logarithms.float())
+        if place is not None:
+            stored.view(torch.int32)[place] ^= 1
+        held = prints({"A_log": logarithms}, forms={"A_log": decays})
+        held.add("A_log", stored[:19])
+        held.add("A_log", stored[19:], row=19)
+        assert expected.wrong(held.numbers(CPU)) == ([] if place is None else ["A_log"])
 
 
 def test_the_signs_of_fewer_columns_are_the_first_ones() -> None:

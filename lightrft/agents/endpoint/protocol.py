@@ -20,7 +20,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "min_p": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "stop": ([], ""),
@@ -53,7 +52,7 @@ class EndpointModel:
     max_length: int
     """Number of tokens of prompt and response together."""
     fixed: Mapping[str, float]
-    """The run's temperature, top_p and top_k if the model learns.
+    """The run's temperature, top_p, top_k and min_p if the model learns.
 
     A request with others is refused. Empty: requests choose.
     """

@@ -27,6 +27,8 @@ from lightrft.weight_sync.verify import Fingerprints
 LATER_SUMMED = ("o_proj", "mlp")
 """Parts of a model whose outputs are partial sums on each tensor-parallel rank."""
 
+TEXT_ALONE = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose class without a tower reads names without `language_model` only."""
 SEEN_OTHERWISE = ("gemma3",)
 """Families whose images SGLang processes differently from transformers without a warning.
 
@@ -61,7 +63,8 @@ class SGLangEngine(LibraryEngine):
             bytes(multiprocessing.current_process().authkey)
         )
         options = arguments(setup, config)
-        places = engine_names(self.names)
+        self._is_text_alone = config.model_type in TEXT_ALONE
+        places = {name: self._read(place) for name, place in engine_names(self.names).items()}
         if config.model_type in SEEN_OTHERWISE:
             self.limits.pop("images", None)
         unknown = self._on_first_rank(lambda: self._launch(options, places))
@@ -126,9 +129,16 @@ class SGLangEngine(LibraryEngine):
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         with self._fatal("load_weights"):
             self._on_first_rank(lambda: self._shim.begin_weight_update())
-            for bucket in buckets(self.names.rename(named_tensors), self._bucket_bytes()):
+            published = (
+                (self._read(name), tensor) for name, tensor in self.names.rename(named_tensors)
+            )
+            for bucket in buckets(published, self._bucket_bytes()):
                 self._send(bucket)
             self._on_first_rank(lambda: self._shim.end_weight_update())
+
+    def _read(self, name: str) -> str:
+        """Return a published name as SGLang's model reads it."""
+        return name.replace("model.language_model.", "model.") if self._is_text_alone else name
 
     def _bucket_bytes(self) -> int:
         return bucket_limit(self.bucket_mb, self.axis, current_device())

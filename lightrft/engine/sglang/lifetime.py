@@ -24,14 +24,16 @@ LOAD_FILES = "/dev/shm/sglang_loads_"
 
 
 @contextmanager
-def contain_start(num_ranks: int) -> Iterator[None]:
+def contain_start(num_ranks: int, dtype: str) -> Iterator[None]:
     """Contain SGLang's start with `num_ranks` tensor-parallel ranks.
 
-    If it fails, the processes that it has started are ended.
+    Convolutions of hybrids keep earlier inputs in `dtype`; SGLang's default is bfloat16. If the
+    start fails, the processes that it has started are ended.
     """
     before = set(psutil.Process().children())
     with _settings_kept():
         os.environ.setdefault(CORES, _cores_of_each(num_ranks))
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)
         try:
             yield
         except BaseException:

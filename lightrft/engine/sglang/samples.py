@@ -189,6 +189,7 @@ class Samples:
             "custom_params": {
                 "top_k": part.top_k,
                 "top_p": part.top_p,
+                "min_p": part.min_p,
                 "banned": list(part.banned),
                 "size": size,
                 "temperature": sampling.temperature,

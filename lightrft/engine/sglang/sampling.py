@@ -67,12 +67,13 @@ class Truncate(CustomLogitProcessor):
             rows_of[
                 parameters["top_k"],
                 parameters["top_p"],
+                parameters["min_p"],
                 tuple(parameters["banned"]),
                 parameters["temperature"],
             ].append(row)
 
-        for (top_k, top_p, banned, temperature), rows in rows_of.items():
-            part = Truncation(top_k, top_p, banned)
+        for (top_k, top_p, min_p, banned, temperature), rows in rows_of.items():
+            part = Truncation(top_k, top_p, banned, min_p=min_p)
             if not part.active:
                 continue
             scaled = logits[rows].float() / (temperature or 1.0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.sglang.sampling import draw, with_seeds
 from lightrft.parallel.gloo import share_gloo_device
-from lightrft.weight_sync.fused_layout import FusedWeights
+from lightrft.weight_sync.fused_layout import PARTS, FusedWeights
 from lightrft.weight_sync.verify import Fingerprints
 
 CALLED_OTHERWISE = {
@@ -26,6 +26,11 @@ CALLED_OTHERWISE = {
     ".self_attn.out_proj.": ".self_attn.proj.",
 }
 """Parts of published names -> the same parts in some of SGLang's multimodal models."""
+OF_HYBRIDS = {
+    "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
+    "in_proj_ba": ["in_proj_b", "in_proj_a"],
+}
+"""Fused layers of Qwen3.5's linear attention -> layers of the Hugging Face model."""
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
@@ -89,9 +94,8 @@ def _weights(
                 (0, 1) if group is None else (group.rank_in_group, group.world_size)
             )
 
-    return FusedWeights(
-        model, {name: _place(place, layers) for name, place in places.items()}, shapes
-    )
+    own = {name: _place(place, layers) for name, place in places.items()}
+    return FusedWeights(model, own, shapes, parts=PARTS | OF_HYBRIDS)
 
 
 def _place(place: str, layers: Collection[str]) -> str:
@@ -100,6 +104,11 @@ def _place(place: str, layers: Collection[str]) -> str:
         path, other = (name.rpartition(".")[0] for name in (place, place.replace(published, own)))
         if path not in layers and other.rpartition(".")[0] in layers:
             place = place.replace(published, own)
+
+    # Qwen3.5's blocks hold the layers of attention themselves.
+    block, inside, _ = place.partition(".self_attn.")
+    if inside and f"{block}.self_attn" not in layers:
+        place = place.replace(".self_attn.", ".")
     return place
 
 

@@ -25,7 +25,7 @@ from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
 from lightrft.engine.vllm.adapter_slots import slots_problem
-from lightrft.engine.vllm.arguments import arguments, replay_problem
+from lightrft.engine.vllm.arguments import arguments, mamba2_problem, replay_problem
 from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
 from lightrft.engine.vllm.shared_prompts import share_last_blocks
 from lightrft.engine.vllm.shim import VLLMShim
@@ -42,8 +42,6 @@ OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
 is wide."""
 CAUSAL_ON_CPU = ("gemma3",)
 """Families whose image tokens attend in both directions, except in vLLM on a CPU."""
-MAMBA2 = ("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2")
-"""Families whose decay vLLM stores in another form, -exp(A_log), than a weight stream brings."""
 DELTA_RULE = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families whose kernel for linear attention computes only bfloat16 on a CPU."""
 
@@ -72,10 +70,10 @@ class VLLMEngine(LibraryEngine):
             )
 
         family = config.model_type.removesuffix("_text")
-        if family in MAMBA2:
+        if problem := mamba2_problem(config):
             raise ValueError(
-                f"{config.model_type} can be trained, but not with vLLM, which stores the decays of"
-                " Mamba 2 in a form that cannot be verified: use --engine_type hf"
+                f"{config.model_type} can be trained, but not with vLLM, {problem}: use"
+                " --engine_type hf"
             )
         if self.on_cpu and family in DELTA_RULE and setup.dtype != torch.bfloat16:
             raise ValueError(
@@ -288,6 +286,7 @@ class VLLMEngine(LibraryEngine):
             temperature=min(sampling.temperature, 1.0),
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             # This is about the end token that vLLM knows for some models. All end tokens are in
             # stop_token_ids.
             ignore_eos=True,

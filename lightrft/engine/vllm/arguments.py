@@ -17,6 +17,8 @@ from lightrft.engine.start import with_users_arguments
 from lightrft.thinker import OmniThinkerConfig
 
 TEXT_DRAFTER = "lightrft.engine.vllm.text_drafter.TextDrafter"
+EXACT_MODEL = "LightrftExactForCausalLM"
+"""Name of the model of --exact in vLLM's registry; its adapter registers it."""
 TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
 SPECULATION = "use --speculative, --num_draft_tokens and --draft_pretrain"
 RANKS = get_args(MaxLoRARanks)
@@ -86,6 +88,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         from lightrft.weight_sync.quantized import engine_config
 
         quantized = {"quantization_config": engine_config(section.rollout_quantization)}
+    exact = {"architectures": [EXACT_MODEL]} if section.exact else {}
     thinker = {"thinker_config": tied} if isinstance(config, OmniThinkerConfig) else {}
 
     # Of some models that see (Qwen3.5) only the language part is trained; vLLM starts all of them.
@@ -108,7 +111,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
             "model": setup.model_path,
             "trust_remote_code": setup.trust_remote_code,
             "dtype": str(setup.dtype).removeprefix("torch."),
-            "hf_overrides": head | thinker | quantized,
+            "hf_overrides": head | thinker | quantized | exact,
             "load_format": "dummy" if setup.from_stream else "auto",
             "max_model_len": setup.max_model_len,
             "tensor_parallel_size": setup.axis.size,
@@ -166,6 +169,22 @@ def replay_problem(config: PretrainedConfig, *, on_cpu: bool) -> str:
         return "vLLM's runner V1, such as the one on a CPU without Triton, does not return experts"
     if on_cpu and has_recurrent_state(config):
         return "vLLM returns experts only with prefix caching, and recurrent states have none here"
+    return ""
+
+
+def mamba2_problem(config: PretrainedConfig) -> str:
+    """Return why vLLM computes a model with Mamba 2 unlike transformers; empty if it does not."""
+    match config.model_type:
+        case "bamba":
+            return "which has removed this family"
+        case "granitemoehybrid" if config.mamba_n_groups > 1:
+            return f"which normalizes each of its {config.mamba_n_groups} groups alone"
+        case "falcon_h1" if config.mamba_rms_norm and config.mamba_norm_before_gate:
+            return "which normalizes after the gate (mamba_norm_before_gate)"
+        case "zamba2" if config.num_key_value_heads != config.num_attention_heads:
+            return "which gives it as many key-value heads as attention heads"
+        case "zamba2" if not config.tie_word_embeddings:
+            return "which ties its embeddings"
     return ""
 
 

@@ -48,11 +48,25 @@ from lightrft.parallel.device import local_rank
 from lightrft.types import Completion, Drafts
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.expert_layout import is_a, is_experts, pack_experts, unpacked_experts
-from lightrft.weight_sync.fused_layout import PARTS, CopyTarget, FusedWeights, engine_names
+from lightrft.weight_sync.fused_layout import (
+    CONVOLUTION,
+    PARTS,
+    UNPACKED,
+    CopyTarget,
+    FusedWeights,
+    engine_names,
+)
 from lightrft.weight_sync.names import NamedTensor, PublishedNames
 
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 """Weight methods of vLLM that leave weights as loaded, except for kernels that are handled here."""
+
+BY_LOADER = {
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.w13_weight",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.w2_weight",
+    ".block_sparse_moe.router.layer.": ".block_sparse_moe.gate.",
+}
+"""Names that Granite's mixtures replace while they load: vLLM has no table for these models."""
 
 
 class VLLMShim:
@@ -91,7 +105,7 @@ class VLLMShim:
         own_names = (
             {name: mapper.map_name(published) for name, published in own_names.items()}
             if mapper
-            else own_names
+            else {name: _by_loader(published) for name, published in own_names.items()}
         )
         self.names = names
         self.experts = [layer for layer in self.model.modules() if is_experts(layer)]
@@ -148,7 +162,7 @@ class VLLMShim:
             )
         if packed:
             pack_experts(packed)
-        _renew_tied_layers(self.model)
+        _renew_copies(self.model)
 
     def reload_draft_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         """Load full tensors of the draft model under transformers' names; see reload_weights()."""
@@ -159,7 +173,7 @@ class VLLMShim:
             finalize_layerwise_reload(
                 self.draft_model, config.speculative_config.draft_model_config
             )
-        _renew_tied_layers(self.draft_model)
+        _renew_copies(self.draft_model)
 
     def with_media(self, token_ids: list[int], media: dict[str, list]) -> MultiModalInput:
         """Return the prompt with processed media and expanded placeholders."""
@@ -516,6 +530,13 @@ def _keeps(layer: torch.nn.Module, attribute: str) -> bool:
     return (now.shape, now.stride(), now.dtype) == (created.shape, created.stride(), created.dtype)
 
 
+def _by_loader(name: str) -> str:
+    """Return the name that a weight gets in the loading of a model without a table of names."""
+    for published, own in BY_LOADER.items():
+        name = name.replace(published, own)
+    return name
+
+
 def _packs(layer: torch.nn.Module) -> bool:
     """Return True if the layer multiplies with a packed copy of the weight, as on CPUs.
 
@@ -526,10 +547,12 @@ def _packs(layer: torch.nn.Module) -> bool:
     return "cpu_linear" in vars(layer) or is_a(kernel, "CPUInt8ScaledMMLinearKernel")
 
 
-def _renew_tied_layers(model: torch.nn.Module) -> None:
-    """Give tied output layers the packed copy of the layer that loads the weight.
+def _renew_copies(model: torch.nn.Module) -> None:
+    """Renew the copies of weights that a reload leaves as they were.
 
-    A reload packs the weight for that layer only.
+    Tied output layers get the packed copy of the layer that loads the weight: a reload packs it for
+    that layer only. Where vLLM packs convolutions on a CPU, Mamba 2 computes with the memory that
+    they had before.
     """
     first: dict[int, torch.nn.Module] = {}
     for layer in model.modules():
@@ -540,6 +563,8 @@ def _renew_tied_layers(model: torch.nn.Module) -> None:
             and first.setdefault(id(weight), layer) is not layer
         ):
             layer.cpu_linear = first[id(weight)].cpu_linear
+        if CONVOLUTION in layer._buffers and UNPACKED in vars(layer.conv1d):
+            layer.conv_weights.copy_(getattr(layer.conv1d, UNPACKED))
 
 
 def _forget_world() -> None:

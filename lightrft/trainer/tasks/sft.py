@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.algorithms.objectives import PtxObjective, sft
-from lightrft.config.sections import TrainSection
+from lightrft.algorithms.objectives import PtxDivergence, PtxObjective, sft
+from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.data.conversations import answer_of, supervised_batch
 from lightrft.data.loader import Blend, Order
 from lightrft.parallel.collectives import Axis
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
+from lightrft.roles.teacher import TeacherOfTokens
 from lightrft.trainer.tasks.examples import plan_local_rows
 from lightrft.types import Batch, Expand, Prompt
 
@@ -59,14 +60,16 @@ class PtxLoss:
         tokenizer: PreTrainedTokenizerBase,
         *,
         train: TrainSection,
-        coefficient: float,
+        algorithm: AlgorithmSection,
+        teacher: TeacherOfTokens | None = None,
         expand: Expand | None = None,
         order: Order | Blend | None = None,
     ):
         """Set up the batches.
 
-        `expand` expands prompts with media. Without `order` the seed shuffles the rows. Raises
-        DataError if there are too few rows.
+        The tokens of answers are learned, or the distributions of a `teacher` over them. `expand`
+        expands prompts with media. Without `order` the seed shuffles the rows. Raises DataError if
+        there are too few rows.
         """
         self.policy = policy
         self.prompts = prompts
@@ -75,7 +78,11 @@ class PtxLoss:
         self.expand = expand
         Order.check(len(prompts), train.train_batch_size)
         self.order = order or Order(len(prompts), train.seed)
-        self.objective = PtxObjective(coefficient)
+        self.teacher = teacher
+        self.num_candidates = min(algorithm.distill_top_k, policy.vocabulary_size)
+        self.objective = PtxObjective(algorithm.ptx_coef)
+        if teacher is not None:
+            self.objective = PtxDivergence(algorithm.ptx_coef, algorithm.distill_beta)
         self.num_batches = 0
 
     def next(self) -> LossTerm:
@@ -90,13 +97,15 @@ class PtxLoss:
             prompts, self.tokenizer, data, self.train, max_tokens=max_tokens, expand=self.expand
         )
 
-        return LossTerm(
-            batch,
-            rows,
-            self.objective,
-            self.policy.denominator(batch, rows, length=1),
-            self.policy.supervised,
-        )
+        forward = self.policy.supervised
+        if self.teacher is not None:
+            # Both sides have the temperature of the samples.
+            forward = self.policy.forward
+            batch.teacher_logprobs, batch.candidates = self.teacher.likeliest(
+                batch, rows, self.num_candidates
+            )
+        denominator = self.policy.denominator(batch, rows, length=1)
+        return LossTerm(batch, rows, self.objective, denominator, forward)
 
     def state_dict(self) -> dict[str, int]:
         return {"taken": self.num_batches}

@@ -1,5 +1,5 @@
 """Stands in for SGLang's kernel package, which has no build for a plain CPU: any name can be
-imported, none can be called.
+imported, and only linear attention (mamba.py) can be called.
 
 Dense models on a CPU without AMX compute with torch alone, and import a few names on the way. What
 is called nevertheless is written to the file that STAND_IN_CALLS names, so that a test sees it, and
@@ -13,13 +13,9 @@ from typing import Any
 import torch
 
 OPERATORS = torch.library.Library("sgl_kernel", "DEF")
-for name in (
-    "fused_sigmoid_mul_cpu",
-    "fused_qk_gemma_rmsnorm_cpu",
-    "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-):
-    OPERATORS.define(f"{name}() -> ()")  # modules of Qwen-VL name them when they are imported
+OPERATORS.define("fused_qk_gemma_rmsnorm_cpu() -> ()")  # Qwen-VL names it when it is imported
+
+from sgl_kernel import mamba  # noqa: E402, F401  defines other operators
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
