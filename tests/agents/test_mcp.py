@@ -29,6 +29,7 @@ import threading
 import time
 
 from mcp.server.mcpserver import Image, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("shop")
 sold = []
@@ -38,7 +39,7 @@ sold = []
 def buy(fruit: str, count: int = 1) -> str:
     """Buy fruit."""
     if fruit == "stone":
-        raise ValueError("no such fruit")
+        raise ToolError("no such fruit")
     sold.extend([fruit] * count)
     return ", ".join(sold)
 

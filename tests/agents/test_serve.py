@@ -139,10 +139,11 @@ def test_a_session_keeps_its_tokens_until_it_expires(server):
         assert sampled != third.prompt_token_ids[6 : 6 + len(sampled)]
 
 
-def test_a_stream_grows_to_what_the_whole_turn_is(server):
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "add"}}]])
+def test_a_stream_grows_to_what_the_whole_turn_is(server, tools):
     """Its turn is sampled in pieces, and a session continues it without tokenizing it again."""
-    greedy = {"model": "any", "temperature": 0, "max_tokens": 40}
-    headers = {"x-session-id": "stream"}
+    greedy = {"model": "any", "temperature": 0, "max_tokens": 40, "tools": tools}
+    headers = {"x-session-id": f"stream {len(tools)}"}
     with openai.OpenAI(base_url=server, api_key="secret", max_retries=0) as client:
         for letter in "abcdefghijklmnopqrstuvwxyz":
             messages = [{"role": "user", "content": letter}]

@@ -166,14 +166,15 @@ class _Routes:
     async def growing_chat(self, session: Session, body: Body) -> AsyncIterator[str]:
         """Yield the events of a chat's turn: its text as it grows, then the rest of the reply."""
         messages, options = self._read_chat(body)
-        number = len(session.turns) + 1
         sent = ""
+        number = 0
         # What has a place in the reply for each token is sent with the complete turn.
         whole = body.get("logprobs") or body.get("return_token_ids")
 
         async for turn in session.growing_chat(messages, **options):
             if not turn.token_ids:
                 raise NoRoom
+            number = number or len(session.turns)
             if turn.finish_reason:
                 reply = protocol.chat_reply(turn, number, self.served, body)
                 for event in protocol.events(reply, body, sent):
