@@ -24,7 +24,7 @@ from warm import warm_python
 openai = pytest.importorskip("openai", reason="openai is not installed")
 pytestmark = pytest.mark.slow
 TEMPLATE = (
-    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 
@@ -142,6 +142,7 @@ def test_a_session_keeps_its_tokens_until_it_expires(server):
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "add"}}]])
 def test_a_stream_grows_to_what_the_whole_turn_is(server, tools):
     """Its turn is sampled in pieces, and a session continues it without tokenizing it again."""
+    described = "add;" * len(tools)
     greedy = {"model": "any", "temperature": 0, "max_tokens": 40, "tools": tools}
     headers = {"x-session-id": f"stream {len(tools)}"}
     with openai.OpenAI(base_url=server, api_key="secret", max_retries=0) as client:
@@ -169,7 +170,7 @@ def test_a_stream_grows_to_what_the_whole_turn_is(server, tools):
             messages=messages, extra_headers=headers, extra_body=more, **greedy
         )
         # The bytes of the prompt and of the observation are tokens, and so are forty sampled ones.
-        assert len(second.prompt_token_ids) == len(b"u:a\na:") + 40 + len(b"\nu:q\na:")
+        assert len(second.prompt_token_ids) == len(f"{described}u:a\na:") + 40 + len(b"\nu:q\na:")
 
         with pytest.raises(openai.BadRequestError, match="nothing to answer"):
             client.chat.completions.create(messages=[], stream=True, **greedy)
