@@ -68,6 +68,7 @@ OPTIONAL = {
     "av",
     "verifiers",
     "mcp",
+    "harbor",
     "gguf",
     "tinker",
     "wandb",

@@ -27,6 +27,8 @@ NEEDS_AN_EXTRA = {
     "lightrft.agents.adapters.openenv": "websockets",
     "lightrft.agents.adapters.verifiers": "verifiers",
     "lightrft.agents.adapters.mcp": "mcp",
+    "lightrft.agents.adapters.harbor.trials": "uvicorn",
+    "lightrft.agents.adapters.harbor.process_environment": "harbor",
     "lightrft.checkpoint.gguf": "gguf",
     "lightrft.data.verifiers.tasksets": "verifiers",
     "lightrft.agents.adapters.reasoning_gym": "reasoning_gym",

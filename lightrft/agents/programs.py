@@ -37,6 +37,7 @@ environments.register_deferred(
     "reasoning_gym", "lightrft.agents.adapters.reasoning_gym:SeveralAttempts", "reasoning-gym"
 )
 ADAPTERS = {
+    "harbor": "lightrft.agents.adapters.harbor.trials",
     "openenv": "lightrft.agents.adapters.openenv",
     "verifiers": "lightrft.agents.adapters.verifiers",
 }

@@ -604,9 +604,9 @@ class EnvironmentSection(Section, commands=SAMPLING):
 
     environment: str = ""
     """Class or async function that makes a response an episode of several turns: file.py:Class,
-    file.py:function or module:object; verifiers:NAME is an environment of verifiers, and
-    openenv:URL an OpenEnv server. --reward environment takes the rewards from it. Empty: a response
-    is one turn."""
+    file.py:function or module:object; verifiers:NAME is an environment of verifiers, openenv:URL an
+    OpenEnv server, and harbor:FOLDER a folder with tasks of Harbor. --reward environment takes the
+    rewards from it. Empty: a response is one turn."""
     agent: str = ""
     """Async function (client, row) that makes a response an episode, and returns the reward:
     file.py:function or module:function. The client is openai.AsyncOpenAI, connected to a server in

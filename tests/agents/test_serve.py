@@ -24,7 +24,8 @@ from warm import warm_python
 openai = pytest.importorskip("openai", reason="openai is not installed")
 pytestmark = pytest.mark.slow
 TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 
