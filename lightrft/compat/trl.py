@@ -43,7 +43,7 @@ TRL_FLAGS = {
     "weight_decay": "l2",
     "adam_beta1": "write --adam_betas 0.9,0.95",
     "adam_beta2": "write --adam_betas 0.9,0.95",
-    "optim": "the optimizer is AdamW; its flags are --help optim",
+    "optim": "write --optimizer adamw or muon; its other flags are --help optim",
     "eval_strategy": "write --eval_steps N",
     "save_strategy": "write --save_steps N",
     "save_total_limit": "max_ckpt_num",

@@ -953,6 +953,11 @@ DEEPSPEED = (
         lambda run: run.ep_size > 1,
     ),
     Rule(
+        "--optimizer muon needs --fsdp: ZeRO flattens parameters before the optimizer gets them, and"
+        " matrices have to be whole to be orthogonalised",
+        lambda run: run.optimizer == "muon",
+    ),
+    Rule(
         "--dp_replicate needs --fsdp; with DeepSpeed, --zpg is similar",
         lambda run: run.dp_replicate > 1,
     ),

@@ -965,8 +965,12 @@ class OptimSection(Section, commands=TRAINING):
     """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
     lr_warmup_ratio: float = option(0.03, SHARE)
     """Share of all optimizer steps used for the warm-up."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer of all models that learn. muon orthogonalises the updates of the matrices in the
+    blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other
+    parameters with AdamW; it needs --fsdp."""
     adam_betas: list[float] = option([0.9, 0.95], BETAS)
-    """Two decay rates of AdamW."""
+    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
     l2: float = option(0.0, NOT_NEGATIVE)
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float = option(1.0, NOT_NEGATIVE)

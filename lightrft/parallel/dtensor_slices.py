@@ -1,6 +1,7 @@
 """Which slices of a DTensor this rank holds, by the mesh and placements."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,12 @@ class ShardSlice:
     def rows(self) -> int:
         """Return the number of rows of a full piece; the last pieces may be shorter or empty."""
         return -(-self.shape[self.dim] // self.pieces)
+
+    @property
+    def counts(self) -> list[int]:
+        """Return the number of rows of each rank."""
+        ends = [min(rank * self.rows, self.shape[self.dim]) for rank in range(self.pieces + 1)]
+        return [end - start for start, end in pairwise(ends)]
 
     @property
     def own(self) -> slice:

@@ -38,6 +38,11 @@ MEANINGS = {
 }
 SAMPLE_FIELDS = ("token_ids", "logprobs", "reward", "reward_parts", "token_rewards", "masked")
 OF_RUN = ("world_size", "rollout_ranks", "engine", "engine_tp_size", "strategy", "device")
+LAYOUT = (
+    *("strategy", "zero_stage", "zpg", "dp_replicate", "tp_size", "ep_size"),
+    *("sp_size", "sp_impl", "cp_size"),
+)
+"""Settings, beside the number of ranks, of what a rank has of the models and the sequences."""
 MISMATCH = "engine/logprob_mismatch"
 STEP = re.compile(r"step(\d+)")
 """Name of the checkpoint of a step."""
@@ -63,6 +68,9 @@ class Difference:
     """Sentences about the first sample, tensor and element that differ."""
     causes: list[str] = field(default_factory=list)
     """Sentences about settings, data, versions and machines that differ."""
+    other_layout: bool = False
+    """Whether ranks have other parts of models and sequences. The phases of OF_SEQUENCES alone can
+    be compared then."""
 
 
 def find_difference(one: Path, other: Path) -> Difference:
@@ -79,10 +87,11 @@ def find_difference(one: Path, other: Path) -> Difference:
 
     digests = [read_digests(folder) for folder in folders]
     steps = sorted(digests[0].keys() & digests[1].keys())
-    found = Difference(len(steps) - (0 in steps))
+    found = Difference(len(steps) - (0 in steps), other_layout=_has_other_layout(folders))
+    compared = OF_SEQUENCES if found.other_layout else PHASES
     for step in steps:
         rows = [each[step] for each in digests]
-        phase = next((each for each in PHASES if rows[0].get(each) != rows[1].get(each)), None)
+        phase = next((each for each in compared if rows[0].get(each) != rows[1].get(each)), None)
         if phase is not None:
             found.step = step
             found.phase, found.update = _in_updates(phase, *rows)
@@ -97,6 +106,16 @@ def find_difference(one: Path, other: Path) -> Difference:
         found.places = list(_places(folders, found))
         found.causes += _measured(folders, found)
     return found
+
+
+def _has_other_layout(folders: Sequence[Path]) -> bool:
+    layouts = []
+    for settings, description in zip(
+        map(read_settings, folders), map(_description, folders), strict=True
+    ):
+        ranks = description.get("world_size"), description.get("rollout_ranks")
+        layouts.append([*ranks, *(settings.get(name) for name in LAYOUT)])
+    return layouts[0] != layouts[1]
 
 
 def _in_updates(phase: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, int]:
@@ -124,8 +143,7 @@ def _settings(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _descriptions(folders: Sequence[Path]) -> Iterator[str]:
-    files = [folder / DESCRIPTION for folder in folders]
-    one, other = (json.loads(file.read_text()) if file.is_file() else {} for file in files)
+    one, other = map(_description, folders)
     for name in OF_RUN:
         if one.get(name) != other.get(name):
             yield f"{name.replace('_', ' ')}: {one.get(name)!r} and {other.get(name)!r}"
@@ -136,6 +154,11 @@ def _descriptions(folders: Sequence[Path]) -> Iterator[str]:
             if before.get(name) != after.get(name):
                 values = before.get(name, "none"), after.get(name, "none")
                 yield f"{title} {name}: {values[0]} and {values[1]}"
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    file = folder / DESCRIPTION
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _data(folders: Sequence[Path]) -> Iterator[str]:

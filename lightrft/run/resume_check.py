@@ -25,6 +25,7 @@ FIXED = (
     "train_batch_size",
     "max_epochs",
     "advantage_estimator",
+    "optimizer",
 )
 """Settings that determine the order of the data, the updates of a step, or what is stored."""
 FREE_IN_FORK = ("seed", "n_samples_per_prompt", "train_batch_size", "max_epochs")
@@ -121,8 +122,9 @@ def changed_settings(
     before: dict[str, Any], now: dict[str, Any], *, fork: bool = False
 ) -> list[str]:
     """Return the changes that are allowed; raise ConfigError with all that are not."""
-    # A checkpoint of before the flag has no entry for it.
-    settings = _changes({"load_in_4bit": False} | before["settings"], now["settings"])
+    # A checkpoint of before these flags has no entry for them.
+    former = {"load_in_4bit": False, "optimizer": "adamw"}
+    settings = _changes(former | before["settings"], now["settings"])
     partly = any(
         run["settings"].get(name)
         for run in (before, now)

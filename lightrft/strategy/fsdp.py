@@ -53,6 +53,21 @@ class FSDP2(Strategy):
         self._replicas.clear()
         super().close()
 
+    def create_optimizer(
+        self,
+        model: nn.Module,
+        lr: float,
+        betas: Sequence[float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        eps: float = 1e-8,
+    ) -> Optimizer:
+        """Build the optimizer of --optimizer, before or after prepare()."""
+        if self.config.optim.optimizer == "adamw":
+            return super().create_optimizer(model, lr, betas, weight_decay, eps)
+        from lightrft.backends.muon import create_muon
+
+        return create_muon(model, blocks(model), lr, tuple(betas), weight_decay, eps)
+
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         """Split by tensor parallelism, shard, materialize, and let the optimizer follow."""
         names = parameter_names(module, optimizer)

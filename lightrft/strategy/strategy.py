@@ -21,6 +21,7 @@ from lightrft.backends.dropout import draw_by_data_rank
 from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
 from lightrft.batching.sample_store import MemoryStore, SampleStore
 from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
+from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import SUPERVISED, sequence_layout
 from lightrft.data.loader import Order
@@ -250,7 +251,15 @@ class Strategy(Backend):
         weight_decay: float = 0.0,
         eps: float = 1e-8,
     ) -> Optimizer:
-        """Build AdamW over the parameters that require a gradient, before or after prepare()."""
+        """Build AdamW over the parameters that require a gradient, before or after prepare().
+
+        FSDP2 builds what --optimizer says. Raises ConfigError if this strategy cannot.
+        """
+        if self.config.optim.optimizer != "adamw":
+            raise ConfigError(
+                f"--optimizer {self.config.optim.optimizer} needs FSDP2: {type(self).__name__} is"
+                " another strategy"
+            )
         return create_adamw(model, lr, tuple(betas), weight_decay, eps)
 
     def create_scheduler(

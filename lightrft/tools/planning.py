@@ -170,6 +170,7 @@ class Planner:
             "reduce_dtype": self.config.strategy.reduce_dtype,
             "gradient_checkpointing": model.gradient_checkpointing,
             "gradient_checkpointing_policy": model.gradient_checkpointing_policy,
+            "optimizer": self.config.optim.optimizer,
         }
 
         step = step_bytes(self.visited, options, world=self.shards, tokens=-(-tokens // self.sp))
@@ -179,7 +180,7 @@ class Planner:
         # The shards of all experts are divided over all ranks, however many of them a rank gathers.
         width = self.width if model.lora_rank else 4
         gradient = 0 if model.lora_rank or options["reduce_gradients_once"] else 4
-        moments = 0 if model.lora_rank else 8
+        moments = 0 if model.lora_rank else 4 if options["optimizer"] == "muon" else 8
         held = width + gradient + moments
         share = StepBytes(width, gradient, moments, 0, held, held)
         return step.plus(self.elsewhere / self.shards, share)

@@ -154,5 +154,7 @@ def test_the_command_prints_where_runs_differ(runs, tmp_path, capsys):
 
 
 def test_another_number_of_ranks_is_named(runs):
+    """Ranks round sums in another order, and then nothing but sequences can be compared."""
     found = find_difference(runs / "first", runs / "two")
+    assert (found.step, found.other_layout) == (None, True)
     assert "world size: 1 and 2" in found.causes

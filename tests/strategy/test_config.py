@@ -167,6 +167,7 @@ def test_a_users_strategy_is_named_as_rewards_are(tmp_path):
         ({"zero_stage": 0, "adam_offload": True}, "--adam_offload needs --zero_stage 1, 2 or 3"),
         ({"param_offload": True}, "--param_offload needs --zero_stage 3"),
         ({"zpg": 2}, "--zpg needs --zero_stage 3"),
+        ({"optimizer": "muon"}, "--optimizer muon needs --fsdp"),
     ],
 )
 def test_what_zero_cannot_do(values, says):
@@ -174,6 +175,7 @@ def test_what_zero_cannot_do(values, says):
     with pytest.raises(ValueError, match=says):
         get_strategy(values).setup_distributed()
     config = Config()
+    sections = {"bf16": config.model, "optimizer": config.optim}
     for name, value in values.items():
-        setattr(config.model if name == "bf16" else config.strategy, name, value)
+        setattr(sections.get(name, config.strategy), name, value)
     assert any(says.split(":")[0] in problem for problem in deepspeed_problems(config))

@@ -24,6 +24,7 @@ from lightrft.tools.step_memory import (
     num_parameters,
     of_tensor_parallel,
     parameter_counts,
+    step_bytes,
     with_layers,
 )
 from lightrft.tools.step_time import StepWork, Traffic, kv_bytes, seconds
@@ -237,6 +238,17 @@ def test_divided_experts_are_held_as_whole_ones_are():
     assert step.parameters == pytest.approx(share, rel=1e-3)
     assert step.gradients == pytest.approx(share, rel=1e-3)
     assert step.optimizer == pytest.approx(2 * share, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_muon_keeps_one_moment_of_a_matrix():
+    config = known_config("Qwen/Qwen2.5-0.5B")
+    options = {"fsdp": True, "bf16": True, "gradient_checkpointing": True, "optimizer": "muon"}
+    found = step_bytes(with_layers(config, 3), options, world=2, tokens=64)
+    # Attention has 14 heads of 64, and 2 for keys and values; feed-forward layers have 4,864.
+    matrices = 3 * 896 * (2 * 896 + 2 * 128 + 3 * 4864)
+    others = num_parameters(with_layers(config, 3)) - matrices
+    assert found.optimizer == pytest.approx((4 * matrices + 8 * others) / 2, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -64,6 +64,7 @@ def test_every_name_is_a_setting():
         ("train_batch_size", 32, "--train_batch_size was 1024, is 32"),
         ("max_epochs", 2, "--max_epochs was 1, is 2"),
         ("advantage_estimator", "rloo", "--advantage_estimator was 'grpo', is 'rloo'"),
+        ("optimizer", "muon", "--optimizer was 'adamw', is 'muon'"),
     ],
 )
 def test_what_the_course_depends_on_may_not_change(name, value, says):
@@ -88,6 +89,14 @@ def test_towers_belong_to_their_base():
     assert "--pretrain was '', is 'other'" in refusal(
         of(model=seeing, pretrain="other"), of(model=seeing)
     )
+
+
+def test_a_checkpoint_of_before_muon_is_one_of_adamw():
+    before = of()
+    del before["settings"]["optimizer"]
+    assert changed_settings(before, of()) == []
+    with pytest.raises(ConfigError, match="--optimizer was 'adamw', is 'muon'"):
+        changed_settings(before, of(optimizer="muon"))
 
 
 def test_all_reasons_are_named_at_once():

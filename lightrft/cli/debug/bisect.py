@@ -27,7 +27,8 @@ def main(argv: list[str] | None = None) -> None:
 def text_of(found: Difference) -> str:
     """Return what the command prints."""
     if found.step is None:
-        lines = [f"equal: all digests of the {found.steps} steps that both runs have"]
+        of = "of sequences in" if found.other_layout else "of"
+        lines = [f"equal: all digests {of} the {found.steps} steps that both runs have"]
     elif found.step == 0:
         lines = ["before the first step: the runs begin with other weights"]
     else:
@@ -38,6 +39,11 @@ def text_of(found: Difference) -> str:
         lines.append(f"  in {', '.join(found.parts)}")
 
     lines += [f"  {place}" for place in found.places]
+    if found.other_layout:
+        lines.append(
+            "plan, loss, gradient and weights are not compared: ranks have other parts of models and"
+            " sequences"
+        )
     if found.causes:
         lines.append("what else differs between the runs:")
         lines += [f"  {cause}" for cause in found.causes]
