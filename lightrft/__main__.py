@@ -17,6 +17,7 @@ COMMANDS = {
     "train_dpo": "train a policy on pairs of answers (direct preference optimisation)",
     "train_kto": "train a policy on single answers that are good or bad (KTO)",
     "serve": "serve a model over HTTP, as agents see it in training",
+    "chat": "talk to a model, or to the one of a run, in the terminal",
     "serve_reward": "serve reward models over HTTP",
     "tinker": "train and sample a model at the requests of Tinker clients",
     "evaluate": "evaluate a model, a run or a checkpoint on held-out prompts and benchmarks",
@@ -37,7 +38,7 @@ ALIASES = {
     "selfcheck": "doctor",
     **{
         name: f"debug.{name}"
-        for name in "bisect bundle diagnose forecast replay report test_rewards".split()
+        for name in "bisect bundle chat diagnose forecast replay report test_rewards".split()
     },
 }
 """Command -> module in lightrft/cli, where that has another name."""

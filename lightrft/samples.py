@@ -47,6 +47,8 @@ REASONING_GYM = "reasoning_gym:"
 """Beginning of the name of a data set that is a task of the package reasoning-gym."""
 VERIFIERS = "verifiers:"
 """Beginning of the name of a data set that is an environment of the package verifiers."""
+HARBOR = "harbor:"
+"""Beginning of the name of a data set that is a folder with tasks of Harbor."""
 
 
 class Answer(NamedTuple):

@@ -50,6 +50,8 @@ EXTRAS = {
     "agents": {"openai": ">=2.0", "starlette": ">=0.40", "uvicorn": ">=0.30"},
     "openenv": {"websockets": ">=14.0"},
     "verifiers": {"verifiers": ">=0.4,<0.5", "starlette": ">=0.40", "uvicorn": ">=0.30"},
+    "mcp": {"mcp": ">=2.0,<3"},
+    "harbor": {"starlette": ">=0.40", "uvicorn": ">=0.30"},  # Harbor has its own interpreter
     "tinker": {"tinker": ">=0.38,<0.39", "starlette": ">=0.40", "uvicorn": ">=0.30"},
     "http": {"httpx": ">=0.27", "tenacity": ">=9.0"},
     **{name.removesuffix("_ml"): {name: versions} for name, versions in TRACKERS.items()},

@@ -32,12 +32,26 @@ def ids(text):
 class Player:
     """Plays episodes with the turns that a test has written."""
 
-    def __init__(self, name="", *, agent="", chat=False, longest=200, other_rewards="", **limits):
+    def __init__(
+        self,
+        name="",
+        *,
+        agent="",
+        chat=False,
+        longest=200,
+        prompt_max_len=64,
+        other_rewards="",
+        **limits,
+    ):
         section = EnvironmentSection(environment=name, agent=agent, **limits)
-        data = DataSection(apply_chat_template=chat, prompt_max_len=64)
+        data = DataSection(apply_chat_template=chat, prompt_max_len=prompt_max_len)
         format = TurnFormat(data, tokenizer(chat), frozenset({EOS}))
-        served = EndpointModel("tiny", 264, {"temperature": 1.0, "top_p": 1.0}, frozenset({EOS}))
-        setup = ProgramSetup(name, agent=agent, served=served, tool_seconds=section.tool_seconds)
+        served = EndpointModel(
+            "tiny", prompt_max_len + longest, {"temperature": 1.0, "top_p": 1.0}, frozenset({EOS})
+        )
+        setup = ProgramSetup(
+            name, tuple(section.tools), agent, served, tool_seconds=section.tool_seconds
+        )
         options = {"longest": longest, "other_rewards": other_rewards}
         self.episodes = Episodes(setup, section, format, hermes, **options)
 

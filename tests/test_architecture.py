@@ -67,6 +67,8 @@ OPTIONAL = {
     "transfer_queue",
     "av",
     "verifiers",
+    "mcp",
+    "harbor",
     "gguf",
     "tinker",
     "wandb",

@@ -16,7 +16,11 @@ SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH
 
 
 FILES = {
-    "extras": ["tests/batching/test_transfer_queue.py", "tests/agents/test_verifiers.py"],
+    "extras": [
+        "tests/batching/test_transfer_queue.py",
+        "tests/agents/test_verifiers.py",
+        "tests/agents/test_mcp.py",
+    ],
     "fp8": ["tests/strategy/test_float8.py"],
     "tinker": ["tests/trainer/test_tinker_server.py"],
 }

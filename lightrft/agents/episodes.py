@@ -150,10 +150,7 @@ class Episodes:
         state.episode.finish_reason = LENGTH if last else "stop"
         state.until = time.monotonic() + 60 * self.section.environment_minutes
         context = TokenIds([*sample.prompt.token_ids, *sample.token_ids[:end]])
-        # The parser must see where the thinking begins, also if the prompt has begun it.
-        opened = self.format.opens_thinking(context)
-        content, calls = self.parse(opened + self.format.decode(completion.token_ids))
-        content = content.removeprefix(opened)
+        content, calls = self.format.read_calls(self.parse, completion.token_ids, context)
         self._reply(
             state,
             Turn(

@@ -42,6 +42,10 @@ class TurnHistory:
         self._texts.append(text + turn.text if text is not None else "")
         self._token_ids.append([*turn.context_ids, *turn.token_ids])
 
+    def set_chat(self, number: int, turn: Turn, messages: list[Message], tools: Any) -> None:
+        """Remember that a turn, whose last tokens are turn `number`, answered these messages."""
+        self._chats[number] = _json(tools), [*map(key, [*messages, reply(turn)])]
+
     def of_chat(self, messages: list[Message], tools: Any = None) -> tuple[int, list[Message]]:
         """Return the number of the turn that the messages continue, and the messages after it.
 

@@ -34,14 +34,20 @@ from lightrft.registry import Registry
 environments = Registry("environment", flag="--environment")
 environments.register_deferred("guess_number", "lightrft.agents.games:GuessNumber")
 environments.register_deferred(
-    "reasoning_gym", "lightrft.agents.reasoning_gym:SeveralAttempts", "reasoning-gym"
+    "reasoning_gym", "lightrft.agents.adapters.reasoning_gym:SeveralAttempts", "reasoning-gym"
 )
-ADAPTERS = {"openenv": "lightrft.agents.openenv", "verifiers": "lightrft.agents.verifiers"}
+ADAPTERS = {
+    "harbor": "lightrft.agents.adapters.harbor.trials",
+    "openenv": "lightrft.agents.adapters.openenv",
+    "verifiers": "lightrft.agents.adapters.verifiers",
+}
 """Prefix of --environment, and of an extra -> module for the environments of another framework."""
 MAX_PROBLEM = 2000
 """Number of characters of an error that are reported."""
 PYTHON = sysconfig.get_path("stdlib")
 agents = Registry("agent", flag="--agent")
+MCP = "mcp:"
+"""Prefix of an MCP server in --tools, before a command or an address."""
 tools = Registry("tool", flag="--tools")
 tools.register_deferred("calculator", "lightrft.agents.builtin_tools:calculator")
 tools.register_deferred("python", "lightrft.agents.builtin_tools:python")
@@ -54,7 +60,7 @@ class ProgramSetup:
     environment: str
     """Name of a class or an async function, as in --environment; empty for tools alone."""
     tools: tuple[str, ...] = ()
-    """Names of functions, or of modules and files with functions, as in --tools."""
+    """Names of functions, of modules and files with functions, or of servers, as in --tools."""
     agent: str = ""
     """Name of an async function, as in --agent."""
     served: EndpointModel | None = None
@@ -75,7 +81,7 @@ class ProgramSetup:
         environment = self._environment() if self.environment else None
         if self.agent:
             environment = self._client_of(agents[self.agent])
-        return Program(environment, _tools(self.tools), self.tool_seconds)
+        return Program(environment, self._tools(), self.tool_seconds)
 
     def _environment(self) -> Any:
         prefix, _, name = self.environment.partition(":")
@@ -87,6 +93,28 @@ class ProgramSetup:
             raise ValueError(
                 f"--environment {prefix}: needs {error.name}: pip install '.[{prefix}]'"
             ) from error
+
+    def _tools(self) -> dict[str, Callable[..., Any]]:
+        named_tools: dict[str, Callable[..., Any]] = {}
+        for name in self.tools:
+            found = self._tools_of_one(name)
+            if twice := found.keys() & named_tools:
+                raise ValueError(f"--tools {name}: another tool is named {min(twice)} too")
+            named_tools |= found
+        return named_tools
+
+    def _tools_of_one(self, name: str) -> dict[str, Callable[..., Any]]:
+        if name.startswith(MCP):
+            try:
+                from lightrft.agents.adapters.mcp import ToolServer
+            except ModuleNotFoundError as error:
+                raise ValueError(
+                    f"--tools {name} needs {error.name}: pip install '.[mcp]'"
+                ) from error
+            return {**ToolServer(name.removeprefix(MCP)).tools(self.tool_seconds)}
+
+        one = tools[name] if name in tools or ":" in name else tools.module(name)
+        return {one.__name__: one} if inspect.isfunction(one) else tools_of(one)
 
     def _client_of(self, agent: Any) -> Callable[[Session, dict[str, Any]], Awaitable[None]]:
         if not inspect.iscoroutinefunction(agent):
@@ -102,14 +130,6 @@ class ProgramSetup:
             await converse(agent, session, row, self.served)
 
         return program
-
-
-def _tools(names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    named_tools: dict[str, Callable[..., Any]] = {}
-    for name in names:
-        one = tools[name] if name in tools or ":" in name else tools.module(name)
-        named_tools |= {one.__name__: one} if inspect.isfunction(one) else tools_of(one)
-    return named_tools
 
 
 class Program:
@@ -180,7 +200,7 @@ class Program:
         turn = await session.turn(first)
         while turn.tool_calls and not turn.is_last:
             turn = await session.turn(
-                await answers(tools, turn.tool_calls, session, self.tool_seconds)
+                await answers(tools, turn.tool_calls, session.count_call, self.tool_seconds)
             )
         if hasattr(environment, "get_reward"):
             session.reward(await call_function(environment.get_reward))

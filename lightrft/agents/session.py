@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -61,6 +62,23 @@ class Session:
         The turn has no tokens if a limit of the episode leaves no room for it. Raises ValueError
         for messages that cannot be read.
         """
+        request, messages = self._read_chat(messages, tools, options)
+        return await self.request(request, messages=messages, tools=tools)
+
+    async def growing_chat(
+        self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **options: Any
+    ) -> AsyncIterator[Turn]:
+        """Yield the turn that follows the messages of a chat as it grows, at last the complete one.
+
+        Before that it has no finish reason. The turn of an episode is yielded once, when it is
+        complete, because each request for tokens is a turn that is learned.
+        """
+        yield await self.chat(messages, tools=tools, **options)
+
+    def _read_chat(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+    ) -> tuple[TurnRequest, list[Message]]:
+        """Return the request for the turn that follows messages, and the messages cleaned."""
         total = len(messages)
         messages = [
             clean_message(each, f"message {number} of {total}")
@@ -73,8 +91,7 @@ class Session:
             )
 
         after, rest = self.history.of_chat(messages, tools)
-        request = TurnRequest(rest, after, tools=tools or [], **options)
-        return await self.request(request, messages=messages, tools=tools)
+        return TurnRequest(rest, after, tools=tools or [], **options), messages
 
     async def complete(self, text: str, **options: Any) -> Turn:
         """Return the turn that follows a text, without the chat template; otherwise like chat()."""

@@ -9,6 +9,7 @@ from lightrft.data.rendering.messages import THINKING
 
 Parse = Callable[[str], tuple[str, list[ToolCall]]]
 """Function from the text of a turn to the text without calls, and the calls."""
+HERMES_BEGIN = "<tool_call>"
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -35,6 +36,16 @@ def hermes(text: str) -> tuple[str, list[ToolCall]]:
     Hermes and Qwen models write them.
     """
     return HERMES.sub("", text).strip(), [_call(content) for content in HERMES.findall(text)]
+
+
+def before_calls(text: str) -> str:
+    """Return what of an unfinished text is surely before its first call in the format of hermes."""
+    begin = text.find(HERMES_BEGIN)
+    if begin >= 0:
+        return text[:begin]
+    lengths = range(len(HERMES_BEGIN), 0, -1)
+    part = next((size for size in lengths if text.endswith(HERMES_BEGIN[:size])), 0)
+    return text[: len(text) - part]
 
 
 def read_call(name: str, arguments: str) -> ToolCall:

@@ -5,13 +5,26 @@ import inspect
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from lightrft.agents.messages import Message, ToolCall
-from lightrft.agents.session import Session
+
+
+@dataclass(frozen=True)
+class DescribedTool:
+    """A tool that has a JSON schema already, instead of types and a docstring."""
+
+    schema: dict[str, Any]
+    """Schema as chat templates take it."""
+    function: Callable[..., Awaitable[Any]]
+
+    async def __call__(self, /, **arguments: Any) -> Any:
+        return await self.function(**arguments)
+
 
 Tools = Mapping[str, Callable[..., Any]]
 """Functions by name, sync or async."""
@@ -41,15 +54,18 @@ def tools_of(owner: Any) -> dict[str, Callable[..., Any]]:
 
 
 def schemas(tools: Tools) -> list[dict[str, Any]]:
-    """Return the JSON schema of each tool as chat templates take it, from types and docstring.
+    """Return the JSON schema of each tool as chat templates take it.
 
-    Raises ValueError for a tool without types, or without a description of itself or of an
-    argument.
+    It comes from types and docstring, unless the tool is described already. Raises ValueError for a
+    tool without types, or without a description of itself or of an argument.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
     json_schemas = []
     for name, tool in tools.items():
+        if isinstance(tool, DescribedTool):
+            json_schemas.append(tool.schema)
+            continue
         try:
             json_schemas.append(get_json_schema(tool))
         except Exception as error:  # transformers raises several classes
@@ -98,17 +114,23 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
     return await future
 
 
+class CountCall(Protocol):
+    """Function that counts a call that began at this time.perf_counter()."""
+
+    def __call__(self, began: float, *, failed: bool) -> None: ...
+
+
 async def answers(
-    tools: Tools, calls: list[ToolCall], session: Session, seconds: float
+    tools: Tools, calls: list[ToolCall], count: CountCall, seconds: float
 ) -> list[Message]:
     """Call tools at the same time, each for at most `seconds`; return a message for each call.
 
     The content of the message of a failed call is the error.
     """
-    return list(await asyncio.gather(*(_answer(tools, call, session, seconds) for call in calls)))
+    return list(await asyncio.gather(*(_answer(tools, call, count, seconds) for call in calls)))
 
 
-async def _answer(tools: Tools, call: ToolCall, session: Session, seconds: float) -> Message:
+async def _answer(tools: Tools, call: ToolCall, count: CountCall, seconds: float) -> Message:
     began = time.perf_counter()
     failed = True
     try:
@@ -131,7 +153,7 @@ async def _answer(tools: Tools, call: ToolCall, session: Session, seconds: float
     except Exception as error:
         content = f"Error: {type(error).__name__}: {error}"[:MAX_RESULT]
 
-    session.count_call(began, failed=failed)
+    count(began, failed=failed)
     return {"role": "tool", "name": call.name, "content": content}
 
 

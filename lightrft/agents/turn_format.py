@@ -11,7 +11,8 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.agents.messages import BEGINNING, Message, TurnRequest
+from lightrft.agents.messages import BEGINNING, Message, ToolCall, TurnRequest
+from lightrft.agents.tool_calls import Parse
 from lightrft.config.sections import DataSection
 from lightrft.data.prompts import INPUT, prompt_text
 from lightrft.data.rendering.messages import THINKING, as_messages, as_object, as_tools
@@ -92,6 +93,15 @@ class TurnFormat:
         ended = bool(token_ids) and token_ids[-1] in self.end_token_ids
         return self.tokenizer.decode(token_ids[:-1] if ended else token_ids)
 
+    def read_calls(
+        self, parse: Parse, token_ids: list[int], context_ids: list[int]
+    ) -> tuple[str, list[ToolCall]]:
+        """Return the text of a turn without calls, and the calls."""
+        # The parser must see where the thinking begins, also if the prompt has begun it.
+        opened = self.opens_thinking(context_ids)
+        content, calls = parse(opened + self.decode(token_ids))
+        return content.removeprefix(opened), calls
+
     def opens_thinking(self, context_ids: list[int]) -> str:
         """Return the mark that begins thinking if the prompt of a turn ends with it."""
         ending = self.tokenizer.decode(context_ids[-OPENING_TOKENS:]).rstrip()
@@ -105,7 +115,7 @@ class TurnFormat:
         `row` has the columns of the conversation's row. Raises ValueError if the chat template
         rejects it.
         """
-        observation = request.observation or ""
+        observation = "" if request.observation is None else request.observation
         if _are_token_ids(observation):
             return self._in_vocabulary(observation)
 

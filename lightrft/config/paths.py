@@ -57,7 +57,7 @@ def _missing_code(config: Config, command: str) -> Iterator[str]:
     environment = config.environment
     named = [("reward", term.name) for term in reward_terms(config.reward.reward)]
     named += [("environment", environment.environment), ("agent", environment.agent)]
-    named += [("tools", name) for name in environment.tools]
+    named += [("tools", name) for name in environment.tools if not name.startswith("mcp:")]
     named += [("strategy", config.strategy.strategy)]
     for flag, name in named:
         file = name if name.endswith(".py") else name.rpartition(":")[0]

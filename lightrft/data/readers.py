@@ -18,7 +18,7 @@ from pyarrow import ArrowException, ArrowInvalid, Table
 from lightrft.config.errors import DataError
 from lightrft.data.columns.values import table_rows
 from lightrft.registry import Registry, kept_alive
-from lightrft.samples import DATA_FILES, REASONING_GYM, VERIFIERS, DataRow
+from lightrft.samples import DATA_FILES, HARBOR, REASONING_GYM, VERIFIERS, DataRow
 
 # importing datasets takes longer than reading most files, and JSON does not need it
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
         yield from task_rows(source, split, bad.flag)
     elif source.startswith(VERIFIERS):
         yield from _verifiers_rows(source, bad.flag)
+    elif source.startswith(HARBOR):
+        yield from _harbor_rows(source, bad.flag)
     elif path.is_file():
         yield from _file_rows(path, bad)
     elif path.is_dir() and any((path / name).exists() for name in SAVED):
@@ -93,6 +95,17 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
         raise DataError(
             f"{bad.flag} {source}: neither an existing file or folder nor a hub name (owner/name)"
         )
+
+
+def _harbor_rows(source: str, flag: str) -> Iterator[DataRow]:
+    """Yield a row for each task of a folder: what it asks for, and where it is."""
+    folder = Path(source.removeprefix(HARBOR)).expanduser()
+    tasks = sorted(file.parent for file in folder.glob("*/task.toml"))
+    if not tasks:
+        raise DataError(f"{flag} {source}: no task of Harbor, {folder.resolve()}/*/task.toml")
+    for task in tasks:
+        text = (task / "instruction.md").read_text(encoding="utf-8")
+        yield f"{source} {task.name}", {"input": text, "task": str(task.resolve())}
 
 
 def _verifiers_rows(source: str, flag: str) -> Iterator[DataRow]:

@@ -9,7 +9,7 @@ import queue
 import resource
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from loguru import logger
@@ -25,8 +25,17 @@ from starlette.requests import Request
 
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.endpoint.server import application, listening, server_settings
-from lightrft.agents.messages import BEGINNING, Ended, Turn, TurnRequest, to_bytes
+from lightrft.agents.messages import (
+    BEGINNING,
+    LENGTH,
+    Ended,
+    Message,
+    Turn,
+    TurnRequest,
+    to_bytes,
+)
 from lightrft.agents.session import Session
+from lightrft.agents.tool_calls import before_calls, hermes
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.references import MODEL_KEY
 from lightrft.config.sections import ServerSection
@@ -36,6 +45,7 @@ from lightrft.run.interruption import SERVER_STOPS, Interruption
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Prompt
 
+T = TypeVar("T")
 STEPS = 4
 """Number of steps of the engine between two looks at new sessions and signals."""
 POLL_SECONDS = 0.5
@@ -45,6 +55,8 @@ NUM_THREADS = 256
 MAX_FILES = 65536
 SPARE_FILES = 512
 """Number of open files that are left for everything but sessions."""
+PIECE = 16
+"""Number of tokens of a turn that are sampled between two events of a stream."""
 FILES_OF_A_SESSION = 3
 """Both ends of the socket, and the connection of the client."""
 
@@ -55,15 +67,81 @@ class ServedSession(Session):
     The loop that all requests share never does that.
     """
 
-    def __init__(self, connection: Connection, format: TurnFormat, tokenizing: Executor):
+    def __init__(
+        self, connection: Connection, format: TurnFormat, tokenizing: Executor, *, in_pieces: bool
+    ):
+        """`in_pieces` says whether a stream can sample a turn in several requests."""
         super().__init__(connection)
         self._format = format
         self._tokenizing = tokenizing
+        self._in_pieces = in_pieces
 
     async def request(self, request: TurnRequest, **sent: Any) -> Turn:
-        loop = asyncio.get_running_loop()
-        token_ids = await loop.run_in_executor(self._tokenizing, self._token_ids, request)
+        token_ids = await self._in_thread(self._token_ids, request)
         return await super().request(replace(request, observation=token_ids), **sent)
+
+    async def growing_chat(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Turn]:
+        """Yield the turn that follows the messages as it grows.
+
+        Each PIECE of tokens is a request that continues the one before it, so it costs a prefill of
+        what the engine's prefix cache does not have.
+        """
+        if not self._in_pieces:
+            yield await self.chat(messages, tools=tools, max_tokens=max_tokens, **options)
+            return
+
+        request, messages = self._read_chat(messages, tools, options)
+        context_ids: Sequence[int] = ()
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+
+        while True:
+            most = PIECE if max_tokens is None else min(PIECE, max_tokens - len(token_ids))
+            piece = await self.request(replace(request, max_tokens=most))
+            number = len(self.turns) - 1
+            context_ids = context_ids or piece.context_ids
+            token_ids += piece.token_ids
+            logprobs += piece.logprobs
+            # A limit of the server may be in the middle of a piece, or at the end of it.
+            full = len(piece.token_ids) == most and len(token_ids) != max_tokens
+            grows = piece.finish_reason == LENGTH and full and not piece.is_last
+            turn = replace(
+                piece,
+                token_ids=list(token_ids),
+                logprobs=list(logprobs),
+                context_ids=context_ids,
+                finish_reason="" if grows else piece.finish_reason,
+            )
+            turn = await self._in_thread(self._with_text, turn, bool(tools))
+            if not grows:
+                break
+            yield turn
+            request = TurnRequest([], number, sampling=request.sampling)
+
+        if token_ids:
+            self.history.set_chat(number, turn, messages, tools)
+        yield turn
+
+    def _with_text(self, turn: Turn, with_calls: bool) -> Turn:
+        """Return a turn with the text of its tokens; the content of one that grows can only grow."""
+        text = self._format.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        if turn.finish_reason:
+            content, calls = self._format.read_calls(hermes, turn.token_ids, turn.context_ids)
+            return replace(turn, text=text, tool_calls=calls, content=content if calls else text)
+        settled = text.rstrip("\ufffd")  # a part of a character
+        return replace(turn, text=text, content=before_calls(settled) if with_calls else settled)
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._tokenizing, function, *arguments
+        )
 
     async def _send(self, content: bytes) -> None:
         await asyncio.to_thread(self.connection.send_bytes, content)
@@ -80,10 +158,11 @@ class ClientSessions:
     A request without one has a separate session that ends with it.
     """
 
-    def __init__(self, format: TurnFormat) -> None:
+    def __init__(self, format: TurnFormat, *, in_pieces: bool) -> None:
         self.new: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         """The other ends of sessions that have begun."""
         self._format = format
+        self._in_pieces = in_pieces
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
         self._named: dict[str, ServedSession] = {}
         self._busy: Counter[str] = Counter()
@@ -124,7 +203,7 @@ class ClientSessions:
             )
         client_end, server_end = Pipe()
         self.new.put(server_end)
-        return ServedSession(client_end, self._format, self._tokenizing)
+        return ServedSession(client_end, self._format, self._tokenizing, in_pieces=self._in_pieces)
 
     def _forget_ended(self, asked: str) -> None:
         """Forget the sessions whose time is over, except the one that is asked for.
@@ -172,7 +251,13 @@ class ModelServer:
         problem = ""
         format = copy(sampler.episodes.format)
         format.tokenizer = deepcopy(format.tokenizer)  # another thread uses this one
-        self.sessions = ClientSessions(format)
+        rollout = sampler.section
+        episodes = sampler.episodes
+        # These settings hold for a turn as a whole, and so do parsers that are not ours.
+        for_whole_turns = rollout.stop or rollout.min_tokens or episodes.section.turn_max_len
+        self.sessions = ClientSessions(
+            format, in_pieces=not for_whole_turns and episodes.parse is hermes
+        )
 
         if strategy.is_rank_0():
             try:

@@ -13,7 +13,7 @@ import pytest
 from lightrft.agents.episodes import FAILURES_IN_A_ROW
 from lightrft.agents.messages import ToolCall, TurnRequest
 from lightrft.agents.programs import ProgramSetup
-from lightrft.agents.tool_calls import hermes
+from lightrft.agents.tool_calls import before_calls, hermes
 from lightrft.agents.tools import schemas
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
@@ -416,6 +416,8 @@ def test_tools_are_described_by_their_types_and_docstrings(file, tmp_path):
     (tmp_path / "bare.py").write_text("def bare(x):\n    return x\n")
     with pytest.raises(ValueError, match="tool bare: .*A tool has a type for each argument"):
         schemas(ProgramSetup("", (str(tmp_path / "bare.py"),)).program().all_tools)
+    with pytest.raises(ValueError, match="--tools calculator: another tool is named calculator"):
+        ProgramSetup("", ("calculator", "calculator")).program()
 
 
 def test_rewards_of_an_environment_that_the_run_ignores(player):
@@ -445,6 +447,14 @@ def test_rewards_of_an_environment_that_the_run_ignores(player):
 )
 def test_calls_in_a_text(text, calls):
     assert hermes(text)[1] == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [("a < b", "a < b"), ("a <", "a "), ("a<tool_ca", "a"), ("a<tool_call>{}</tool_call>b", "a")],
+)
+def test_an_unfinished_text_is_shown_up_to_where_a_call_may_begin(text, before):
+    assert before_calls(text) == before
 
 
 @pytest.mark.slow

@@ -139,6 +139,6 @@ def test_failures_of_an_action_and_of_a_server(player, connections):
     ],
 )
 def test_what_the_model_reads(observation, read):
-    from lightrft.agents.openenv import observation_text
+    from lightrft.agents.adapters.openenv import observation_text
 
     assert observation_text(observation) == read

@@ -24,6 +24,7 @@ from warm import warm_python
 openai = pytest.importorskip("openai", reason="openai is not installed")
 pytestmark = pytest.mark.slow
 TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
     "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
@@ -137,6 +138,43 @@ def test_a_session_keeps_its_tokens_until_it_expires(server):
             model="any", messages=messages, max_tokens=4, extra_body=more
         )
         assert sampled != third.prompt_token_ids[6 : 6 + len(sampled)]
+
+
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "add"}}]])
+def test_a_stream_grows_to_what_the_whole_turn_is(server, tools):
+    """Its turn is sampled in pieces, and a session continues it without tokenizing it again."""
+    described = "add;" * len(tools)
+    greedy = {"model": "any", "temperature": 0, "max_tokens": 40, "tools": tools}
+    headers = {"x-session-id": f"stream {len(tools)}"}
+    with openai.OpenAI(base_url=server, api_key="secret", max_retries=0) as client:
+        for letter in "abcdefghijklmnopqrstuvwxyz":
+            messages = [{"role": "user", "content": letter}]
+            whole = client.chat.completions.create(messages=messages, **greedy)
+            if whole.choices[0].finish_reason == "length":
+                break
+
+        chunks = [
+            chunk.choices[0]
+            for chunk in client.chat.completions.create(
+                messages=messages, stream=True, extra_headers=headers, **greedy
+            )
+        ]
+        deltas = [chunk.delta.content or "" for chunk in chunks]
+        assert len([delta for delta in deltas if delta]) >= 3, deltas
+        text = "".join(deltas)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].finish_reason == whole.choices[0].finish_reason == "length"
+
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "q"}]
+        more = {"return_token_ids": True}
+        second = client.chat.completions.create(
+            messages=messages, extra_headers=headers, extra_body=more, **greedy
+        )
+        # The bytes of the prompt and of the observation are tokens, and so are forty sampled ones.
+        assert len(second.prompt_token_ids) == len(f"{described}u:a\na:") + 40 + len(b"\nu:q\na:")
+
+        with pytest.raises(openai.BadRequestError, match="nothing to answer"):
+            client.chat.completions.create(messages=[], stream=True, **greedy)
 
 
 def test_bad_requests_are_answered_and_the_server_goes_on(server):

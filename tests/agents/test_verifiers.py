@@ -67,12 +67,25 @@ class Guess(vf.Env[GuessEnvConfig]):
 
 __all__ = ["Guess", "GuessTaskset", "Chat"]
 '''
+TWICE = """
+from guess_game import Chat, Guess, GuessTaskset
+
+
+class Twice(Guess):
+    async def run(self, task, agents):
+        await super().run(task, agents)
+        await super().run(task, agents)
+
+
+__all__ = ["Twice", "GuessTaskset", "Chat"]
+"""
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verifiers")
     (folder / "guess_game.py").write_text(GAME)
+    (folder / "twice_game.py").write_text(TWICE)
     sys.path.insert(0, str(folder))
     yield [
         row
@@ -114,6 +127,18 @@ def test_an_environment_scores_episodes_that_its_limit_ends(rows):
     player.episodes.close()
     assert sample.episode.problem == "" and not sample.truncated and sample.episode.num_turns == 2
     assert environment([sample]) == [-1.0]
+
+
+def test_an_agent_that_runs_several_times_has_the_mean_reward_of_its_traces(rows):
+    player = Player("verifiers:twice-game?player.max_turns=2", chat=True, max_turns=4)
+    (sample,) = player.play([["7$", "1$", "7$", "0$"]], rows=rows[:1], seconds=120)
+    player.episodes.close()
+    assert sample.episode.problem == "" and sample.episode.num_turns == 2
+    assert [each.token_ids for each in sample.rows] == [
+        ids("7$\nu:<$\na:1$"),
+        ids("7$\nu:<$\na:0$"),
+    ]
+    assert environment([sample]) == [(2.0 - 1.0) / 2]
 
 
 def test_episodes(player, rows):

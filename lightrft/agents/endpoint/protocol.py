@@ -289,13 +289,28 @@ def _logprobs(turn: Turn) -> list[Body]:
     ]
 
 
-def events(reply: Body, body: Body) -> Iterator[str]:
-    """Yield the server-sent events of a reply: the whole turn in one, then the end."""
+def growth(text: str, number: int, served: EndpointModel) -> str:
+    """Return the server-sent event of the next text of a turn that still grows."""
+    head = {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": served.name,
+    }
+    delta = {"role": "assistant", "content": text}
+    return event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+
+
+def events(reply: Body, body: Body, sent: str = "") -> Iterator[str]:
+    """Yield the server-sent events of a reply: the turn after the text that was sent, the end."""
     (choice,), usage = reply.pop("choices"), reply.pop("usage")
     head = reply | {"object": reply["object"].removesuffix(".chunk")}
     if "message" in choice:
         head["object"] += ".chunk"
         message = choice.pop("message")
+        # A parser of calls removes white space around the text.
+        known = sent if message["content"].startswith(sent) else sent.strip()
+        message["content"] = message["content"].removeprefix(known)
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
         first = choice | {"delta": message}
@@ -304,16 +319,17 @@ def events(reply: Body, body: Body) -> Iterator[str]:
         first = choice
         last = {"index": 0, "text": ""}
 
-    yield _event(head | {"choices": [first | {"finish_reason": None}]})
-    yield _event(
+    yield event(head | {"choices": [first | {"finish_reason": None}]})
+    yield event(
         head | {"choices": [last | {"finish_reason": choice["finish_reason"], "logprobs": None}]}
     )
     if (body.get("stream_options") or {}).get("include_usage"):
-        yield _event(head | {"choices": [], "usage": usage})
+        yield event(head | {"choices": [], "usage": usage})
     yield "data: [DONE]\n\n"
 
 
-def _event(content: Body) -> str:
+def event(content: Body) -> str:
+    """Return a server-sent event."""
     return f"data: {json.dumps(content)}\n\n"
 
 

@@ -5,10 +5,10 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,6 +28,8 @@ Sessions = Callable[[str], AbstractContextManager[Session]]
 Handler = Callable[[Request], Awaitable[Response]]
 Take = Callable[[Session, Body], Awaitable[tuple[Turn, Body]]]
 """Function that asks for the turn of a request, and returns it with the reply."""
+Stream = Callable[[Session, Body], AsyncIterator[str]]
+"""Function that yields the events of a turn while it grows."""
 Log = Callable[[Request, int, str], None]
 HEAD_SECONDS = 30.0
 """Time limit for the head of a request, from the connection or from the first byte."""
@@ -46,6 +48,10 @@ class RequestTooLarge(Exception):
     """Raised for a request with more bytes than a prompt of the model can have."""
 
 
+class NoRoom(Exception):
+    """Raised if a limit of the episode leaves no room for a turn."""
+
+
 class RequestTooSlow(Exception):
     """Raised for a request that does not arrive in time."""
 
@@ -60,7 +66,7 @@ def application(
     """
     routes = _Routes(sessions, served, key, log)
     posts = {
-        "/v1/chat/completions": routes.handler(routes.chat),
+        "/v1/chat/completions": routes.handler(routes.chat, grow=routes.growing_chat),
         "/v1/completions": routes.handler(routes.complete),
         "/inference/v1/generate": routes.handler(routes.generate, streams=False),
     }
@@ -83,14 +89,17 @@ class _Routes:
     key: str
     log: Log | None
 
-    def handler(self, take: Take, *, streams: bool = True) -> Handler:
-        """Return a handler that answers with the turn that `take` asks for, and logs it."""
+    def handler(self, take: Take, *, streams: bool = True, grow: Stream | None = None) -> Handler:
+        """Return a handler that answers with the turn that `take` asks for, and logs it.
+
+        A stream comes from `grow`, or has the whole turn in one event.
+        """
 
         async def handle(request: Request) -> Response:
             began = time.monotonic()
             about = ""
             try:
-                response = await self._answer(request, take, streams)
+                response = await self._answer(request, take, streams, grow)
             except ClientDisconnect:
                 about = ": the client has left"
                 response = Response(status_code=400)
@@ -106,7 +115,9 @@ class _Routes:
 
         return handle
 
-    async def _answer(self, request: Request, take: Take, streams: bool) -> Response:
+    async def _answer(
+        self, request: Request, take: Take, streams: bool, grow: Stream | None
+    ) -> Response:
         """Return the turn that a request asks for, or the reason why there is none."""
         presented = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self.key and not hmac.compare_digest(presented.encode(), self.key.encode()):
@@ -116,36 +127,70 @@ class _Routes:
         # A mistake in a request costs that request alone: others go on.
         try:
             body = protocol.read_body(await content_of(request, self.served.max_request_bytes))
-            with self.sessions(request.headers.get("x-session-id", "")) as session:
+            with ExitStack() as context:
+                session = context.enter_context(
+                    self.sessions(request.headers.get("x-session-id", ""))
+                )
+                if grow is not None and body.get("stream"):
+                    events = grow(session, body)
+                    first = await anext(events)  # a refusal still has a status of its own
+                    return _event_stream(_all_events(first, events, context.pop_all()))
+
                 turn, reply = await take(session, body)
+                if not turn.token_ids:
+                    raise NoRoom
         except RequestTooSlow as error:
             return _refusal(408, str(error), "request_timeout", {"connection": "close"})
         except RequestTooLarge as error:
             return _refusal(413, str(error), "request_too_large", {"connection": "close"})
-        except ValueError as error:
-            return _refusal(400, str(error))
-        except RecursionError:
-            return _refusal(400, "the request is JSON of too many brackets")
-
-        if not turn.token_ids:
+        except NoRoom:
             message = (
                 "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len,"
                 " --episode_minutes)"
             )
             return _refusal(400, message, "context_length_exceeded")
+        except ValueError as error:
+            return _refusal(400, str(error))
+        except RecursionError:
+            return _refusal(400, "the request is JSON of too many brackets")
 
         if streams and body.get("stream"):
-            return StreamingResponse(protocol.events(reply, body), media_type="text/event-stream")
+            return _event_stream(protocol.events(reply, body))
         return JSONResponse(reply)
 
     async def chat(self, session: Session, body: Body) -> tuple[Turn, Body]:
+        messages, options = self._read_chat(body)
+        turn = await session.chat(messages, **options)
+        return turn, protocol.chat_reply(turn, len(session.turns), self.served, body)
+
+    async def growing_chat(self, session: Session, body: Body) -> AsyncIterator[str]:
+        """Yield the events of a chat's turn: its text as it grows, then the rest of the reply."""
+        messages, options = self._read_chat(body)
+        sent = ""
+        number = 0
+        # What has a place in the reply for each token is sent with the complete turn.
+        whole = body.get("logprobs") or body.get("return_token_ids")
+
+        async for turn in session.growing_chat(messages, **options):
+            if not turn.token_ids:
+                raise NoRoom
+            number = number or len(session.turns)
+            if turn.finish_reason:
+                reply = protocol.chat_reply(turn, number, self.served, body)
+                for event in protocol.events(reply, body, sent):
+                    yield event
+            elif not whole and len(turn.content) > len(sent):
+                yield protocol.growth(turn.content[len(sent) :], number, self.served)
+                sent = turn.content
+
+    def _read_chat(self, body: Body) -> tuple[list[Any], dict[str, Any]]:
+        """Return the messages of a request, and the options of Session.chat()."""
         options = protocol.read_options(body, self.served)
         messages = body.get("messages")
         if not isinstance(messages, list):
             raise ValueError("the request needs a list of messages")
         tools = body.get("tools") if body.get("tool_choice") != "none" else None
-        turn = await session.chat(messages, tools=tools or None, **options)
-        return turn, protocol.chat_reply(turn, len(session.turns), self.served, body)
+        return messages, {**options, "tools": tools or None}
 
     async def complete(self, session: Session, body: Body) -> tuple[Turn, Body]:
         options = protocol.read_options(body, self.served)
@@ -167,6 +212,23 @@ class _Routes:
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ready"})
+
+
+def _event_stream(events: AsyncIterator[str] | Iterator[str]) -> Response:
+    return StreamingResponse(events, media_type="text/event-stream")
+
+
+async def _all_events(
+    first: str, events: AsyncIterator[str], session: AbstractContextManager[Any]
+) -> AsyncIterator[str]:
+    """Yield events, and leave the session's context after them; an error is the last event."""
+    try:
+        with session:
+            yield first
+            async for event in events:
+                yield event
+    except ValueError as error:
+        yield protocol.event(protocol.problem(str(error)))
 
 
 def _refusal(

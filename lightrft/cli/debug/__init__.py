@@ -1,4 +1,4 @@
-"""Commands about runs that have ended, and about what goes into them."""
+"""Commands about runs that have ended, and about what goes into them and comes out of them."""
 
 import argparse
 

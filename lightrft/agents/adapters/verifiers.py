@@ -9,6 +9,7 @@ template, and the parser of tool calls.
 
 import os
 from collections.abc import Awaitable, Callable
+from statistics import fmean
 from typing import Any
 
 from verifiers.v1 import Env, Episode, EvalClientConfig, ModelContext, SamplingConfig
@@ -76,10 +77,11 @@ def _task(environment: Env, row: dict[str, Any]) -> Any:
 
 
 def _reward(episode: Episode, session: Session, learner: str) -> float | None:
-    """Return the reward of the model's agent.
+    """Return the reward of the model's agent: the mean of its traces.
 
-    None if a limit of the episode ended it before it was scored. Raises RuntimeError with the first
-    error of the episode, and ValueError if the agent ran several times.
+    An agent that runs several times, as in best-of-n, has a trace of each run. They are one sample,
+    and the mean is what all of them together are worth. None if a limit of the episode ended it
+    before it was scored. Raises RuntimeError with the first error of the episode.
     """
     traces = [trace for trace in episode.traces if trace.agent.name in (None, "", learner)]
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -87,9 +89,4 @@ def _reward(episode: Episode, session: Session, learner: str) -> float | None:
         raise RuntimeError(
             f"verifiers: {errors[0].type}: {errors[0].message.strip().splitlines()[-1]}"
         )
-    if len(traces) > 1:
-        raise ValueError(
-            f"verifiers: the agent {learner} has run {len(traces)} times; an episode is one run"
-        )
-
-    return traces[0].reward if traces else None
+    return fmean(trace.reward for trace in traces) if traces else None

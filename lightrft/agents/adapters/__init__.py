@@ -1,0 +1,1 @@
+"""Environments and tools of other packages. Each file is imported when it is chosen."""

@@ -1,0 +1,1 @@
+"""Tasks of Harbor as episodes. Harbor is a program of its own, with its own interpreter."""

@@ -1,0 +1,243 @@
+"""Tools of real MCP servers, which are written with the package's own class.
+
+tests/test_extras.py runs this file in the environment that has the package.
+"""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightrft.agents.programs import ProgramSetup
+from lightrft.agents.tools import MAX_RESULT, schemas
+from player import Player
+
+pytest.importorskip("mcp.server.mcpserver", reason="test_extras.py runs it where mcp is")
+pytestmark = pytest.mark.slow
+
+SERVER = '''
+import os
+import signal
+import sys
+import threading
+import time
+
+from mcp.server.mcpserver import Image, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("shop")
+sold = []
+
+
+@server.tool()
+def buy(fruit: str, count: int = 1) -> str:
+    """Buy fruit."""
+    if fruit == "stone":
+        raise ToolError("no such fruit")
+    sold.extend([fruit] * count)
+    return ", ".join(sold)
+
+
+@server.tool()
+def sizes(name: str) -> list[dict[str, int]]:
+    """Return the sizes of a fruit."""
+    return [{"small": 1, "large": 2}]
+
+
+@server.tool()
+def picture() -> list:
+    """Show a picture and a caption."""
+    return [Image(data=b"no pixels", format="png"), "a pear"]
+
+
+@server.tool()
+def story(letters: int) -> str:
+    """Tell a story."""
+    return "x" * letters
+
+
+@server.tool()
+def wait(seconds: float) -> str:
+    """Wait."""
+    time.sleep(seconds)
+    return "waited"
+
+
+@server.tool()
+def process(stays: bool = False) -> int:
+    """Return the number of the process, which perhaps does not end with its input."""
+    if stays:
+        threading.Thread(target=time.sleep, args=(600,)).start()
+    return os.getpid()
+
+
+@server.tool()
+def die() -> None:
+    """End the process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if len(sys.argv) > 1:
+    server.run("streamable-http", port=int(sys.argv[1]))
+else:
+    server.run("stdio")
+'''
+ENVIRONMENT = '''
+import os
+
+
+class Shop:
+    """Ends its process in a tool of its own."""
+
+    def break_down(self) -> None:
+        """Break down."""
+        os._exit(3)
+'''
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    file = tmp_path_factory.mktemp("mcp") / "shop.py"
+    file.write_text(SERVER)
+    return f"{shlex.quote(sys.executable)} {file}"
+
+
+def player(server, name=""):
+    limits = {"longest": 100_000, "environment_workers": 2, "tool_seconds": 6.0}
+    return Player(name, tools=[f"mcp:{server}"], chat=True, **limits)
+
+
+@pytest.fixture(scope="module")
+def local(server, tmp_path_factory):
+    """Return a player of an environment with a tool of its own beside the server's."""
+    file = tmp_path_factory.mktemp("environment") / "mine.py"
+    file.write_text(ENVIRONMENT)
+    made = player(server, f"{file}:Shop")
+    yield made
+    made.episodes.close()
+
+
+def call(name, /, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def replies(sample):
+    assert sample.episode.problem == ""
+    return [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
+
+
+def has_ended(process):
+    """Wait a moment for the end of a process."""
+    until = time.monotonic() + 10
+    while os.path.exists(f"/proc/{process}") and time.monotonic() < until:
+        time.sleep(0.05)
+    return not os.path.exists(f"/proc/{process}")
+
+
+def listening(server, port):
+    """Start a server that answers over HTTP."""
+    started = subprocess.Popen([*shlex.split(server), str(port)])
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return started
+        time.sleep(0.05)
+    raise TimeoutError("the server does not listen")
+
+
+def test_tools_are_described_by_the_schemas_of_the_server(server):
+    tools = ProgramSetup("", (f"mcp:{server}", "calculator")).program().all_tools
+    described = {each["function"]["name"]: each["function"] for each in schemas(tools)}
+    assert [*described] == [
+        *("buy", "sizes", "picture", "story", "wait", "process", "die"),
+        "calculator",
+    ]
+    buy = described["buy"]
+    assert buy["description"] == "Buy fruit." and buy["parameters"]["required"] == ["fruit"]
+    assert buy["parameters"]["properties"]["count"]["type"] == "integer"
+
+
+def test_results_and_errors_are_read_and_each_episode_has_a_server(local):
+    turns = [
+        call("buy", fruit="pear", count=2) + call("sizes", name="pear") + call("picture"),
+        call("buy", fruit="stone") + call("buy", color="red") + call("wait", seconds=60),
+        call("story", letters=3 * MAX_RESULT) + call("process"),
+        "done$",
+    ]
+    samples = local.play([turns, turns])
+    numbers = set()
+    for sample in samples:
+        bought, sizes, picture, stone, color, late, story, process = replies(sample)
+        assert bought == "pear, pear" and json.loads(sizes) == {"small": 1, "large": 2}
+        assert picture == "(image: the model reads only text)\na pear"
+        assert stone.startswith("Error: ") and "no such fruit" in stone
+        assert color.startswith("Error: ") and "fruit" in color and "Field required" in color
+        assert late == "Error: wait took more than 6 s"
+        assert f"{2 * MAX_RESULT} characters are left out" in story
+
+        assert (sample.episode.tool_calls, sample.episode.tool_errors) == (8, 3)
+        numbers.add(process)
+    assert len(numbers) == 2 and all(map(has_ended, numbers))
+
+
+def test_a_killed_server_costs_one_call(local):
+    turns = [call("buy", fruit="pear"), call("die"), call("buy", fruit="plum"), "done$"]
+    (sample,) = local.play([turns])
+    bought, died, again = replies(sample)
+    assert bought == "pear" and again == "plum"
+    assert died.startswith("Error: ConnectionError: the MCP server has ended")
+    assert sample.text == "done" and not sample.masked
+
+
+def test_a_killed_episode_leaves_no_server(local):
+    (sample,) = local.play([[call("process", stays=True), call("break_down")]])
+    assert sample.masked and sample.episode.problem == "its process has ended with exit code 3"
+    assert has_ended(sample.episode.messages[-1]["content"])
+
+
+def test_a_server_with_an_address_may_end_and_come_back(server):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    running = listening(server, port)
+    play = player(f"http://127.0.0.1:{port}/mcp")
+    turns = [call("buy", fruit="pear") + call("buy", fruit="stone"), "done$"]
+    (sample,) = play.play([turns])
+    bought, stone = replies(sample)
+    assert bought == "pear" and "no such fruit" in stone
+
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    (sample,) = play.play([turns])
+    assert all(reply.startswith("Error: ") for reply in replies(sample)), replies(sample)
+    assert sample.text == "done"
+
+    running = listening(server, port)
+    (sample,) = play.play([[call("buy", fruit="pear"), call("die"), call("process"), "done$"]])
+    bought, died, down = replies(sample)
+    assert bought == "pear" and died.startswith("Error: ") and down.startswith("Error: ")
+    running.wait()
+    play.episodes.close()
+
+
+@pytest.mark.parametrize(
+    ("reference", "told"),
+    [
+        ("", "its first word is no program"),
+        ("no-such-program --port 5", "its first word is no program"),
+        ("python -c \"raise SystemExit('no database')\"", "no database"),
+        ("http://127.0.0.1:9/mcp", "cannot be used"),
+        ("sleep 60", r"did not list its tools within 1 s \(--tool_seconds\)"),
+    ],
+)
+def test_servers_that_do_not_answer_are_refused(reference, told):
+    with pytest.raises(ValueError, match=told):
+        ProgramSetup("", (f"mcp:{reference}",), tool_seconds=1.0).program()
