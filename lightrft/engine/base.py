@@ -661,6 +661,17 @@ class Engine(ABC):
             return f"cannot be processed: {error}"
 
     def _cut(self, samples: list[Completion], stop: tuple[str, ...]) -> list[Completion]:
+        """Return the samples up to the stop texts.
+
+        Raises EngineError for a log-prob that is no number: the samples would be nonsense.
+        """
+        for sample in samples:
+            if not math.isfinite(sum(sample.logprobs)):
+                raise EngineError(
+                    "the engine gave a sampled token a log-prob that is not finite, so its weights"
+                    " or activations are broken: `lightrft doctor` names the first part that differs"
+                    " from the trainer's"
+                )
         return (
             [StopStrings(self.vocabulary.tokenizer, stop).cut(sample) for sample in samples]
             if stop

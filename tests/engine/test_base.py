@@ -176,3 +176,14 @@ def test_the_first_verification_is_full_and_later_ones_are_samples() -> None:
     engine.wake("weights")
     engine.load_weights(stream, 5)
     assert engine.verify_round == 2
+
+
+class Broken(Idle):
+    def _step(self) -> Iterable[tuple[int, list[Completion]]]:
+        return [(self.keys.pop(0), [Completion([5], [float("nan")], "length", 0)])]
+
+
+def test_a_log_prob_that_is_no_number_is_an_error() -> None:
+    engine = Broken()
+    with pytest.raises(EngineError, match="a log-prob that is not finite"):
+        engine.generate([Request([1])], Sampling(max_tokens=1))
