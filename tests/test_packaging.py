@@ -34,6 +34,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.agents.adapters.reasoning_gym": "reasoning_gym",
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
+    "lightrft.exact.vllm": "vllm",
     "lightrft.models.four_bits.bitsandbytes": "bitsandbytes",
     "lightrft.models.peft": "peft",
     "lightrft.models.triton": "triton",
