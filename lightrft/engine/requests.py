@@ -36,8 +36,6 @@ class Sampling:
     """Cumulative probability of the most likely tokens that are kept."""
     top_k: int = 0
     """How many of the most likely tokens are kept; 0: all."""
-    min_p: float = 0.0
-    """Least probability of a token that is kept, as a share of the largest one; 0: any."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; they may include special tokens. The response's last token is
     the one that completes a string."""
@@ -51,6 +49,8 @@ class Sampling:
     banned_token_ids: tuple[int, ...] = ()
     """Tokens that are never sampled. Placeholders of media, and ids that the tokenizer does not
     have, are always banned in addition."""
+    min_p: float = 0.0
+    """Least probability of a token that is kept, as a share of the largest one; 0: any."""
 
     @property
     def num_draws(self) -> int:
