@@ -74,6 +74,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "rollout_mask": (["--rollout_mask_low=1"], ["--rollout_mask=geometric"]),
     "rollout_mask_low": (["--rollout_mask=geometric"], ["--rollout_mask_low=1"]),
     "rollout_mask_high": (["--rollout_mask=sequence"], ["--rollout_mask_high=1"]),
+    "off_policy_delta": ([], ["--off_policy_delta=1e-9"]),
     "use_engine_logprobs": ([], ["--use_engine_logprobs"]),
     "loss_agg_mode": ([], ["--loss_agg_mode=seq-mean-token-sum"]),
     "gamma": ([], ["--gamma=0.5"]),

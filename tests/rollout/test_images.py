@@ -796,9 +796,8 @@ def test_runs_of_gemma_on_two_ranks(tmp_path):
 
 def one_step(estimator: str, flags: list[str], folder: Path) -> list[dict]:
     """Metrics of a step with this advantage estimator."""
-    own = {"distill": [f"--teacher_pretrain={folder / 'random'}"], "pass_at_k": ["--pass_k=2"]}.get(
-        estimator, []
-    )
+    teacher = [f"--teacher_pretrain={folder / 'random'}"]
+    own = {"distill": teacher, "gkd": teacher, "pass_at_k": ["--pass_k=2"]}.get(estimator, [])
     run_here(
         "train_ppo",
         [
