@@ -146,7 +146,8 @@ def test_every_public_verb_is_counted_or_said_to_be_for_other_loops():
         "engine_lags",
         "get_sequence_parallel_group",
     }
-    of_options = {"serve_engine", "adapter_params"}  # --rollout_ranks, --lora_sync
+    # of --rollout_ranks, --lora_sync, --ep_size
+    of_options = {"serve_engine", "adapter_params", "expert_params"}
     on_class = {"print", "report_memory", "sync_and_clear_cache", "is_rank_0"}
     assert (
         sorted(public - hooks - ends - on_class - of_options - set(VERBS) - FOR_OTHER_LOOPS) == []
