@@ -215,6 +215,14 @@ def _start(world_size: int, folder: str, function: Callable[..., Any], args: tup
     return processes
 
 
+def keep_inherited_objects() -> None:
+    """Let no collection of this fork look at what the parent made; the pages remain shared."""
+    gc.freeze()
+    # vLLM's end would undo that, and wait for the threads of a process group that only the parent
+    # has.
+    gc.unfreeze = lambda: None
+
+
 def _rank(
     rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple
 ) -> None:
@@ -225,11 +233,7 @@ def _rank(
         LOCAL_WORLD_SIZE=str(world_size),
     )
     code = 1
-    # what the parent made stays as it is: no collection looks at it, and its pages remain shared
-    gc.freeze()
-    # vLLM's end would undo that, and wait for the threads of a process group that only the parent
-    # has
-    gc.unfreeze = lambda: None
+    keep_inherited_objects()
     fake_tensor.traceback = SHALLOW
     stacks = open(Path(folder) / f"stacks{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stacks)

@@ -1,14 +1,16 @@
 """What a warm program starts ends, writes and dies like what an interpreter starts."""
 
+import gc
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from warm import warm_environment, warm_python
+from warm import warm_environment, warm_programs, warm_python
 
 PROGRAMS = {
     "print(sys.argv[1:], os.getcwd(), sorted(os.environ), tempfile.gettempdir(), __name__, sys.stdin.read())": (
@@ -69,3 +71,28 @@ def test_ranks_are_children_of_their_launcher(tmp_path):
     found = [line.split() for line in ran.stdout.splitlines()]
     assert ran.returncode == 0 and [total for total, _ in found] == ["3", "3"], ran.stderr
     assert len({launcher for _, launcher in found}) == 1
+
+
+class Group:
+    """Like a process group of gloo, which waits for threads that a fork does not have."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+        self.cycle = self
+
+    def __del__(self) -> None:
+        self.marker.touch()
+
+
+def test_what_the_parent_has_left_is_never_collected(tmp_path: Path) -> None:
+    """vLLM thaws and collects all objects when an engine ends."""
+    warm_python()  # imports first, because they make objects that are collected
+    gc.disable()
+    try:
+        Group(tmp_path / "collected")
+        python = Path(warm_programs.__wrapped__(), "python")
+    finally:
+        gc.enable()
+    assert not (tmp_path / "collected").exists()
+    subprocess.run([python, "-c", "import gc; gc.unfreeze(); gc.collect()"], check=True, timeout=60)
+    assert not (tmp_path / "collected").exists()
