@@ -247,13 +247,12 @@ def divided_course(folder: str) -> tuple[list[bool], list[list[str]], str]:
             changed = perturbed(plain, seed)
             with torch.no_grad():
                 for name, parameter in unwrap(actor).named_parameters():
-                    full = changed.get_parameter(name).data
-                    local = full[local_slices(parameter)]
-                    parameter.to_local().copy_(local)
+                    own = local_slices(parameter)
+                    parameter.to_local().copy_(changed.get_parameter(name)[own])
             with made.engine_awake(actor):
                 found = engine.generate([Request(prompt) for prompt in PROMPTS], GREEDY)
             answers = [samples[0].token_ids for samples in found]
-            right.append(answers == [reference(changed, prompt) for prompt in PROMPTS])
+            right.append(answers == reference_greedy(changed, PROMPTS, 12))
 
         layer = engine._shim.experts[0]
         engine.verify_round = 0  # all weights
@@ -270,23 +269,12 @@ def spoil(layer: torch.nn.Module) -> None:
     layer.w2_weight.data[0, 0, 0] += 1
 
 
-def reference(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    full = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt)),
-        max_new_tokens=12,
-        do_sample=False,
-    )
-    return full[0, len(prompt) :].tolist()
-
-
-def test_ranks_that_divide_experts_stream_their_own(tmp_path: Path) -> None:
-    """The first sync brings all experts, because their places are not known before."""
+def qwen3_mixture(folder: Path, **options: Any) -> None:
+    """Write a random Qwen3 with six experts, whose sizes fill the blocks of vLLM's kernels."""
     config = Qwen3MoeConfig(
         hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         moe_intermediate_size=64,
         num_experts=6,
@@ -296,10 +284,16 @@ def test_ranks_that_divide_experts_stream_their_own(tmp_path: Path) -> None:
         max_position_embeddings=512,
         tie_word_embeddings=False,
         dtype=torch.float32,
+        **options,
     )
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+
+def test_ranks_that_divide_experts_stream_their_own(tmp_path: Path) -> None:
+    """The first sync brings all experts, because their places are not known before."""
+    qwen3_mixture(tmp_path, num_key_value_heads=2)
 
     names = [
         f"model.layers.{layer}.mlp.experts.{projection}"
@@ -381,26 +375,7 @@ def test_weights_that_lie_as_they_came_are_copied_there(tmp_path: Path) -> None:
 
     Norms may be constant, so they go through vLLM.
     """
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=32,
-        intermediate_size=96,
-        moe_intermediate_size=64,
-        num_experts=6,
-        num_experts_per_tok=2,
-        mlp_only_layers=[1],
-        vocab_size=VOCABULARY,
-        initializer_range=0.1,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        dtype=torch.float32,
-    )
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    qwen3_mixture(tmp_path, num_key_value_heads=1, intermediate_size=96, mlp_only_layers=[1])
 
     for direct, others, right in run_ranks(2, direct_course, str(tmp_path), timeout=400):
         assert all(
