@@ -22,7 +22,7 @@ from torch.optim import AdamW, Optimizer
 from lightrft.backends.optim import create_adamw, step
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, has_bf16
-from lightrft.parallel.dtensor_slices import ShardSlice, shard_slices
+from lightrft.parallel.dtensor_slices import ShardSlice, local_part, shard_slices
 from lightrft.parallel.expert_parallel import expert_layers
 
 MOMENTUM = 0.95
@@ -271,7 +271,7 @@ def _matrices(parameter: nn.Parameter, momentum: Tensor) -> Iterator[Matrices]:
     gradient = parameter.grad
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    tensors = [_local(each) for each in (parameter, gradient, momentum)]
+    tensors = [local_part(each) for each in (parameter, gradient, momentum)]
     stacks = tensors if parameter.ndim == 3 else [each[None] for each in tensors]
 
     height, width = parameter.shape[-2:]
@@ -334,7 +334,3 @@ def _orthogonalize_whole(stacks: list[Tensor]) -> list[Tensor]:
 def _num_ranks(shards: list[ShardSlice]) -> int:
     """Return the number of ranks that divide a matrix."""
     return math.prod(shard.pieces for shard in shards)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,12 +12,12 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightrft.config.sections import Config
 from lightrft.parallel.device import release_cached_memory, synchronize
+from lightrft.parallel.dtensor_slices import local_part
 
 BLOCK = 2**28
 """Bytes of a buffer in host memory. torch rounds each pinned allocation up to a power of two, so a
@@ -165,7 +165,7 @@ class OffloadedModel:
         self.guards = guard_model(model)
         self.copies = HostCopies(_tensors(model))
         synchronize(device)
-        storages = [_local(parameter).untyped_storage() for parameter in model.parameters()]
+        storages = [local_part(parameter).untyped_storage() for parameter in model.parameters()]
         with same_parameters():
             model.to_empty(device="meta")
 
@@ -197,7 +197,7 @@ class OffloadedOptimizer:
             for name, value in state.items()
             if isinstance(value, Tensor) and value.ndim > 0
         ]
-        self.copies = HostCopies(_local(state[name]) for state, name in self.states)
+        self.copies = HostCopies(local_part(state[name]) for state, name in self.states)
         synchronize(device)
         for state, name in self.states:
             state[name] = torch.empty_like(state[name], device="meta")
@@ -208,7 +208,7 @@ class OffloadedOptimizer:
             guard.remove()
         for state, name in self.states:
             state[name] = torch.empty_like(state[name], device=device)
-        self.copies.load(_local(state[name]) for state, name in self.states)
+        self.copies.load(local_part(state[name]) for state, name in self.states)
         synchronize(device)
 
 
@@ -280,12 +280,8 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
     Non-persistent buffers are included.
     """
-    return map(_local, (*model.parameters(), *model.buffers()))
+    return map(local_part, (*model.parameters(), *model.buffers()))
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

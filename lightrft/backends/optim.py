@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightrft.parallel.device import current_device
+from lightrft.parallel.dtensor_slices import local_part
 
 FUSED_ON = ("cpu", "cuda", "xpu")
 """Devices with a fused AdamW; on others torch chooses the implementation."""
@@ -159,7 +160,7 @@ def sum_of_bits(tensor: Tensor, factors: Tensor) -> Tensor:
     The bits of each element are multiplied by an odd number for the place, modulo 2^64, so a change
     of one element always changes the sum, and an exchange of two nearly always.
     """
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     words = local.detach().contiguous().view(-1).view(WORDS[local.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(len(factors)):

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightrft.parallel.dtensor_slices import local_part
+
 Axes = frozenset[str]
 """Names of the process groups that shard a tensor; empty if every rank has the whole tensor."""
 
@@ -35,7 +37,9 @@ def global_grad_norm(
     )
     by_axes: dict[Axes, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        by_axes[frozenset(name for name, _ in _sharding_groups(gradient))].append(_local(gradient))
+        by_axes[frozenset(name for name, _ in _sharding_groups(gradient))].append(
+            local_part(gradient)
+        )
 
     # All subsets of the axes, in the same order on every rank.
     subsets: list[Axes] = [frozenset()]
@@ -59,7 +63,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
 
     `norm` comes from global_grad_norm().
     """
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [
+        local_part(parameter.grad) for parameter in parameters if parameter.grad is not None
+    ]
     if gradients:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, scale.to(gradients[0].device))
@@ -103,7 +109,3 @@ def _sum_partial(gradient: Tensor) -> Tensor:
     return gradient.redistribute(
         placements=[Replicate() if place.is_partial() else place for place in gradient.placements]
     )
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -30,6 +30,7 @@ from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.models.empty import empty_parameters
 from lightrft.models.lora import adapter_parameters
+from lightrft.parallel.dtensor_slices import local_part
 from lightrft.parallel.tensor_parallel import parallelize
 from lightrft.strategy.strategy import Strategy
 from lightrft.weight_sync.stream import stream
@@ -224,7 +225,7 @@ def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard:
     FSDP2 pads dim 0 to a multiple of the ranks. With more ranks than experts, each rank would hold
     and gather a whole expert. Other dims are not padded, so only equal parts are possible there.
     """
-    tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    tensor = local_part(parameter)
     num_rows, *sizes = tensor.shape
     if -(-num_rows // ranks) * ranks <= MOST_PADDING * num_rows:
         return Shard(0)

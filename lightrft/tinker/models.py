@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from lightrft.parallel.dtensor_slices import local_part
 from lightrft.roles.policy import Policy
 from lightrft.strategy.phases import Phase
 from lightrft.tinker.records import RequestRefused
@@ -156,12 +156,12 @@ class Models:
             ]
 
     def _copy(self) -> Shards:
-        return [_local(each).detach().to("cpu", copy=True) for each in self.trained]
+        return [local_part(each).detach().to("cpu", copy=True) for each in self.trained]
 
     @torch.no_grad()
     def _put(self, shards: Shards) -> None:
         for parameter, shard in zip(self.trained, shards, strict=True):
-            _local(parameter).copy_(shard)
+            local_part(parameter).copy_(shard)
 
     @torch.no_grad()
     def _put_moments(self, moments: list[dict[str, Any]]) -> None:
@@ -172,7 +172,7 @@ class Models:
                 # A moment is sharded like the parameter.
                 if name != STEP:
                     moment = torch.empty_like(parameter)
-                    _local(moment).copy_(value)
+                    local_part(moment).copy_(value)
                     value = moment
                 state[parameter][name] = value
 
@@ -182,8 +182,4 @@ STEP = "step"
 
 
 def _saved(name: str, value: Tensor) -> Tensor:
-    return value if name == STEP else _local(value).to("cpu", copy=True)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return value if name == STEP else local_part(value).to("cpu", copy=True)

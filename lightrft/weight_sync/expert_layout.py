@@ -84,8 +84,11 @@ def _own_columns(layer: nn.Module) -> tuple[int, int]:
 def own_experts(layer: nn.Module) -> slice:
     """Return the experts that this rank's layer holds; all of them unless ranks divide them."""
     first = 0
-    if not _is_sglangs(layer) and layer.moe_config.moe_parallel_config.ep_size > 1:
-        first = int((layer._expert_map >= 0).nonzero()[0])
+    if not _is_sglangs(layer):
+        # reading the layer's own map would wait for the device
+        ranks = layer.moe_config.moe_parallel_config
+        each, more = divmod(layer.moe_config.num_experts, ranks.ep_size)
+        first = ranks.ep_rank * each + min(ranks.ep_rank, more)
     return slice(first, first + len(layer.w13_weight))
 
 
