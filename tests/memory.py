@@ -20,7 +20,7 @@ def larger_model(tiny: str, folder: Path) -> int:
     )
     config.layer_types = ["full_attention"] * 16
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="30MB")
+    model.save_pretrained(folder, max_shard_size="8MB")
     return 4 * model.num_parameters()
 
 

@@ -1,6 +1,7 @@
 """What benchmarks share: their flags, ranks in processes of their own, turns, and peak memory."""
 
 import argparse
+import ctypes
 import multiprocessing
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+MMAP_THRESHOLD = -3
+"""glibc's M_MMAP_THRESHOLD: larger blocks are mappings of their own."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -84,7 +87,13 @@ def in_turn(ways: Mapping[str, Callable[[], Any]], repeat: int) -> dict[str, lis
 
 
 def peak_of(action: Callable[[], Any]) -> int:
-    """Return the bytes that this process's resident memory grew at most while `action` ran."""
+    """Return the bytes that this process's resident memory grew at most while `action` ran.
+
+    What the first call imports counts too: call the action once on something small before.
+    """
+    allocator = ctypes.CDLL(None)
+    allocator.mallopt(MMAP_THRESHOLD, 2**20)  # freed tensors leave at once, and no fragments stay
+    allocator.malloc_trim(0)  # memory that was freed before would hide growth
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
     before = _peak()
     action()
