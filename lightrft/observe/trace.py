@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightrft.parallel.device import GB
 
@@ -21,7 +21,7 @@ class Span(NamedTuple):
     overlap."""
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     pass
 
 
@@ -56,7 +56,7 @@ class Trace(Untraced):
         peak_memory: Callable[[], int],
         memory_in_use: Callable[[], int],
         synchronize: Callable[[], None] = _nothing,
-        on_phase: Callable[[str], None] | None = None,
+        on_phase: Callable[[str], None] = _nothing,
     ):
         """Start the clock.
 
@@ -90,7 +90,7 @@ class Trace(Untraced):
         """
         self._path.append(name)
         path = self.current
-        self._announce()
+        self._on_phase(path)
 
         began = time.perf_counter()
         try:
@@ -107,7 +107,7 @@ class Trace(Untraced):
             self._spans.append(Span(path, self._epoch + began, self._epoch + ended, idle))
             self._path.pop()
 
-        self._announce()
+        self._on_phase(self.current)
 
     def record(self, track: str, name: str, began: float) -> None:
         """Add what ends now to another track; any thread may call it.
@@ -142,7 +142,3 @@ class Trace(Untraced):
         self._step_began = now
 
         return row
-
-    def _announce(self) -> None:
-        if self._on_phase:
-            self._on_phase(self.current)
