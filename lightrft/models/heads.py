@@ -91,8 +91,8 @@ class Actor(SequenceParallelModule):
             computed, self.sequence, measure=self.training
         )
         values = self.backbone(computed, self.sequence, choices)
-        hidden = Hidden(values, computed, self.sequence, batch.num_tokens)
-        return (read or LOGPROBS)(self, batch, hidden, temperature / self.logit_scale, truncation)
+        hidden = Hidden(values, batch, computed, self.sequence)
+        return (read or LOGPROBS)(self, hidden, temperature / self.logit_scale, truncation)
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -109,11 +109,10 @@ class Hidden:
 
     values: Tensor
     """[t, H] of the computed tokens of this rank."""
+    batch: Batch
     computed: Batch
     """The batch with all that was computed: with blank sequences and padding."""
     sequence: SequenceParallel
-    num_tokens: int
-    """Tokens of the batch without the blank sequences and the padding."""
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Find the hidden states of some tokens of the batch, `positions` [m] on the host.
@@ -127,9 +126,8 @@ class Hidden:
         return indices, to_device(local, self.values.device)
 
 
-Read = Callable[[Actor, Batch, Hidden, float, Truncation], tuple[Tensor, Tensor | None]]
-"""(actor, batch, hidden states, temperature of unscaled logits, truncation) -> the actor's output.
-"""
+Read = Callable[[Actor, Hidden, float, Truncation], tuple[Tensor, Tensor | None]]
+"""(actor, hidden states, temperature of unscaled logits, truncation) -> the actor's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +148,9 @@ class TokenLogprobs:
     pass, which saves one matrix product; see token_logprobs()."""
 
     def __call__(
-        self,
-        actor: Actor,
-        batch: Batch,
-        hidden: Hidden,
-        temperature: float,
-        truncation: Truncation,
+        self, actor: Actor, hidden: Hidden, temperature: float, truncation: Truncation
     ) -> tuple[Tensor, Tensor | None]:
+        batch = hidden.batch
         # Each position predicts the next token; the first token is never in the loss.
         before = hidden.computed.learned_tokens - 1
         indices, local = hidden.at(before)
@@ -220,17 +214,13 @@ class Likeliest:
     """Read the ids after each token of the batch instead, also after the last one of a sequence."""
 
     def __call__(
-        self,
-        actor: Actor,
-        batch: Batch,
-        hidden: Hidden,
-        temperature: float,
-        truncation: Truncation,
+        self, actor: Actor, hidden: Hidden, temperature: float, truncation: Truncation
     ) -> tuple[Tensor, Tensor]:
+        num_tokens = hidden.batch.num_tokens
         before = hidden.computed.learned_tokens - 1
         tokens = before + 1
         if self.after_all:
-            before = tokens = torch.arange(batch.num_tokens)
+            before = tokens = torch.arange(num_tokens)
         indices, local = hidden.at(before)
         tokens = to_device(tokens[indices], hidden.values.device)
 
@@ -242,7 +232,7 @@ class Likeliest:
             softcap=actor.softcap,
             banned=truncation.banned,
         )
-        zeros = torch.zeros(batch.num_tokens, self.k, device=hidden.values.device)
+        zeros = torch.zeros(num_tokens, self.k, device=hidden.values.device)
         columns = (zeros.index_put((tokens,), value.float()) for value in values)
         logprobs, ids = hidden.sequence.sums(*columns)
         return logprobs, ids.long()
