@@ -19,7 +19,7 @@ from lightrft.algorithms.reduce import Denominator, LocalGradients, Report
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers, unwrap
 from lightrft.config.sections import AlgorithmSection
-from lightrft.engine.requests import sampling_of
+from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.heads import Actor, Likeliest, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, plain_name
 from lightrft.models.routers import RouterChoices, Routers

@@ -11,7 +11,8 @@ from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import share_of
 from lightrft.data.media_files import media_of
 from lightrft.engine.loop import ABORTED, RequestLoop
-from lightrft.engine.requests import Request, Sampling, derived_seed, greedy_sampling, sampling_of
+from lightrft.engine.requests import Request, Sampling, derived_seed
+from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group
 from lightrft.strategy.shared_session import Finished, SharedSession

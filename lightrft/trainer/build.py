@@ -31,7 +31,7 @@ from lightrft.config.sections import (
 from lightrft.config.values import CommaSeparated
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
-from lightrft.engine.requests import sampling_of
+from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
 from lightrft.models.routers import RouterChoices, Routers
 from lightrft.observe.trace import Untraced

@@ -28,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.config import Config, parse
 from lightrft.config.resolve import resolve
-from lightrft.engine.requests import sampling_of
+from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.peaks import DEVICES

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.config import Config
-from lightrft.engine.requests import sampling_of
+from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
