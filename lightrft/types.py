@@ -23,9 +23,6 @@ from lightrft.samples import (  # noqa: F401  its types belong to this module to
     TokenIds,
 )
 
-TARGETS = "target_tokens"
-"""Extra column of a batch, [T] int64, with tokens to take the log-probs of in place of its own."""
-
 
 def per_token(default: Any = None) -> Any:
     return field(default=default, metadata={"per": "token"})

@@ -228,8 +228,9 @@ def train_steps(
     from transformers import AutoModelForCausalLM
 
     from lightrft.algorithms.reduce import LocalGradients
+    from lightrft.algorithms.truncation import ALL
     from lightrft.attention.flat import ATTENTION
-    from lightrft.models.heads import Actor
+    from lightrft.models.heads import Actor, TokenLogprobs
     from lightrft.parallel.device import peak_memory, synchronize
     from lightrft.parallel.peaks import DEVICES, known_device
     from lightrft.roles.microbatch import micro_batches
@@ -262,12 +263,13 @@ def train_steps(
     constant_gradients = LocalGradients(
         lambda logprobs, entropy: (torch.full_like(logprobs, -1 / tokens), None), num_sequences=0
     )
+    read = TokenLogprobs(entropy=False, gradients=constant_gradients)
 
     def step(count: int) -> None:
         for number, part in enumerate(
             micro_batches(batch, [list(range(len(lengths)))] * count, setting.device)
         ):
-            logprobs, _ = actor(part, 1.0, entropy=False, gradients=constant_gradients)
+            logprobs, _ = actor(part, 1.0, ALL, read)
             strategy.backward(-logprobs.sum() / tokens, actor, optimizer, last=number == count - 1)
         strategy.optimizer_step(optimizer, actor)
 

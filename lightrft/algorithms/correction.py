@@ -73,7 +73,7 @@ def importance_ratios(
 def off_policy(
     logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, batch: Batch, delta: float
 ) -> Tensor:
-    """Return [T] bool: A < 0, and the mean of log p_engine - log p over the sequence is above delta.
+    """Return [T] bool: A < 0, and log p_engine - log p has a mean over the sequence above delta.
 
     p is the policy that is updated now, so both causes count: older weights, and another engine.
     Bad responses that the policy would hardly give any more teach little, and can mislead it.

@@ -1,6 +1,7 @@
 """Training objectives: from the log-probs of one micro-batch to its share of the global loss."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +14,14 @@ from lightrft.algorithms.correction import (
     kept_sequences,
     off_policy,
 )
-from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, generalized_jsd, kl_estimators
+from lightrft.algorithms.kl import (
+    EntropyCoefficient,
+    KLCoefficient,
+    generalized_jsd,
+    k1,
+    k3,
+    kl_estimators,
+)
 from lightrft.algorithms.options import keywords, options, resolve
 from lightrft.algorithms.policy_loss import PER_SEQUENCE, PER_TOKEN, PolicyLoss, policy_losses
 from lightrft.algorithms.preferences.dpo import DPOObjective
@@ -61,7 +69,7 @@ class PtxDivergence:
     def __call__(
         self, logprobs: Tensor, batch: Batch, denominator: Denominator
     ) -> tuple[Tensor, Report]:
-        """Compute the mean of generalized_jsd() over all answer tokens from log-probs [T, 1 + K]."""
+        """Compute the mean of generalized_jsd() over answer tokens, from log-probs [T, 1 + K]."""
         values = generalized_jsd(logprobs[:, 1:], batch.teacher_logprobs, self.beta)
         loss = share_of_mean(values, batch, "token-mean", denominator)
         return self.coefficient * loss, {"train/ptx_divergence": values}
@@ -178,23 +186,36 @@ class PolicyObjective:
             corrections, section.rollout_correction
         )
         self.kl = kl_estimators[section.kl_estimator]
+        self.corrections = self._chosen_corrections()
+        """Change the losses of tokens for what the engine and the trainer say differently."""
+        self.penalties: list[Term] = [self._teacher_divergence] if section.distill_top_k else []
+        """Add to the losses of tokens."""
+
+    def _chosen_corrections(self) -> "list[Term]":
+        chosen: list[Term] = []
+        if self.correction:
+            chosen.append(self._correct)
+        if self.section.rollout_mask != "none":
+            chosen.append(self._mask_sequences)
+        if self.section.off_policy_delta is not None:
+            chosen.append(self._mask_off_policy)
+        return chosen
 
     def __call__(
         self, logprobs: Tensor, batch: Experience, denominator: Denominator
     ) -> tuple[Tensor, Report]:
-        """Compute the loss [] and reports [T] from the actor's log-probs [T].
+        """Compute the loss [] and reports [T] from the actor's log-probs.
 
+        They are [T], or [T, 1 + K]: of the tokens themselves, then of K candidates for a teacher.
         Without `old_logprobs` the actor has not changed since the step began, so the ratio is 1 and
-        only the gradient counts. With a teacher's `candidates` [T, K] the log-probs are [T, 1 + K],
-        and the divergence from the teacher is part of the loss.
+        only the gradient counts.
         """
         self._check(batch)
         section = self.section
-        of_candidates = None
-        if batch.candidates is not None:
-            of_candidates = logprobs[:, 1:]
-            logprobs = logprobs[:, 0]
         learned = batch.loss_mask
+        given = logprobs
+        if given.ndim > 1:
+            logprobs = given[:, 0]
         # Tokens that are not learned may hold anything, also infinities, and 0 times infinity is
         # NaN.
         logprobs = torch.where(learned, logprobs, 0.0)
@@ -204,41 +225,27 @@ class PolicyObjective:
             else torch.where(learned, batch.old_logprobs, 0.0)
         )
         advantages = torch.where(learned, batch.advantages, 0.0)
-        values, report = self._losses(logprobs, old, advantages, batch)
+        inputs = PolicyInputs(logprobs, old, advantages, given, batch)
+        values, report = self._losses(inputs)
         if batch.weights is not None:
             values = values * batch.weights
 
-        if self.correction:
-            weights, more = self._correct(old, batch)
-            values = values * weights
+        for correct in self.corrections:
+            values, more = correct(values, inputs)
             report = report | more
-
-        if section.rollout_mask != "none":
-            bounds = section.rollout_mask, section.rollout_mask_low, section.rollout_mask_high
-            sequence_mask = kept_sequences(old, batch.engine_logprobs, batch, *bounds)
-            values = torch.where(sequence_mask, values, 0.0)
-            report["engine/sequences_masked_share"] = ~sequence_mask
-
-        if section.off_policy_delta is not None:
-            masked = off_policy(
-                logprobs, batch.engine_logprobs, advantages, batch, section.off_policy_delta
-            )
-            values = torch.where(masked, 0.0, values)
-            report["train/off_policy_masked_share"] = masked
 
         if batch.reference_logprobs is not None:
             divergence = report["train/kl"] = self.kl(logprobs, batch.reference_logprobs)
             report |= {
-                f"train/kl_{name}": kl_estimators[name](logprobs, batch.reference_logprobs)
-                for name in ("k1", "k3")
+                "train/kl_k1": k1(logprobs, batch.reference_logprobs),
+                "train/kl_k3": k3(logprobs, batch.reference_logprobs),
             }
             if section.use_kl_loss:
                 values = values + self.kl_coefficient.value * divergence
 
-        if of_candidates is not None:
-            distance = generalized_jsd(of_candidates, batch.teacher_logprobs, section.distill_beta)
-            report["train/teacher_divergence"] = distance
-            values = values + section.distill_coef * distance
+        for add in self.penalties:
+            values, more = add(values, inputs)
+            report = report | more
 
         if self.entropy_coefficient.value:
             values = values - self.entropy_coefficient.value * batch.entropy
@@ -281,11 +288,10 @@ class PolicyObjective:
         if missing:
             raise ValueError(f"the policy gradient needs {', '.join(missing)} in the batch")
 
-    def _losses(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Experience
-    ) -> tuple[Tensor, Report]:
+    def _losses(self, inputs: "PolicyInputs") -> tuple[Tensor, Report]:
+        batch = inputs.batch
         arguments = options(self.policy_loss, self.section, batch=batch, marked=batch.marked)
-        result = self.policy_loss(logprobs, old_logprobs, advantages, **arguments)
+        result = self.policy_loss(inputs.logprobs, inputs.old, inputs.advantages, **arguments)
         flag = f"--policy_loss {self.section.policy_loss}"
         if not isinstance(result, tuple) or len(result) != 2:
             raise ConfigError(
@@ -294,27 +300,75 @@ class PolicyObjective:
 
         losses, report = result
         for name, values in report.items():
-            _of_tokens(f"{flag}: the reported {name!r}", values, logprobs)
-        return _of_tokens(f"{flag}: its loss", losses, logprobs), report
+            _of_tokens(f"{flag}: the reported {name!r}", values, inputs.logprobs)
+        return _of_tokens(f"{flag}: its loss", losses, inputs.logprobs), report
 
-    def _correct(self, old_logprobs: Tensor, batch: Experience) -> tuple[Tensor, Report]:
-        """Return the weights [T] of tokens that the engine, or an older policy, sampled.
+    def _correct(self, values: Tensor, inputs: "PolicyInputs") -> tuple[Tensor, Report]:
+        """Weight tokens that the engine, or an older policy, sampled.
 
-        They correct for the difference between the sampler's probabilities and the trainer's.
+        The weights correct for the difference between the sampler's probabilities and the
+        trainer's.
         """
+        batch = inputs.batch
         ratios = importance_ratios(
-            old_logprobs, batch.engine_logprobs, batch, self.section.rollout_correction_level
+            inputs.old, batch.engine_logprobs, batch, self.section.rollout_correction_level
         )
         weights = self.correction(ratios, **options(self.correction, self.section))
         weights = _of_tokens(
             f"--rollout_correction {self.section.rollout_correction}: its weight", weights, ratios
         )
 
-        return weights, {
+        return values * weights, {
             "engine/is_weight_mean": weights,
             "engine/is_weight_max": weights,
             "engine/is_weight_masked_share": weights != ratios,
         }
+
+    def _mask_sequences(self, values: Tensor, inputs: "PolicyInputs") -> tuple[Tensor, Report]:
+        """Leave out sequences that the engine and the trainer see too differently."""
+        section = self.section
+        batch = inputs.batch
+        bounds = section.rollout_mask, section.rollout_mask_low, section.rollout_mask_high
+        kept = kept_sequences(inputs.old, batch.engine_logprobs, batch, *bounds)
+        return torch.where(kept, values, 0.0), {"engine/sequences_masked_share": ~kept}
+
+    def _mask_off_policy(self, values: Tensor, inputs: "PolicyInputs") -> tuple[Tensor, Report]:
+        """Leave out bad sequences that the current policy would hardly sample."""
+        batch = inputs.batch
+        masked = off_policy(
+            inputs.logprobs,
+            batch.engine_logprobs,
+            inputs.advantages,
+            batch,
+            self.section.off_policy_delta,
+        )
+        return torch.where(masked, 0.0, values), {"train/off_policy_masked_share": masked}
+
+    def _teacher_divergence(self, values: Tensor, inputs: "PolicyInputs") -> tuple[Tensor, Report]:
+        """Add the divergence from a teacher, over the candidates of each token."""
+        section = self.section
+        distance = generalized_jsd(
+            inputs.given[:, 1:], inputs.batch.teacher_logprobs, section.distill_beta
+        )
+        return values + section.distill_coef * distance, {"train/teacher_divergence": distance}
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInputs:
+    """What the terms of the policy's loss read; 0 for tokens that are not learned."""
+
+    logprobs: Tensor
+    """Log-probs of the tokens under the actor, [T] with gradient."""
+    old: Tensor
+    """The same before the step, [T]."""
+    advantages: Tensor
+    given: Tensor
+    """What the actor returned: `logprobs`, or [T, 1 + K] with the ones of candidates."""
+    batch: Experience
+
+
+Term = Callable[[Tensor, PolicyInputs], tuple[Tensor, Report]]
+"""(losses of tokens [T], inputs) -> the new losses [T], and reports."""
 
 
 def _of_tokens(label: str, values: Tensor, like: Tensor) -> Tensor:
@@ -336,7 +390,7 @@ def drift(logprobs: Tensor, old_logprobs: Tensor) -> Report:
     [T], [T] -> [T] each.
     """
     now = logprobs.detach()
-    return {f"train/drift_{name}": kl_estimators[name](old_logprobs, now) for name in ("k1", "k3")}
+    return {"train/drift_k1": k1(old_logprobs, now), "train/drift_k3": k3(old_logprobs, now)}
 
 
 def mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Report:

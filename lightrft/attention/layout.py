@@ -204,6 +204,12 @@ class Layout:
         self.num_computed = len(shared.computed) if shared else int(self.lengths.sum())
         self.queries = sequence.queries(self.num_computed)
         """Start and end of the runs of computed tokens whose queries this rank has."""
+        self.queries_are_split = self.queries != [(0, self.num_computed)]
+        """True if this rank has only some of the queries."""
+        self.needs_several_calls = (
+            shared is not None or bidirectional is not None or self.queries_are_split
+        )
+        """True if one causal call over this rank's own tokens is not enough."""
         self._calls: dict[int | None, list[AttentionCall]] = {}
         self.derived: dict[object, Any] = {}
         """What layers without attention compute from the layout, once for all of them."""
@@ -257,16 +263,6 @@ class Layout:
         depth = self.pieces.depth
         prefixes = np.unique(self.places[self._prefix_ends - 1][depth > 0])
         return float((depth**2).sum()) / 2 / (len(prefixes) + 1)
-
-    @property
-    def needs_several_calls(self) -> bool:
-        """Return True if one causal call over this rank's own tokens is not enough."""
-        return self.shared is not None or self.bidirectional is not None or self.queries_are_split
-
-    @property
-    def queries_are_split(self) -> bool:
-        """Return True if this rank has only some of the queries."""
-        return self.queries != [(0, self.num_computed)]
 
     def calls(self, window: int | None) -> list[AttentionCall]:
         """Return the calls that together compute the attention of this rank's queries.
@@ -482,11 +478,11 @@ def blocks(lengths: Tensor, device: torch.device) -> Blocks:
 
     So less than half of a block is padding.
     """
-    similar = lengths.double().log2().ceil().long()
-    similar[lengths > ALONE] = 64 + _first_alike(lengths)[lengths > ALONE]  # above every exponent
     if bool((lengths == lengths[0]).all()):
         return Blocks([(len(lengths), int(lengths[0]))], None, None)
 
+    similar = lengths.double().log2().ceil().long()
+    similar[lengths > ALONE] = 64 + _first_alike(lengths)[lengths > ALONE]  # above every exponent
     _, block, sizes = similar.unique(return_inverse=True, return_counts=True)
     widths = torch.zeros_like(sizes).scatter_reduce(0, block, lengths, "amax")
     shapes = list(zip(sizes.tolist(), widths.tolist(), strict=True))

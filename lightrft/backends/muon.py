@@ -58,8 +58,8 @@ class Matrices:
 class Muon(Optimizer):
     r"""Muon for whole matrices, with AdamW for all other parameters.
 
-    For a gradient $G$ of a matrix $W$ of $A \times B$, with momentum $\mu$, learning rate $\eta$ and
-    weight decay $\lambda$ (Nesterov's form, as in `torch.optim.Muon`):
+    For a gradient $G$ of a matrix $W$ of $A \times B$, with momentum $\mu$, learning rate $\eta$
+    and weight decay $\lambda$ (Nesterov's form, as in `torch.optim.Muon`):
 
     $M \leftarrow \mu M + (1 - \mu) G$
 
@@ -147,7 +147,8 @@ def create_muon(
     matrices = block_matrices(blocks)
     if not matrices:
         raise ValueError(
-            f"--optimizer muon: no matrix in a block of {type(model).__name__} is trained; use adamw"
+            f"--optimizer muon: no matrix in a block of {type(model).__name__} is trained; use"
+            " adamw"
         )
     return Muon(matrices, create_adamw(model, lr, betas, weight_decay, eps), weight_decay)
 

@@ -24,8 +24,11 @@ def all_reduce(data: Any, op: Op, axis: Axis) -> Any:
     if isinstance(data, dict):
         return _reduce_dict(data, op, axis)
     if isinstance(data, Tensor):
-        # bfloat16 would lose the sum over many ranks, so it is reduced in float32.
-        wide = data.detach().to(_accumulator(data.dtype, op))
+        wide = data.detach()
+        if data.dtype == torch.bool:
+            wide = wide.long()
+        elif data.dtype.is_floating_point and data.dtype.itemsize < 4:
+            wide = wide.float()  # bfloat16 would lose the sum over many ranks
         return _reduce(wide, op, axis).to(_result_dtype(data.dtype, op))
     return _reduce_dict({"": _check(data)}, op, axis)[""]
 
@@ -73,12 +76,6 @@ def _reduce(value: Tensor, op: Op, axis: Axis) -> Tensor:
     if op == "mean":
         return axis.sum(value) / axis.size
     return getattr(axis, op)(value).clone()
-
-
-def _accumulator(dtype: torch.dtype, op: Op) -> torch.dtype:
-    if dtype == torch.bool:
-        return torch.int64
-    return torch.float32 if dtype.itemsize < 4 and dtype.is_floating_point else dtype
 
 
 def _result_dtype(dtype: torch.dtype, op: Op) -> torch.dtype:

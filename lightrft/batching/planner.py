@@ -156,7 +156,7 @@ class _Step:
         self.lengths = lengths
         self.prompts = prompts
         self.by_prompt = np.lexsort(prompts.T[::-1])
-        """Rows [N], those of a prompt one after the other."""
+        """Rows [N]; all rows of a prompt come one after the other."""
         self.first = np.append(True, (np.diff(prompts[self.by_prompt], axis=0) != 0).any(1))
         """True [N] for the first row of each prompt, in the order of `by_prompt`."""
         self.prompt_of = np.empty_like(self.by_prompt)

@@ -3,7 +3,7 @@ one JSON object.
 
 torchrun --nproc-per-node 8 -m lightrft.cli.bench configs/grpo_gsm8k_qwen2.5_7b.yaml --max_steps 10
 
-All flags are those of train_ppo. Nothing is kept: the run has a temporary folder and writes no
+It takes all flags of train_ppo. Nothing is kept: the run has a temporary folder and writes no
 checkpoint.
 """
 

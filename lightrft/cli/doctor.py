@@ -174,7 +174,9 @@ def _parser() -> argparse.ArgumentParser:
         "--config",
         default="",
         metavar="FILE",
-        help="recipe of a run: its model, precision, strategy and engine, unless they are given here",
+        help=(
+            "recipe of a run: its model, precision, strategy and engine, unless they are given here"
+        ),
     )
     parser.add_argument(
         "--model",

@@ -280,7 +280,8 @@ GENERATION = (
         lambda run: run.speculative != "none" and run.engine_type != "vllm",
     ),
     Rule(
-        "--min_p with --speculative: vLLM does not verify drafts with min p; use --top_p or --top_k",
+        "--min_p with --speculative: vLLM does not verify drafts with min p; use --top_p or"
+        " --top_k",
         lambda run: run.min_p > 0 and run.speculative != "none",
     ),
     Rule(
@@ -407,8 +408,8 @@ ALGORITHM = (
         lambda run: run.self_teacher != "none" and (run.teacher_pretrain or run.teacher_url),
     ),
     Rule(
-        "--self_teacher actor agrees with the actor, which it is, unless it sees another prompt: set"
-        " --teacher_prompt_key",
+        "--self_teacher actor agrees with the actor, which it is, unless it sees another prompt:"
+        " set --teacher_prompt_key",
         lambda run: run.self_teacher == "actor" and run.teacher_prompt_key is None,
     ),
     Rule(
@@ -416,13 +417,13 @@ ALGORITHM = (
         lambda run: run.self_teacher == "average" and not run.enable_ema,
     ),
     Rule(
-        "--teacher_key selects one of several teachers, LABEL=PATH,LABEL=PATH in --teacher_pretrain:"
-        " set both, or one teacher",
+        "--teacher_key selects one of several teachers, LABEL=PATH,LABEL=PATH in"
+        " --teacher_pretrain: set both, or one teacher",
         lambda run: (run.teacher_key is not None) != (len(run.teachers) > 1),
     ),
     Rule(
-        "--teacher_key and --teacher_prompt_key do not support episodes: programs begin conversations"
-        " with prompts that have no columns",
+        "--teacher_key and --teacher_prompt_key do not support episodes: programs begin"
+        " conversations with prompts that have no columns",
         lambda run: (
             (run.teacher_key or run.teacher_prompt_key) and has_episodes(run.config.environment)
         ),
@@ -453,8 +454,8 @@ ALGORITHM = (
         ),
     ),
     Rule(
-        "--ref_refresh_steps and --ref_ema do not support --router_bias_rate: the reference does not"
-        " get the biases of the actor's routers",
+        "--ref_refresh_steps and --ref_ema do not support --router_bias_rate: the reference does"
+        " not get the biases of the actor's routers",
         lambda run: moves_reference(run.config.algorithm) and run.router_bias_rate > 0,
     ),
     Rule(
@@ -728,7 +729,8 @@ MEDIA = (
         lambda run: run.media_flags and run.aux_loss_coef > 0,
     ),
     Rule(
-        "{media_flags} does not support --router_replay: the experts of media tokens were not tested",
+        "{media_flags} does not support --router_replay: the experts of media tokens were not"
+        " tested",
         lambda run: run.media_flags and run.router_replay,
         PPO,
     ),
@@ -767,7 +769,7 @@ def _heads_of_ulysses(run: RunFacts) -> str:
 
 
 def _undivided_experts(run: RunFacts) -> str:
-    """Return the model whose experts --ep_size cannot divide; a model on the hub is loaded first."""
+    """Return the model whose experts --ep_size cannot divide; one on the hub is loaded first."""
     if run.ep_size == 1 or not run.model_config:
         return ""
     kind = run.model_config.get("model_type", "")
@@ -781,7 +783,10 @@ def _undivided_experts(run: RunFacts) -> str:
 
 
 def _unknown_routers(run: RunFacts) -> list[str]:
-    """Return the flags about routers that the model does not support; one on the hub is loaded first."""
+    """Return the flags about routers that the model does not support.
+
+    A model on the hub is loaded first.
+    """
     kind = run.model_config.get("model_type", "")
     flags = (
         (run.router_replay, "--router_replay", EXPERT_FAMILIES),
@@ -862,8 +867,8 @@ STRATEGY = (
         PPO,
     ),
     Rule(
-        "--router_replay needs --speculative none: tokens of rejected drafts choose experts too, and"
-        " that was not tested",
+        "--router_replay needs --speculative none: tokens of rejected drafts choose experts too,"
+        " and that was not tested",
         lambda run: run.router_replay and run.speculative != "none",
         PPO,
     ),
@@ -940,7 +945,8 @@ STRATEGY = (
 
 DEEPSPEED = (
     Rule(
-        "--load_in_4bit needs --fsdp: with DeepSpeed all frozen parameters get the dtype of the run",
+        "--load_in_4bit needs --fsdp: with DeepSpeed all frozen parameters get the dtype of the"
+        " run",
         lambda run: run.load_in_4bit,
     ),
     Rule(
@@ -953,8 +959,8 @@ DEEPSPEED = (
         lambda run: run.ep_size > 1,
     ),
     Rule(
-        "--optimizer muon needs --fsdp: ZeRO flattens parameters before the optimizer gets them, and"
-        " matrices have to be whole to be orthogonalised",
+        "--optimizer muon needs --fsdp: ZeRO flattens parameters before the optimizer gets them,"
+        " and matrices have to be whole to be orthogonalised",
         lambda run: run.optimizer == "muon",
     ),
     Rule(

@@ -257,8 +257,8 @@ class DataSection(Section, commands=EVALUATED):
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also
     after it is resumed."""
     teacher_key: str | None = option(None, needs="--teacher_pretrain", commands=PPO)
-    """Column with the label of the teacher in --teacher_pretrain that scores the samples of a prompt.
-    """
+    """Column with the label of the teacher in --teacher_pretrain that scores the samples of a
+    prompt."""
     teacher_prompt_key: str | None = option(None, needs="--distill_coef", commands=PPO)
     """Column of the prompt that the teacher sees in place of the actor's, in the same form, such as
     the prompt with a reference solution. The teacher scores the same responses."""
@@ -448,8 +448,8 @@ class EngineSection(Section, commands=WITH_ENGINE):
     exact: bool = option(False, commands=PPO)
     """Compute log-probs in engine and trainer with the same bits: attention reads keys in fixed
     blocks, and the rows of a product do not depend on their number. With --engine_type hf, or vllm
-    on a CPU; FSDP2 and dense models of text. A step with any difference ends the run, unless responses continue
-    under newer weights. See docs/exact.md."""
+    on a CPU; FSDP2 and dense models of text. A step with any difference ends the run, unless
+    responses continue under newer weights. See docs/exact.md."""
     verify_weight_sync: bool = option(True, commands=(*SAMPLING, *TINKER))
     """Compare fingerprints of the weights that were sent with those in the engine after every
     stream, and stop the run if they differ. The first time and every 128th time all weights are
@@ -804,9 +804,9 @@ class AlgorithmSection(Section, commands=PPO):
     """Coefficient of the supervised loss on --pretrain_data, added in each optimizer step of the
     actor."""
     ptx_teacher: bool = option(False, needs="--pretrain_data")
-    """Learn the teacher's distributions over the answers of --pretrain_data, as --distill_top_k does
-    over samples, in place of their tokens. A share L of samples, as in GKD, is --distill_coef L
-    with --ptx_coef 1 - L."""
+    """Learn the teacher's distributions over the answers of --pretrain_data, as --distill_top_k
+    does over samples, in place of their tokens. A share L of samples, as in GKD, is --distill_coef
+    L with --ptx_coef 1 - L."""
     loss_agg_mode: Literal[
         "token-mean",
         "seq-mean-token-mean",
@@ -832,8 +832,8 @@ class AlgorithmSection(Section, commands=PPO):
     the teacher in the loss."""
     distill_top_k: int = option(0, NOT_NEGATIVE, needs="--distill_coef")
     """Distil the teacher's distribution over this number of its likeliest tokens, with one more
-    probability for all others (64 is usual; as many as the vocabulary has: the whole distribution); 0:
-    only the log-prob of the sampled token."""
+    probability for all others (64 is usual; as many as the vocabulary has: the whole distribution);
+    0: only the log-prob of the sampled token."""
     distill_beta: float = option(0.5, SHARE, needs="--distill_top_k")
     """Divergence for --distill_top_k: 0 is KL(teacher || actor), 1 is KL(actor || teacher), and
     numbers between are the generalised Jensen-Shannon divergence."""
@@ -861,7 +861,8 @@ class AlgorithmSection(Section, commands=PPO):
     use_kl_loss: bool = option(False, needs="--init_kl_coef")
     """Add the KL penalty to the loss; otherwise it is subtracted from the reward of each token."""
     init_kl_coef: float = option(0.0, NOT_NEGATIVE)
-    """Coefficient of the KL penalty, the divergence from a reference model; 0: no reference model."""
+    """Coefficient of the KL penalty, the divergence from a reference model; 0: no reference
+    model."""
     measure_kl: bool = False
     """Keep a reference model and report the KL divergence from it, even with --init_kl_coef 0."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(

@@ -24,7 +24,8 @@ Text = tuple[str, bool]
 Span = tuple[int, int]
 """Beginning and end of a learned turn in the whole text."""
 OPENED = re.compile(
-    rf"(?:{'|'.join(map(re.escape, THINKING))})\s*(?:(?:{'|'.join(map(re.escape, THINKING.values()))})\s*)?$"
+    rf"(?:{'|'.join(map(re.escape, THINKING))})\s*"
+    rf"(?:(?:{'|'.join(map(re.escape, THINKING.values()))})\s*)?$"
 )
 """Thinking that a generation prompt opens at the end, or closes at once."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -29,8 +29,9 @@ class Order:
         """Raise DataError for fewer rows than a batch: it would contain some of them twice."""
         if num_rows < batch_size:
             raise DataError(
-                f"{num_rows} rows of data do not fill one batch of {batch_size}: add rows, or choose"
-                " a smaller --rollout_batch_size (train_ppo) or --train_batch_size (other commands)"
+                f"{num_rows} rows of data do not fill one batch of {batch_size}: add rows, or"
+                " choose a smaller --rollout_batch_size (train_ppo) or --train_batch_size (other"
+                " commands)"
             )
 
     def rows(self, first: int, count: int) -> list[int]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class Engine(ABC):
         """Adapters that the engine holds beside the weights. None: streams bring merged weights.
         Otherwise they bring the adapters, and the weights only if the engine has lost them."""
         self.quantization: Quantization | None = None
-        """How streams have to quantise weights for the engine. None: they bring them as they are."""
+        """How streams quantise weights for the engine. None: they bring them as they are."""
         self.has_base = False
         """True if the engine has the weights that adapters belong to."""
         self._sent_base: Fingerprints | None = None
@@ -669,8 +669,8 @@ class Engine(ABC):
             if not math.isfinite(sum(sample.logprobs)):
                 raise EngineError(
                     "the engine gave a sampled token a log-prob that is not finite, so its weights"
-                    " or activations are broken: `lightrft doctor` names the first part that differs"
-                    " from the trainer's"
+                    " or activations are broken: `lightrft doctor` names the first part that"
+                    " differs from the trainer's"
                 )
         return (
             [StopStrings(self.vocabulary.tokenizer, stop).cut(sample) for sample in samples]
@@ -688,8 +688,18 @@ class Engine(ABC):
                 f"the engine failed earlier and cannot be used: {self._failure!r}"
             ) from self._failure
 
-    def _fatal(self, verb: str) -> "_Fatal":
-        return _Fatal(self, verb)
+    @contextmanager
+    def _fatal(self, verb: str) -> Iterator[None]:
+        """Make the engine unusable after an exception: nobody knows what state it is in then."""
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._failure = error
+            if not isinstance(error, Exception):
+                raise
+            raise EngineError(f"{type(self).__name__}.{verb} failed: {error}") from error
 
 
 def _to_the_end(loop: RequestLoop) -> Iterator[tuple[int, list[Completion]]]:
@@ -700,21 +710,3 @@ def _to_the_end(loop: RequestLoop) -> Iterator[tuple[int, list[Completion]]]:
 def _seeds(seed: int, place: int, request: Request) -> tuple[int, ...]:
     """Derive the seeds of a request that has none."""
     return tuple(derived_seed(seed, place, sample) for sample in range(request.sampling.n))
-
-
-class _Fatal:
-    """Makes the engine unusable after an exception, because nobody knows what state it is in."""
-
-    def __init__(self, engine: Engine, verb: str):
-        self.engine = engine
-        self.verb = verb
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, GeneratorExit):
-            self.engine._failure = error
-            if isinstance(error, Exception):
-                raise EngineError(
-                    f"{type(self.engine).__name__}.{self.verb} failed: {error}"
-                ) from error

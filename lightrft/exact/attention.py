@@ -44,7 +44,7 @@ class PagedGroup:
     """Sequences [B] that get equal numbers of new tokens."""
 
     tokens: Tensor
-    """Index of each new token among those of all sequences: [B, n]."""
+    """Index of each new token among all sequences' tokens: [B, n]."""
     position: Tensor
     """Position of each new token in the sequence: [B, n]."""
     pages: Tensor

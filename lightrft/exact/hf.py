@@ -20,7 +20,7 @@ from lightrft.models.logprobs import logprobs_of_logits
 
 @dataclass(frozen=True, slots=True)
 class ExactHead:
-    """Head of a model whose logits and log-probs are those of the trainer."""
+    """Head of a model with the same logits and log-probs as the trainer."""
 
     products: Products
     model: PreTrainedModel
@@ -55,7 +55,7 @@ class ExactHead:
 
 
 class ExactHFEngine(HFEngine):
-    """Engine whose log-probs are those of the trainer, bit by bit."""
+    """Engine with the same log-probs as the trainer, bit by bit."""
 
     head_type = ExactHead
 

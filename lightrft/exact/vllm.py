@@ -44,7 +44,7 @@ SAMPLING = "lightrft"
 
 
 class ExactVLLMEngine(VLLMEngine):
-    """vLLM engine on a CPU whose log-probs are those of the trainer, bit by bit."""
+    """vLLM engine on a CPU with the same log-probs as the trainer, bit by bit."""
 
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
         if config.get_text_config() is not config:

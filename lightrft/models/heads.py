@@ -3,8 +3,9 @@
 An actor returns log-probs of given tokens instead of logits, a scorer one score per token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from lightrft.parallel.sequence_parallel import (
     select_tokens,
 )
 from lightrft.types import (
-    TARGETS,
     Batch,
     Expanded,
     Features,
@@ -53,7 +53,7 @@ DIVIDED = {
 
 
 class Actor(SequenceParallelModule):
-    """Causal language model that returns log-probs and entropy of the batch's own tokens.
+    """Causal language model whose head tells log-probs instead of logits.
 
     The product of the head and the hidden states is computed inside, in chunks, so the full logits
     never exist.
@@ -63,6 +63,7 @@ class Actor(SequenceParallelModule):
         super().__init__()
         self.token_logprobs = token_logprobs
         self.language_model = language_model
+        self.backbone = Backbone(language_model)
         self.logit_scale = logit_scale(language_model)
         self.softcap = logit_softcap(language_model)
         self.router_choices: RouterChoices | None = None
@@ -77,135 +78,21 @@ class Actor(SequenceParallelModule):
         batch: Batch,
         temperature: float,
         truncation: Truncation = ALL,
-        *,
-        entropy: bool = True,
-        top: int = 0,
-        likeliest: int = 0,
-        candidates: Tensor | None = None,
-        gradients: LocalGradients | None = None,
+        read: "Read | None" = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log p(token | previous tokens of the sequence) and the entropy, [T] float32 each.
+        """Return what `read` computes from the hidden states.
 
-        They are taken at `temperature`. With a truncation, both refer to the part of the vocabulary
-        that was sampled from. They are 0 for tokens outside of the loss mask, and the head is not
-        computed there at all. The entropy is None unless `entropy` is set. With `gradients` of the
-        objective, the gradients of the head are computed in the forward pass, which saves one
-        matrix product; see token_logprobs().
-
-        The column TARGETS of the batch, if there is one, has other tokens to take the log-probs of.
-
-        With `candidates` [T, K], the log-probs are [T, 1 + K]: first of the token itself, then of
-        these ids in its place. A negative id has log-prob 0.
-
-        With `likeliest`, return instead the likeliest ids in the place of each learned token,
-        likeliest first: log-probs [T, likeliest] float32 and ids [T, likeliest] int64, both 0
-        elsewhere. Banned tokens have probability 0, and log-prob -inf where they are returned.
-
-        With `top`, return instead the `top` likeliest next tokens after each token, over the whole
-        vocabulary, likeliest first: log-probs [T, top] float32 and ids [T, top] int64, without
-        gradient.
+        None reads the log-probs of the learned tokens, and the entropy. Everything is taken at
+        `temperature`. With a truncation, it refers to the part of the vocabulary that was sampled
+        from.
         """
-        padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
+        computed = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
         choices = self.router_choices and self.router_choices.begin(
-            padded, self.sequence, measure=self.training
+            computed, self.sequence, measure=self.training
         )
-        hidden = hidden_states(self.language_model, padded, self.sequence, choices)
-        if top:
-            return self._top(hidden, padded, top, temperature / self.logit_scale, batch.num_tokens)
-
-        # each position predicts the next token; the first token is never in the loss
-        before = padded.learned_tokens - 1
-        indices, local = self.sequence.own(
-            padded.shared.places[before] if padded.shared else before, padded.num_computed
-        )
-        next_, local = (to_device(rows, hidden.device) for rows in (before[indices] + 1, local))
-        if likeliest:
-            banned = truncation.banned
-            return self._likeliest(
-                hidden[local], next_, batch.num_tokens, likeliest, temperature, banned
-            )
-
-        weight = self.language_model.get_output_embeddings().weight
-        # Separate tensors: in a joint one, an output that the loss does not use would get a full
-        # backward pass of zeros.
-        zeros = torch.zeros(batch.num_tokens, device=hidden.device)
-        outputs = [zeros] * (1 + entropy)
-        if candidates is not None:
-            outputs[0] = zeros[:, None].expand(-1, 1 + candidates.shape[1])
-        parts = parts_of_truncation(truncation, batch, next_)
-        units = None
-        if gradients and gradients.num_sequences:
-            # A part of a sequence is not enough, and sequence-parallel ranks have only parts.
-            if self.sequence.axis.size > 1 or len(parts) > 1:
-                gradients = None
-            else:
-                units = rows_of_sequences(padded, gradients.num_sequences)
-
-        targets = batch.extra_columns.get(TARGETS, batch.input_ids)
-        for rows, part in parts:
-            tokens = next_[rows]
-            ids = targets[tokens]
-            if candidates is not None:
-                ids = torch.cat([ids[:, None], candidates[tokens]], dim=1)
-            values = self.token_logprobs(
-                hidden[local[rows]],
-                weight,
-                ids,
-                temperature=temperature / self.logit_scale,
-                truncation=part,
-                entropy=entropy,
-                upstream=gradients and of_rows(gradients, tokens, batch.num_tokens),
-                units=units,
-                softcap=self.softcap,
-            )
-            outputs = [
-                output.index_put((tokens,), value)
-                for output, value in zip(outputs, values, strict=False)
-            ]
-
-        if candidates is None:
-            logprobs, *entropies = self.sequence.sums(*outputs)
-        else:  # one collective needs equal shapes
-            logprobs, *entropies = (self.sequence.sum(output) for output in outputs)
-        return logprobs, entropies[0] if entropy else None
-
-    def _top(
-        self, hidden: Tensor, batch: Batch, top: int, temperature: float, num_tokens: int
-    ) -> tuple[Tensor, Tensor]:
-        weight = self.language_model.get_output_embeddings().weight
-        columns = (
-            self.sequence.gather(each)
-            for each in top_logprobs(
-                hidden, weight, top, temperature=temperature, softcap=self.softcap
-            )
-        )
-        logprobs, ids = (batch.shared.spread(each) if batch.shared else each for each in columns)
-        return logprobs[:num_tokens].clone(), ids[:num_tokens].clone()
-
-    def _likeliest(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        num_tokens: int,
-        num: int,
-        temperature: float,
-        banned: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor]:
-        """Return forward()'s `likeliest` from the hidden states [t, H] before `tokens` [t]."""
-        weight = self.language_model.get_output_embeddings().weight
-        values = top_logprobs(
-            hidden,
-            weight,
-            num,
-            temperature=temperature / self.logit_scale,
-            softcap=self.softcap,
-            banned=banned,
-        )
-
-        zeros = torch.zeros(num_tokens, num, device=hidden.device)
-        columns = (zeros.index_put((tokens,), value.float()) for value in values)
-        logprobs, ids = self.sequence.sums(*columns)
-        return logprobs, ids.long()
+        values = self.backbone(computed, self.sequence, choices)
+        hidden = Hidden(values, batch, computed, self.sequence)
+        return (read or LOGPROBS)(self, hidden, temperature / self.logit_scale, truncation)
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -214,6 +101,141 @@ class Actor(SequenceParallelModule):
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters under the Hugging Face names, tied ones once."""
         yield from self.language_model.named_parameters()
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Hidden states of a batch, as this rank has computed them."""
+
+    values: Tensor
+    """[t, H] of the computed tokens of this rank."""
+    batch: Batch
+    computed: Batch
+    """The batch with all that was computed: with blank sequences and padding."""
+    sequence: SequenceParallel
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the hidden states of some tokens of the batch, `positions` [m] on the host.
+
+        Return which of them this rank has, as indices [k] on the host, and their rows [k] of
+        `values`, on the device.
+        """
+        shared = self.computed.shared
+        places = shared.places[positions] if shared else positions
+        indices, local = self.sequence.own(places, self.computed.num_computed)
+        return indices, to_device(local, self.values.device)
+
+
+Read = Callable[[Actor, Hidden, float, Truncation], tuple[Tensor, Tensor | None]]
+"""(actor, hidden states, temperature of unscaled logits, truncation) -> the actor's output."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Reads log p(token | previous tokens of the sequence), and the entropy there.
+
+    Both are [T] float32, and 0 for tokens outside of the loss mask: the head is not computed there
+    at all.
+    """
+
+    entropy: bool = True
+    """Compute the entropy; otherwise it is None."""
+    targets: Tensor | None = None
+    """Tokens to take the log-probs of, [T] or [T, K]; the log-probs have the same shape. A negative
+    id has log-prob 0. None: the batch's own tokens."""
+    gradients: LocalGradients | None = None
+    """Gradients of the objective. With them the gradients of the head are computed in the forward
+    pass, which saves one matrix product; see token_logprobs()."""
+
+    def __call__(
+        self, actor: Actor, hidden: Hidden, temperature: float, truncation: Truncation
+    ) -> tuple[Tensor, Tensor | None]:
+        batch = hidden.batch
+        # Each position predicts the next token; the first token is never in the loss.
+        before = hidden.computed.learned_tokens - 1
+        indices, local = hidden.at(before)
+        next_ = to_device(before[indices] + 1, hidden.values.device)
+        targets = batch.input_ids if self.targets is None else self.targets
+        weight = actor.language_model.get_output_embeddings().weight
+
+        # Separate tensors: in a joint one, an output that the loss does not use would get a full
+        # backward pass of zeros.
+        zeros = torch.zeros(targets.shape, device=hidden.values.device)
+        outputs = [zeros, torch.zeros(batch.num_tokens, device=zeros.device)][: 1 + self.entropy]
+        parts = [(slice(None), truncation)]
+        if batch.early is not None and truncation.banned_early:
+            parts = early_and_late(truncation, batch.early[next_])
+
+        gradients = self.gradients
+        units = None
+        if gradients and gradients.num_sequences:
+            # A part of a sequence is not enough, and sequence-parallel ranks have only parts.
+            if hidden.sequence.axis.size > 1 or len(parts) > 1:
+                gradients = None
+            else:
+                units = rows_of_sequences(hidden.computed, gradients.num_sequences)
+
+        for rows, part in parts:
+            tokens = next_[rows]
+            values = actor.token_logprobs(
+                hidden.values[local[rows]],
+                weight,
+                targets[tokens],
+                temperature=temperature,
+                truncation=part,
+                entropy=self.entropy,
+                upstream=gradients and of_rows(gradients, tokens, batch.num_tokens),
+                units=units,
+                softcap=actor.softcap,
+            )
+            outputs = [
+                output.index_put((tokens,), value)
+                for output, value in zip(outputs, values, strict=False)
+            ]
+
+        logprobs, *entropies = hidden.sequence.sums(*outputs)
+        return logprobs, entropies[0] if self.entropy else None
+
+
+LOGPROBS = TokenLogprobs()
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """Reads the k likeliest ids in the place of each learned token, likeliest first.
+
+    Log-probs are [T, k] float32 and ids [T, k] int64, both 0 elsewhere and without gradient. Banned
+    tokens have probability 0, and log-prob -inf where they are returned. No other part of a
+    truncation counts.
+    """
+
+    k: int
+    after_all: bool = False
+    """Read the ids after each token of the batch instead, also after the last one of a sequence."""
+
+    def __call__(
+        self, actor: Actor, hidden: Hidden, temperature: float, truncation: Truncation
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens = hidden.batch.num_tokens
+        before = hidden.computed.learned_tokens - 1
+        tokens = before + 1
+        if self.after_all:
+            before = tokens = torch.arange(num_tokens)
+        indices, local = hidden.at(before)
+        tokens = to_device(tokens[indices], hidden.values.device)
+
+        values = top_logprobs(
+            hidden.values[local],
+            actor.language_model.get_output_embeddings().weight,
+            self.k,
+            temperature=temperature,
+            softcap=actor.softcap,
+            banned=truncation.banned,
+        )
+        zeros = torch.zeros(num_tokens, self.k, device=hidden.values.device)
+        columns = (zeros.index_put((tokens,), value.float()) for value in values)
+        logprobs, ids = hidden.sequence.sums(*columns)
+        return logprobs, ids.long()
 
 
 class Scorer(SequenceParallelModule):
@@ -239,6 +261,7 @@ class Scorer(SequenceParallelModule):
             )
 
         self.scored_model = model
+        self.backbone = Backbone(model)
         self.head = heads[0]
         self.blank: tuple[Expanded, ...] = ()
         """See Actor.blank."""
@@ -255,7 +278,7 @@ class Scorer(SequenceParallelModule):
         It is [T] float32, or [T, K] of K heads.
         """
         padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
-        hidden = hidden_states(self.scored_model, padded, self.sequence).float()
+        hidden = self.backbone(padded, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
         scores = F.linear(
             hidden, head.weight.float(), None if head.bias is None else head.bias.float()
@@ -277,13 +300,11 @@ class Scorer(SequenceParallelModule):
         yield from self.scored_model.named_parameters()
 
 
-def parts_of_truncation(
-    truncation: Truncation, batch: Batch, tokens: Tensor
-) -> list[tuple[slice | Tensor, Truncation]]:
-    """Return the `tokens` [t] in parts, each with the truncation it was sampled with."""
-    if batch.early is None or not truncation.banned_early:
-        return [(slice(None), truncation)]
-    early = batch.early[tokens]
+def early_and_late(truncation: Truncation, early: Tensor) -> list[tuple[Tensor, Truncation]]:
+    """Return two parts of some tokens, as rows, each with the truncation it was sampled with.
+
+    `early` [t] bool says which ones were sampled before a response might end.
+    """
     return [
         ((~early).nonzero()[:, 0], truncation),
         (early.nonzero()[:, 0], truncation.while_early),
@@ -324,46 +345,71 @@ def of_rows(gradients: LocalGradients, tokens: Tensor, num_tokens: int) -> Upstr
     return upstream
 
 
-def hidden_states(
-    model: PreTrainedModel,
-    batch: Batch,
-    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL,
-    choices: Choices | None = None,
-) -> Tensor:
-    """Return the backbone's output at each token that this rank computes: [t, H].
+class Backbone:
+    """A model below the head, which computes flat batches."""
 
-    A token attends to its own sequence only, up to itself or to the end of its image (see
-    Layout.bidirectional). Ranks split the computed tokens: all tokens of the batch, or each shared
-    prefix once (see `Batch.shared`). Towers compute all media on each of these ranks, and only the
-    decoder's work is split. Routers that RouterChoices has taken over read `choices`.
-    """
-    device = batch.input_ids.device
-    shared = batch.shared
-    if rope_window(model) is not None:
-        check_window(model, int(batch.lengths.max()))
-    token_positions = sequence.positions(batch.num_computed, device)
-    computed = (
-        to_device(shared.computed, device)
-        if shared
-        else torch.arange(batch.num_tokens, device=device)
-    )
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.window = rope_window(model)
 
-    features = {
-        name: to_device(value, device)
-        for name, value in concatenated_features(computed_images(batch)).items()
-    }
-    layout = Layout(batch.lengths, device, sequence, shared, bidirectional_tokens(model, batch))
-    # Media replace embeddings by position, so the model reads all tokens and is split inside.
-    read = computed if features else computed[token_positions]
+    def __call__(
+        self,
+        batch: Batch,
+        sequence: SequenceParallel = NO_SEQUENCE_PARALLEL,
+        choices: Choices | None = None,
+    ) -> Tensor:
+        """Return the hidden states of the tokens that this rank computes: [t, H].
 
-    with (
-        split_in_decoder(model, token_positions)
-        if features and sequence.axis.size > 1
-        else nullcontext()
-    ):
-        return model.base_model(
+        A token attends to its own sequence only, up to itself or to the end of its image (see
+        Layout.bidirectional). Ranks split the computed tokens: all tokens of the batch, or each
+        shared prefix once (see `Batch.shared`). Towers compute all media on each of these ranks,
+        and only the decoder's work is split. Routers that RouterChoices has taken over read
+        `choices`.
+        """
+        device = batch.input_ids.device
+        shared = batch.shared
+        if self.window is not None:
+            check_window(self.model, int(batch.lengths.max()))
+
+        token_positions = sequence.positions(batch.num_computed, device)
+        computed = (
+            to_device(shared.computed, device)
+            if shared
+            else torch.arange(batch.num_tokens, device=device)
+        )
+        if batch.media is None or not any(batch.media):
+            layout = Layout(batch.lengths, device, sequence, shared)
+            read = computed[token_positions]
+            return self._compute(batch, read, batch.position_ids, layout, choices, {})
+
+        features = {
+            name: to_device(value, device)
+            for name, value in concatenated_features(computed_images(batch)).items()
+        }
+        bidirectional = bidirectional_tokens(self.model, batch)
+        layout = Layout(batch.lengths, device, sequence, shared, bidirectional)
+        positions = media_positions(self.model, batch)
+        # Media replace embeddings by position, so the model reads all tokens and is split inside.
+        with (
+            split_in_decoder(self.model, token_positions)
+            if sequence.axis.size > 1
+            else nullcontext()
+        ):
+            return self._compute(batch, computed, positions, layout, choices, features)
+
+    def _compute(
+        self,
+        batch: Batch,
+        read: Tensor,
+        positions: Tensor,
+        layout: Layout,
+        choices: Choices | None,
+        features: Features,
+    ) -> Tensor:
+        """Run the model on the tokens `read` [t] of the batch."""
+        return self.model.base_model(
             input_ids=batch.input_ids[read].unsqueeze(0),
-            position_ids=positions(model, batch)[..., read].unsqueeze(-2),
+            position_ids=positions[..., read].unsqueeze(-2),
             attention_mask=None,
             use_cache=False,
             layout=layout,
@@ -393,17 +439,14 @@ def split_in_decoder(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Return position ids [T], or [3, T] (time, row, column) for images and videos with M-RoPE.
+def media_positions(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Return position ids of a batch with media: [T], or [3, T] with M-RoPE.
 
-    M-RoPE: arXiv 2409.12191.
+    M-RoPE counts time, rows and columns of images and videos: arXiv 2409.12191.
     """
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     grids = concatenated_features(
-        [
-            {name: value for name, value in each.items() if "grid" in name}
-            for each in batch.media or ()
-        ]
+        [{name: value for name, value in each.items() if "grid" in name} for each in batch.media]
     )
     # Sound has positions like text.
     if "mrope_section" not in rope or not grids:
@@ -426,10 +469,10 @@ def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
 def bidirectional_tokens(model: PreTrainedModel, batch: Batch) -> Tensor | None:
     """Return a mask [T] bool, on the host, of tokens that attend to all tokens of an image.
 
-    None if there are none.
+    None for a model without such tokens.
     """
     token = bidirectional_token(model.config)
-    return None if token is None or not any(batch.media or ()) else batch.input_ids.cpu() == token
+    return None if token is None else batch.input_ids.cpu() == token
 
 
 def computed_images(batch: Batch) -> list[Features]:

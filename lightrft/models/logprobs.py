@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed.tensor import DTensor
 
 from lightrft.algorithms.truncation import ALL, Truncation, runs
 from lightrft.models import vocab_parallel
@@ -77,8 +78,7 @@ def token_logprobs(
     equal on all ranks of the axis, and so are the results and the gradient of the hidden states. A
     truncation and `upstream` each need a few collectives per chunk in the forward pass.
     """
-    shard = vocabulary_shard(weight)
-    if shard is None:
+    if not isinstance(weight, DTensor):
         size, truncation = truncation.cut(len(weight))
         part = VocabularyPart.full(size)
         rows = chunk_rows(weight, size)
@@ -87,6 +87,7 @@ def token_logprobs(
         )
         return _logprobs(hidden, weight, targets, options, upstream, units)
 
+    shard = vocabulary_shard(weight)
     size, truncation = truncation.cut(shard.size)
     num = max(0, min(len(shard.weight), size - shard.first))
     part = VocabularyPart(shard.first, num, shard.axis)
@@ -144,11 +145,11 @@ def top_logprobs(
     needs three collectives; results are equal on all ranks of the axis. Raise ValueError if k
     exceeds the size of the vocabulary.
     """
-    shard = vocabulary_shard(weight)
-    if shard is None:
+    if not isinstance(weight, DTensor):
         part = VocabularyPart.full(len(weight))
         return _top(hidden, weight, part, len(weight), k, temperature, softcap, banned)
 
+    shard = vocabulary_shard(weight)
     return _top(
         hidden,
         shard.weight,

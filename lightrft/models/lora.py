@@ -97,9 +97,9 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
     """Freeze `model` and add adapters to the linear layers of --target_modules.
 
     Layers below a --freeze_prefix get none. A is initialized randomly and B with 0, so the outputs
-    of the model do not change. A scorer's head is trained as well. With --load_in_4bit the decoder's
-    matrices are quantized. Raise ConfigError without peft, and for targets that do not exist or
-    cannot be merged.
+    of the model do not change. A scorer's head is trained as well. With --load_in_4bit the
+    decoder's matrices are quantized. Raise ConfigError without peft, and for targets that do not
+    exist or cannot be merged.
     """
     if section.load_in_4bit:
         from lightrft.models.four_bits.linear import quantize_layers
@@ -275,7 +275,7 @@ def split_adapters(
 
 
 def keep_adapters_apart(model: nn.Module) -> None:
-    """Make the layers add the output of the adapter to that of W, as an engine with adapters does.
+    """Make the layers add the adapter's output to W's, as an engine with adapters does.
 
     Layers with a float32 matrix do so in any case.
     """

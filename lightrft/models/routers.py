@@ -229,7 +229,8 @@ class _Chooser(TorchFunctionMode):
             result = forward(*args, **kwargs)
         if self.num_answers != 1:
             raise RuntimeError(
-                f"the router of layer {self.number} chose experts {self.num_answers} times, not once"
+                f"the router of layer {self.number} chose experts {self.num_answers} times, not"
+                " once"
             )
         return result
 

@@ -128,7 +128,7 @@ class Observer(Sink):
             self._started.append(sink)
 
     def phase(self, name: str) -> None:
-        for sink in self._sinks:
+        for sink in self._sinks if name else ():
             sink.phase(name)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -1,7 +1,7 @@
 """Measure the time and the memory of a step."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -56,12 +56,12 @@ class Trace(Untraced):
         peak_memory: Callable[[], int],
         memory_in_use: Callable[[], int],
         synchronize: Callable[[], None] = _nothing,
-        on_phase: Callable[[str], None] | None = None,
+        on_phase: Sequence[Callable[[str], None]] = (),
     ):
         """Start the clock.
 
         Memory is in bytes. `synchronize` waits for the device, so that a phase includes the kernels
-        that it launched. `on_phase` gets the path of each phase that begins, or an empty string
+        that it launched. `on_phase` get the path of each phase that begins, or an empty string
         between phases.
         """
         self.failed = ""
@@ -90,7 +90,7 @@ class Trace(Untraced):
         """
         self._path.append(name)
         path = self.current
-        self._announce()
+        self._announce(path)
 
         began = time.perf_counter()
         try:
@@ -107,7 +107,7 @@ class Trace(Untraced):
             self._spans.append(Span(path, self._epoch + began, self._epoch + ended, idle))
             self._path.pop()
 
-        self._announce()
+        self._announce(self.current)
 
     def record(self, track: str, name: str, began: float) -> None:
         """Add what ends now to another track; any thread may call it.
@@ -143,6 +143,6 @@ class Trace(Untraced):
 
         return row
 
-    def _announce(self) -> None:
-        if self._on_phase:
-            self._on_phase(self.current)
+    def _announce(self, path: str) -> None:
+        for each in self._on_phase:
+            each(path)

@@ -34,16 +34,9 @@ class SequenceParallel:
         between attentions.
         """
         self.axis = axis or Axis("sp", 1, 0, None)
-        self.parts = parts
-
-    @property
-    def num_chunks(self) -> int:
-        return self.axis.size * self.chunks_per_rank
-
-    @property
-    def multiple(self) -> int:
-        """Return the number that the number of tokens must be a multiple of."""
-        return lcm(self.num_chunks, self.axis.size * self.parts)
+        self.num_chunks = self.axis.size * self.chunks_per_rank
+        self.multiple = lcm(self.num_chunks, self.axis.size * parts)
+        """Number that the number of tokens must be a multiple of."""
 
     def chunks(self, rank: int) -> list[int]:
         """Return which of the `num_chunks` equal chunks of the batch a rank has, in order."""
@@ -154,6 +147,12 @@ class SequenceParallel:
 class NoSequenceParallel(SequenceParallel):
     """Split for one rank that keeps all tokens."""
 
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        return torch.arange(num_tokens, device=device)
+
+    def own(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        return torch.arange(len(positions), device=positions.device), positions
+
 
 NO_SEQUENCE_PARALLEL = NoSequenceParallel()
 
@@ -253,7 +252,7 @@ def begin_reduce_scatter(values: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 class Gather(torch.autograd.Function):
-    """Gather of [t, ...] to [T, ...].
+    """Gather of [t, ...] to [T, ...], in one collective if the tensors have one shape.
 
     All ranks use the result in the same way, so the gradient is a rank's own slice.
     """
@@ -262,8 +261,8 @@ class Gather(torch.autograd.Function):
     def forward(ctx: FunctionCtx, axis: Axis, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.axis = axis
         ctx.set_materialize_grads(False)
-        if len(values) == 1:
-            return (all_gather_tensor(values[0], axis),)
+        if len({value.shape for value in values}) > 1 or len(values) == 1:
+            return tuple(all_gather_tensor(value, axis) for value in values)
         return tuple(
             value.contiguous()
             for value in all_gather_tensor(torch.stack(values, 1), axis).unbind(1)

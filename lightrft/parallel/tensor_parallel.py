@@ -340,15 +340,11 @@ def plan_problems(model: PreTrainedModel, *, sequence: bool = False) -> list[str
     return problems
 
 
-def vocabulary_shard(weight: Tensor) -> VocabularyShard | None:
+def vocabulary_shard(weight: DTensor) -> VocabularyShard:
     """Return this rank's part of an output embedding that parallelize() has split.
 
-    None for a plain tensor. Raise RuntimeError if it is sharded in another way, as outside of the
-    module's forward.
+    Raise RuntimeError if it is sharded in another way, as outside of the module's forward.
     """
-    if not isinstance(weight, DTensor):
-        return None
-
     mesh = weight.device_mesh
     if mesh.ndim != 1 or weight.placements != (Shard(0),):
         raise RuntimeError(

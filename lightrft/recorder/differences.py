@@ -82,7 +82,8 @@ def find_difference(one: Path, other: Path) -> Difference:
     for folder in folders:
         if not (folder / FILE).is_file():
             raise FileNotFoundError(
-                f"{folder} has no {FILE}: it is not the folder of a run, or the run had --no_digests"
+                f"{folder} has no {FILE}: it is not the folder of a run, or the run had"
+                " --no_digests"
             )
 
     digests = [read_digests(folder) for folder in folders]
@@ -174,10 +175,9 @@ def _data(folders: Sequence[Path]) -> Iterator[str]:
             continue
 
         lines = [path.read_bytes().splitlines() for path in paths]
-        pairs = zip_longest(*lines, fillvalue=b"")  # empty lines at the end are no difference
-        for number, pair in enumerate(pairs, start=1):
-            if pair[0] != pair[1]:
-                texts = [line.decode(errors="replace")[:200] for line in pair]
+        for number, (first, second) in enumerate(zip_longest(*lines), start=1):
+            if first != second:
+                texts = [(each or b"").decode(errors="replace")[:200] for each in (first, second)]
                 yield f"--{name}: line {number} is {texts[0]!r} and {texts[1]!r}"
                 break
 
@@ -280,7 +280,8 @@ def _of_checkpoints(folders: Sequence[Path], step: int) -> Iterator[str]:
     first = min(common)
     names, place = _first_element(*(each[first] for each in saved))
     if names:
-        yield f"checkpoint {saved[0][first].name}: {len(names)} tensors of the models differ; {place}"
+        name = saved[0][first].name
+        yield f"checkpoint {name}: {len(names)} tensors of the models differ; {place}"
 
 
 def _first_element(one: Path, other: Path) -> tuple[list[str], str]:

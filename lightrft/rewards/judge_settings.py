@@ -13,7 +13,8 @@ from lightrft.config.sections import RewardSection
 from lightrft.rewards.labels import as_text
 from lightrft.samples import Sample
 
-TEMPLATE = """Judge a response to a prompt. Rate how correct, helpful and complete it is, from {low} (worst) to {high} (best).
+TEMPLATE = """Judge a response to a prompt. Rate how correct, helpful and complete it is, \
+from {low} (worst) to {high} (best).
 
 [Prompt]
 {prompt}

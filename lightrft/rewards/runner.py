@@ -220,7 +220,7 @@ class RewardRunner:
         All ranks call it together. `samples` are the samples of all these calls; the ranks of
         `model_parallel` pass them in the same order.
         """
-        with self.trace.phase("wait", idle=True):
+        with self._calls.trace.phase("wait", idle=True):
             failure = self._failure()
         if self.model_parallel.size > 1:
             results = [
@@ -326,7 +326,18 @@ class RewardRunner:
         The failure names the sample if it is known.
         """
         try:
-            self._set_all(samples, result.result())
+            values = result.result()
+            if num_rewards(values) != len(samples):
+                hint = (
+                    "; to return parts of a reward, return a dictionary for each sample"
+                    if isinstance(values, Mapping)
+                    else ""
+                )
+                raise WrongCount(
+                    f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}"
+                )
+            for sample, value in zip(samples, values, strict=True):
+                self._set(sample, value)
         except CallFailed as error:
             error.sample = error.sample or (samples[0] if len(samples) == 1 else None)
             return error
@@ -378,20 +389,6 @@ class RewardRunner:
             f"--reward {name or self.name}: {error}, for {responses} to the prompt"
             f" {prompt.text!r:.200} ({row}){error.hint}"
         )
-
-    def _set_all(self, samples: list[Sample], values: Any) -> None:
-        if num_rewards(values) != len(samples):
-            hint = (
-                "; to return parts of a reward, return a dictionary for each sample"
-                if isinstance(values, Mapping)
-                else ""
-            )
-            raise WrongCount(
-                f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}"
-            )
-
-        for sample, value in zip(samples, values, strict=True):
-            self._set(sample, value)
 
     def _set(self, sample: Sample, value: Any) -> None:
         sample.reward_parts = {}

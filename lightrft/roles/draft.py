@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.algorithms.truncation import Truncation
+from lightrft.models.heads import TokenLogprobs
 from lightrft.roles.role import Role
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Batch
@@ -45,6 +46,5 @@ class Draft(Role):
         self, batch: Batch, gradients: LocalGradients | None = None
     ) -> tuple[Tensor, Report]:
         """Return log-probs of learned tokens [T], 0 elsewhere."""
-        return self.module(
-            batch, self.temperature, self.truncation, entropy=False, gradients=gradients
-        )[0], {}
+        read = TokenLogprobs(entropy=False, gradients=gradients)
+        return self.module(batch, self.temperature, self.truncation, read)[0], {}

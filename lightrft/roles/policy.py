@@ -20,7 +20,7 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers, unwrap
 from lightrft.config.sections import AlgorithmSection
 from lightrft.engine.sampling_parameters import sampling_of
-from lightrft.models.heads import Actor
+from lightrft.models.heads import Actor, Likeliest, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, plain_name
 from lightrft.models.routers import RouterChoices, Routers
 from lightrft.observe.metrics import Metrics
@@ -35,6 +35,7 @@ from lightrft.strategy.strategy import Strategy
 from lightrft.types import Batch, Completion, Routing, padded
 
 EVERYTHING = 2**62
+WITHOUT_ENTROPY = TokenLogprobs(entropy=False)
 
 
 class Policy(Role, PolicyNames):
@@ -126,7 +127,7 @@ class Policy(Role, PolicyNames):
         """
 
         def ask(part: Batch) -> Tensor:
-            logprobs, ids = self.actor(part, self.temperature, top=k)
+            logprobs, ids = self.actor(part, self.temperature, ALL, Likeliest(k, after_all=True))
             return torch.cat([logprobs, ids.float()], dim=1)  # float32 is exact for ids below 2^24
 
         top = self._answer(batch, self.actor, ask, mbs)
@@ -160,7 +161,7 @@ class Policy(Role, PolicyNames):
         num = min(k, self.vocabulary_size)
 
         def ask(part: Batch) -> Tensor:
-            logprobs, ids = self.actor(part, self.temperature, self.truncation, likeliest=num)
+            logprobs, ids = self.actor(part, self.temperature, self.truncation, Likeliest(num))
             logprobs = F.pad(logprobs, (0, k - num), value=-torch.inf)
             # The columns of all micro-batches may be too much for the device. Float32 is exact for
             # ids below 2^24.
@@ -187,14 +188,12 @@ class Policy(Role, PolicyNames):
 
         If the batch has `candidates` [T, K], the log-probs are [T, 1 + K].
         """
+        targets = batch.input_ids
+        if batch.candidates is not None:
+            targets = torch.cat([targets[:, None], batch.candidates], dim=1)
+        read = TokenLogprobs(targets=targets, gradients=gradients)
         with self.routers.watch() if self.routers else nullcontext([]) as logits:
-            logprobs, batch.entropy = self.actor(
-                batch,
-                self.temperature,
-                self.truncation,
-                candidates=batch.candidates,
-                gradients=gradients,
-            )
+            logprobs, batch.entropy = self.actor(batch, self.temperature, self.truncation, read)
         if self.routers:
             batch.routing = self.routers.routing(logits, batch, self.actor.sequence)
         report: Report = {"train/entropy": batch.entropy.detach()}
@@ -246,13 +245,18 @@ class Policy(Role, PolicyNames):
         return loss_and_norm
 
     def supervised(
-        self, batch: Batch, gradients: LocalGradients | None = None
+        self,
+        batch: Batch,
+        gradients: LocalGradients | None = None,
+        targets: Tensor | None = None,
     ) -> tuple[Tensor, Report]:
-        """Return log-probs of given answers that were not sampled.
+        """Return log-probs of given answers that were not sampled, [T].
 
-        They are at temperature 1, of all tokens, without the entropy.
+        They are at temperature 1, of all tokens, without the entropy. `targets` [T] are other
+        tokens in the places of the answers' own.
         """
-        return self.actor(batch, 1.0, entropy=False, gradients=gradients)[0], {}
+        read = TokenLogprobs(entropy=False, targets=targets, gradients=gradients)
+        return self.actor(batch, 1.0, ALL, read)[0], {}
 
     # -- generation
 
@@ -490,7 +494,7 @@ class Policy(Role, PolicyNames):
                     learned=part.learned_tokens[:0],
                 )
                 with self.routers.watch() as logits:
-                    self.actor(unlearned, self.temperature, entropy=False)
+                    self.actor(unlearned, self.temperature, ALL, WITHOUT_ENTROPY)
                 sums.append(self.routers.routing(logits, part, self.actor.sequence))
 
         local_routing = Routing(
@@ -500,7 +504,7 @@ class Policy(Role, PolicyNames):
 
     def _token_logprobs(self, model: Actor, batch: Batch) -> Tensor:
         """Compute log-probs of learned tokens, 0 elsewhere: [T]."""
-        return model(batch, self.temperature, self.truncation, entropy=False)[0]
+        return model(batch, self.temperature, self.truncation, WITHOUT_ENTROPY)[0]
 
     @contextmanager
     def _reference(self) -> Iterator[Actor]:

@@ -250,27 +250,20 @@ class Role(ABC):
         ]
         return self.learn(terms, metrics)
 
-    def learn(self, terms: Sequence[LossTerm], metrics: Metrics) -> tuple[Tensor, Tensor]:
-        """Take one optimizer step on the sum of the terms; see update()."""
-        return self._run(terms, lambda name: name, metrics)
-
     def measure(self, term: LossTerm, metrics: Metrics) -> Tensor:
         """Compute a term without learning; return the global value [].
 
         Reports `train/NAME` become `eval/NAME`.
         """
-        return self._run(
-            [term], lambda name: name.replace("train/", "eval/", 1), metrics, eval_mode=True
-        )[0]
+        return self.learn([term], metrics, eval_mode=True)[0]
 
-    def _run(
-        self,
-        terms: Sequence[LossTerm],
-        metric: Callable[[str], str],
-        metrics: Metrics,
-        *,
-        eval_mode: bool = False,
+    def learn(
+        self, terms: Sequence[LossTerm], metrics: Metrics, *, eval_mode: bool = False
     ) -> tuple[Tensor, Tensor]:
+        """Take one optimizer step on the sum of the terms; see update().
+
+        In eval_mode nothing is learned; see measure().
+        """
         first = terms[0]
         count = sum(len(term.rows) for term in terms)
         self.begin_train_step(first.objective, first.denominator, count, eval_mode=eval_mode)
@@ -284,7 +277,9 @@ class Role(ABC):
                     )
                     # The suffix of a name says how several micro-batches and ranks are joined.
                     add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
-                    add(metric(name), values, weight)
+                    if eval_mode:
+                        name = name.replace("train/", "eval/", 1)
+                    add(name, values, weight)
 
         return self.finish_train_step()
 
@@ -365,7 +360,8 @@ class Role(ABC):
         step = self._open_step()
         if step.num_done < step.num_microbatches:
             raise RuntimeError(
-                f"finish_train_step() after {step.num_done} of {step.num_microbatches} micro-batches"
+                f"finish_train_step() after {step.num_done} of {step.num_microbatches}"
+                " micro-batches"
             )
 
         self._step = None

@@ -15,17 +15,14 @@ from torch import Tensor
 from lightrft.batching.redistribute import put_batch
 from lightrft.config.sections import TrainSection
 from lightrft.observe.metrics import Metrics
-from lightrft.parallel.collectives import Axis
 from lightrft.roles.policy import Policy
 from lightrft.rollout.gathered_rewards import GatheredRewards, place_at_tokens
 from lightrft.rollout.measure import measure_experience, measure_groups
-from lightrft.rollout.plan import Stage, TrainingPlan
+from lightrft.rollout.plan import LocalSamples, LocalStage, Stage, TrainingPlan
 from lightrft.types import Expand, Expanded, Experience, RoutedShape, Sample
 
 Compare = Callable[[GatheredRewards], Tensor]
 """Function that returns the advantage [M] of each reward of all ranks."""
-SetColumns = Callable[[Experience, Sequence[Sample], Axis], None]
-"""Function that sets columns of an experience from the samples; all ranks of the axis call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +73,25 @@ class ExperienceMaker:
         compare: Compare,
         stages: Sequence[Stage],
         flatten: Callable[..., Experience],
-        by_length: Callable[[Experience, list[Sample]], None] | None = None,
-        by_difficulty: Callable[[Experience, GatheredRewards, Tensor], None] | None = None,
-        teacher_columns: SetColumns | None = None,
+        local_stages: Sequence[LocalStage] = (),
         num_updates: int = 1,
         branches: bool = False,
         components: bool = False,
     ):
         """Set up the experience maker; stages.build.experience_maker() chooses the parts of a run.
 
-        `stages` run in order on the balanced experience; before that, `by_length` and
-        `by_difficulty` mask samples, and `teacher_columns` says what a teacher needs to know of
-        them. `num_updates`: how many optimizer steps use the samples of a
-        step; compute_early() needs it. `branches`: samples may have branches, and a sample's
-        branches are learned in the same optimizer step as the sample. `components`: `compare` reads
-        the named parts of rewards.
+        `local_stages` run in order on this rank's own samples, then `stages` on the balanced
+        experience. `num_updates`: how many optimizer steps use the samples of a step;
+        compute_early() needs it. `branches`: samples may have branches, and a sample's branches are
+        learned in the same optimizer step as the sample. `components`: `compare` reads the named
+        parts of rewards.
         """
         self.policy = policy
         self.train = train
         self.compare = compare
         self.stages = stages
         self.flatten = flatten
-        self.by_length = by_length
-        self.by_difficulty = by_difficulty
-        self.teacher_columns = teacher_columns
+        self.local_stages = local_stages
         self.num_updates = num_updates
         self.branches = branches
         self.components = components
@@ -109,16 +101,12 @@ class ExperienceMaker:
 
     def __call__(self, samples: list[Sample], metrics: Metrics) -> TrainingPlan:
         """Return this rank's part of the experience of all ranks' samples."""
-        rows = with_branches(samples)
+        rows = with_branches(samples) if self.branches else samples
         before = self.data.gather((len(samples), len(rows)))[: self.data.rank]
         first_sample = sum(num_samples for num_samples, _ in before)
         experience = self.flatten(rows, first_row=sum(num_rows for _, num_rows in before))
         if self._precomputed is not None:
             self._set_precomputed(experience, samples, rows)
-        if self.by_length is not None:
-            self.by_length(experience, rows)
-        if self.teacher_columns is not None:
-            self.teacher_columns(experience, rows, self.data)
 
         # Every rank gets the rewards of all, so a group may lie on several ranks.
         gathered = GatheredRewards.share(
@@ -126,8 +114,10 @@ class ExperienceMaker:
         )
         sizes = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
         numbers = first_sample + torch.repeat_interleave(sizes)
-        if self.by_difficulty is not None:
-            self.by_difficulty(experience, gathered, numbers)
+        local = LocalSamples(experience, rows, gathered, numbers, self.data)
+        for stage in self.local_stages:
+            stage(local)
+
         advantages = self.compare(gathered)[gathered.local]
         experience.step_rewards = place_at_tokens(advantages, samples, experience)
         if self.data.rank == 0:
@@ -170,7 +160,7 @@ class ExperienceMaker:
         All ranks call it together, each with samples of its own or none. Until the step ends, the
         calls must come from one thread or one after another.
         """
-        rows = with_branches(samples)
+        rows = with_branches(samples) if self.branches else samples
         counts = self.data.gather(len(rows))
         ends = list(accumulate(counts))
         owners = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]

@@ -151,8 +151,9 @@ class FixedBatch:
 
     def finish_rewards(self, groups: list[Group]) -> list[GroupOutcome]:
         self.rewards.finish([sample for group in groups for sample in group.responses])
-        for group in groups:
-            group.compare_with_greedy()
+        if self.greedy:
+            for group in groups:
+                group.compare_with_greedy()
 
         parts = self.data.gather([GroupOutcome.of(group) for group in groups])
         outcomes = sorted(flat(parts), key=lambda outcome: outcome.number)

@@ -39,7 +39,9 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
     metrics.max("rollout/staleness_max", staleness)
     metrics.mean("rollout/off_policy_tokens", staleness > 0)
     metrics.sum("rollout/tokens", sum(row.length for sample in samples for row in sample.rows))
-    _measure_episodes([sample.episode for sample in samples if sample.episode is not None], metrics)
+    for sample in samples:
+        if sample.episode is not None:
+            _measure_episode(sample.episode, metrics)
 
     # The two ratios have different denominators: drafted tokens, and rounds of drafting.
     drafts = reduce(Drafts.plus, (sample.drafts for sample in samples), Drafts())
@@ -52,25 +54,24 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
         )
 
 
-def _measure_episodes(episodes: list[Episode], metrics: Metrics) -> None:
-    for episode in episodes:
-        # A branch is a conversation of its own, but its tokens were sampled for the same episode.
-        conversations = [episode, *(branch.episode for branch in episode.branches)]
-        turns = sum(each.num_turns for each in conversations)
-        sampled = sum(sum(each.sampled) for each in conversations)
-        metrics.mean("episodes/turns", float(turns))
-        metrics.max("episodes/turns_max", float(turns))
-        metrics.mean("episodes/branches", float(len(episode.branches)))
-        metrics.mean("episodes/tokens_sampled", float(sampled))
-        metrics.mean(
-            "episodes/tokens_observed",
-            float(sum(len(each.sampled) for each in conversations) - sampled),
-        )
-        metrics.mean("episodes/tool_calls", float(episode.tool_calls))
-        metrics.sum("episodes/tool_errors", episode.tool_errors)
-        metrics.mean("episodes/tool_seconds", episode.tool_seconds)
-        metrics.sum("episodes/failed", bool(episode.problem))
-        metrics.sum("episodes/drift", episode.drift)
+def _measure_episode(episode: Episode, metrics: Metrics) -> None:
+    # A branch is a conversation of its own, but its tokens were sampled for the same episode.
+    conversations = [episode, *(branch.episode for branch in episode.branches)]
+    turns = sum(each.num_turns for each in conversations)
+    sampled = sum(sum(each.sampled) for each in conversations)
+    metrics.mean("episodes/turns", float(turns))
+    metrics.max("episodes/turns_max", float(turns))
+    metrics.mean("episodes/branches", float(len(episode.branches)))
+    metrics.mean("episodes/tokens_sampled", float(sampled))
+    metrics.mean(
+        "episodes/tokens_observed",
+        float(sum(len(each.sampled) for each in conversations) - sampled),
+    )
+    metrics.mean("episodes/tool_calls", float(episode.tool_calls))
+    metrics.sum("episodes/tool_errors", episode.tool_errors)
+    metrics.mean("episodes/tool_seconds", episode.tool_seconds)
+    metrics.sum("episodes/failed", bool(episode.problem))
+    metrics.sum("episodes/drift", episode.drift)
 
 
 def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:

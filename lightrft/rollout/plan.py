@@ -1,13 +1,34 @@
 """What a step trains on, and the stages that fill the columns."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from lightrft.batching.sample_store import SampleStore
 from lightrft.observe.metrics import Metrics
+from lightrft.parallel.collectives import Axis
 from lightrft.roles.microbatch import MicroBatchIndices
-from lightrft.types import Experience
+from lightrft.rollout.gathered_rewards import GatheredRewards
+from lightrft.types import Experience, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSamples:
+    """This rank's own samples as experience, before sequences move between ranks."""
+
+    experience: Experience
+    rows: list[Sample]
+    """[N] sample or branch of each sequence."""
+    gathered: GatheredRewards
+    numbers: Tensor
+    """[N] int64: the response that each sequence belongs to, counted over all ranks."""
+    data: Axis
+
+
+LocalStage = Callable[[LocalSamples], None]
+"""Masks local samples, or sets columns of the experience. All ranks call it."""
 
 
 @dataclass(frozen=True, slots=True)

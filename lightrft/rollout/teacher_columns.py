@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.sections import DataSection
 from lightrft.data.prompts import prompt_text
 from lightrft.data.rendering.tokens import text_tokens
-from lightrft.parallel.collectives import Axis
-from lightrft.types import Experience, Prompt, Sample
+from lightrft.rollout.plan import LocalSamples
+from lightrft.types import Prompt
 
 
 class TeacherColumns:
@@ -79,8 +79,10 @@ class TeacherColumns:
             self.tokenizer, text, special_tokens=not self.section.apply_chat_template
         )
 
-    def __call__(self, experience: Experience, samples: Sequence[Sample], data: Axis) -> None:
+    def __call__(self, local: LocalSamples) -> None:
         """Set `teachers`, and with prompts of their own `teacher_prompts` and `prompt_lengths`."""
+        experience = local.experience
+        samples = local.rows
         if self.section.teacher_key is not None:
             numbers = [
                 self.numbers[each.prompt.columns[self.section.teacher_key]] for each in samples
@@ -91,7 +93,7 @@ class TeacherColumns:
 
         ids = {sample.group: self.prompt_ids(sample.prompt) for sample in samples}
         # The column has one width on all ranks, because rows travel.
-        width = max(data.gather(max(map(len, ids.values()), default=0)))
+        width = max(local.data.gather(max(map(len, ids.values()), default=0)))
         prompts = torch.full((len(samples), width), -1, dtype=torch.int32)
         for row, sample in enumerate(samples):
             tokens = ids[sample.group]

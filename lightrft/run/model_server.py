@@ -130,7 +130,7 @@ class ServedSession(Session):
         yield turn
 
     def _with_text(self, turn: Turn, with_calls: bool) -> Turn:
-        """Return a turn with the text of its tokens; the content of one that grows can only grow."""
+        """Return a turn with the text of its tokens; the content of a growing one only grows."""
         text = self._format.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         if turn.finish_reason:
             content, calls = self._format.read_calls(hermes, turn.token_ids, turn.context_ids)

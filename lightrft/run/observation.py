@@ -31,16 +31,11 @@ def observation(config: Config, strategy: Strategy) -> tuple[Observer, Trace]:
     """Build the observer, with sinks on rank 0 only, and a trace on every rank."""
     observer = Observer(_sinks(config) if strategy.is_rank_0() else [])
 
-    def on_phase(path: str) -> None:
-        strategy.announce(path)
-        if path:
-            observer.phase(path)
-
     trace = Trace(
         peak_memory=partial(device.peak_memory, strategy.device),
         memory_in_use=partial(device.memory_in_use, strategy.device),
         synchronize=partial(device.synchronize, strategy.device),
-        on_phase=on_phase,
+        on_phase=[strategy.announce, observer.phase],
     )
     return observer, trace
 

@@ -9,8 +9,8 @@ from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
-from lightrft.rollout.experience import ExperienceMaker, Flatten, SetColumns
-from lightrft.rollout.plan import Stage
+from lightrft.rollout.experience import ExperienceMaker, Flatten
+from lightrft.rollout.plan import LocalStage, Stage
 from lightrft.stages.advantages import (
     GeneralizedAdvantages,
     NormalizedAdvantages,
@@ -36,7 +36,7 @@ def experience_maker(
     critic: Critic | None = None,
     teacher: Teacher | None = None,
     flatten: Flatten | None = None,
-    teacher_columns: SetColumns | None = None,
+    teacher_columns: LocalStage | None = None,
     reward_weights: Mapping[str, float] | None = None,
     num_updates: int = 1,
     branches: bool = False,
@@ -49,13 +49,14 @@ def experience_maker(
 
     Raises ValueError for an estimator that needs what this run does not compute.
     """
-    # These two mask samples before they are balanced, so they are not stages of the plan.
-    by_length = None
+    # Samples are masked before they are balanced, because only learned tokens are work.
+    local_stages: list[LocalStage] = []
     if algorithm.length_filter or algorithm.mask_truncated:
-        by_length = LengthFilter(algorithm.length_filter, algorithm.mask_truncated)
-    by_difficulty = None
+        local_stages.append(LengthFilter(algorithm.length_filter, algorithm.mask_truncated))
+    if teacher_columns is not None:
+        local_stages.append(teacher_columns)
     if algorithm.difficulty_filter:
-        by_difficulty = DifficultyFilter(algorithm.difficulty_filter)
+        local_stages.append(DifficultyFilter(algorithm.difficulty_filter))
 
     compare = CompareRewards(algorithm, shaper, reward_weights or {})
     return ExperienceMaker(
@@ -71,9 +72,7 @@ def experience_maker(
             teacher=teacher,
         ),
         flatten=flatten or Flatten(),
-        by_length=by_length,
-        by_difficulty=by_difficulty,
-        teacher_columns=teacher_columns,
+        local_stages=local_stages,
         num_updates=num_updates,
         branches=branches,
         components=compare.reads_components,

@@ -9,9 +9,8 @@ from torch import Tensor
 from lightrft.algorithms.advantage import solved_share
 from lightrft.algorithms.reduce import sequence_means
 from lightrft.observe.metrics import Metrics
-from lightrft.rollout.gathered_rewards import GatheredRewards
-from lightrft.rollout.plan import Stage, TrainingPlan
-from lightrft.types import Experience, Sample
+from lightrft.rollout.plan import LocalSamples, Stage, TrainingPlan
+from lightrft.types import Experience
 
 
 def mask_sequences(experience: Experience, mask: Tensor) -> None:
@@ -29,13 +28,13 @@ class LengthFilter:
         self.least, self.most = bounds or (0, float("inf"))
         self.mask_truncated = mask_truncated
 
-    def __call__(self, experience: Experience, rows: list[Sample]) -> None:
+    def __call__(self, local: LocalSamples) -> None:
         kept = [
             self.least <= len(row.token_ids) <= self.most
             and not (self.mask_truncated and row.truncated)
-            for row in rows
+            for row in local.rows
         ]
-        mask_sequences(experience, torch.tensor(kept, dtype=torch.bool))
+        mask_sequences(local.experience, torch.tensor(kept, dtype=torch.bool))
 
 
 class DifficultyFilter:
@@ -44,11 +43,10 @@ class DifficultyFilter:
     def __init__(self, bounds: list[float]):
         self.least, self.most = bounds
 
-    def __call__(self, experience: Experience, gathered: GatheredRewards, numbers: Tensor) -> None:
-        """Mask the other groups; `numbers` [N] is each row's response, counted over all ranks."""
-        solved = solved_share(*gathered.totals())
+    def __call__(self, local: LocalSamples) -> None:
+        solved = solved_share(*local.gathered.totals())
         kept = (self.least <= solved) & (solved <= self.most)
-        mask_sequences(experience, kept[numbers])
+        mask_sequences(local.experience, kept[local.numbers])
 
 
 class EntropyFilter(Stage):

@@ -65,7 +65,7 @@ class DeviceMemory:
         PhaseError for an illegal transition. With --overlap, models compute log-probs while the
         engine generates, and the phase stays GENERATE.
         """
-        overlapping = (self.phase, phase) == (Phase.GENERATE, Phase.LOGPROB)
+        overlapping = (self.phases.current, phase) == (Phase.GENERATE, Phase.LOGPROB)
         # The engine keeps the device then; the models compute beside it.
         if overlapping and self.backend.config.rollout.overlap:
             return

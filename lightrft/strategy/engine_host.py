@@ -78,6 +78,8 @@ class EngineHost:
         self._engine: Engine | None = None
         self._axis: Axis | None = None
         self._may_sleep = True
+        self._stream = full_params
+        """Function that starts the stream of a model that the engine takes."""
 
     # -- the engine
 
@@ -203,6 +205,7 @@ class EngineHost:
         self._engine = engine
         self._axis = axis
         self._may_sleep = may_sleep
+        self._stream = self._stream_for(engine)
         self.actor = None
         self.draft = None
         self.sleep_memory = {}
@@ -237,6 +240,7 @@ class EngineHost:
         """Close the engine, if there is one."""
         engine = self._engine
         self._engine = None
+        self._stream = self.full_params
         self.sleep_memory = {}
         if engine is not None:
             engine.close()
@@ -322,18 +326,7 @@ class EngineHost:
         self.memory.enter(Phase.REFIT, actor)
         self._wake_weights()
 
-        quantization = self.engine.quantization
-        if self.engine.adapters is not None and self.adapter_params is not None:
-            weights = self.adapter_params(actor, base=not self.engine.has_base)
-        elif self.backend.mesh.ep.size > 1 and self._divides_experts():
-            weights = self.expert_params(actor)
-        elif quantization is None:
-            weights = self.full_params(actor)
-        else:
-            # They are rounded once, from the weights that the optimizer updates.
-            weights = self.full_params(actor, torch.float32)
-        if quantization is not None:
-            weights = quantization.of_stream(weights)
+        weights = self._stream(actor)
         if self.draft is not None:
             weights = chain(weights, self._draft_weights(self.draft))
         with self.backend.trace.phase("weight_sync"):
@@ -343,14 +336,36 @@ class EngineHost:
         if self.status is EngineStatus.WAKEUP:
             self.memory.enter(Phase.GENERATE)
 
+    def _stream_for(self, engine: Engine) -> WeightsOf:
+        """Return the function that starts the stream of a model that an engine takes."""
+        quantization = engine.quantization
+        if engine.adapters is not None and self.adapter_params is not None:
+
+            def start(actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
+                return self.adapter_params(actor, base=not engine.has_base)
+
+        elif quantization is not None:
+
+            def start(actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
+                # They are rounded once, from the weights that the optimizer updates.
+                return self.full_params(actor, torch.float32)
+
+        elif self.expert_params is not None and self.backend.mesh.ep.size > 1:
+
+            def start(actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
+                divided = self._divides_experts()
+                return self.expert_params(actor) if divided else self.full_params(actor)
+
+        else:
+            return self.full_params
+
+        if quantization is None:
+            return start
+        return lambda actor: quantization.of_stream(start(actor))
+
     def _divides_experts(self) -> bool:
         """Return True if the ranks of each engine divide the experts as the trainer's do."""
-        own = (
-            self.expert_params is not None
-            and self.engine.quantization is None
-            and self.engine.takes_own_experts
-            and self._axis.size == self.backend.mesh.ep.size
-        )
+        own = self.engine.takes_own_experts and self._axis.size == self.backend.mesh.ep.size
         # All ranks gather the same shards, or all would wait.
         return all(self.backend.mesh.world.gather(own))
 

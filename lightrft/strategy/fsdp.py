@@ -205,7 +205,8 @@ def _gather_ahead(units: list[nn.Module]) -> None:
 
     FSDP2 gathers ahead as far as the host is ahead, but that waits in each layer for the numbers of
     tokens that are exchanged. In the backward pass a block's own experts come first: selective
-    recomputation cannot gather what the forward pass has gathered ahead. `units` come from blocks().
+    recomputation cannot gather what the forward pass has gathered ahead. `units` come from
+    blocks().
     """
     parts = {
         block: [part for part in block.modules() if isinstance(part, FSDPModule)] for block in units

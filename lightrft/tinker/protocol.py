@@ -18,8 +18,7 @@ from torch import Tensor
 from lightrft.checkpoint.atomic import OLD, PART
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.tinker.losses import LOSSES, REFUSED, Loss
-from lightrft.tinker.records import Examples, Outputs, Sampled
-from lightrft.types import TARGETS
+from lightrft.tinker.records import TARGETS, Examples, Outputs, Sampled
 
 MOST_SAMPLES = 4096
 """Samples of one prompt."""

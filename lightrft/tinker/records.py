@@ -10,6 +10,9 @@ from torch import Tensor
 from lightrft.engine.requests import Request
 from lightrft.types import Batch, Completion
 
+TARGETS = "target_tokens"
+"""Column of examples with the tokens to take the log-probs of in place of the inputs."""
+
 
 class RequestRefused(Exception):
     """Raised on all ranks alike for a request that cannot be done; the server goes on."""
@@ -32,7 +35,7 @@ class Examples:
     input_ids: Tensor
     """[T] int64."""
     columns: dict[str, Tensor]
-    """[T] each: `target_tokens` and what the loss reads, 0 at the first token of a row."""
+    """[T] each: TARGETS and what the loss reads, 0 at the first token of a row."""
 
     def select(self, rows: list[int]) -> Batch:
         """Return rows as a batch that learns every target."""

@@ -15,8 +15,15 @@ from lightrft.roles.policy import EVERYTHING, Policy
 from lightrft.strategy.phases import Phase
 from lightrft.tinker.losses import LOSSES
 from lightrft.tinker.models import Models
-from lightrft.tinker.records import Examples, Outputs, RequestRefused, Sampled, SamplePrompt
-from lightrft.types import TARGETS, Batch, token_index
+from lightrft.tinker.records import (
+    TARGETS,
+    Examples,
+    Outputs,
+    RequestRefused,
+    Sampled,
+    SamplePrompt,
+)
+from lightrft.types import Batch, token_index
 
 STEPS = 8
 """Number of steps of the engine between two looks at new requests."""
@@ -162,7 +169,8 @@ class TinkerWorker:
 
         with torch.set_grad_enabled(learn):
             for number, part in enumerate(micro_batches(batch, parts, self.strategy.device), 1):
-                values, _ = self.policy.supervised(part)
+                targets = part.extra_columns[TARGETS]
+                values, _ = self.policy.supervised(part, targets=targets)
                 losses = LOSSES[loss].compute(values, part, **config)
                 # The loss is a sum: each rank has its share, and nothing is divided.
                 share = torch.where(part.loss_mask, losses, 0.0).sum()

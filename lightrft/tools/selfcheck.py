@@ -59,7 +59,7 @@ SHARED = "packed, with shared prefixes"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far log-probs and gradients are from those of each sequence alone."""
+    """How far log-probs and gradients are from computing each sequence alone."""
 
     name: str
     logprobs: float

@@ -88,8 +88,6 @@ class WeightSlice:
 
     @property
     def tensor(self) -> Tensor:
-        if is_experts(self.layer):
-            return expert_part(self.layer, self.attribute, self.part)
         stored = torch.atleast_1d(getattr(self.layer, self.attribute))
         # Kernels of eight bits take [columns, rows].
         turned = self.attribute == "weight" and SCALES in self.layer._parameters
@@ -97,12 +95,26 @@ class WeightSlice:
 
     def within(self, shape: torch.Size) -> Tensor:
         """Return `tensor` without the padding beyond the full tensor of this shape."""
-        if self.tensor.dim() != len(shape):  # one expert
-            return self.tensor
-        if is_experts(self.layer):
-            return self.tensor[..., : max(shape[-1] - self.column, 0)]
-        rows = self.tensor[: max(shape[0] - self.row, 0)]
+        tensor = self.tensor
+        if tensor.dim() != len(shape):  # stored with other dimensions, and whole
+            return tensor
+        rows = tensor[: max(shape[0] - self.row, 0)]
         return rows[..., : max(shape[-1] - self.column, 0)] if len(shape) > 1 else rows
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSlice(WeightSlice):
+    """The same of a layer with the stacked experts of a mixture."""
+
+    @property
+    def tensor(self) -> Tensor:
+        return expert_part(self.layer, self.attribute, self.part)
+
+    def within(self, shape: torch.Size) -> Tensor:
+        tensor = self.tensor
+        if tensor.dim() != len(shape):  # one expert
+            return tensor
+        return tensor[..., : max(shape[-1] - self.column, 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +351,9 @@ def _pieces(
             stored = CONVOLUTION
         elif UNPACKED in vars(layer):
             stored = UNPACKED
+    kind = ExpertSlice if is_experts(layer) else WeightSlice
     for region, row, column in regions:
-        yield WeightSlice(name, layer, stored, region, row, column)
+        yield kind(name, layer, stored, region, row, column)
 
 
 def _of_delta_rule(mixer: nn.Module, layer: nn.Module) -> Iterator[tuple[slice, int, int]]:

@@ -40,7 +40,7 @@ from lightrft.parallel.dtensor_slices import local_slices
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
-from lightrft.weight_sync.fused_layout import CopyTarget, WeightSlice
+from lightrft.weight_sync.fused_layout import CopyTarget, ExpertSlice
 from lightrft.weight_sync.names import PublishedNames
 from ranks import run_ranks
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
@@ -400,11 +400,9 @@ class RoutedExperts(torch.nn.Module):
         self.w13_weight = torch.nn.Parameter(torch.zeros(3, 2 * 8 // ranks, 5))
         self.w2_weight = torch.nn.Parameter(torch.zeros(3, 5, 8 // ranks))
         self.quant_method = SimpleNamespace(moe_kernel=None)
-        parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks, ep_rank=0, ep_size=1)
+        parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks, ep_size=1)
         self.moe_config = SimpleNamespace(
-            num_experts=3,
-            intermediate_size_per_partition=8 // ranks,
-            moe_parallel_config=parallel,
+            intermediate_size_per_partition=8 // ranks, moe_parallel_config=parallel
         )
 
 
@@ -414,7 +412,7 @@ def test_experts_of_accelerators_are_copied_into_their_memory(rank: int, ranks: 
     own = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
     full = {"w13_weight": torch.randn(3, 16, 5), "w2_weight": torch.randn(3, 5, 8)}
     for attribute, tensor in full.items():
-        (target,) = CopyTarget.of([WeightSlice("experts", layer, attribute, slice(None))])
+        (target,) = CopyTarget.of([ExpertSlice("experts", layer, attribute, slice(None))])
         target.copy(tensor)
     gate, up = full["w13_weight"].split(8, 1)
     assert torch.equal(layer.w13_weight, torch.cat([gate[:, own], up[:, own]], 1))

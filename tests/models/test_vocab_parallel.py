@@ -285,7 +285,3 @@ def test_edges():
         (50, 25, 97),
         (75, 22, 97),
     ]
-
-
-def test_a_whole_output_embedding_has_no_shard():
-    assert vocabulary_shard(torch.zeros(4, 2)) is None

@@ -35,7 +35,7 @@ def make(**options):
 
 def test_phases_add_up_and_the_step_starts_anew(clock):
     seen = []
-    trace = make(on_phase=seen.append)
+    trace = make(on_phase=[seen.append])
     for _ in range(2):
         with trace.phase("generate"):
             clock.now += 2

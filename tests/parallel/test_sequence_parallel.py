@@ -185,6 +185,14 @@ def round_trip(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     first, _ = sequence.gather_all(used * here, unused * here)
     (first * torch.arange(24.0)).sum().backward()
     assert torch.equal(used.grad, here.float() ** 2) and unused.grad is None
+
+    rows = torch.ones(3, requires_grad=True)
+    pairs = torch.ones(3, 2, requires_grad=True)
+    of_rows, of_pairs = sequence.sums(rows, pairs)
+    (of_pairs * torch.arange(6.0).view(3, 2)).sum().backward()
+    size = sequence.axis.size
+    assert of_rows.tolist() == [size] * 3 and of_pairs.tolist() == [[size] * 2] * 3
+    assert torch.equal(pairs.grad, torch.arange(6.0).view(3, 2)) and rows.grad is None
     return here, whole.detach(), mine.grad
 
 

@@ -6,9 +6,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightrft.algorithms.objectives import local_gradients, sft
 from lightrft.algorithms.reduce import Denominator
+from lightrft.algorithms.truncation import ALL
 from lightrft.batching.prefix_sharing import find_shared_prefixes
 from lightrft.config.sections import ModelSection
-from lightrft.models.heads import Actor, Scorer
+from lightrft.models.heads import Actor, Scorer, TokenLogprobs
 from lightrft.models.load import load_model, load_scorer
 from lightrft.models.lora import freeze_parameters
 from lightrft.roles.operations import TrainingOperations
@@ -88,9 +89,8 @@ def test_operations_are_those_that_are_computed(tmp_path, name, shared):
         if scorer:
             loss = role(batch)[batch.loss_mask].sum()
         else:
-            values, _ = role(
-                batch, 1.0, entropy=False, gradients=local_gradients(sft, batch, denominator)
-            )
+            gradients = local_gradients(sft, batch, denominator)
+            values, _ = role(batch, 1.0, ALL, TokenLogprobs(entropy=False, gradients=gradients))
             loss, _ = sft(values, batch, denominator)
         loss.backward()
 

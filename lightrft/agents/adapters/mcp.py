@@ -55,7 +55,8 @@ class ToolServer:
 
         if not _is_url(reference) and not (self._command and shutil.which(self._command[0])):
             raise ValueError(
-                f"--tools mcp:{reference}: it is no http(s) address, and its first word is no program"
+                f"--tools mcp:{reference}: it is no http(s) address, and its first word is no"
+                " program"
             )
 
     def tools(self, seconds: float) -> dict[str, DescribedTool]:

@@ -41,8 +41,8 @@ def text_of(found: Difference) -> str:
     lines += [f"  {place}" for place in found.places]
     if found.other_layout:
         lines.append(
-            "plan, loss, gradient and weights are not compared: ranks have other parts of models and"
-            " sequences"
+            "plan, loss, gradient and weights are not compared: ranks have other parts of models"
+            " and sequences"
         )
     if found.causes:
         lines.append("what else differs between the runs:")

@@ -1,5 +1,5 @@
-"""Name what goes wrong in a run: entropy collapse, dead groups, growing length, clipping, and others,
-each with the numbers that show it and the flag to change.
+"""Name what goes wrong in a run: entropy collapse, dead groups, growing length, clipping, and
+others, each with the numbers that show it and the flag to change.
 
 lightrft diagnose runs/quickstart
 """

@@ -90,7 +90,9 @@ def plain(value: Any, place: str) -> Any:
     if isinstance(value, datetime | date | time):
         return value.isoformat() if value == value else None  # noqa: PLR0124, NaT of pandas
     if isinstance(value, timedelta):
-        return _number(Decimal(str(value.total_seconds()))) if value == value else None  # noqa: PLR0124
+        if value != value:  # noqa: PLR0124, NaT of pandas
+            return None
+        return _number(Decimal(str(value.total_seconds())))
     if isinstance(value, UUID | np.datetime64):
         return str(value)
     if isinstance(value, np.ndarray | np.generic):

@@ -5,8 +5,9 @@ import gc
 import math
 import random
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -118,9 +119,22 @@ class VLLMEngine(LibraryEngine):
             )
             if self._num_ids < self.vocabulary.size:
                 self._shim.limit_vocabulary(self._num_ids)
-            self._runner_v2 = self._llm.llm_engine.vllm_config.use_v2_model_runner
-            if self.on_cpu and not self._runner_v2:
+            runner_v2 = self._llm.llm_engine.vllm_config.use_v2_model_runner
+            if self.on_cpu and not runner_v2:
                 use_fast_sampling(self._shim.sampler)
+            # Model runner V1 draws from torch's generators even if all requests have a seed. V2
+            # never does: its kernels compute random numbers from the seeds.
+            self._generators_kept: Callable[[], AbstractContextManager] = (
+                nullcontext if runner_v2 else partial(torch_state_kept, self.device)
+            )
+            # Compiling functions of vLLM, such as the routing of some mixtures, takes seconds on a
+            # CPU and needs a C++ compiler, so it is off there unless it was asked for.
+            eager = self.on_cpu and self._llm.llm_engine.model_config.enforce_eager
+            self._stance: Callable[[], AbstractContextManager] = (
+                partial(torch.compiler.set_stance, "force_eager") if eager else nullcontext
+            )
+            self._keeps_draft = self._shim.draft_model is not None and self.draft_names is None
+            """True if no stream brings the model that drafts, so that it must survive a sleep."""
             # vLLM keeps the chosen experts of whole blocks only.
             shares = self.on_cpu and not setup.section.router_replay
             self._shares_last_blocks = shares and share_last_blocks(self._shim.cache)
@@ -319,23 +333,6 @@ class VLLMEngine(LibraryEngine):
             else [copy.deepcopy(completions[0]) for _ in range(sampling.n)]
         )
 
-    def _stance(self) -> AbstractContextManager:
-        """Return a context that disables compilation on a CPU, unless it was asked for.
-
-        Compiling functions of vLLM, such as the routing of some mixtures, takes seconds there and
-        needs a C++ compiler.
-        """
-        eager = self.on_cpu and self._llm.llm_engine.model_config.enforce_eager
-        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
-
-    def _generators_kept(self) -> AbstractContextManager:
-        """Return a context that restores torch's generators after a step.
-
-        Model runner V1 draws from them even if all requests have a seed. V2 never does: its kernels
-        compute random numbers from the seeds.
-        """
-        return nullcontext() if self._runner_v2 else torch_state_kept(self.device)
-
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         tensors: dict[str, torch.Tensor] = {}
         if self.adapters is not None:
@@ -387,7 +384,7 @@ class VLLMEngine(LibraryEngine):
         return prints.numbers(self.device)
 
     def _num_cached(self) -> int:
-        return self._shim.num_cached_blocks()
+        return len(self._shim.cache.block_pool.cached_block_hash_to_block)
 
     def _parts(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
         probe = Probe(len(token_ids))
@@ -405,7 +402,7 @@ class VLLMEngine(LibraryEngine):
         return probe.parts(logits[0][-1])
 
     def _sleep(self, level: int) -> None:
-        if level == 2:
+        if level == 2 and self._keeps_draft:
             self._shim.keep_draft_weights()
         if not self.on_cpu:
             self._llm.sleep(level)
@@ -415,7 +412,7 @@ class VLLMEngine(LibraryEngine):
     def _wake(self, part: Part) -> None:
         if not self.on_cpu:
             self._llm.wake_up(tags=[part])
-        if part == "weights":
+        if part == "weights" and self._keeps_draft:
             self._shim.restore_draft_weights()
 
     def _close(self) -> None:

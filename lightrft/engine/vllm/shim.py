@@ -313,9 +313,6 @@ class VLLMShim:
     def cache(self) -> KVCacheManager:
         return self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
 
-    def num_cached_blocks(self) -> int:
-        return len(self.cache.block_pool.cached_block_hash_to_block)
-
     def destroy_weights(self) -> None:
         """Fill the weights with NaN where vLLM does not support sleep level 2."""
         _fill_with_nan(self.model)
@@ -325,9 +322,9 @@ class VLLMShim:
     def keep_draft_weights(self) -> None:
         """Copy the draft model's own weights to host memory, before a sleep that drops all weights.
 
-        Nothing is copied if streams bring them. Weights that no stream brings never change.
+        They are copied once: weights that no stream brings never change.
         """
-        if not self._draft_weights and self.draft_names is None:
+        if not self._draft_weights:
             self._draft_weights = {
                 name: weight.detach().cpu().clone()
                 for name, weight in self._own_draft_weights().items()
@@ -341,7 +338,7 @@ class VLLMShim:
 
     def _own_draft_weights(self) -> dict[str, torch.nn.Parameter]:
         streamed = set(map(id, self.model.parameters()))
-        named = self.draft_model.named_parameters() if self.draft_model is not None else ()
+        named = self.draft_model.named_parameters()
         return {name: weight for name, weight in named if id(weight) not in streamed}
 
     def shutdown(self) -> None:
