@@ -67,7 +67,9 @@ def plain_row(row: Mapping[str, Any], *, leave: Collection[str] = ()) -> dict[st
     Raise ValueError for a value without a plain form, and name its column.
     """
     return {
-        name: value if name in leave else plain(value, f"the column {name!r}")
+        _key(name, "the name of a column"): value
+        if name in leave
+        else plain(value, f"the column {name!r}")
         for name, value in row.items()
     }
 
@@ -78,7 +80,9 @@ def plain(value: Any, place: str) -> Any:
     Decimals become numbers, or text if a float cannot hold their digits. Dates and times become
     text in ISO 8601, durations seconds. NumPy's values become Python's.
     """
-    if value is None or isinstance(value, str | bytes | int | float):
+    if isinstance(value, str):
+        return whole_text(value, place)
+    if value is None or isinstance(value, bytes | int | float):
         return value
     if isinstance(value, Mapping):
         return {_key(name, place): plain(inner, place) for name, inner in value.items()}
@@ -105,6 +109,19 @@ def plain(value: Any, place: str) -> Any:
         f"{place} has a value of type {type(value).__name__}, which is not {KINDS}; "
         "convert it, or leave the column out"
     )
+
+
+def whole_text(text: str, place: str) -> str:
+    """Return the text. Raise ValueError if it has half of a character, which no file can hold.
+
+    JSON may have one, as an escape or as bytes, and Python reads it.
+    """
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} has an unpaired surrogate, {text[error.start]!a}") from error
+    return text
 
 
 def _key(name: Any, place: str) -> str:
