@@ -137,15 +137,15 @@ BAD_LINES = {
     "malformed": ('{"input": "a"', "not valid JSON .*Expecting"),
     "half a character": (
         '{"input": "a", "label": "\\ud83d"}',
-        r"the column 'label' has an unpaired surrogate, '.ud83d'",
+        r"the column 'label' contains '.ud83d', half of a character",
     ),
     "half a character as bytes": (
         '{"input": "a", "label": "\ud83d"}',
-        r"the column 'label' has an unpaired surrogate, '.ud83d'",
+        r"the column 'label' contains '.ud83d', half of a character",
     ),
     "half a character in a name": (
         '{"input": "a", "\\ud83d": 1}',
-        r"the name of a column has an unpaired surrogate, '.ud83d'",
+        r"the name of a column contains '.ud83d', half of a character",
     ),
     "a key twice": (
         '{"input": "a", "label": "1", "label": "2"}',
@@ -187,7 +187,9 @@ def test_half_a_character_in_messages_that_are_json(tmp_path):
     messages = '[{"role": "user", "content": "\\ud83d"}]'
     file = write_lines(tmp_path / "data.jsonl", {"input": messages})
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    with pytest.raises(DataError, match="data.jsonl:1: the text has an unpaired surrogate"):
+    with pytest.raises(
+        DataError, match="data.jsonl:1: the text contains '.ud83d', half of a character"
+    ):
         load(file, template=template, apply_chat_template=True)
 
 

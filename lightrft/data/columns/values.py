@@ -18,6 +18,8 @@ from uuid import UUID
 import numpy as np
 import pyarrow as pa
 
+from lightrft.config.values import check_text
+
 KINDS = "text, a number, true, false, a date, a list or an object"
 
 
@@ -81,7 +83,8 @@ def plain(value: Any, place: str) -> Any:
     text in ISO 8601, durations seconds. NumPy's values become Python's.
     """
     if isinstance(value, str):
-        return whole_text(value, place)
+        check_text(value, place)
+        return value
     if value is None or isinstance(value, bytes | int | float):
         return value
     if isinstance(value, Mapping):
@@ -109,19 +112,6 @@ def plain(value: Any, place: str) -> Any:
         f"{place} has a value of type {type(value).__name__}, which is not {KINDS}; "
         "convert it, or leave the column out"
     )
-
-
-def whole_text(text: str, place: str) -> str:
-    """Return the text. Raise ValueError if it has half of a character, which no file can hold.
-
-    JSON may have one, as an escape or as bytes, and Python reads it.
-    """
-    try:
-        if not text.isascii():
-            text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{place} has an unpaired surrogate, {text[error.start]!a}") from error
-    return text
 
 
 def _key(name: Any, place: str) -> str:

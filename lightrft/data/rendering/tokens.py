@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.data.columns.values import whole_text
+from lightrft.config.values import check_text
 
 ANCHOR = "\n"
 """Text before an answer that is tokenized alone, so that no space is written before it."""
@@ -21,7 +21,7 @@ def text_tokens(
     an end are not added, because an answer follows. A chat template writes its own special tokens,
     so `special_tokens` is False for its texts. Raise ValueError for half of a character.
     """
-    whole_text(text, "the text")
+    check_text(text)
     plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not special_tokens:
         return plain
