@@ -770,10 +770,14 @@ def test_a_sequence_that_fits_no_microbatch():
             "--ptx_teacher learns what one teacher says about the prompts",
         ),
         (
-            ["--measure_kl", "--ref_ema=0.9", "--router_bias_rate=0.001"],
-            "--ref_refresh_steps and --ref_ema do not support --router_bias_rate",
+            ["--entropy_target=5", "--entropy_coef=-0.1"],
+            "--entropy_coef -0.1 is below 0, and --entropy_target never lowers it below 0",
         ),
         (["--entropy_target=0"], "--entropy_target must be above 0"),
+        (
+            ["--off_policy_delta=0"],
+            "--off_policy_delta must be above 0, because rounding decides at 0; omit it",
+        ),
         (["--freezing_actor_steps", "-2"], "--freezing_actor_steps must not be negative"),
         (
             ["--freezing_actor_steps", "1"],

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lightrft.config.values import COLDEST
+from lightrft.config.values import COLDEST, check_text
 
 Message = dict[str, Any]
 """Message of a chat, such as {"role": "tool", "content": "56"}."""
@@ -162,15 +162,6 @@ def check_request(request: TurnRequest, num_turns: int) -> None:
     ):
         raise ValueError("tools are a list of schemas")
     check_sampling(request.sampling)
-
-
-def check_text(text: str) -> None:
-    """Raise ValueError for half of a surrogate pair: it is no character and has no bytes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise ValueError(f"the text contains {half!a}, half of a character") from error
 
 
 def to_bytes(message: TurnRequest | Ended) -> bytes:

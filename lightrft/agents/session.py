@@ -118,8 +118,8 @@ class Session:
                     self.turns.append(unwanted)
                     self.history.add(unwanted)
 
-            await self._send(content)
             try:
+                await self._send(content)
                 reply = await self._poll()
             except asyncio.CancelledError:
                 self._unwanted += 1
@@ -137,6 +137,7 @@ class Session:
         return reply
 
     async def _send(self, content: bytes) -> None:
+        """Send a request, also if it is cancelled meanwhile."""
         self.connection.send_bytes(content)
 
     async def _poll(self) -> Turn | Refused:

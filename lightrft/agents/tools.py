@@ -154,7 +154,9 @@ async def _answer(tools: Tools, call: ToolCall, count: CountCall, seconds: float
         content = f"Error: {type(error).__name__}: {error}"[:MAX_RESULT]
 
     count(began, failed=failed)
-    return {"role": "tool", "name": call.name, "content": content}
+    # Names of files, and the text of others, may have what no tokenizer reads.
+    readable = content.encode(errors="replace").decode()
+    return {"role": "tool", "name": call.name, "content": readable}
 
 
 def text_of(result: Any) -> str:

@@ -46,7 +46,6 @@ from lightrft.config.sections import (
     has_episodes,
     longest_sequence,
     media_columns,
-    moves_reference,
 )
 from lightrft.config.values import COLDEST
 
@@ -454,9 +453,9 @@ ALGORITHM = (
         ),
     ),
     Rule(
-        "--ref_refresh_steps and --ref_ema do not support --router_bias_rate: the reference does"
-        " not get the biases of the actor's routers",
-        lambda run: moves_reference(run.config.algorithm) and run.router_bias_rate > 0,
+        "--entropy_coef {entropy_coef:g} is below 0, and --entropy_target never lowers it below 0:"
+        " begin with 0, or omit the target",
+        lambda run: run.entropy_target is not None and run.entropy_coef < 0,
     ),
     Rule(
         "--ref_refresh_steps and --ref_ema both move the reference: set only one",

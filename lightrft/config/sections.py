@@ -783,7 +783,9 @@ class AlgorithmSection(Section, commands=PPO):
     """Lower limit for rollout_mask; unset: 0.5 for the product, 0.999 for the geometric mean."""
     rollout_mask_high: float | None = option(None, NOT_NEGATIVE, needs="--rollout_mask")
     """Upper limit for rollout_mask; unset: 2 for the product, 1.002 for the geometric mean."""
-    off_policy_delta: float | None = option(None, NOT_NEGATIVE)
+    off_policy_delta: float | None = option(
+        None, POSITIVE.hint(", because rounding decides at 0; omit it to mask none")
+    )
     """Mask tokens with a negative advantage in sequences whose mean of log p_engine - log p_trainer
     exceeds this number (0.5 is a start); unset: none."""
     use_engine_logprobs: bool = False

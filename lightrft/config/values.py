@@ -82,6 +82,19 @@ class Option:
     """Another name of the field."""
 
 
+def check_text(text: str, place: str = "the text") -> None:
+    """Raise ValueError for half of a surrogate pair: it is no character and has no bytes.
+
+    JSON may have one, as an escape or as bytes, and Python reads it.
+    """
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(f"{place} contains {half!a}, half of a character") from error
+
+
 def option(default: Any, bound: Bound | None = None, **details: Any) -> Any:
     """Declare a field of a section: the default, the bound and other parts of an Option."""
     metadata = {"option": Option(bound, **details)}

@@ -6,6 +6,7 @@ Bad rows are handled here, too.
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from inspect import signature
@@ -229,6 +230,9 @@ def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:
     number = 0
     try:
         with ParquetFile(file) as parquet:
+            name, times = Counter(parquet.schema_arrow.names).most_common(1)[0]
+            if times > 1:
+                raise DataError(f"{flag} {file}: {times} columns are called {name!r}; rename them")
             for batch in parquet.iter_batches(ROWS_AT_ONCE):
                 for row in table_rows(Table.from_batches([batch])):
                     number += 1
@@ -264,21 +268,21 @@ def _json_lines(file: Path, bad: BadRows) -> Iterator[DataRow]:
 def _parsed(text: bytes) -> Any:
     """Parse a JSON value.
 
-    Raise ValueError for invalid JSON, too deep nesting, and text that cannot be encoded as UTF-8.
+    Raise ValueError for invalid JSON, too deep nesting, and a key that an object has twice.
     """
     try:
-        value = json.loads(text)
-        # an escaped lone surrogate is valid JSON, but cannot be tokenized or written
-        if b"\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()
+        return json.loads(text, object_pairs_hook=_object_of)
     except RecursionError as error:
         raise ValueError("lists or objects are nested too deep") from error
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"an unpaired surrogate: \\u{ord(error.object[error.start]):04x}"
-        ) from error
 
-    return value
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Parsers disagree about a key that comes twice, so it is an error."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {name!r:.100} twice")
+    return found
 
 
 def _json_list(file: Path, bad: BadRows) -> Iterator[DataRow]:

@@ -5,7 +5,7 @@ A bundle is a zip file:
     bundle.json        run, step, ranks, versions, digests and metrics of the step, prompts' columns
     config.yaml        configuration of the run
     samples.jsonl      recorded samples of all replicas, in rank order, without logits
-    model/             --pretrain, if it is a folder, and critic/ in the same way
+    model/             --pretrain, if it is a folder; critic/ and teacherN/ in the same way
     checkpoints/stepN  the checkpoint before the step; none for the first step
     reward/            files of --reward
 """
@@ -13,14 +13,19 @@ A bundle is a zip file:
 import json
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightrft.checkpoint.manifest import checkpoints
 from lightrft.compat.command_line import load
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import reward_terms
+from lightrft.config.references import (
+    REWARD_MODELS,
+    reward_model_terms,
+    reward_terms,
+    teacher_terms,
+)
 from lightrft.config.sections import Config, has_episodes, media_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
@@ -34,6 +39,7 @@ CONFIG = "config.yaml"
 SAMPLES = "samples.jsonl"
 MODELS = {"pretrain": "model", "critic_pretrain": "critic"}
 """Field with a model's folder -> folder of the bundle."""
+TEACHER = "teacher"
 OF_DESCRIPTION = ("run", "world_size", "strategy", "device", "versions", "machine", "total_steps")
 
 
@@ -67,10 +73,15 @@ def _checked(folder: Path, step: int) -> tuple[Config, list[dict[str, Any]], Pat
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG}")
     config = load(folder / CONFIG)
-    if media_columns(config.data) or has_episodes(config.environment) or config.data.pretrain_data:
+    if (
+        media_columns(config.data)
+        or has_episodes(config.environment)
+        or config.data.pretrain_data
+        or config.optim.draft_learning_rate
+    ):
         raise ConfigError(
-            "a bundle holds a step on text without environments and --pretrain_data; fork the run"
-            " instead: --fork_from and --at"
+            "a bundle holds a step on text without environments, --pretrain_data and"
+            " --draft_learning_rate; fork the run instead: --fork_from and --at"
         )
 
     samples = read_recorded(folder, step)
@@ -113,9 +124,14 @@ def _columns(config: Config, samples: list[dict[str, Any]]) -> dict[str, dict[st
 
 
 def _files(config: Config, checkpoint: Path | None) -> Iterator[tuple[Path, str]]:
-    for field, name in MODELS.items():
-        source = Path(getattr(config.model, field) or "").expanduser()
-        if getattr(config.model, field) and source.is_dir():
+    models = {name: getattr(config.model, field) for field, name in MODELS.items()}
+    models |= {
+        f"{TEACHER}{number}": path
+        for number, (_, path) in enumerate(teacher_terms(config.model.teacher_pretrain))
+    }
+    for name, path in models.items():
+        source = Path(path or "").expanduser()
+        if path and source.is_dir():
             for file in sorted(each for each in source.rglob("*") if each.is_file()):
                 yield file, f"{name}/{file.relative_to(source)}"
 
@@ -159,6 +175,17 @@ class Bundle:
         for field, name in MODELS.items():
             if (folder / name).is_dir():
                 config.update({field: str(folder / name)})
+        teachers = [
+            (label, str(folder / own) if (folder / own).is_dir() else path)
+            for number, (label, path) in enumerate(teacher_terms(config.model.teacher_pretrain))
+            for own in [f"{TEACHER}{number}"]
+        ]
+        written = (f"{label}={path}" if label else path for label, path in teachers)
+        config.update({"teacher_pretrain": ",".join(written)})
+        # Their scores are recorded, and not computed again. The labels have weights.
+        for field in REWARD_MODELS:
+            terms = [term for flag, term in reward_model_terms(config.model) if flag == field]
+            config.update({field: [str(replace(term, name=str(folder))) for term in terms]})
         reward = str(config.reward.reward)
         for file in reward_files(config):
             reward = reward.replace(str(file), str(folder / "reward" / file.name))

@@ -46,6 +46,7 @@ ONE_PROCESS = {
     "tp_size": 1,
     "sp_size": 1,
     "cp_size": 1,
+    "ep_size": 1,
     "dp_replicate": 0,
     "fsdp_cpu_offload": False,
     "adam_offload": False,
@@ -56,6 +57,12 @@ ONE_PROCESS = {
     "at": None,
     "dump_rollouts": "",
     "engine_type": "hf",
+    # Nothing is generated, so what only another engine can do is left out.
+    "engine_args": "",
+    "engine_tp_size": 1,
+    "speculative": "none",
+    "draft_pretrain": "",
+    "rollout_quantization": "none",
     "report_to": "jsonl",
     "reward_workers": 0,
 }

@@ -144,7 +144,8 @@ class ServedSession(Session):
         )
 
     async def _send(self, content: bytes) -> None:
-        await asyncio.to_thread(self.connection.send_bytes, content)
+        # A long request is sent while the rank reads it. The thread would go on without the task.
+        await asyncio.shield(asyncio.to_thread(self.connection.send_bytes, content))
 
     def _token_ids(self, request: TurnRequest) -> list[int]:
         if request.after is None or request.after == BEGINNING:

@@ -25,9 +25,9 @@ from loguru import logger
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.agents.messages import check_text
 from lightrft.config.references import REWARD_KEY
 from lightrft.config.sections import DataSection, ServerSection
+from lightrft.config.values import check_text
 from lightrft.data.loader import share_of
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends

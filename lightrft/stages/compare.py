@@ -44,7 +44,8 @@ class CompareRewards:
             "greedy_rewards": gathered.greedy.float(),
         }
         if self.reads_components:
-            given["components"] = torch.stack([*gathered.components.values()], 1)
+            # Rounded like shaped rewards, whose float64 sums are exact: equal parts have no spread.
+            given["components"] = torch.stack([*gathered.components.values()], 1).float()
             weights = [self._weight(name) for name in gathered.components]
             given["component_weights"] = torch.tensor(weights, dtype=torch.float64)
 

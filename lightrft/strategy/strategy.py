@@ -404,11 +404,20 @@ class Strategy(Backend):
     def moving_average(self, model: nn.Module, model_ema: nn.Module, beta: float = 0.992) -> None:
         """Update model_ema <- beta * model_ema + (1 - beta) * model, on each rank for its part.
 
+        Buffers that are saved with the weights, such as the biases of routers, follow too.
+
         Both must have been prepared. Do not freeze `model_ema` before prepare(): it then keeps
         float32, and small updates are not lost.
         """
         with self.memory.loaded(model, model_ema):
             self.lerp(model, model_ema, 1 - beta)
+            followers = dict(persistent_buffers(model_ema))
+            for name, buffer in persistent_buffers(model):
+                goal = followers[name]
+                if goal.is_floating_point():
+                    goal.lerp_(buffer.to(goal), 1 - beta)
+                else:
+                    goal.copy_(buffer)
 
     # -- internals
 

@@ -138,10 +138,9 @@ class TinkerWorker:
         self.strategy.max_norm = adam["grad_clip_norm"]
         skipped = self.strategy.skipped_steps
         norm = self.strategy.optimizer_step(optimizer, self.policy.actor, name=name)
-        return {
-            "optim/grad_norm": float(norm),
-            "optim/skipped": float(self.strategy.skipped_steps - skipped),
-        }
+        metrics = {"optim/skipped": float(self.strategy.skipped_steps - skipped)}
+        # JSON has no word for the norm of a step that was skipped.
+        return metrics | ({"optim/grad_norm": float(norm)} if norm.isfinite() else {})
 
     def _run(
         self, examples: Examples, loss: str, config: dict[str, float], *, learn: bool

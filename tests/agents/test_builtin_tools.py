@@ -1,8 +1,12 @@
 """The calculator and the Python interpreter for agents."""
 
+import asyncio
+
 import pytest
 
 from lightrft.agents.builtin_tools import calculator, python
+from lightrft.agents.messages import ToolCall
+from lightrft.agents.tools import answers
 
 
 @pytest.mark.parametrize(
@@ -50,3 +54,18 @@ def test_a_program_returns_output_and_errors():
         "print(1)\n1 / 0"
     ).startswith("1\n")
     assert "exit code" in python("import os; os._exit(3)")
+
+
+def test_a_result_with_half_of_a_character_can_be_read():
+    """Why: names of files have such, and the episode failed where the answer was rendered."""
+
+    def listing() -> str:
+        return "report-\udce9.txt"
+
+    def broken() -> str:
+        raise ValueError("\udce9")
+
+    tools = {"listing": listing, "broken": broken}
+    calls = [ToolCall(name, {}) for name in tools]
+    found = asyncio.run(answers(tools, calls, lambda began, failed: None, 10))
+    assert [each["content"] for each in found] == ["report-?.txt", "Error: ValueError: ?"]

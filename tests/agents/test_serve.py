@@ -9,14 +9,21 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import httpx
 import psutil
 import pytest
 
+from lightrft.agents.messages import BEGINNING, Turn, TurnRequest, from_bytes
+from lightrft.run.model_server import ServedSession
+from lightrft.types import Prompt
 from malformed import CHAT, MALFORMED, NO_JSON, OF_A_SERVER
 from scripts.prepare_quickstart import tiny_qwen3
 from warm import warm_python
@@ -175,6 +182,32 @@ def test_a_stream_grows_to_what_the_whole_turn_is(server, tools):
 
         with pytest.raises(openai.BadRequestError, match="nothing to answer"):
             client.chat.completions.create(messages=[], stream=True, **greedy)
+
+
+def test_a_client_that_vanishes_while_it_sends_leaves_its_answer_to_nobody():
+    """Why: the next request of the session got the answer to the one before it."""
+    mine, others = Pipe()
+    form = SimpleNamespace(prompt=lambda _, request: Prompt(0, "", request.observation))
+
+    def answer() -> None:
+        for _ in range(2):
+            asked = from_bytes(others.recv_bytes()).observation
+            others.send(Turn(f"after {len(asked)} tokens", [1], "stop", context_ids=asked))
+
+    async def course() -> Turn:
+        with ThreadPoolExecutor(1) as tokenizing:
+            session = ServedSession(mine, form, tokenizing, in_pieces=False)
+            # More than the socket takes before the other side reads.
+            request = TurnRequest([7] * 500_000, BEGINNING)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.request(request), 0.5)
+            reading = threading.Thread(target=answer)
+            reading.start()
+            turn = await session.request(TurnRequest([7] * 3, BEGINNING))
+            reading.join()
+            return turn
+
+    assert asyncio.run(course()).text == "after 3 tokens"
 
 
 def test_bad_requests_are_answered_and_the_server_goes_on(server):

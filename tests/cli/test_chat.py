@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from lightrft.cli.debug.chat import SERVING, _text_of
 from player import Player, ids
 from scripts.prepare_quickstart import tiny_qwen3
 from warm import warm_python
@@ -51,6 +52,14 @@ def test_tools_are_called_between_lines(tmp_path):
     assert sample.token_ids == ids(f"{call}\nt:56$\na:56$\nu:thanks$\na:bye$")
     shown = f"so\n[calculator {json.dumps(arguments)}]\n[calculator] 56\n56\nbye\n"
     assert (tmp_path / "output").read_text() == shown
+
+
+def test_the_address_is_found_between_other_lines(tmp_path):
+    """Why: a word of a later line was the address, and a part of a progress bar ended the chat."""
+    lines = "see the page at http://help.org\nserving m at http://0.0.0.0:81/v1\nbegun at 12:00\n█"
+    (tmp_path / "log").write_bytes(lines.encode()[:-1])
+    with (tmp_path / "log").open() as log:
+        assert SERVING.search(_text_of(log))[1] == "http://0.0.0.0:81/v1"
 
 
 def chat(*arguments, lines=""):

@@ -67,9 +67,8 @@ def load(source: Path | str, **options):
 
 
 def write_lines(path: Path, *rows) -> Path:
-    path.write_text(
-        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n"
-    )
+    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    path.write_bytes(text.encode(errors="surrogatepass"))
     return path
 
 
@@ -138,7 +137,19 @@ BAD_LINES = {
     "malformed": ('{"input": "a"', "not valid JSON .*Expecting"),
     "half a character": (
         '{"input": "a", "label": "\\ud83d"}',
-        r"not valid JSON \(an unpaired surrogate: .ud83d\)",
+        r"the column 'label' contains '.ud83d', half of a character",
+    ),
+    "half a character as bytes": (
+        '{"input": "a", "label": "\ud83d"}',
+        r"the column 'label' contains '.ud83d', half of a character",
+    ),
+    "half a character in a name": (
+        '{"input": "a", "\\ud83d": 1}',
+        r"the name of a column contains '.ud83d', half of a character",
+    ),
+    "a key twice": (
+        '{"input": "a", "label": "1", "label": "2"}',
+        "not valid JSON .an object has the key 'label' twice",
     ),
     "deep": (
         '{"input": ' + "[" * 100_000 + "]" * 100_000 + "}",
@@ -170,6 +181,16 @@ def test_a_bad_line_is_fatal_with_file_and_line(tmp_path, case):
     file = write_lines(tmp_path / "data.jsonl", {"input": "good"}, "", line, {"input": "good"})
     with pytest.raises(DataError, match=f"--prompt_data: {file}:3: {message}.* --bad_rows skip"):
         load(file, prompt_max_len=10)
+
+
+def test_half_a_character_in_messages_that_are_json(tmp_path):
+    messages = '[{"role": "user", "content": "\\ud83d"}]'
+    file = write_lines(tmp_path / "data.jsonl", {"input": messages})
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with pytest.raises(
+        DataError, match="data.jsonl:1: the text contains '.ud83d', half of a character"
+    ):
+        load(file, template=template, apply_chat_template=True)
 
 
 def test_bytes_that_are_not_utf8(tmp_path):

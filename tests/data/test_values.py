@@ -216,6 +216,12 @@ def test_a_truncated_parquet_file(tmp_path):
         load(file)
 
 
+def test_columns_of_one_name(tmp_path):
+    pq.write_table(pa.table([["a"], ["b"]], names=["input", "input"]), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="rows.parquet: 2 columns are called 'input'; rename them"):
+        load(tmp_path / "rows.parquet")
+
+
 def test_labels_of_all_types_reach_worker_processes(tmp_path):
     """In many files a column of integers with a missing one is a column of floats.
 

@@ -6,10 +6,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightrft.cli.debug import bundle as bundle_command
 from lightrft.cli.debug import replay as replay_command
 from lightrft.config.errors import ConfigError
+from lightrft.config.references import RewardTerm, reward_model_terms
 from lightrft.recorder.bundle import Bundle, write_bundle
 from lightrft.recorder.replay import Replay, explanation, replay
 from lightrft.run.digests import OF_SEQUENCES, PHASES
@@ -17,6 +19,7 @@ from lightrft.trainer import build
 from ranks import run_ranks
 from recorder.planted import run_all
 from runs import PPO, prepare
+from scripts.prepare_quickstart import tiny_qwen3
 
 pytestmark = pytest.mark.slow
 
@@ -31,23 +34,47 @@ RUNS = {
         *["--self_teacher=actor", "--teacher_prompt_key=label"],
         *["--measure_kl", "--ref_ema=0.9", "--entropy_coef=0.01", "--entropy_target=9"],
     ],
+    "elsewhere": [
+        *["--train_batch_size=16", "--distill_coef=0.5", "--enable_ema"],
+        "--teacher_pretrain={folder}/teacher",
+    ],
 }
+ENGINE = {
+    "engine_type": "vllm",
+    "engine_args": '{"max_num_seqs": 8}',
+    "engine_tp_size": 2,
+    "speculative": "draft",
+    "draft_pretrain": "/gone/draft",
+    "rollout_quantization": "int8",
+}
+"""Settings of an engine that a replay does not have. Samples are recorded, so they do not matter."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     inputs = prepare(folder)
+    tiny_qwen3(folder / "teacher", seed=1)
     planned = [
         (
             str(folder / name),
-            [*inputs, *FLAGS, *flags, f"--dump_rollouts={folder / f'{name}_samples'}"],
+            [
+                *inputs,
+                *FLAGS,
+                *(flag.format(folder=folder) for flag in flags),
+                f"--dump_rollouts={folder / f'{name}_samples'}",
+            ],
             "",
         )
         for name, flags in (*RUNS.items(), ("ranks", RUNS["plain"]))
     ]
     run_ranks(1, run_all, planned[:-1])
     run_ranks(2, run_all, planned[-1:])
+    written = folder / "elsewhere" / "config.yaml"
+    config = yaml.safe_load(written.read_text())
+    config["engine"] |= ENGINE
+    config["strategy"]["ep_size"] = 2
+    written.write_text(yaml.safe_dump(config))
     return folder
 
 
@@ -66,7 +93,7 @@ def repeated(runs, tmp_path_factory) -> dict[tuple[str, int], Replay]:
     paths = [write_bundle(runs / name, step, folder / f"{name}{step}.zip") for name, step in steps]
     assert max(path.stat().st_size for path in paths) < 10e6
     # The program that reads a bundle has nothing but the bundle.
-    hidden = [runs / name for name in ("model", "train.jsonl", "reward.py", "checkpoints")]
+    hidden = [runs / name for name in ("model", "teacher", "train.jsonl", "reward.py")]
     for path in hidden:
         if path.exists():
             path.rename(path.with_name(f"{path.name}.hidden"))
@@ -154,6 +181,32 @@ def test_commands_print_what_is_equal(runs, tmp_path):
     assert sample[0] == 0 and "sample 7: group" in sample[1] and "gradient   equal" in sample[1]
     assert unknown[0] == 2
     assert other[0] == 1 and "rewards    different" in other[1]
+
+
+def with_settings(run: Path, copy: Path, section: str, **values) -> Path:
+    """Return a copy of a run that has other settings."""
+    shutil.copytree(run, copy)
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    config[section] |= values
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    return copy
+
+
+def test_folders_of_reward_models_are_not_needed(runs, tmp_path):
+    """Their scores are recorded."""
+    models = {"reward_pretrain": ["/gone/judge:0.5"]}
+    run = with_settings(runs / "plain", tmp_path / "run", "model", **models)
+    path = write_bundle(run, 1, tmp_path / "a.zip")
+    bundle = Bundle.unpack(path, tmp_path / "bundle")
+    ((flag, term),) = reward_model_terms(bundle.config.model)
+    expected = RewardTerm("judge", str(tmp_path / "bundle"), 0.5)
+    assert (flag, term) == ("reward_pretrain", expected)
+
+
+def test_a_draft_that_learns_is_refused(runs, tmp_path):
+    run = with_settings(runs / "plain", tmp_path / "run", "optim", draft_learning_rate=1e-3)
+    with pytest.raises(ConfigError, match="without environments, .* and --draft_learning_rate"):
+        write_bundle(run, 1, tmp_path / "a.zip")
 
 
 def test_what_a_bundle_lacks_is_said(runs, tmp_path):

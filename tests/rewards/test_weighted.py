@@ -182,3 +182,16 @@ def test_each_reward_is_normalised_alone_and_weighed_by_its_flag(file):
     sums = [-0.5 + 0.577350, -2 + 0.5 - 0.288675, 2 - 0.288675]
     std = (sum(one * one for one in sums) / 2) ** 0.5
     assert compare(gathered).tolist() == pytest.approx([one / std for one in sums], abs=1e-3)
+
+
+def test_equal_parts_of_a_reward_have_no_advantage(file):
+    """The mean of three times 0.1 is another number in float64."""
+    terms = f"{file}:length:0.1"
+    samples = [sample("a") for _ in range(3)]
+    rewarded(terms, *samples)
+    gathered = GatheredRewards.share(
+        Axis("data", 1, 0, None), samples, first_row=0, components=True
+    )
+    section = AlgorithmSection(advantage_estimator="gdpo")
+    compare = CompareRewards(section, RewardShaper(RewardSection(), longest=10), {"length": 0.1})
+    assert compare(gathered).tolist() == [0.0] * 3

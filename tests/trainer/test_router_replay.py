@@ -125,6 +125,25 @@ def test_biases_move_alike_in_every_layout(folder: Path, tmp_path: Path) -> None
         )
 
 
+@pytest.mark.parametrize("layout", [["--ep_size=2"], ["--fsdp=false", "--zero_stage=3"]])
+def test_biases_are_part_of_averages_and_of_a_reference_that_moves(
+    folder: Path, tmp_path: Path, layout: list[str]
+) -> None:
+    rate = 0.3  # so large that other biases choose other experts
+    flags = [*inputs(folder, "biased"), *REPLAY, *layout, f"--router_bias_rate={rate}"]
+    flags += ["--enable_ema", "--ema_beta=0.5", "--measure_kl", "--ref_refresh_steps=1"]
+    rows = train("train_ppo", 2, [*flags, "--max_steps=2"], tmp_path)
+    assert all(row["train/kl_k3"] < 1e-6 for row in rows), "it is the actor before the step"
+
+    last, average = (
+        load_file(tmp_path / name / "model.safetensors")[BIAS] for name in ("model", "model_ema")
+    )
+    first = (average - 0.5 * last) / 0.25
+    steps = torch.stack([first, last - first]) / rate
+    torch.testing.assert_close(steps, steps.sign(), rtol=0, atol=1e-5)
+    assert steps[0].abs().sum() > 0
+
+
 def test_the_mismatch_of_bfloat16_falls_tenfold(folder: Path, tmp_path: Path) -> None:
     close_calls(tmp_path / "model", experts=64)
     model = f"--pretrain={tmp_path / 'model'}"

@@ -288,6 +288,19 @@ def test_a_wrong_datum_is_refused_by_its_meaning(client, columns, loss, config, 
         client.forward_backward([datum(SENTENCE, **columns)], loss, config).result()
 
 
+def test_a_step_without_a_finite_gradient_is_skipped_and_says_so(client):
+    """Why: the answer was refused, because JSON has no number for the norm."""
+    never = {"logprobs": [-1e30] * 4, "advantages": [1.0] * 4}
+    client.forward_backward([datum(SENTENCE, **never)], "importance_sampling").result()
+    adam = types.AdamParams(learning_rate=1e-3)
+    assert client.optim_step(adam).result().metrics == {"optim/skipped": 1.0}
+
+    data = [datum(SENTENCE, weights=[1.0] * 4)]
+    client.forward_backward(data, "cross_entropy").result()
+    metrics = client.optim_step(adam).result().metrics
+    assert metrics["optim/skipped"] == 0.0 and metrics["optim/grad_norm"] > 0
+
+
 def test_what_the_server_lacks_is_refused_by_name(adapters, full, client):
     service = tinker.ServiceClient(base_url=adapters.url)
 

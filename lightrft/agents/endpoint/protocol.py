@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from lightrft.agents.history import good_calls
-from lightrft.agents.messages import RANGES, Turn, check_sampling, check_text
+from lightrft.agents.messages import RANGES, Turn, check_sampling
+from lightrft.config.values import check_text
 
 Body = dict[str, Any]
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {

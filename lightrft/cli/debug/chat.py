@@ -10,6 +10,7 @@ It starts `lightrft serve` with all other flags, such as --engine_type, --temper
 import argparse
 import asyncio
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 from lightrft.agents.messages import Message
 from lightrft.agents.programs import ProgramSetup
@@ -30,6 +31,8 @@ from lightrft.config.references import MODEL_KEY
 from lightrft.launch.forks import end_with
 
 POLL_SECONDS = 0.1
+SERVING = re.compile(r"serving .* at (http://\S+/v1)\s")
+"""What `lightrft serve` writes when it answers."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -69,14 +72,19 @@ def _server(flags: list[str]) -> Iterator[tuple[str, str]]:
             preexec_fn=partial(end_with, os.getpid()),
         )
         try:
-            while " at http://" not in (text := os.pread(log.fileno(), 1 << 20, 0).decode()):
+            while not (found := SERVING.search(text := _text_of(log))):
                 if process.poll() is not None:
                     raise ValueError("\n".join(["no server:", *text.splitlines()[-10:]]))
                 time.sleep(POLL_SECONDS)
-            yield text.rpartition(" at ")[2].split()[0], key
+            yield found[1], key
         finally:
             process.terminate()
             process.wait()
+
+
+def _text_of(log: TextIO) -> str:
+    """Return what a process has written so far, perhaps only a part of the last character."""
+    return os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
 
 
 async def talk(client: Any, system_prompt: str, tools: Tools, tool_seconds: float) -> None:

@@ -18,6 +18,8 @@ from uuid import UUID
 import numpy as np
 import pyarrow as pa
 
+from lightrft.config.values import check_text
+
 KINDS = "text, a number, true, false, a date, a list or an object"
 
 
@@ -67,7 +69,9 @@ def plain_row(row: Mapping[str, Any], *, leave: Collection[str] = ()) -> dict[st
     Raise ValueError for a value without a plain form, and name its column.
     """
     return {
-        name: value if name in leave else plain(value, f"the column {name!r}")
+        _key(name, "the name of a column"): value
+        if name in leave
+        else plain(value, f"the column {name!r}")
         for name, value in row.items()
     }
 
@@ -78,7 +82,10 @@ def plain(value: Any, place: str) -> Any:
     Decimals become numbers, or text if a float cannot hold their digits. Dates and times become
     text in ISO 8601, durations seconds. NumPy's values become Python's.
     """
-    if value is None or isinstance(value, str | bytes | int | float):
+    if isinstance(value, str):
+        check_text(value, place)
+        return value
+    if value is None or isinstance(value, bytes | int | float):
         return value
     if isinstance(value, Mapping):
         return {_key(name, place): plain(inner, place) for name, inner in value.items()}

@@ -6,6 +6,8 @@ from itertools import accumulate, pairwise
 
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.values import check_text
+
 ANCHOR = "\n"
 """Text before an answer that is tokenized alone, so that no space is written before it."""
 
@@ -17,8 +19,9 @@ def text_tokens(
 
     The tokens that the tokenizer adds at a beginning are added unless the text has them. Those at
     an end are not added, because an answer follows. A chat template writes its own special tokens,
-    so `special_tokens` is False for its texts.
+    so `special_tokens` is False for its texts. Raise ValueError for half of a character.
     """
+    check_text(text)
     plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not special_tokens:
         return plain
