@@ -273,7 +273,10 @@ def check_engine(kind: type[Engine], folder: str, dtype: torch.dtype, **section:
     engine.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name == "gemma2" else pytest.mark.slow) for name in FAMILIES],
+)
 def test_families(family: str, tmp_path) -> None:
     folder = make_family(family, tmp_path)
     for dtype in DTYPES:
