@@ -33,6 +33,32 @@ import pytest  # noqa: E402  (the environment comes first)
 from hypothesis import settings  # noqa: E402
 
 CACHED = type(cache(len))
+TESTS = Path(__file__).parent
+LONGEST = (
+    "engine/test_contract.py",
+    "engine/test_vllm.py",
+    "test_extras.py",
+    "trainer/test_rollout_ranks.py",
+    "trainer/test_recipes.py",
+    "engine/test_sglang.py",
+    "engine/test_images.py",
+    "engine/test_speculation.py",
+    "bench/test_memory.py",
+    "rollout/test_images.py",
+    "strategy/test_contract.py",
+    "trainer/test_environments.py",
+    "rollout/test_video_and_sound.py",
+    "invariants/test_no_dead_flags.py",
+    "scripts/test_gpu_check.py",
+    "engine/test_hybrids.py",
+    "engine/test_quantized.py",
+    "engine/test_experts.py",
+    "models/test_liger_kernel.py",
+    "recorder/test_replay.py",
+    "recorder/test_differences.py",
+    "strategy/test_lora.py",
+)
+"""Files that begin first, so that the last minutes of a run have short ones for all processes."""
 
 # the same examples, however busy the machine is
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -75,6 +101,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     import torch  # not in the process that only distributes the tests
 
     if not torch.accelerator.is_available():

@@ -25,19 +25,19 @@ def larger_model(tiny: str, folder: Path) -> int:
 
 
 def larger_mixture(folder: Path) -> tuple[int, int]:
-    """Write a random mixture of 32 experts in 8 layers, as published, in bfloat16.
+    """Write a random mixture of 64 experts in 4 layers, as published, in bfloat16.
 
     Returns its bytes in float32: of the whole model, and of a layer.
     """
     config = Qwen3MoeConfig(
         hidden_size=512,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
         intermediate_size=512,
         moe_intermediate_size=256,
-        num_experts=32,
+        num_experts=64,
         num_experts_per_tok=2,
         vocab_size=1000,
     )

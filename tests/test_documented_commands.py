@@ -221,7 +221,12 @@ def codes() -> Iterator[tuple[str, str]]:
 
 
 FLAGS_OF_PAGES = sorted(
-    {(page, code) for page, code in codes() if code.startswith("--") and not MESSAGE.search(code)}
+    # A page without commands of scripts stands for all other such pages with the same words.
+    {
+        (page if page in MEASURED else "", code): (page, code)
+        for page, code in codes()
+        if code.startswith("--") and not MESSAGE.search(code)
+    }.values()
 )
 INLINE_COMMANDS = sorted(
     {

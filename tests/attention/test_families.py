@@ -20,9 +20,17 @@ REFUSED = {
     "recurrent_gemma": "it carries a recurrent state that flat batches do not support",
 }
 """Reasons that must not change unnoticed, one of each kind."""
+COMMON = {"gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+"""Families of the quick tests; all take half a minute."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in COMMON else pytest.mark.slow)
+        for family in FAMILIES
+    ],
+)
 def test_packed_equals_alone_or_the_family_is_refused(family):
     found = verdict(family)
     assert found.logprobs <= LOOSE.get(family, 1e-5)
@@ -35,6 +43,7 @@ def test_reasons():
     assert not NOT_CHECKED.keys() & set(FAMILIES)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not transformers.__version__.startswith("5.19"), reason="the page is about version 5.19"
 )

@@ -39,7 +39,14 @@ from lightrft.types import Batch
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "lengths, alike, copies",
-    [(LENGTHS, 0, False), *product((LENGTHS, [9] * 4), (2, 3), (False, True))],
+    [
+        *[(LENGTHS, 0, False), (LENGTHS, 3, False), ([9] * 4, 2, True)],
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)  # the sweep takes seconds
+            for case in product((LENGTHS, [9] * 4), (2, 3), (False, True))
+            if case not in ((LENGTHS, 3, False), ([9] * 4, 2, True))
+        ],
+    ],
 )
 def test_packed_equals_each_sequence_alone(name, lengths, alike, copies, monkeypatch):
     """Also where pasts are shared and computed once, whether attention copies them or not."""

@@ -36,6 +36,8 @@ from lightrft.types import Batch, SharedPrefix
 
 LONG = [70, 70, 75, 90]
 """Longer than the chunks of every family."""
+ALONE = (LENGTHS, 0), (LONG, 0)
+"""Batches without shared prefixes. They are slow tests, because all families take seconds."""
 
 
 def batch_of(lengths: list[int], alike: int) -> Batch:
@@ -45,7 +47,11 @@ def batch_of(lengths: list[int], alike: int) -> Batch:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize(
-    ("lengths", "alike"), [(LENGTHS, 0), (LENGTHS, 3), ([9] * 4, 2), (LONG, 0), (LONG, 28)]
+    ("lengths", "alike"),
+    [
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in (*ALONE, ([9] * 4, 2))],
+        *[(LENGTHS, 3), (LONG, 28)],
+    ],
 )
 def test_packed_equals_each_sequence_alone(name, lengths, alike):
     """Also with prefixes that are computed once, and with a prefix of prefixes."""

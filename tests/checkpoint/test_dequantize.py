@@ -160,6 +160,7 @@ def test_another_quantization_is_named(tmp_path, tensors):
     assert not list((tmp_path / "home" / "lightrft" / "dequantized").rglob("config.json"))
 
 
+@pytest.mark.slow
 def test_one_file_is_in_memory_at_a_time(tmp_path):
     """A model of 256 MB is written in files of 32 MB with less than 160 MB on top."""
     tensors = {}

@@ -111,14 +111,21 @@ def one_bos(name: str, token_ids) -> bool:
     return list(token_ids).count(reader.bos_token_id) == int(writes)
 
 
+COMMON = {"qwen3", "llama3_1", "gemma3", "deepseekv3", "gptoss"}
+"""Templates of the quick tests; all take seconds."""
+
+
 def test_the_wheel_has_templates():
-    assert (
-        len(SHIPPED) > 60
-        and {"qwen3", "llama3_1", "gemma3", "deepseekv3", "gptoss"} <= SHIPPED.keys()
-    )
+    assert len(SHIPPED) > 60 and COMMON <= SHIPPED.keys()
 
 
-@pytest.mark.parametrize("name", sorted(SHIPPED))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in COMMON else pytest.mark.slow)
+        for name in sorted(SHIPPED)
+    ],
+)
 def test_rows_in_all_forms(name):
     """All forms of one row give what transformers renders.
 

@@ -1107,7 +1107,7 @@ def ids_without_a_token_never_come(bench: Bench) -> None:
     The cases of log-probs show that both sides normalise without the unknown ones.
     """
     unknown = set(unknown_ids(bench.model))
-    hot = Sampling(n=8, max_tokens=60, seed=8, temperature=50.0)
+    hot = Sampling(n=8, max_tokens=30, seed=8, temperature=50.0)
     sampled = {
         token
         for samples in bench.generate(PROMPTS, hot)
@@ -1124,7 +1124,7 @@ def the_first_token_has_a_temperature_of_its_own(bench: Bench) -> None:
     So it is beside requests without a temperature for the first token.
     """
     prompt = PROMPTS[0]
-    fire = Sampling(n=24, max_tokens=6, temperature=0.7, seed=5, first_token_temperature=30.0)
+    fire = Sampling(n=24, max_tokens=3, temperature=0.7, seed=5, first_token_temperature=30.0)
     own = [fire, GREEDY, replace(fire, n=1, max_tokens=1), replace(fire, temperature=0)]
     requests = [
         Request(PROMPTS[1] if index == 1 else prompt, sampling=sampling)

@@ -32,7 +32,8 @@ def test_an_engine_holds_adapters_beside_the_weights(folder: str, layout: str) -
         assert found == dict.fromkeys(found, True)
 
 
-@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_the_mismatch_in_bfloat16_is_that_of_the_model(folder: str, engine: str) -> None:
     """No more than a tenth above that of the same engine without adapters."""
     if engine == "vllm":

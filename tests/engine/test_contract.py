@@ -107,7 +107,7 @@ def outcomes(folders: Callable[..., tuple[str, str]]) -> Callable[[str], list[di
         pytest.param(
             name,
             case.__name__,
-            marks=() if layout.engine == "hf" and layout.ranks == 1 else pytest.mark.slow,
+            marks=() if name == "hf" else pytest.mark.slow,
         )
         for name, layout in LAYOUTS.items()
         for case in layout.cases

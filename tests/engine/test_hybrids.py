@@ -16,7 +16,6 @@ from engine.contract import (
 from flat_models import make_model
 from lightrft.attention.recurrent import lift_time_step_limits
 from lightrft.engine.base import EngineError, Request, Sampling
-from lightrft.engine.vllm.arguments import mamba2_problem
 from lightrft.parallel.mesh import Mesh
 from ranks import run_ranks
 from sglang_environment import beside_torchvision
@@ -198,6 +197,8 @@ def test_what_vllm_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_settings_of_mamba_2_that_vllm_reads_otherwise_are_refused() -> None:
+    from lightrft.engine.vllm.arguments import mamba2_problem  # imports vLLM, which takes seconds
+
     refused = {
         "granitemoehybrid": ({"mamba_n_groups": 2}, "each of its 2 groups"),
         "falcon_h1": ({"mamba_rms_norm": True}, "after the gate"),

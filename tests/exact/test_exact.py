@@ -165,7 +165,7 @@ def rows_alone_and_together(vocabulary: int, products: Products, threads: int) -
     torch.testing.assert_close(entropy, of_plain)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_logprobs_do_not_depend_on_other_rows(threads: int) -> None:
     """A host sums rows of 37,500 logits in parts of 6, and would divide a single one.
 
@@ -273,7 +273,10 @@ def check_engine(kind: type[Engine], folder: str, dtype: torch.dtype, **section:
     engine.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name == "gemma2" else pytest.mark.slow) for name in FAMILIES],
+)
 def test_families(family: str, tmp_path) -> None:
     folder = make_family(family, tmp_path)
     for dtype in DTYPES:

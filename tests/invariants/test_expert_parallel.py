@@ -48,6 +48,7 @@ def all_trained(folders: dict[str, str]) -> dict[str, Trained]:
     }
 
 
+@pytest.mark.slow
 def test_divided_experts_learn_as_plain_torch(tmp_path: Path) -> None:
     folder = family_model(tmp_path, "qwen3_moe", kv_heads=4)
     assert_all_are_plain_torch(folder, "token-mean", LAYOUTS, steps=STEPS)

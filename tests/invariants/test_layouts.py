@@ -356,6 +356,7 @@ def test_truncated_sampling_is_plain_torch_in_every_layout(folder):
     assert_all_are_plain_torch(folder, "truncated", layouts, steps=2)
 
 
+@pytest.mark.slow
 def test_a_loss_of_sequences_is_plain_torch_in_every_layout(folder):
     """Chunks hold whole sequences, or logits are computed again; ranks may have parts of them."""
     layouts = [
@@ -372,6 +373,7 @@ def test_a_loss_of_sequences_is_plain_torch_in_every_layout(folder):
     assert_all_are_plain_torch(folder, "gspo", layouts, steps=2)
 
 
+@pytest.mark.slow
 def test_prompts_that_lie_on_several_ranks_are_plain_torch(folder):
     """The mean of each prompt is over all ranks, and bad sequences are masked whole."""
     layouts = [

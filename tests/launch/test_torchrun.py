@@ -2,6 +2,7 @@
 that says how to go on.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -68,19 +69,45 @@ def test_ctrl_c_ends_a_run_with_a_checkpoint_one_line_and_its_code(tmp_path):
     assert list((tmp_path / "run/checkpoints").glob("step*/manifest.json"))
 
 
+APART = """
+import json, os, sys
+import torch.distributed
+
+assert "torch.distributed.run" not in sys.modules
+for arguments, variables in json.loads(sys.argv[1]):
+    if not (case := os.fork()):
+        sys.argv[:] = ["torchrun", *arguments]
+        os.environ.update(variables)
+        break
+    ended = os.waitstatus_to_exitcode(os.waitpid(case, 0)[1])
+    print(f"ended with {ended}", file=sys.stderr, flush=True)
+else:
+    sys.exit()
+"""
+"""Program that goes on once for each case, in a fork with the arguments and variables of the case.
+
+A fresh interpreter would take two seconds for each.
+"""
 OTHER = """
-import signal, sys
-sys.argv = ["torchrun", *sys.argv[1:]]
 from lightrft.launch.torchrun import install
 install()
+import signal
 from torch.distributed.elastic.multiprocessing.api import SignalException
 raise SignalException("stopped", signal.SIGINT) if sys.argv[-1] != "fails" else RuntimeError("broken")
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "last"),
-    [
+def each_apart(
+    program: str, cases: list[tuple[list[str], dict[str, str]]], path: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a program with the arguments and variables of each case."""
+    environment = os.environ | ({"PYTHONPATH": path} if path else {})
+    command = [sys.executable, "-c", APART + program, json.dumps(cases)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_only_signals_of_our_own_programs_are_shortened():
+    cases = [
         (["-m", "lightrft.cli.train_ppo"], 130, "torchrun: stopped by SIGINT"),
         (["-m", "lightrft.cli.train_ppo", "fails"], 1, "RuntimeError: broken"),
         (
@@ -88,46 +115,30 @@ raise SignalException("stopped", signal.SIGINT) if sys.argv[-1] != "fails" else 
             1,
             "torch.distributed.elastic.multiprocessing.api.SignalException: stopped",
         ),
-    ],
-)
-def test_only_signals_of_our_own_programs_are_shortened(arguments, code, last):
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ,
-        timeout=60,
-    )
-    assert (done.returncode, done.stderr.rstrip().splitlines()[-1]) == (code, last)
+    ]
+    done = each_apart(OTHER, [(arguments, {}) for arguments, *_ in cases])
+    said = done.stderr.splitlines()
+    ends = [place for place, line in enumerate(said) if line.startswith("ended with ")]
+    assert [(said[place], said[place - 1]) for place in ends] == [
+        (f"ended with {code}", last) for _, code, last in cases
+    ]
 
 
 WAITS = """
-import sys
-sys.argv = ["torchrun", "--nproc-per-node", "2", *sys.argv[1:]]
 from torch.distributed.run import config_from_args, get_args_parser
-config, *_ = config_from_args(get_args_parser().parse_args(sys.argv[1:]))
+arguments = ["--nproc-per-node", "2", *sys.argv[1:]]
+config, *_ = config_from_args(get_args_parser().parse_args(arguments))
 print(config.shutdown_timeout)
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "seconds"),
-    [
-        (["-m", "lightrft.cli.train_ppo"], {}, 600),
-        (["-m", "lightrft.cli.train_ppo"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 7),
-        (["--shutdown-timeout", "5", "-m", "lightrft.cli.train_ppo"], {}, 5),
-        (["-m", "another.program"], {}, 30),
-    ],
-)
-def test_torchrun_waits_for_the_checkpoint_of_our_own_programs(
-    tmp_path, arguments, environment, seconds
-):
-    environment = os.environ | {"PYTHONPATH": plug_in(tmp_path)} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", WAITS, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=60,
-    )
-    assert done.stdout.strip() == str(seconds), done.stderr
+def test_torchrun_waits_for_the_checkpoint_of_our_own_programs(tmp_path):
+    own = ["-m", "lightrft.cli.train_ppo"]
+    cases = {
+        600: (own, {}),
+        7: (own, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}),
+        5: (["--shutdown-timeout", "5", *own], {}),
+        30: (["-m", "another.program"], {}),
+    }
+    done = each_apart(WAITS, [*cases.values()], plug_in(tmp_path))
+    assert done.stdout.split() == [str(seconds) for seconds in cases], done.stderr

@@ -49,7 +49,7 @@ def prepare() -> None:
 
 
 def results(actor: Actor) -> tuple[Tensor, dict[str, Tensor]]:
-    values = actor(make_batch([5, 7, 9]), 0.8)
+    values = actor(make_batch([3, 2, 4]), 0.8)
     weighted(values).backward()
     return values[0].detach(), {
         name: whole(gradient) for name, gradient in gradients_of(actor.language_model).items()

@@ -912,14 +912,14 @@ def test_the_weight_gradient_of_bf16_is_summed_in_float32():
 
 @pytest.mark.slow
 def test_memory_of_the_host_stays_within_a_few_chunks():
-    """Measured in a process of its own: 4096 tokens of 32,000 are 524 MB of logits.
+    """Measured in a process of its own: 8192 tokens of 32,000 are 1,049 MB of logits.
 
-    The automatic chunk is 134 MB.
+    The automatic chunk is 134 MB. There are one or two at the peak, by what the allocator returns.
     """
     result = subprocess.run(
         [sys.executable, "-c", MEASURE_PEAK], capture_output=True, text=True, check=True
     )
-    assert int(result.stdout) < 250e6
+    assert int(result.stdout) < 400e6
 
 
 MEASURE_PEAK = """
@@ -927,10 +927,10 @@ import resource, torch
 from lightrft.models.logprobs import token_logprobs
 torch.set_num_threads(1)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-hidden, weight = torch.randn(4096, 16, requires_grad=True), torch.randn(32000, 16, requires_grad=True)
+hidden, weight = torch.randn(8192, 16, requires_grad=True), torch.randn(32000, 16, requires_grad=True)
 token_logprobs(hidden[:8], weight, torch.arange(8))[0].sum().backward()  # what the first call loads is not counted
 before = peak()
-logprobs, entropy = token_logprobs(hidden, weight, torch.arange(4096))
+logprobs, entropy = token_logprobs(hidden, weight, torch.arange(8192))
 (logprobs.sum() + 0.1 * entropy.detach().sum()).backward()
 print(peak() - before)
 """

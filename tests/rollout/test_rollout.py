@@ -23,7 +23,7 @@ from lightrft.rollout.groups import GroupOutcome, History
 from lightrft.rollout.rollout import Rollout
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from lightrft.types import Prompt
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 
 ALONE = Axis("data", 1, 0, None)
 
@@ -736,6 +736,18 @@ def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:
     )
 
 
+@cache
+def divided_over_two_ranks() -> dict[tuple[str, str], list]:
+    """Return what each rank says, for each case and schedule."""
+    cases = {
+        (case, schedule): (flags, schedule)
+        for case, flags in DIVIDED.items()
+        for schedule in ("longest_first", "fifo")
+        if schedule == "longest_first" or "over_sampling" not in flags
+    }
+    return run_cases(2, divided, cases)
+
+
 @pytest.mark.parametrize("case", DIVIDED)
 def test_divided_groups_are_complete_at_home(case):
     """Ranks share the responses of a prompt.
@@ -743,7 +755,7 @@ def test_divided_groups_are_complete_at_home(case):
     Each learns in the same order what `fifo` would have given it.
     """
     flags = DIVIDED[case]
-    pair = run_ranks(2, divided, flags, "longest_first")
+    pair = divided_over_two_ranks()[case, "longest_first"]
     both = set(pair[0][1]) & set(pair[1][1])
     assert len(both) > 4, "groups were divided"
 
@@ -761,7 +773,7 @@ def test_divided_groups_are_complete_at_home(case):
 
     if "over_sampling" not in flags:
         assert [learned for learned, *_ in pair] == [
-            learned for learned, *_ in run_ranks(2, divided, flags, "fifo")
+            learned for learned, *_ in divided_over_two_ranks()[case, "fifo"]
         ]
 
     if case == "partial":

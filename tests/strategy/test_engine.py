@@ -74,7 +74,11 @@ def mismatch(folder: str, counts: tuple[int, int], args: dict):
 
 @pytest.mark.parametrize(
     "args",
-    [{}, {"engine_sleep_level": 1}, {"enable_engine_sleep": True, "dp_replicate": 2}],
+    [
+        {},
+        pytest.param({"engine_sleep_level": 1}, marks=pytest.mark.slow),
+        pytest.param({"enable_engine_sleep": True, "dp_replicate": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_engine_has_the_weights_of_the_actor_after_a_step(folder, args):

@@ -71,6 +71,7 @@ def divided_course(ep: int, folder: str, root: Path, *others: Path) -> tuple[lis
     return course(folder, root, *others, ep=ep)
 
 
+@pytest.mark.slow
 def test_checkpoints_go_to_and_fro_between_numbers_of_ranks_with_the_same_experts(
     folder: str, tmp_path: Path
 ) -> None:

@@ -392,4 +392,5 @@ def test_a_rank_holds_its_part_of_a_mixture_and_one_layer(mixture, args):
         f"{size / 1e6:.0f} MB of parameters, {layer / 1e6:.0f} MB a layer:"
         f" {[round(peak / 1e6) for peak in found]} MB"
     )
-    assert all(peak < size / 4 + layer for peak in found)
+    # Two layers at once would be half a layer above, and pages of other things are a small part.
+    assert all(peak < size / 4 + 1.5 * layer for peak in found)

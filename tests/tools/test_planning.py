@@ -163,6 +163,7 @@ def test_traffic_by_hand():
     assert each.between_replicas(4, 1) == 0 and each.between_replicas(4, 2) == 2 * 10 / 2
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_on_every_device_is_advised_not_to_be_sharded():
     def advice(name: str, *flags: str) -> list[str]:
         config = parse(["--config", CONFIG, "--fsdp", "--bf16", *flags], "train_ppo")

@@ -117,6 +117,7 @@ def test_adapters_are_those_of_plain_torch(inputs, tmp_path):
     assert_adapters_equal("train_kto", flags, expected, tmp_path)
 
 
+@pytest.mark.slow
 def test_two_ranks_report_what_one_reports(inputs, tmp_path):
     flags = [*inputs, inputs[1].replace("prompt_data", "eval_data"), "--fsdp", "--eval_steps=1"]
     one, two = (

@@ -115,6 +115,7 @@ def test_adapters_and_the_head_are_those_of_plain_torch(inputs, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_report_what_one_reports(inputs, tmp_path):
     flags = [*inputs, inputs[1].replace("prompt_data", "eval_data"), "--fsdp"]
     one, two = (

@@ -278,6 +278,7 @@ def test_a_job_requeued_before_its_first_save_begins_afresh(inputs, tmp_path, mo
     assert [path.name for path in (tmp_path / "ckpt").iterdir() if path.is_dir()] == ["step4"]
 
 
+@pytest.mark.slow
 def test_every_checkpoint_has_a_folder_for_from_pretrained(inputs, finished):
     for step in (2, 4, 6):
         folder = finished / "checkpoints" / f"step{step}" / "hf"
