@@ -162,16 +162,18 @@ def sum_of_bits(tensor: Tensor, factors: Tensor) -> Tensor:
     """
     local = local_part(tensor)
     words = local.detach().contiguous().view(-1).view(WORDS[local.itemsize])
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for chunk in words.split(len(factors)):
-        wide = chunk.long()
-        # CUDA has no inner product of integers; on a CPU it is several times as fast.
-        if wide.device.type == "cpu":
-            part = wide.dot(factors[: len(wide)])
-        else:
-            part = wide.mul_(factors[: len(wide)]).sum()
-        total = total * ODD + part
+    first, *others = words.split(factors.numel())
+    total = _inner_product(first, factors)
+    for chunk in others:
+        total = total * ODD + _inner_product(chunk, factors)
     return total
+
+
+def _inner_product(words: Tensor, factors: Tensor) -> Tensor:
+    wide = words.long()
+    factors = factors[: wide.numel()]
+    # CUDA has no inner product of integers; on a CPU it is several times as fast.
+    return wide.dot(factors) if wide.is_cpu else wide.mul_(factors).sum()
 
 
 def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:

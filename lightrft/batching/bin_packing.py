@@ -174,28 +174,40 @@ class Packer:
         If no bin has room, one more per rank is opened. With `max_work`, the largest cost of a bin,
         none is opened, and the bin of a row that is left is -1.
         """
-        bin_of = []
-        free = [self.limits.tokens] * count
-        places = [self.limits.sequences] * count
-        # Heap of bins, cheapest first: load times MOST_BINS, plus the bin. Plain integers are
-        # compared faster than tuples.
-        open_ = list(range(count))
-
-        # Heap of bins that were too full for some row, emptiest first: shorter rows may fit.
-        parked: list[tuple[int, int]] = []
+        tokens = self.limits.tokens
+        sizes = self.sizes[rows]
         costs = self.works[rows] * MOST_BINS
-        for size, cost in zip(self.sizes[rows].tolist(), costs.tolist(), strict=True):
-            while parked and -parked[0][0] >= size:
-                heapq.heappush(open_, heapq.heappop(parked)[1])
+        # The first rows get a bin each: an empty bin has room, and is cheaper than all others.
+        begun = min(count, len(rows)) if max_work is None and self.limits.sequences > 1 else 0
+        bin_of = list(range(begun))
+        used = [*sizes[:begun].tolist(), *[0] * (count - begun)]
+        places = [self.limits.sequences - (bin_ < begun) for bin_ in range(count)]
 
-            while open_ and free[open_[0] % MOST_BINS] < size:
-                bin_ = heapq.heappop(open_)
-                heapq.heappush(parked, (-free[bin_ % MOST_BINS], bin_))
+        # Heap of bins, cheapest first: load times MOST_BINS, plus the bin. Plain integers are
+        # compared faster than tuples, and no garbage collection follows them.
+        entries = np.arange(count)
+        entries[:begun] += costs[:begun]
+        open_ = np.sort(entries).tolist()
+        entry_of = entries.tolist()
+
+        # Heap of bins that were too full for some row, emptiest first: shorter rows may fit. Here
+        # an integer is the used tokens times MOST_BINS, plus the bin.
+        parked: list[int] = []
+        for size, cost in zip(sizes[begun:].tolist(), costs[begun:].tolist(), strict=True):
+            while parked and parked[0] < (tokens - size + 1) * MOST_BINS:
+                heapq.heappush(open_, entry_of[heapq.heappop(parked) % MOST_BINS])
+
+            while open_ and used[open_[0] % MOST_BINS] + size > tokens:
+                entry = heapq.heappop(open_)
+                bin_ = entry % MOST_BINS
+                entry_of[bin_] = entry
+                heapq.heappush(parked, used[bin_] * MOST_BINS + bin_)
 
             if not open_ and max_work is None:
-                open_ = list(range(len(free), len(free) + self.num_ranks))
-                free += [self.limits.tokens] * self.num_ranks
+                open_ = list(range(len(used), len(used) + self.num_ranks))
+                used += [0] * self.num_ranks
                 places += [self.limits.sequences] * self.num_ranks
+                entry_of += open_
 
             if max_work is not None and (
                 not open_ or open_[0] + cost >= (max_work + 1) * MOST_BINS
@@ -205,7 +217,7 @@ class Packer:
 
             index = open_[0] % MOST_BINS
             bin_of.append(index)
-            free[index] -= size
+            used[index] += size
             places[index] -= 1
 
             if places[index]:

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -184,17 +184,17 @@ def _sequences(record: StepRecord) -> dict[str, int]:
         add("rewards", group, tokens, repr(reward).encode())
 
     batch = record.batch
-    columns = {name: values.cpu() for name, values in batch.columns("token").items()}
-    named = {name: values for name, values in columns.items() if name not in NOT_OUTPUTS}
+    columns = batch.columns("token")
+    named = [name for name in columns if name not in NOT_OUTPUTS]
     kinds = {
         "advantages" if record.samples else "prompts": ["loss_mask", "advantages"],
-        "outputs": list(named),
+        "outputs": named,
     }
-    parts = {name: values.split(batch.lengths.tolist()) for name, values in columns.items()}
+    lengths = batch.lengths.tolist()
+    parts = {name: _split(values, lengths) for name, values in columns.items()}
     for row, tokens in enumerate(parts["input_ids"]):
         for phase, names in kinds.items():
-            present = [_bytes(parts[name][row]) for name in names if name in parts]
-            add(phase, _bytes(tokens), *present)
+            add(phase, tokens, *[parts[name][row] for name in names if name in parts])
 
     return sums
 
@@ -238,8 +238,16 @@ def _numbers(values: Sequence[Tensor]) -> list[bytes]:
     """Return the bytes of scalars on the device, in one transfer."""
     if not values:
         return []
-    host = torch.stack([value.detach().to(values[0].device) for value in values]).cpu()
-    return [_bytes(value) for value in host]
+    together = torch.stack([value.detach().to(values[0].device) for value in values])
+    return _split(together, [1] * len(values))
+
+
+def _split(values: Tensor, lengths: Sequence[int]) -> list[bytes]:
+    """Return the bytes of consecutive parts with so many elements of the first dimension."""
+    content = _bytes(values)
+    each = len(content) // max(len(values), 1)
+    ends = accumulate(lengths, initial=0)
+    return [content[start * each : end * each] for start, end in pairwise(ends)]
 
 
 def _bytes(values: Tensor) -> bytes:

@@ -21,6 +21,7 @@ wait at every micro-batch. The large plan of `--rows` rows over `--ranks` ranks,
 prompts and with, 8 rows to each.
 """
 
+import gc
 import json
 import math
 import random
@@ -334,6 +335,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     args = parser_of(__doc__, flags).parse_args(argv)
     torch.set_num_threads(1)
+    gc.freeze()  # as a run does: no collection scans what was imported
     batch = make_batch(args.sequences, args.median, args.sigma, args.longest)
     rows = args.tokens // args.longest
     steps = {
