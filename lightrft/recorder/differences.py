@@ -175,9 +175,10 @@ def _data(folders: Sequence[Path]) -> Iterator[str]:
             continue
 
         lines = [path.read_bytes().splitlines() for path in paths]
-        for number, (first, second) in enumerate(zip_longest(*lines), start=1):
-            if first != second:
-                texts = [(each or b"").decode(errors="replace")[:200] for each in (first, second)]
+        pairs = zip_longest(*lines, fillvalue=b"")  # empty lines at the end are no difference
+        for number, pair in enumerate(pairs, start=1):
+            if pair[0] != pair[1]:
+                texts = [line.decode(errors="replace")[:200] for line in pair]
                 yield f"--{name}: line {number} is {texts[0]!r} and {texts[1]!r}"
                 break
 

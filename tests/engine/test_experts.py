@@ -400,9 +400,11 @@ class RoutedExperts(torch.nn.Module):
         self.w13_weight = torch.nn.Parameter(torch.zeros(3, 2 * 8 // ranks, 5))
         self.w2_weight = torch.nn.Parameter(torch.zeros(3, 5, 8 // ranks))
         self.quant_method = SimpleNamespace(moe_kernel=None)
-        parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks, ep_size=1)
+        parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks, ep_rank=0, ep_size=1)
         self.moe_config = SimpleNamespace(
-            intermediate_size_per_partition=8 // ranks, moe_parallel_config=parallel
+            num_experts=3,
+            intermediate_size_per_partition=8 // ranks,
+            moe_parallel_config=parallel,
         )
 
 
