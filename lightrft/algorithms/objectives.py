@@ -251,10 +251,13 @@ class PolicyObjective:
             values = values - self.entropy_coefficient.value * batch.entropy
         if "train/ratio" in report:
             report |= dict.fromkeys(("train/ratio_min", "train/ratio_max"), report["train/ratio"])
-        # With --use_engine_logprobs `old` comes from the engine, so the trainer's are the current
-        # ones.
-        trainers = logprobs if section.use_engine_logprobs else old
-        report |= drift(logprobs, old) | mismatch(trainers, batch.engine_logprobs)
+        report |= drift(logprobs, old)
+        # With --use_engine_logprobs `old` comes from the engine. The trainer's are then the current
+        # ones, until an update has changed them.
+        if not section.use_engine_logprobs:
+            report |= mismatch(old, batch.engine_logprobs)
+        elif not denominator.updates_before:
+            report |= mismatch(logprobs, batch.engine_logprobs)
 
         return share_of_mean(values, batch, section.loss_agg_mode, denominator), report
 

@@ -81,6 +81,8 @@ class Denominator:
     """Constant of seq-mean-token-sum-norm: the longest response in tokens."""
     prompts: PromptTokens | None = None
     """Only for prompt-mean."""
+    updates_before: int = 0
+    """Number of optimizer steps that have used the samples before this one."""
 
 
 def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denominator) -> Tensor:

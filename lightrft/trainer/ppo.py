@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,13 +54,14 @@ class Learner:
         role = self.role
         experience = plan.experience
         losses = []
-        for rows in plan.minibatches * config.train.max_epochs:
+        for number, rows in enumerate(plan.minibatches * config.train.max_epochs):
             denominator = role.denominator(
                 experience,
                 rows,
                 length=config.rollout.generate_max_len,
                 by_prompt=config.algorithm.loss_agg_mode == "prompt-mean",
             )
+            denominator = replace(denominator, updates_before=number)
             metrics.mean(f"{self.phase}/learning_rate", role.scheduler.get_last_lr()[0])
 
             term = self.ptx_loss.next() if self.ptx_loss is not None else None

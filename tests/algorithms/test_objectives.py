@@ -4,6 +4,7 @@ Value and gradient are checked against the sum by hand.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,6 +130,12 @@ def test_mismatch_uses_the_trainers_log_probs_if_the_engines_serve_as_old_ones()
     )
     assert report["train/ratio"].tolist() == pytest.approx(
         [1.0, math.exp(0.5), 1.0, 1.0, 0.5], abs=1e-6
+    )
+    later = replace(DENOMINATOR, updates_before=1)
+    section = AlgorithmSection(use_engine_logprobs=True)
+    _, report = PolicyObjective(section)(torch.tensor(LOGPROBS), batch, later)
+    assert not any(name.startswith("engine/logprob_mismatch") for name in report), (
+        "an update has moved the trainer's"
     )
 
 
