@@ -36,27 +36,22 @@ CACHED = type(cache(len))
 TESTS = Path(__file__).parent
 LONGEST = (
     "engine/test_contract.py",
-    "engine/test_vllm.py",
     "test_extras.py",
     "trainer/test_rollout_ranks.py",
+    "engine/test_vllm.py",
     "trainer/test_recipes.py",
     "engine/test_sglang.py",
+    "bench/test_memory.py",
+    "trainer/test_environments.py",
     "engine/test_images.py",
     "engine/test_speculation.py",
-    "bench/test_memory.py",
     "rollout/test_images.py",
-    "strategy/test_contract.py",
-    "trainer/test_environments.py",
     "rollout/test_video_and_sound.py",
+    "strategy/test_contract.py",
     "invariants/test_no_dead_flags.py",
-    "scripts/test_gpu_check.py",
     "engine/test_hybrids.py",
-    "engine/test_quantized.py",
     "engine/test_experts.py",
-    "models/test_liger_kernel.py",
-    "recorder/test_replay.py",
-    "recorder/test_differences.py",
-    "strategy/test_lora.py",
+    "trainer/test_resume.py",
 )
 """Files that begin first, so that the last minutes of a run have short ones for all processes."""
 

@@ -80,7 +80,10 @@ def check(
 
 @pytest.mark.parametrize(
     "batching, few",
-    [("packed", FEW), ("packed", 0), ("dynamic", FEW), ("plain", FEW)],
+    [
+        pytest.param("packed", FEW, marks=pytest.mark.slow),
+        *[("packed", 0), ("dynamic", FEW), ("plain", FEW)],
+    ],
 )
 def test_a_thousand_random_sets(batching, few, monkeypatch):
     """Where `few` is 0 they are planned like a large run."""

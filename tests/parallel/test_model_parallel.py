@@ -100,7 +100,7 @@ COUNTS = {1: [1, 1, 1, 2], 2: [2, 2, 3, 3], 4: [5, 5, 5, 5]}
 @pytest.mark.parametrize(
     ("engine_tp_size", "counts"),
     [
-        pytest.param(size, counts, marks=pytest.mark.slow if size == 4 else ())
+        pytest.param(size, counts, marks=pytest.mark.slow if size > 1 else ())
         for size, counts in COUNTS.items()
     ],
 )

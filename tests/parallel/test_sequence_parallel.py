@@ -157,7 +157,7 @@ def test_shared_prefixes_are_read_as_if_each_row_had_them():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("sp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_attention_is_that_of_one_rank(sp, kind):
     results = run_ranks(sp, attention_of_ranks, kind)
     for index, case in enumerate(HEADS_AND_WINDOWS):

@@ -521,7 +521,13 @@ SOLVES = {
 }
 
 
-@pytest.mark.parametrize("case", SOLVES)
+FEW = "plain", "a class", "generators", "exceptions", "coroutines", "context managers"
+"""Forms of the quick tests; all take seconds."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in FEW else pytest.mark.slow) for case in SOLVES]
+)
 def test_asserts_of_every_form_reach_the_program(case):
     program, tests = SOLVES[case]
     assert passes(program, tests)

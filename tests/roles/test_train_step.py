@@ -87,7 +87,7 @@ def with_aborts(folder: str, aborts: bool, args: dict):
     ("world_size", "args"),
     [
         (1, {"gradient_checkpointing": True}),
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(2, {"bf16": True}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -166,7 +166,7 @@ def expected(folders) -> Callable[[int], TrainingRun]:
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [
-        pytest.param(ranks, name, marks=[pytest.mark.slow] if ranks == 4 else [])
+        pytest.param(ranks, name, marks=[pytest.mark.slow] if ranks > 1 else [])
         for ranks, cases in CASES.items()
         for name in cases
     ],

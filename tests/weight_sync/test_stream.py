@@ -314,7 +314,15 @@ def _compare_split(sizes: tuple[int, int, int]) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 1)], ids=str)
+FOUR = (1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 1)
+"""Divisions of four ranks, which take seconds together."""
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 2), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in FOUR)],
+    ids=str,
+)
 def test_tensor_parallel_parameters_arrive_bit_for_bit(sizes) -> None:
     """There is one all-gather of the bucket for each axis that cuts."""
     gathers = sum(size > 1 for size in sizes[1:])
