@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,8 @@ FUSED_ON = ("cpu", "cuda", "xpu")
 """Devices with a fused AdamW; on others torch chooses the implementation."""
 WIDENED = 2**22
 """Elements that sum_of_bits() widens to 8 bytes at a time."""
+BLOCK = 2**17
+"""Elements of these that a host widens at once."""
 ODD = 0x2545F4914F6CDD1D
 """Factor between the parts of a long tensor."""
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -170,10 +172,14 @@ def sum_of_bits(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def _inner_product(words: Tensor, factors: Tensor) -> Tensor:
-    wide = words.long()
-    factors = factors[: wide.numel()]
-    # CUDA has no inner product of integers; on a CPU it is several times as fast.
-    return wide.dot(factors) if wide.is_cpu else wide.mul_(factors).sum()
+    factors = factors[: words.numel()]
+    if not words.is_cpu:
+        # CUDA has no inner product of integers.
+        return words.long().mul_(factors).sum()
+    # New memory for a large tensor takes longer than the product. Integers have no rounding, so
+    # blocks give the same sum.
+    blocks = zip(words.split(BLOCK), factors.split(BLOCK), strict=True)
+    return reduce(torch.add, (block.long().dot(of_block) for block, of_block in blocks))
 
 
 def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:

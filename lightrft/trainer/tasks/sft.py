@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.objectives import PtxDivergence, PtxObjective, sft
+from lightrft.algorithms.reduce import Denominator
 from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.data.conversations import answer_of, supervised_batch
 from lightrft.data.loader import Blend, Order
-from lightrft.parallel.collectives import Axis
+from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
 from lightrft.roles.teacher import TeacherOfTokens
-from lightrft.trainer.tasks.examples import plan_local_rows
+from lightrft.strategy.strategy import Strategy
+from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
 from lightrft.types import Batch, Expand, Prompt
 
 
@@ -37,14 +39,16 @@ class SFTTask:
         self.expand = expand
 
     def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
-        """Return this rank's share of the loss on all ranks' prompts; one collective."""
-        data = self.policy.strategy.mesh.data
-        batch, rows = supervised_part(
-            prompts, self.tokenizer, data, self.train, max_tokens=max_tokens, expand=self.expand
+        """Return this rank's share of the loss on all ranks' prompts."""
+        batch, rows, denominator = supervised_part(
+            prompts,
+            self.tokenizer,
+            self.policy.strategy,
+            self.train,
+            max_tokens=max_tokens,
+            expand=self.expand,
         )
-        return LossTerm(
-            batch, rows, sft, self.policy.denominator(batch, rows, length=1), self.policy.forward
-        )
+        return LossTerm(batch, rows, sft, denominator, self.policy.forward)
 
 
 class PtxLoss:
@@ -86,15 +90,18 @@ class PtxLoss:
         self.num_batches = 0
 
     def next(self) -> LossTerm:
-        """Return the next batch, averaged over the answer tokens of all ranks; one collective."""
+        """Return the next batch, averaged over the answer tokens of all ranks."""
         # Answers have another number of tokens than the samples, so they count separately.
         size = self.train.train_batch_size
         prompts = [self.prompts[row] for row in self.order.rows(self.num_batches * size, size)]
         self.num_batches += 1
-        data = self.policy.strategy.mesh.data
-        max_tokens = self.train.max_tokens_per_microbatch
-        batch, rows = supervised_part(
-            prompts, self.tokenizer, data, self.train, max_tokens=max_tokens, expand=self.expand
+        batch, rows, denominator = supervised_part(
+            prompts,
+            self.tokenizer,
+            self.policy.strategy,
+            self.train,
+            max_tokens=self.train.max_tokens_per_microbatch,
+            expand=self.expand,
         )
 
         forward = self.policy.supervised
@@ -104,7 +111,6 @@ class PtxLoss:
             batch.teacher_logprobs, batch.candidates = self.teacher.likeliest(
                 batch, rows, self.num_candidates
             )
-        denominator = self.policy.denominator(batch, rows, length=1)
         return LossTerm(batch, rows, self.objective, denominator, forward)
 
     def state_dict(self) -> dict[str, int]:
@@ -117,16 +123,28 @@ class PtxLoss:
 def supervised_part(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
-    axis: Axis,
+    strategy: Strategy,
     train: TrainSection,
     *,
     max_tokens: int,
     expand: Expand | None = None,
-) -> tuple[Batch, list[list[int]]]:
-    """Return this rank's balanced share of all ranks' answers, and the micro-batches."""
+) -> tuple[Batch, MicroBatchIndices, Denominator]:
+    """Return this rank's balanced share of all ranks' answers, the micro-batches, and the
+    denominator of the learned tokens of all ranks."""
+    answers = [answer_of(prompt, tokenizer) for prompt in prompts]
     lengths = [
-        prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids) for prompt in prompts
+        prompt.num_tokens + len(answer.token_ids)
+        for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    local_rows, micro_batches = plan_local_rows(lengths, axis, train, max_tokens=max_tokens)
+    local_rows, micro_batches = plan_local_rows(
+        lengths, strategy.mesh.data, train, max_tokens=max_tokens
+    )
     batch = supervised_batch([prompts[row] for row in local_rows], tokenizer, local_rows, expand)
-    return batch, micro_batches
+
+    # All ranks know all rows. The first token of a sequence is never learned.
+    learned = [
+        sum(answer.learned[0 if prompt.num_tokens else 1 :])
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    sequences = sum(count > 0 for count in learned)
+    return batch, micro_batches, known_denominator(sum(learned), sequences, strategy.device)
