@@ -153,7 +153,11 @@ def results() -> Callable[[int], dict[Any, list[Result]]]:
 
 @pytest.mark.parametrize(
     ("tp", "vocabulary"),
-    [(tp, vocabulary) for tp, each in VOCABULARIES.items() for vocabulary in each],
+    [
+        pytest.param(tp, vocabulary, marks=pytest.mark.slow if tp == 4 else ())
+        for tp, each in VOCABULARIES.items()
+        for vocabulary in each
+    ],
 )
 def test_values_and_gradients_equal_dense(results, tp, vocabulary):
     for use in USES:

@@ -117,6 +117,7 @@ def test_layouts_do_not_change_the_steps(inputs, expected, tmp_path):
             assert_equal(found, expected["smoothed"])
 
 
+@pytest.mark.slow
 def test_two_ranks_report_what_one_reports(inputs, tmp_path, monkeypatch):
     """One rank computes the reference live; two take it computed in advance, with data from a file.
 

@@ -68,10 +68,9 @@ PART = [
 
 
 @pytest.mark.parametrize(
-    ("engine", "world_size"),
-    [("hf", 1), pytest.param("vllm", 2, marks=pytest.mark.slow)],
-    ids=["hf", "vllm-2-ranks"],
+    ("engine", "world_size"), [("hf", 1), ("vllm", 2)], ids=["hf", "vllm-2-ranks"]
 )
+@pytest.mark.slow
 def test_a_part_of_the_vocabulary(inputs, tmp_path, engine, world_size):
     assert (
         run_on_all_ranks(inputs, tmp_path, *PART, f"--engine_type={engine}", world_size=world_size)

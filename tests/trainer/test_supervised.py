@@ -113,7 +113,7 @@ def folder(tmp_path_factory) -> str:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_both_losses_are_plain_torch(folder, world_size):
     """Seven rows in batches of three: the third step begins the second pass."""
     numbers, parameters, reported = plain(folder)
