@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -164,22 +164,19 @@ def sum_of_bits(tensor: Tensor, factors: Tensor) -> Tensor:
     """
     local = local_part(tensor)
     words = local.detach().contiguous().view(-1).view(WORDS[local.itemsize])
-    first, *others = words.split(factors.numel())
-    total = _inner_product(first, factors)
-    for chunk in others:
-        total = total * ODD + _inner_product(chunk, factors)
+    total = 0
+    for chunk in words.split(factors.numel()):
+        odd = factors[: chunk.numel()]
+        total = total * ODD
+        if chunk.is_cpu:
+            # New memory for a large tensor takes longer than the product. Integers have no
+            # rounding, so blocks give the same sum.
+            for block, of_block in zip(chunk.split(BLOCK), odd.split(BLOCK), strict=True):
+                total = total + block.long().dot(of_block)
+        else:
+            # CUDA has no inner product of integers.
+            total = total + chunk.long().mul_(odd).sum()
     return total
-
-
-def _inner_product(words: Tensor, factors: Tensor) -> Tensor:
-    factors = factors[: words.numel()]
-    if not words.is_cpu:
-        # CUDA has no inner product of integers.
-        return words.long().mul_(factors).sum()
-    # New memory for a large tensor takes longer than the product. Integers have no rounding, so
-    # blocks give the same sum.
-    blocks = zip(words.split(BLOCK), factors.split(BLOCK), strict=True)
-    return reduce(torch.add, (block.long().dot(of_block) for block, of_block in blocks))
 
 
 def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:

@@ -1,7 +1,7 @@
 """Compare two ranks with one on the supervised part of the quick start, at equal tokens per step.
 
     python scripts/bench/replicas.py           # the first table in docs/benchmarks.md, five minutes
-    python scripts/bench/replicas.py --bound   # the second: what two processes can reach
+    python scripts/bench/replicas.py --bound   # the second, ten minutes
 
 Two ranks have shards of the model (FSDP2), or each has the whole model (--dp_replicate 0). The
 bound are two processes that do not communicate, each with half of the rows. `--bound` adds a bare
