@@ -6,7 +6,7 @@ needs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -110,9 +110,11 @@ class ExperienceMaker:
     def __call__(self, samples: list[Sample], metrics: Metrics) -> TrainingPlan:
         """Return this rank's part of the experience of all ranks' samples."""
         rows = with_branches(samples)
-        before = self.data.gather((len(samples), len(rows)))[: self.data.rank]
-        first_sample = sum(num_samples for num_samples, _ in before)
-        experience = self.flatten(rows, first_row=sum(num_rows for _, num_rows in before))
+        sizes = [(sample.group, len(sample.rows)) for sample in samples]
+        parts = self.data.gather(sizes)
+        first_sample = sum(map(len, parts[: self.data.rank]))
+        experience = self.flatten(rows, first_row=0)
+        experience.rows, units = numbers_of_rows(parts, self.data.rank)
         if self._precomputed is not None:
             self._set_precomputed(experience, samples, rows)
         if self.by_length is not None:
@@ -124,16 +126,15 @@ class ExperienceMaker:
         gathered = GatheredRewards.share(
             self.data, samples, first_row=first_sample, components=self.components
         )
-        sizes = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
-        numbers = first_sample + torch.repeat_interleave(sizes)
         if self.by_difficulty is not None:
-            self.by_difficulty(experience, gathered, numbers)
+            counts = torch.tensor([size for _, size in sizes], dtype=torch.int64)
+            self.by_difficulty(experience, gathered, first_sample + torch.repeat_interleave(counts))
         advantages = self.compare(gathered)[gathered.local]
         experience.step_rewards = place_at_tokens(advantages, samples, experience)
         if self.data.rank == 0:
             measure_groups(*gathered.totals(), metrics)
 
-        plan = self._balanced(experience, numbers if self.branches else None)
+        plan = self._balanced(experience, units if self.branches else None)
         for stage in self.stages:
             stage(plan, metrics)
 
@@ -207,6 +208,30 @@ class ExperienceMaker:
         self.compute_early([sample for sample in samples if id(sample) not in known])
         self._precomputed.set_columns(experience, rows)
         self._precomputed = None
+
+
+def numbers_of_rows(parts: Sequence[Sequence[tuple[int, int]]], rank: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers of a rank's rows, and of the samples that they belong to: [N], [N] int64.
+
+    `parts` has (group, number of rows) of the samples of all ranks. Numbers count over all ranks in
+    the order of groups, so that nothing depends on which rank has a group: what the rows of an
+    optimizer step are, and which of equal tokens is the first.
+    """
+    samples = torch.tensor([*chain.from_iterable(parts)], dtype=torch.int64).reshape(-1, 2)
+    order = samples[:, 0].argsort(stable=True)
+    sizes = samples[order, 1]
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    starts = torch.empty_like(order)
+    starts[order] = sizes.cumsum(0) - sizes
+
+    first = sum(map(len, parts[:rank]))
+    own = slice(first, first + len(parts[rank]))
+    counts = samples[own, 1]
+    before = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    units = places[own].repeat_interleave(counts)
+    rows = starts[own].repeat_interleave(counts) + torch.arange(len(units)) - before
+    return rows, units
 
 
 def with_branches(samples: list[Sample]) -> list[Sample]:
