@@ -134,7 +134,18 @@ class ExperienceMaker:
         if self.data.rank == 0:
             measure_groups(*gathered.totals(), metrics)
 
-        plan = self._balanced(experience, units if self.branches else None)
+        # Sequences move between ranks so that all have equal work. Those with the same unit stay in
+        # one optimizer step.
+        store = self.policy.strategy.sample_store()
+        experience, minibatches = self.policy.redistribute_flat(
+            experience,
+            self.train.train_batch_size,
+            self.train.micro_train_batch_size,
+            store=store,
+            units=units if self.branches else None,
+        )
+        num_updates = len(minibatches) * self.train.max_epochs
+        plan = TrainingPlan(experience, minibatches, store, num_updates)
         for stage in self.stages:
             stage(plan, metrics)
 
@@ -146,22 +157,6 @@ class ExperienceMaker:
         measure_experience(experience, metrics)
         put_batch(plan.store, experience)
         return plan
-
-    def _balanced(self, experience: Experience, units: Tensor | None) -> TrainingPlan:
-        """Move sequences between ranks so that all have equal work.
-
-        Sequences with the same unit stay in one optimizer step.
-        """
-        store = self.policy.strategy.sample_store()
-        experience, minibatches = self.policy.redistribute_flat(
-            experience,
-            self.train.train_batch_size,
-            self.train.micro_train_batch_size,
-            store=store,
-            units=units,
-        )
-        num_updates = len(minibatches) * self.train.max_epochs
-        return TrainingPlan(experience, minibatches, store, num_updates)
 
     # -- before the step (--overlap)
 
