@@ -62,27 +62,29 @@ def redistribute(
 ) -> tuple[B, list[list[list[int]]]]:
     """Plan the sequences of all ranks, and send each to the rank that computes it.
 
-    `batch.rows` are different on all data ranks. A `minibatch_size` of None means one step for all
-    rows. See planner.plan for the limits, and for `units`, [N] int64 of this rank's rows. Return
-    this rank's new part, and [k][m]: the rows of micro-batch m of optimizer step k. All ranks have
-    equal numbers of steps and micro-batches.
+    `batch.rows` are different on all data ranks, and rows are planned in their order. A
+    `minibatch_size` of None means one step for all rows. See planner.plan for the limits, and for
+    `units`, [N] int64 of this rank's rows. Return this rank's new part, and [k][m]: the rows of
+    micro-batch m of optimizer step k. All ranks have equal numbers of steps and micro-batches.
     """
     # Only metadata is gathered for the plan; the values move once, afterwards.
     put_batch(store, batch)
     rows = store.rows(
         {"prompts": prompts(batch, units)} | ({} if units is None else {"units": units})
     )
+    order = rows.ids.argsort()
     schedule = plan(
-        rows.lengths.tolist(),
+        rows.lengths[order].tolist(),
         num_ranks=store.data.size,
         minibatch_size=minibatch_size or max(len(rows), 1),
         max_tokens=max_tokens,
         max_sequences=max_sequences,
         batching=batching,
-        prompts=rows.tags["prompts"].numpy(),
-        units=None if units is None else rows.tags["units"].numpy(),
+        prompts=rows.tags["prompts"][order].numpy(),
+        units=None if units is None else rows.tags["units"][order].numpy(),
     )
-    owners = [rows.ids[schedule.rows(rank)].tolist() for rank in range(store.data.size)]
+    ids = rows.ids[order]
+    owners = [ids[schedule.rows(rank)].tolist() for rank in range(store.data.size)]
     store.move(owners)
 
     return get_batch(store, owners[store.data.rank], batch), schedule.local(store.data.rank)

@@ -24,7 +24,7 @@ from lightrft.models.load import load_tokenizer
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.sinks import Writer
 from lightrft.recorder.bundle import Bundle
-from lightrft.rollout.experience import Flatten
+from lightrft.rollout.experience import Flatten, numbers_of_rows
 from lightrft.run.digests import Digests, StepRecord, row_of
 from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import sample_of_json
@@ -104,8 +104,10 @@ class Replay:
     loss: float | None = None
     samples: list[Sample] = field(default_factory=list)
     experience: Experience | None = None
+    rows: list[int] = field(default_factory=list)
+    """Row of each sample in the experience."""
     records: dict[int, SampleRecord] = field(default_factory=dict)
-    """Row of a sample -> what happened in the loss."""
+    """Number of a sample -> what happened in the loss."""
 
 
 class _Observed(PolicyObjective):
@@ -192,10 +194,13 @@ def _replay(
     digests = Digests(step.roles, strategy.mesh, bundle.folder, Writer())
     plan = step.make_experience(samples, Metrics())
     result.experience = plan.experience
-    result.records = {row: SampleRecord() for row in explain}
+    parts = [[(sample.group, 1) for sample in samples]]
+    result.rows = numbers_of_rows(parts, 0)[0].tolist()
+    result.records = {number: SampleRecord() for number in explain}
+    by_row = {result.rows[number]: record for number, record in result.records.items()}
     losses = []
     if stage in ("loss", "gradient"):
-        for learner in step.learners(result.records):
+        for learner in step.learners(by_row):
             if bundle.content["step"] >= learner.first_step:
                 losses += learner.learn(plan, bundle.config, Metrics())
         result.loss = sum(map(float, losses)) / len(losses) if losses else None
@@ -345,7 +350,7 @@ def explanation(result: Replay, number: int) -> Iterator[str]:
     experience = result.experience
     if experience is None:
         return
-    row = experience.select([experience.rows.tolist().index(number)])
+    row = experience.select([experience.rows.tolist().index(result.rows[number])])
     learned = row.loss_mask
     yield f"  advantage  {_range(row.advantages[learned])}"
     yield f"  log-probs  engine {_range(row.engine_logprobs[learned])}"

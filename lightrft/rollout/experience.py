@@ -6,7 +6,7 @@ needs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -102,9 +102,11 @@ class ExperienceMaker:
     def __call__(self, samples: list[Sample], metrics: Metrics) -> TrainingPlan:
         """Return this rank's part of the experience of all ranks' samples."""
         rows = with_branches(samples) if self.branches else samples
-        before = self.data.gather((len(samples), len(rows)))[: self.data.rank]
-        first_sample = sum(num_samples for num_samples, _ in before)
-        experience = self.flatten(rows, first_row=sum(num_rows for _, num_rows in before))
+        sizes = [(sample.group, len(sample.rows)) for sample in samples]
+        parts = self.data.gather(sizes)
+        first_sample = sum(map(len, parts[: self.data.rank]))
+        experience = self.flatten(rows, first_row=0)
+        experience.rows, units = numbers_of_rows(parts, self.data.rank)
         if self._precomputed is not None:
             self._set_precomputed(experience, samples, rows)
 
@@ -112,8 +114,8 @@ class ExperienceMaker:
         gathered = GatheredRewards.share(
             self.data, samples, first_row=first_sample, components=self.components
         )
-        sizes = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
-        numbers = first_sample + torch.repeat_interleave(sizes)
+        counts = torch.tensor([size for _, size in sizes], dtype=torch.int64)
+        numbers = first_sample + torch.repeat_interleave(counts)
         local = LocalSamples(experience, rows, gathered, numbers, self.data)
         for stage in self.local_stages:
             stage(local)
@@ -123,7 +125,18 @@ class ExperienceMaker:
         if self.data.rank == 0:
             measure_groups(*gathered.totals(), metrics)
 
-        plan = self._balanced(experience, numbers if self.branches else None)
+        # Sequences move between ranks so that all have equal work. Those with the same unit stay in
+        # one optimizer step.
+        store = self.policy.strategy.sample_store()
+        experience, minibatches = self.policy.redistribute_flat(
+            experience,
+            self.train.train_batch_size,
+            self.train.micro_train_batch_size,
+            store=store,
+            units=units if self.branches else None,
+        )
+        num_updates = len(minibatches) * self.train.max_epochs
+        plan = TrainingPlan(experience, minibatches, store, num_updates)
         for stage in self.stages:
             stage(plan, metrics)
 
@@ -135,22 +148,6 @@ class ExperienceMaker:
         measure_experience(experience, metrics)
         put_batch(plan.store, experience)
         return plan
-
-    def _balanced(self, experience: Experience, units: Tensor | None) -> TrainingPlan:
-        """Move sequences between ranks so that all have equal work.
-
-        Sequences with the same unit stay in one optimizer step.
-        """
-        store = self.policy.strategy.sample_store()
-        experience, minibatches = self.policy.redistribute_flat(
-            experience,
-            self.train.train_batch_size,
-            self.train.micro_train_batch_size,
-            store=store,
-            units=units,
-        )
-        num_updates = len(minibatches) * self.train.max_epochs
-        return TrainingPlan(experience, minibatches, store, num_updates)
 
     # -- before the step (--overlap)
 
@@ -197,6 +194,30 @@ class ExperienceMaker:
         self.compute_early([sample for sample in samples if id(sample) not in known])
         self._precomputed.set_columns(experience, rows)
         self._precomputed = None
+
+
+def numbers_of_rows(parts: Sequence[Sequence[tuple[int, int]]], rank: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers of a rank's rows, and of the samples that they belong to: [N], [N] int64.
+
+    `parts` has (group, number of rows) of the samples of all ranks. Numbers count over all ranks in
+    the order of groups, so that nothing depends on which rank has a group: what the rows of an
+    optimizer step are, and which of equal tokens is the first.
+    """
+    samples = torch.tensor([*chain.from_iterable(parts)], dtype=torch.int64).reshape(-1, 2)
+    order = samples[:, 0].argsort(stable=True)
+    sizes = samples[order, 1]
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    starts = torch.empty_like(order)
+    starts[order] = sizes.cumsum(0) - sizes
+
+    first = sum(map(len, parts[:rank]))
+    own = slice(first, first + len(parts[rank]))
+    counts = samples[own, 1]
+    before = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    units = places[own].repeat_interleave(counts)
+    rows = starts[own].repeat_interleave(counts) + torch.arange(len(units)) - before
+    return rows, units
 
 
 def with_branches(samples: list[Sample]) -> list[Sample]:

@@ -47,6 +47,17 @@ def test_every_group_of_dynamic_sampling_has_a_signal(inputs, tmp_path):
     assert max(row["rollout/sampling_rounds"] for row in rows) > 1
 
 
+def test_ranks_that_have_other_groups_learn_alike(inputs, tmp_path):
+    """Rank 0 has groups 1, 2 and 4, say: group 3 of rank 1 still belongs to the first optimizer
+    step, and is before group 4 among tokens of equal entropy."""
+    flags = [*inputs, *PPO, "--dynamic_sampling", "--train_batch_size=8"]
+    flags += ["--rollout_batch_size=4", "--high_entropy_token_ratio=0.4", "--max_steps=5"]
+    rows, others = (train("train_ppo", ranks, flags, tmp_path / str(ranks)) for ranks in (1, 2))
+    for row, other in zip(rows, others, strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/entropy"):
+            assert other[name] == pytest.approx(row[name], rel=1e-3, abs=1e-5), name
+
+
 @pytest.mark.parametrize(
     ("engine", "flags"), [("hf", []), ("vllm", ["--overlap", "--max_epochs=2"])], ids=["hf", "vllm"]
 )
