@@ -51,7 +51,7 @@ class ExactVLLMEngine(VLLMEngine):
             raise ConfigError(f"--exact with vLLM needs a model of text, not {config.model_type}")
 
         unknown = super()._start(setup, config)
-        if self._runner_v2:
+        if self._llm.llm_engine.vllm_config.use_v2_model_runner:
             raise ConfigError("--exact with vLLM needs VLLM_USE_V2_MODEL_RUNNER=0")
         self.model: ExactModel = self._shim.model
         runner = self._shim.worker.model_runner
