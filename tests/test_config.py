@@ -535,7 +535,7 @@ def test_batches_that_do_not_divide_show_all_numbers():
     )
     assert (
         "rollout_batch_size 10 x n_samples_per_prompt 3 = 30 samples are not a multiple of"
-        " train_batch_size 7" in message
+        " train_batch_size 7, but of 6" in message
     )
 
 
