@@ -1181,7 +1181,7 @@ def test_help_explains_a_group_a_flag_or_everything(capsys):
     )
     assert (
         shown(capsys, "--help=max-steps")
-        == "--max_steps int Stop after this number of steps, regardless of num_episodes."
+        == "--max_steps int Largest number of steps; the end of --num_episodes may come earlier."
     )
     everything = shown(capsys, "-h", "all")
     assert all(f"--{name}" in everything for name in fields_read("train_ppo"))

@@ -995,9 +995,9 @@ class TrainSection(Section, commands=TRAINING):
     seed: int = option(42, SEED, commands=WITH_PRETRAIN)
     """Seed of all random numbers."""
     num_episodes: int = option(1, COUNT)
-    """Number of passes over the prompt data."""
+    """Number of passes over the training data. The run ends after them, or earlier at --max_steps."""
     max_steps: int | None = option(None, COUNT)
-    """Stop after this number of steps, regardless of num_episodes."""
+    """Largest number of steps; the end of --num_episodes may come earlier."""
     max_epochs: int = option(1, COUNT, commands=PPO)
     """Number of passes over the samples of each step."""
     freezing_actor_steps: int = option(0, NOT_NEGATIVE, commands=PPO)
