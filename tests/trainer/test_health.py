@@ -114,6 +114,13 @@ def test_a_run_without_a_signal_does_not_say_so_in_every_step(log):
     )
 
 
+@pytest.mark.parametrize("truncated, said", [(1.0, True), (0.2, False)])
+def test_a_step_without_a_signal_says_that_its_responses_are_cut_off(log, truncated, said):
+    health().check_step(1, row(0.0, 0.0, 0.0) | {"rollout/truncated": truncated})
+    advice = f"{truncated:.0%} of the responses are cut off: raise --generate_max_len"
+    assert (advice in log.read_text()) == said
+
+
 def test_what_counts_as_a_signal(log):
     found = health()
     found.check_step(1, row(0.0, 1.0, 0.0))  # groups differ, but none in itself
