@@ -535,7 +535,7 @@ def test_batches_that_do_not_divide_show_all_numbers():
     )
     assert (
         "rollout_batch_size 10 x n_samples_per_prompt 3 = 30 samples are not a multiple of"
-        " train_batch_size 7" in message
+        " train_batch_size 7, but of 6" in message
     )
 
 
@@ -576,13 +576,14 @@ def test_every_number_has_bounds(value):
             "must be above 0",
         ),
         (
-            ["--learning_rate=-1", "--max_norm=-1", "--eval_n_samples=-1", "--eps_clip_low=-0.2"],
+            ["--max_norm=-1", "--eval_n_samples=-1", "--eps_clip_low=-0.2"],
             "must not be negative",
         ),
         (
-            ["--ema_beta=2", "--lr_warmup_ratio=3", "--engine_mem_util=60"],
+            ["--ema_beta=2", "--lr_warmup_ratio=3", "--engine_mem_util=60", "--learning_rate=1e6"],
             "must be between 0 and 1",
         ),
+        (["--learning_rate=-1"], "must be between 0 and 1"),
     ],
 )
 def test_numbers_out_of_their_range_are_named(argv, said):
@@ -1181,7 +1182,7 @@ def test_help_explains_a_group_a_flag_or_everything(capsys):
     )
     assert (
         shown(capsys, "--help=max-steps")
-        == "--max_steps int Stop after this number of steps, regardless of num_episodes."
+        == "--max_steps int Largest number of steps; the end of --num_episodes may come earlier."
     )
     everything = shown(capsys, "-h", "all")
     assert all(f"--{name}" in everything for name in fields_read("train_ppo"))

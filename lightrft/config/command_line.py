@@ -143,7 +143,7 @@ def value_of_words(name: str, kind: Any, words: list[str]) -> Any:
     if kind is bool and not words:
         return True
     if not words:
-        raise ConfigError(f"--{name} needs a value. All flags: --help all")
+        raise ConfigError(f"--{name} needs a value: --help {name} describes it")
     if kind is CommaSeparated:
         return words
     if words[1:]:

@@ -359,7 +359,8 @@ GENERATION = (
     ),
     Rule(
         "--prompt_max_len {prompt_max_len} + --generate_max_len {generate_max_len} make sequences"
-        " of up to {found} tokens, and --pretrain {pretrain} has {window} positions",
+        " of up to {found} tokens, and --pretrain {pretrain} has {window} positions: lower one of"
+        " the two",
         _too_long,
     ),
 )
@@ -565,6 +566,20 @@ def _against_replay(run: RunFacts) -> list[str]:
     return [name for name in others if run.replay_rollouts and run[name]]
 
 
+def _other_batch_size(run: RunFacts) -> int:
+    """Return the largest batch size below --train_batch_size that divides the samples of a step.
+
+    It is 0 if that of --train_batch_size does.
+    """
+    divides = min(run.num_samples, run.train_batch_size) <= 0 or (
+        run.num_samples % run.train_batch_size == 0
+    )
+    if divides:
+        return 0
+    smaller = range(min(run.num_samples, run.train_batch_size), 0, -1)
+    return next(size for size in smaller if run.num_samples % size == 0)
+
+
 def _too_small(run: RunFacts) -> list[str]:
     longest = run.prompt_max_len + run.generate_max_len
     limits = ("max_tokens_per_microbatch", "max_tokens_per_logprob_microbatch")
@@ -645,11 +660,9 @@ ROLLOUT = (
     ),
     Rule(
         "rollout_batch_size {rollout_batch_size} x n_samples_per_prompt {n_samples_per_prompt} ="
-        " {num_samples} samples are not a multiple of train_batch_size {train_batch_size}",
-        lambda run: (
-            min(run.num_samples, run.train_batch_size) > 0
-            and run.num_samples % run.train_batch_size
-        ),
+        " {num_samples} samples are not a multiple of train_batch_size {train_batch_size}, but"
+        " of {found}",
+        _other_batch_size,
     ),
     Rule("--replay_rollouts has no engine: omit --{found}", _against_replay),
     Rule(

@@ -23,6 +23,7 @@ from lightrft.config.values import (
     NUMBER,
     PORT,
     POSITIVE,
+    RATE,
     SECONDS,
     SEED,
     SHARE,
@@ -954,14 +955,14 @@ class ServerSection(Section, commands=SERVERS):
 class OptimSection(Section, commands=TRAINING):
     """Learning rates and the optimizer."""
 
-    learning_rate: float = option(1e-6, NOT_NEGATIVE, alias="actor_learning_rate")
+    learning_rate: float = option(1e-6, RATE, alias="actor_learning_rate")
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo,
     1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and
     train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in
     train_prm (as in TRL)."""
-    critic_learning_rate: float = option(9e-6, NOT_NEGATIVE, needs=CRITIC, commands=PPO)
+    critic_learning_rate: float = option(9e-6, RATE, needs=CRITIC, commands=PPO)
     """Peak learning rate of the critic, if there is one."""
-    draft_learning_rate: float = option(0.0, NOT_NEGATIVE, commands=PPO)
+    draft_learning_rate: float = option(0.0, RATE, commands=PPO)
     """Peak learning rate of the model of --speculative draft. It learns from the responses of each
     step, so that more drafts are accepted. 0: --draft_pretrain is not trained."""
     lr_scheduler: Literal["cosine", "constant"] = "cosine"
@@ -995,9 +996,9 @@ class TrainSection(Section, commands=TRAINING):
     seed: int = option(42, SEED, commands=WITH_PRETRAIN)
     """Seed of all random numbers."""
     num_episodes: int = option(1, COUNT)
-    """Number of passes over the prompt data."""
+    """Number of passes over the training data. The run ends after them, or earlier at --max_steps."""
     max_steps: int | None = option(None, COUNT)
-    """Stop after this number of steps, regardless of num_episodes."""
+    """Largest number of steps; the end of --num_episodes may come earlier."""
     max_epochs: int = option(1, COUNT, commands=PPO)
     """Number of passes over the samples of each step."""
     freezing_actor_steps: int = option(0, NOT_NEGATIVE, commands=PPO)

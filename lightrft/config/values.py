@@ -64,6 +64,8 @@ ABOVE_1 = Bound("must be above 1", lambda value: value > 1)
 POSITIVE = Bound("must be above 0", lambda value: value > 0)
 NOT_NEGATIVE = Bound("must not be negative", lambda value: value >= 0)
 SHARE = Bound("must be between 0 and 1", lambda value: 0 <= value <= 1)
+RATE = SHARE.hint("; 1e-6 is usual for all weights of a model, and 1e-4 for adapters")
+"""Learning rate. AdamW changes each weight by about as much in a step, so one above 1 is a slip."""
 
 
 @dataclass(frozen=True, slots=True)

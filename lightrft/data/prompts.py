@@ -256,8 +256,9 @@ def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
     template_variables(section)
     if section.apply_chat_template and not tokenizer.chat_template:
         raise DataError(
-            "--apply_chat_template: the tokenizer of --pretrain has no chat template; use"
-            " --input_template instead"
+            "--apply_chat_template: the tokenizer of --pretrain has no chat template: copy the"
+            " chat_template.jinja of another model into its folder, or use --input_template for"
+            " prompts that are text"
         )
 
 

@@ -50,7 +50,7 @@ class BadRows:
         message = f"{self.flag}: {where}: {reason}"
         if not self.skip:
             raise DataError(
-                f"{message}. Correct the row, or pass --bad_rows skip to skip such rows"
+                f"{message}. Correct the row or the flags, or pass --bad_rows skip to skip such rows"
             )
         self.reasons.append(message)
 

@@ -31,6 +31,8 @@ SYMPTOMS_EVERY = 10
 """Number of steps between two looks for symptoms; each symptom is told once."""
 WARN_AT = (1, 2, 10, 100, 1000, 10_000)
 """Numbers of steps without a training signal that are told in a warning."""
+MANY_TRUNCATED = 0.5
+"""Share of responses that are cut off above which a step without a signal says so."""
 
 
 class Health:
@@ -129,7 +131,15 @@ class Health:
                 if self.steps_without_signal == 1
                 else f"; {self.steps_without_signal} steps had none so far"
             )
-            logger.warning("step {}: {}, so it has no training signal{}", number, finding, so_far)
+            truncated = row.get("rollout/truncated", 0.0)
+            cut_off = (
+                f"; {truncated:.0%} of the responses are cut off: raise --generate_max_len"
+                if truncated > MANY_TRUNCATED
+                else ""
+            )
+            logger.warning(
+                "step {}: {}, so it has no training signal{}{}", number, finding, so_far, cut_off
+            )
 
     def _check_mismatch(self, number: int, mismatch: float, largest: float) -> bool:
         limit = self.config.train.mismatch_limit

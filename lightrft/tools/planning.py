@@ -501,8 +501,11 @@ class Planner:
         groups = self.config.strategy.dp_replicate
         copies = "the model is there once" if groups == 1 else f"the model is there {groups} times"
         divided = self.shards * self.tp
+        each = "" if groups == 1 else "each "
         where = (
-            f"{copies}, on one rank" if divided == 1 else f"{copies}, divided over {divided} ranks"
+            f"{copies}, {each}on one rank"
+            if divided == 1
+            else f"{copies}, {each}divided over {divided} ranks"
         )
 
         if self.ep > 1:

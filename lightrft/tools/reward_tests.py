@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import islice
 from statistics import fmean, median
 
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import ConfigError, DataError
 from lightrft.config.sections import DataSection, RewardSection
 from lightrft.data.prompts import reward_columns
 from lightrft.data.readers import BadRows, read_rows
@@ -84,7 +84,9 @@ def read_prompts(section: DataSection, num_rows: int) -> list[Prompt]:
     bad = BadRows(skip=False, flag="data")
     for where, row in islice(read_rows(section.prompt_data, section.prompt_split, bad), num_rows):
         if section.input_key not in row:
-            bad.add(where, f"no column {section.input_key!r} (--input_key)")
+            raise DataError(
+                f"{where}: no column {section.input_key!r} (--input_key); it has {', '.join(row)}"
+            )
 
         value = row[section.input_key]
         messages = as_messages(value)

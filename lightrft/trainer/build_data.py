@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.errors import ConfigError
@@ -13,6 +14,7 @@ from lightrft.data.loader import Order
 from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
+from lightrft.data.readers import is_first_rank
 from lightrft.models.load import load_tokenizer
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.media_expansion import Expander
@@ -166,5 +168,15 @@ def load_supervised(
 def total_steps(config: Config, num_rows: int, batch_size: int) -> int:
     """Return how many whole batches all epochs have together, at most --max_steps."""
     Order.check(num_rows, batch_size)
-    steps = num_rows * config.train.num_episodes // batch_size
-    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+    train = config.train
+    steps = num_rows * train.num_episodes // batch_size
+    if train.max_steps is None:
+        return steps
+
+    # In other tools the number of steps replaces the number of epochs.
+    if steps < train.max_steps and is_first_rank():
+        logger.warning(
+            f"--max_steps {train.max_steps} is not reached: --num_episodes {train.num_episodes} of"
+            f" {num_rows} rows ends after {steps} steps; raise --num_episodes for more"
+        )
+    return min(steps, train.max_steps)

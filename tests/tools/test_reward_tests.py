@@ -111,3 +111,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         main(["number", str(data), "--label_key=missing"])
     assert ended.value.code == 2
     assert "no column" in capsys.readouterr().err
+
+    with pytest.raises(SystemExit) as ended:
+        main(["number", str(data), "--input_key=missing"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "no column 'missing' (--input_key); it has " in said and "bad_rows" not in said

@@ -13,6 +13,7 @@ from lightrft.run.health import ENOUGH, Health
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
+from lightrft.trainer.build_data import total_steps
 from ranks import run_ranks
 from runs import PPO, prepare, rows_of, train
 
@@ -65,6 +66,17 @@ def test_a_symptom_is_told_once_while_the_run_goes_on(log):
     assert sum("length drift" in warning for warning in checks.warnings) == 1
 
 
+# -- length
+
+
+@pytest.mark.parametrize("max_steps, steps, said", [(20, 6, True), (6, 6, False), (None, 6, False)])
+def test_a_run_whose_epochs_end_before_max_steps_says_so(log, max_steps, steps, said):
+    config = Config.of(num_episodes=2, max_steps=max_steps)
+    assert total_steps(config, 12, 4) == steps
+    warning = "--max_steps 20 is not reached: --num_episodes 2 of 12 rows ends after 6 steps"
+    assert (warning in log.read_text()) == said
+
+
 # -- signal
 
 
@@ -100,6 +112,13 @@ def test_a_run_without_a_signal_does_not_say_so_in_every_step(log):
         and "step 10: all rewards are 0, so it has no training signal; 10 steps had none so far"
         in said[-1]
     )
+
+
+@pytest.mark.parametrize("truncated, said", [(1.0, True), (0.2, False)])
+def test_a_step_without_a_signal_says_that_its_responses_are_cut_off(log, truncated, said):
+    health().check_step(1, row(0.0, 0.0, 0.0) | {"rollout/truncated": truncated})
+    advice = f"{truncated:.0%} of the responses are cut off: raise --generate_max_len"
+    assert (advice in log.read_text()) == said
 
 
 def test_what_counts_as_a_signal(log):
