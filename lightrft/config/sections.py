@@ -996,7 +996,8 @@ class TrainSection(Section, commands=TRAINING):
     seed: int = option(42, SEED, commands=WITH_PRETRAIN)
     """Seed of all random numbers."""
     num_episodes: int = option(1, COUNT)
-    """Number of passes over the training data. The run ends after them, or earlier at --max_steps."""
+    """Number of passes over the training data. The run ends after them, or earlier at
+    --max_steps."""
     max_steps: int | None = option(None, COUNT)
     """Largest number of steps; the end of --num_episodes may come earlier."""
     max_epochs: int = option(1, COUNT, commands=PPO)

@@ -50,7 +50,8 @@ class BadRows:
         message = f"{self.flag}: {where}: {reason}"
         if not self.skip:
             raise DataError(
-                f"{message}. Correct the row or the flags, or pass --bad_rows skip to skip such rows"
+                f"{message}. Correct the row or the flags, or pass --bad_rows skip to skip such"
+                " rows"
             )
         self.reasons.append(message)
 
@@ -277,7 +278,10 @@ def _parsed(text: bytes) -> Any:
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Parsers disagree about a key that comes twice, so it is an error."""
+    """Return an object of JSON.
+
+    Parsers disagree about a key that comes twice, so it is an error.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)

@@ -225,8 +225,8 @@ def _dominating_part(run: Course) -> Iterator[Symptom]:
         yield Symptom(
             "one part of the reward dominates",
             f"{sizes[name] / total:.0%} of what changes in the rewards is {name}",
-            "weigh the parts, in --reward (NAME:WEIGHT) or in the function that returns them, so that"
-            " they vary by like amounts",
+            "weigh the parts, in --reward (NAME:WEIGHT) or in the function that returns them, so"
+            " that they vary by like amounts",
         )
 
 

@@ -36,7 +36,9 @@ MEANINGS = {
     "gradient": "the gradient",
     "weights": "the weights after the update",
 }
-SAMPLE_FIELDS = ("token_ids", "logprobs", "reward", "reward_parts", "token_rewards", "masked")
+REWARD_FIELDS = ("reward", "reward_parts", "token_rewards", "masked")
+SAMPLE_FIELDS = {"samples": ("token_ids",), "logprobs": ("logprobs",), "rewards": REWARD_FIELDS}
+"""Phase -> fields of a recorded sample that it is the first to have."""
 OF_RUN = ("world_size", "rollout_ranks", "engine", "engine_tp_size", "strategy", "device")
 LAYOUT = (
     *("strategy", "zero_stage", "zpg", "dp_replicate", "tp_size", "ep_size"),
@@ -213,13 +215,13 @@ def _measured(folders: Sequence[Path], found: Difference) -> Iterator[str]:
 
 def _places(folders: Sequence[Path], found: Difference) -> Iterator[str]:
     if found.phase in OF_SEQUENCES:
-        yield from _of_samples(folders, found.step)
+        yield from _of_samples(folders, found)
     elif found.phase == "weights":
         yield from _of_checkpoints(folders, found.step)
 
 
-def _of_samples(folders: Sequence[Path], step: int) -> Iterator[str]:
-    recorded = [read_recorded(folder, step) for folder in folders]
+def _of_samples(folders: Sequence[Path], found: Difference) -> Iterator[str]:
+    recorded = [read_recorded(folder, found.step) for folder in folders]
     if None in recorded:
         yield "--dump_rollouts in both runs would show the sample and the token"
         return
@@ -240,7 +242,7 @@ def _of_samples(folders: Sequence[Path], step: int) -> Iterator[str]:
                 f" {texts[1]!r:.200}"
             )
             return
-        for name in SAMPLE_FIELDS:
+        for name in SAMPLE_FIELDS.get(found.phase, ()):
             if one.get(name) != other.get(name):
                 yield f"{sample}: {_element(name, one.get(name), other.get(name))}"
                 return

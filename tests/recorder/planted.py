@@ -71,6 +71,7 @@ def logprob(patch: pytest.MonkeyPatch) -> None:
 def token(patch: pytest.MonkeyPatch) -> None:
     def change(samples: list) -> None:
         samples[4].token_ids[1] ^= 1
+        samples[0].logprobs[0] -= 1e-9  # as the engine's other batches round
 
     _rewarded(patch, change)
 

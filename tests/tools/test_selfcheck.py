@@ -22,6 +22,7 @@ from lightrft.models import heads
 from lightrft.parallel.sequence_parallel import SequenceParallel
 from lightrft.tools import selfcheck
 from lightrft.tools.selfcheck import PACKED, SHARED, check_model, compare_small_copy, differences
+from lightrft.types import Batch
 from ranks import run_cases, run_ranks
 from strategy.training import strategy
 from tiny import VOCABULARY, byte_tokenizer
@@ -127,7 +128,8 @@ def test_a_state_that_runs_into_the_next_sequence(name, monkeypatch):
 
 def test_positions_that_run_on(monkeypatch):
     """Rotary embeddings only know distances, so a shared prefix shows it, or learned positions."""
-    monkeypatch.setattr(heads, "positions", lambda model, batch: torch.arange(batch.num_tokens))
+    run_on = property(lambda batch: torch.arange(batch.num_tokens))
+    monkeypatch.setattr(Batch, "position_ids", run_on)
     assert found(AutoConfig.for_model("qwen3")).keys() == {SHARED}
     assert PACKED in found(AutoConfig.for_model("gpt2"))
 
