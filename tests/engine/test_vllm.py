@@ -1,10 +1,12 @@
 """What is vLLM's own, beyond the contract."""
 
+import io
 import json
 import logging
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -388,23 +390,25 @@ def test_requests_that_wait_in_vllm_use_nothing_of_the_old_weights(tmp_path: Pat
             torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
-def _warns(folder: str) -> None:
+def _warnings(folder: str) -> list[str]:
+    """Start two engines and log a warning; return all warnings that vLLM has shown."""
+    shown = io.StringIO()
     for handler in logging.getLogger("vllm").handlers:
-        handler.setStream(sys.__stdout__)  # it has that of the moment of vLLM's import
-    # what it leaves in the environment is no reason for a warning
-    start("vllm", folder, Mesh("cpu").world).close()
-    engine = start("vllm", folder, Mesh("cpu").world, from_stream=True)
-    engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).named_parameters(), 0)
-    logging.getLogger("vllm.v1.worker.cpu_worker").warning("memory is %s", "short")
-    engine.close()
+        handler.setStream(shown)  # it has the stdout of the moment of vLLM's import
+    with redirect_stdout(shown):
+        # what it leaves in the environment is no reason for a warning
+        start("vllm", folder, Mesh("cpu").world).close()
+        engine = start("vllm", folder, Mesh("cpu").world, from_stream=True)
+        engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).named_parameters(), 0)
+        logging.getLogger("vllm.v1.worker.cpu_worker").warning("memory is %s", "short")
+        engine.close()
+
+    return [line for line in shown.getvalue().splitlines() if ") WARNING " in line]
 
 
-def test_warnings_are_shown_except_about_choices_made_here(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run_ranks(1, _warns, tiny_model(tmp_path, tie=True))
-    said = [line for line in "".join(capfd.readouterr()).splitlines() if ") WARNING " in line]
-    assert len(said) == 1 and "memory is short" in said[0]
+def test_warnings_are_shown_except_about_choices_made_here(tmp_path: Path) -> None:
+    (shown,) = run_ranks(1, _warnings, tiny_model(tmp_path, tie=True))
+    assert len(shown) == 1 and "memory is short" in shown[0]
 
 
 def test_both_runners_draw_from_the_seeds_of_requests() -> None:
