@@ -3,8 +3,8 @@
     python scripts/debugging_page.py
 
 trains tiny models in a temporary folder, with the bugs and without them. Everything between the
-marks of the page is what the commands print. A test repeats the bug of the reward. The one of vLLM
-needs a CPU with instructions for bfloat16; on others its outputs stay as they are.
+marks of the page is what the commands print. A test repeats them. The bug of vLLM needs a CPU with
+instructions for bfloat16; on others its outputs stay as they are.
 """
 
 import os

@@ -231,9 +231,11 @@ def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:
     number = 0
     try:
         with ParquetFile(file) as parquet:
-            name, times = Counter(parquet.schema_arrow.names).most_common(1)[0]
-            if times > 1:
-                raise DataError(f"{flag} {file}: {times} columns are called {name!r}; rename them")
+            for name, times in Counter(parquet.schema_arrow.names).items():
+                if times > 1:
+                    raise DataError(
+                        f"{flag} {file}: {times} columns are called {name!r}; rename them"
+                    )
             for batch in parquet.iter_batches(ROWS_AT_ONCE):
                 for row in table_rows(Table.from_batches([batch])):
                     number += 1

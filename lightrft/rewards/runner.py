@@ -125,7 +125,6 @@ class RewardRunner:
 
     @trace.setter
     def trace(self, trace: Untraced) -> None:
-        """Return the trace of the calls, and of the rank's waiting for results."""
         self._calls.trace = trace
 
     def _setup(self, chat: bool, models: tuple[str, ...]) -> Setup:
@@ -220,7 +219,7 @@ class RewardRunner:
         All ranks call it together. `samples` are the samples of all these calls; the ranks of
         `model_parallel` pass them in the same order.
         """
-        with self._calls.trace.phase("wait", idle=True):
+        with self.trace.phase("wait", idle=True):
             failure = self._failure()
         if self.model_parallel.size > 1:
             results = [

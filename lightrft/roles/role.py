@@ -255,14 +255,17 @@ class Role(ABC):
 
         Reports `train/NAME` become `eval/NAME`.
         """
-        return self.learn([term], metrics, eval_mode=True)[0]
+        measured = Metrics()
+        value, _ = self.learn([term], measured, eval_mode=True)
+        metrics.take(measured, lambda name: name.replace("train/", "eval/", 1))
+        return value
 
     def learn(
         self, terms: Sequence[LossTerm], metrics: Metrics, *, eval_mode: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Take one optimizer step on the sum of the terms; see update().
 
-        In eval_mode nothing is learned; see measure().
+        In eval_mode everything is computed and reported, and nothing is learned.
         """
         first = terms[0]
         count = sum(len(term.rows) for term in terms)
@@ -277,8 +280,6 @@ class Role(ABC):
                     )
                     # The suffix of a name says how several micro-batches and ranks are joined.
                     add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
-                    if eval_mode:
-                        name = name.replace("train/", "eval/", 1)
                     add(name, values, weight)
 
         return self.finish_train_step()

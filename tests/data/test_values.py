@@ -221,6 +221,10 @@ def test_columns_of_one_name(tmp_path):
     with pytest.raises(DataError, match="rows.parquet: 2 columns are called 'input'; rename them"):
         load(tmp_path / "rows.parquet")
 
+    pq.write_table(pa.table({}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="no usable row"):
+        load(tmp_path / "rows.parquet")
+
 
 def test_labels_of_all_types_reach_worker_processes(tmp_path):
     """In many files a column of integers with a missing one is a column of floats.

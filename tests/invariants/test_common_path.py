@@ -35,7 +35,7 @@ FLAGS = [
     "--reward=exact_match",
     "--max_steps=2",
 ]
-MOST = {"hf": (72, 420, 16), "vllm": (80, 448, 16)}
+MOST = {"hf": (72, 421, 16), "vllm": (80, 450, 16)}
 """Engine -> files, functions, and depth in own frames of the second step. A smaller number is an
 achievement, a larger one a defect."""
 OPTIONS = (

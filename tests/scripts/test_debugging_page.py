@@ -3,22 +3,40 @@
 import re
 
 import pytest
+import torch
 
 from scripts import debugging_page
 from warm import warm_environment
 
 
-@pytest.mark.slow
-def test_the_page_shows_what_the_commands_print(tmp_path, monkeypatch):
-    """Numbers may differ in other versions of torch, and so may the responses."""
+@pytest.fixture(autouse=True)
+def warm(monkeypatch):
     for name, value in warm_environment().items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_commands_print(tmp_path):
+    """Numbers may differ in other versions of torch, and so may the responses."""
     text = debugging_page.PAGE.read_text()
     printed = debugging_page.outputs(tmp_path)
     assert _without_numbers(debugging_page.page(text, printed)) == _without_numbers(text)
     assert "step 3, rewards: the first difference" in printed["first"]
     assert "rewards    different" in printed["replay"]
     assert printed["fixed"].startswith("equal: all digests of the 4 steps")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="vLLM packs no convolutions on this CPU"
+)
+def test_the_page_shows_the_bug_of_the_engine(tmp_path):
+    text = debugging_page.PAGE.read_text()
+    printed = debugging_page.outputs_of_engines(tmp_path)
+    assert _without_numbers(debugging_page.page(text, printed)) == _without_numbers(text)
+    assert "its engine has other weights than are trained" in printed["engines"]
+    assert "conv1d.weight in the engine differs" in printed["verified"]
+    assert "other weights" not in printed["repaired"]
 
 
 def _without_numbers(text: str) -> str:

@@ -384,7 +384,7 @@ class VLLMEngine(LibraryEngine):
         return prints.numbers(self.device)
 
     def _num_cached(self) -> int:
-        return len(self._shim.cache.block_pool.cached_block_hash_to_block)
+        return self._shim.num_cached_blocks()
 
     def _parts(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
         probe = Probe(len(token_ids))

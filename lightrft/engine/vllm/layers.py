@@ -26,7 +26,14 @@ class _NoWeights(DummyModelLoader):
         scales = [
             parameter for name, parameter in model.named_parameters() if name.endswith(CACHE_SCALES)
         ]
-        saved = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *scales)]
+        # A view of a weight, as Mamba 2 has of its convolution, is no buffer of its own.
+        of_weights = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+        buffers = [
+            tensor
+            for tensor in model.buffers()
+            if tensor.untyped_storage().data_ptr() not in of_weights
+        ]
+        saved = [(tensor, tensor.detach().clone()) for tensor in (*buffers, *scales)]
         super().load_weights(model, model_config)
         with torch.no_grad():
             for tensor, values in saved:

@@ -313,6 +313,9 @@ class VLLMShim:
     def cache(self) -> KVCacheManager:
         return self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
 
+    def num_cached_blocks(self) -> int:
+        return len(self.cache.block_pool.cached_block_hash_to_block)
+
     def destroy_weights(self) -> None:
         """Fill the weights with NaN where vLLM does not support sleep level 2."""
         _fill_with_nan(self.model)
