@@ -37,6 +37,7 @@ from lightrft.config import (
 from lightrft.config.command_line import help_text
 from lightrft.config.effects import COMPUTED
 from lightrft.config.facts import RunFacts
+from lightrft.config.paths import evaluated_training_data
 from lightrft.config.presets import DEFAULTS
 from lightrft.config.references import DataSource, data_sources, reward_terms
 from lightrft.config.resolve import range_problems
@@ -935,6 +936,22 @@ def test_every_need_names_fields():
 
 
 # -- flags without effect
+
+
+def test_a_file_that_is_learned_and_evaluated_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.jsonl", "held_out.jsonl"):
+        Path(name).write_text("{}")
+
+    def named(*flags):
+        return evaluated_training_data(parse(["--pretrain=m", *flags], "train_ppo"), "train_ppo")
+
+    learned = f"--prompt_data=train.jsonl:0.7,{tmp_path}/held_out.jsonl:0.3"
+    assert named("--prompt_data=train.jsonl", "--eval_data=held_out.jsonl") == []
+    assert named("--prompt_data=owner/name", "--eval_data=owner/name") == []  # another split
+    assert named("--prompt_data=train.jsonl") == []
+    found = named(learned, "--eval_data=own=held_out.jsonl,other=owner/name")
+    assert [each.split(" is in")[0] for each in found] == ["--eval_data held_out.jsonl"]
 
 
 @pytest.mark.parametrize(

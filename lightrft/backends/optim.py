@@ -1,7 +1,7 @@
 """Build optimizers and learning-rate schedules, and take steps."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -18,14 +18,12 @@ from lightrft.parallel.dtensor_slices import local_part
 
 FUSED_ON = ("cpu", "cuda", "xpu")
 """Devices with a fused AdamW; on others torch chooses the implementation."""
-WIDENED = 2**22
-"""Elements that sum_of_bits() widens to 8 bytes at a time."""
-BLOCK = 2**17
-"""Elements of these that a host widens at once."""
+BLOCK = 2**20
+"""Words that sum_of_bits() multiplies at a time."""
+SHORT = 2**14
+"""Elements of a tensor that is joined with others to be summed."""
 ODD = 0x2545F4914F6CDD1D
-"""Factor between the parts of a long tensor."""
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> type that reads the bits."""
+"""Factor between blocks of words."""
 FLOOR = 0.1
 """Final learning rate of the cosine as a fraction of the peak."""
 
@@ -120,16 +118,28 @@ def step(optimizer: Optimizer) -> None:
 class BitSums:
     """Sums of the bits of gradients and weights at each step of an optimizer, on the device."""
 
-    def __init__(self, optimizer: Optimizer, device: torch.device | str = "cpu"):
-        """Follow an optimizer whose parameters are on `device` while it steps."""
-        self._sums: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device: torch.device | str = "cpu",
+        parts: Mapping[Tensor, str] | None = None,
+        others: str = "all",
+    ):
+        """Follow an optimizer whose parameters are on `device` while it steps.
+
+        `parts` says which part of the model a parameter belongs to; a part has one sum. Parameters
+        that it does not name belong to the part `others`.
+        """
+        self._parts = parts or {}
+        self._others = others
+        self._sums: dict[str, list[tuple[int, str, Tensor]]] = {}
         self._updates = 0
-        self._factors = odd_numbers(WIDENED).to(device)
+        self._factors = odd_numbers(BLOCK).to(device)
         optimizer.register_step_pre_hook(partial(self._add, "gradient"))
         optimizer.register_step_post_hook(partial(self._add, "weights"))
 
-    def take(self, kind: str) -> list[tuple[int, Tensor, Tensor]]:
-        """Return the sums since the last call: optimizer step, parameter, and sum [] int64.
+    def take(self, kind: str) -> list[tuple[int, str, Tensor]]:
+        """Return the sums since the last call: optimizer step, part, and sum [] int64.
 
         `kind` is gradient, weights (after a step), or before: the weights before the first step.
         """
@@ -139,14 +149,20 @@ class BitSums:
     def _add(self, kind: str, optimizer: Optimizer, *_: Any) -> None:
         if kind == "gradient" and not self._updates:
             self._add("before", optimizer)
+
+        tensors: dict[str, list[Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 tensor = parameter.grad if kind == "gradient" else parameter
                 if tensor is not None:
-                    # Parameters may be in host memory, all of them.
-                    self._factors = self._factors.to(tensor.device)
-                    total = sum_of_bits(tensor, self._factors)
-                    self._sums.setdefault(kind, []).append((self._updates, parameter, total))
+                    part = self._parts.get(parameter, self._others)
+                    tensors.setdefault(part, []).append(tensor)
+
+        sums = self._sums.setdefault(kind, [])
+        for part, own in tensors.items():
+            # Parameters may be in host memory, all of them.
+            self._factors = self._factors.to(own[0].device)
+            sums.append((self._updates, part, sum_of_bits(own, self._factors)))
         self._updates += kind == "weights"
 
 
@@ -156,27 +172,47 @@ def odd_numbers(count: int) -> Tensor:
     return torch.randint(2**63 - 1, (count,), generator=generator) | 1
 
 
-def sum_of_bits(tensor: Tensor, factors: Tensor) -> Tensor:
-    """Return a sum [] int64 of the bits of this rank's part of a tensor, on the device.
+def sum_of_bits(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
+    """Return a sum [] int64 of the bits of this rank's part of the tensors, on their device.
 
-    The bits of each element are multiplied by an odd number for the place, modulo 2^64, so a change
-    of one element always changes the sum, and an exchange of two nearly always.
+    The bits are read as words of 8 bytes. Each word is multiplied by an odd number for its place,
+    modulo 2^64, so a change of one element always changes the sum, and an exchange of two nearly
+    always.
     """
-    local = local_part(tensor)
-    words = local.detach().contiguous().view(-1).view(WORDS[local.itemsize])
-    total = 0
-    for chunk in words.split(factors.numel()):
-        odd = factors[: chunk.numel()]
-        total = total * ODD
-        if chunk.is_cpu:
-            # New memory for a large tensor takes longer than the product. Integers have no
-            # rounding, so blocks give the same sum.
-            for block, of_block in zip(chunk.split(BLOCK), odd.split(BLOCK), strict=True):
-                total = total + block.long().dot(of_block)
-        else:
+    total = torch.zeros((), dtype=torch.int64, device=factors.device)
+    for words in _words(tensors):
+        for block in words.split(factors.numel()):
+            odd = factors[: block.numel()]
             # CUDA has no inner product of integers.
-            total = total + chunk.long().mul_(odd).sum()
+            product = block.dot(odd) if block.is_cpu else (block * odd).sum()
+            total = total * ODD + product
     return total
+
+
+def _words(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the bits of the tensors as words [n] int64, short tensors of one type joined.
+
+    A call of torch takes longer than reading a short tensor.
+    """
+    short: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        local = local_part(tensor).detach()
+        if local.numel() <= SHORT:
+            short.setdefault(local.dtype, []).append(local.reshape(-1))
+        else:
+            yield _as_words(local.reshape(-1))
+    for joined in short.values():
+        yield _as_words(torch.cat(joined))
+
+
+def _as_words(flat: Tensor) -> Tensor:
+    """Read the bits of a tensor [n] as int64; zeros fill the last word."""
+    octets = flat.view(torch.uint8)
+    missing = -octets.numel() % 8
+    # Words begin at a multiple of 8 bytes, which a view into a larger tensor may not.
+    if missing or octets.storage_offset() % 8:
+        octets = torch.cat([octets, octets.new_zeros(missing)])
+    return octets.view(torch.int64)
 
 
 def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:

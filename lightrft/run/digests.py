@@ -72,16 +72,14 @@ class Digests:
         """True until the first line of a run from the beginning is written."""
         learning = {name: role for name, role in roles.items() if role.optimizer is not None}
         most = MOST_PARTS // max(len(learning), 1)
-        self.models: list[tuple[BitSums, dict[Tensor, str], str]] = []
-        """Sums of an optimizer, the part of the model that a parameter belongs to, and the part of
-        what is stepped in place of parameters, such as partitions of ZeRO."""
+        self.models: list[BitSums] = []
         for name, role in learning.items():
             named = dict(role.module.named_parameters())
             prefix = "" if name == "actor" else f"{name}."
             parts = {named[each]: prefix + part for each, part in parts_of([*named], most).items()}
-            self.models.append(
-                (BitSums(role.optimizer, role.strategy.device), parts, f"{prefix}partitions")
-            )
+            # ZeRO steps partitions in place of parameters.
+            others = f"{prefix}partitions"
+            self.models.append(BitSums(role.optimizer, role.strategy.device, parts, others))
 
     def start(self, resume_step: int | None) -> None:
         """Drop the lines after the checkpoint that the run goes on from."""
@@ -119,11 +117,11 @@ class Digests:
         for kind in ("before", "gradient", "weights"):
             parts: dict[str, list[bytes]] = {}
             updates: dict[tuple[int, int], list[bytes]] = {}
-            for place, (model, part_of, others) in enumerate(self.models):
+            for place, model in enumerate(self.models):
                 sums = model.take(kind)
                 numbers = _numbers([total for *_, total in sums])
-                for (update, parameter, _), number in zip(sums, numbers, strict=True):
-                    parts.setdefault(part_of.get(parameter, others), []).append(number)
+                for (update, part, _), number in zip(sums, numbers, strict=True):
+                    parts.setdefault(part, []).append(number)
                     updates.setdefault((place, update), []).append(number)
 
             local[kind] = {part: _digest(*own) for part, own in parts.items()}
@@ -194,7 +192,9 @@ def _sequences(record: StepRecord) -> dict[str, int]:
     parts = {name: _split(values, lengths) for name, values in columns.items()}
     for row, tokens in enumerate(parts["input_ids"]):
         for phase, names in kinds.items():
-            add(phase, tokens, *[parts[name][row] for name in names if name in parts])
+            own = [parts[name][row] for name in names if name in parts]
+            if own:
+                add(phase, tokens, *own)
 
     return sums
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft.backends.optim import WIDENED, BitSums, odd_numbers, sum_of_bits
+from lightrft.backends.optim import BLOCK, ODD, SHORT, BitSums, odd_numbers, sum_of_bits
 from lightrft.run.digests import OF_SEQUENCES, PHASES, parts_of, read_digests
 from ranks import run_ranks
 from recorder.planted import run_all
@@ -18,46 +18,77 @@ FLAGS = [*PPO, "--rollout_batch_size=4", "--train_batch_size=8", "--max_steps=2"
 STRATEGIES = {"fsdp": ["--fsdp"], "zero2": ["--zero_stage=2"], "zero3": ["--zero_stage=3"]}
 
 
+def bits_by_hand(octets: bytes, factors: torch.Tensor) -> int:
+    """Sum the words of 8 bytes with Python's integers."""
+    octets += bytes(-len(octets) % 8)
+    words = [
+        int.from_bytes(octets[at : at + 8], "little", signed=True)
+        for at in range(0, len(octets), 8)
+    ]
+    total = 0
+    for at in range(0, len(words), len(factors)):
+        block = words[at : at + len(factors)]
+        total = total * ODD + sum(w * f for w, f in zip(block, factors.tolist(), strict=False))
+    return (total + 2**63) % 2**64 - 2**63
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
 def test_a_changed_bit_or_place_changes_the_sum(dtype):
+    factors = FACTORS[:7]  # fewer than words
     values = torch.arange(1, 101).to(dtype)
-    total = sum_of_bits(values, FACTORS)
+    total = sum_of_bits([values], factors)
     assert total.dtype == torch.int64 and total.shape == ()
-    assert sum_of_bits(values.clone(), FACTORS) == total
+    assert total == bits_by_hand(values.view(torch.uint8).numpy().tobytes(), factors)
 
     sums = {int(total)}
-    for place in range(100):  # more elements than factors
+    for place in range(100):
         changed = values.clone()
         words = changed.view(torch.uint8)
         words[place * dtype.itemsize] ^= 1
-        sums.add(int(sum_of_bits(changed, FACTORS)))
+        sums.add(int(sum_of_bits([changed], factors)))
     assert len(sums) == 101
 
     exchanged = values.clone()
     exchanged[[3, 70]] = values[[70, 3]]
-    assert sum_of_bits(exchanged, FACTORS) != total
-    assert sum_of_bits(values.view(10, 10).T, FACTORS) != total
+    assert sum_of_bits([exchanged], factors) != total
+    assert sum_of_bits([values.view(10, 10).T], factors) != total
+
+
+def test_short_tensors_are_joined_and_views_need_no_alignment():
+    long = torch.arange(SHORT + 4.0)
+    short, other = torch.arange(3.0), torch.arange(5, dtype=torch.bfloat16)
+    total = sum_of_bits([short, long[1:-1], other, short], FACTORS)
+
+    parts = [long[1:-1], torch.cat([short, short]), other]
+    blocks = [part.view(torch.uint8).numpy().tobytes() for part in parts]
+    expected = 0
+    for octets in blocks:
+        # One product for each block of words, so the sum goes on where the last tensor ended.
+        for at in range(0, len(octets), 8 * len(FACTORS)):
+            block = bits_by_hand(octets[at : at + 8 * len(FACTORS)], FACTORS)
+            expected = expected * ODD + block
+    assert int(total) == (expected + 2**63) % 2**64 - 2**63
 
 
 def test_sums_follow_an_optimizer():
     """Gradients before the step, and weights before the first one and after each."""
-    weight = torch.nn.Parameter(torch.ones(3))
-    unused = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight, unused], lr=1.0)
-    sums = BitSums(optimizer)
+    weight, bias, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    optimizer = torch.optim.SGD([weight, bias, unused], lr=1.0)
+    sums = BitSums(optimizer, parts={weight: "layer", bias: "layer"}, others="rest")
     for number in (1.0, 2.0):
-        weight.grad = torch.full((3,), number)
+        weight.grad = bias.grad = torch.full((3,), number)
         optimizer.step()
 
     taken = {kind: sums.take(kind) for kind in ("before", "gradient", "weights")}
-    assert [(update, each is weight) for update, each, _ in taken["gradient"]] == [
-        (0, True),
-        (1, True),
+    assert [each[:2] for each in taken["gradient"]] == [(0, "layer"), (1, "layer")]
+    assert [each[:2] for each in taken["weights"]] == [
+        (update, part) for update in (0, 1) for part in ("layer", "rest")
     ]
-    assert [update for update, *_ in taken["weights"]] == [0, 0, 1, 1]
+    factors = odd_numbers(BLOCK)
     assert [int(total) for *_, total in taken["before"]] == [
-        int(sum_of_bits(torch.ones(3), odd_numbers(WIDENED)))
-    ] * 2
+        int(sum_of_bits([torch.ones(6)], factors)),
+        int(sum_of_bits([torch.ones(3)], factors)),
+    ]
     assert sums.take("weights") == []
 
 
