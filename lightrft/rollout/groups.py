@@ -56,10 +56,12 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Return True if the rewards differ and not every sample is masked."""
-        return len({sample.reward for sample in self.samples}) > 1 and not all(
-            sample.masked for sample in self.samples
-        )
+        """Return True if the rewards differ and not every sample is masked.
+
+        Responses of several rewards differ in one of these, even if their sums are equal.
+        """
+        rewards = {tuple(reward for _, reward in sample.steps) for sample in self.samples}
+        return len(rewards) > 1 and not all(sample.masked for sample in self.samples)
 
     def mask(self) -> None:
         """Mask all samples, so that nothing is learned from them."""

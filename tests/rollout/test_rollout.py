@@ -19,10 +19,10 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.fixed_batch import FixedBatch
-from lightrft.rollout.groups import GroupOutcome, History
+from lightrft.rollout.groups import Group, GroupOutcome, History
 from lightrft.rollout.rollout import Rollout
 from lightrft.schedulers.rounds import Rounds, needs_rounds
-from lightrft.types import Prompt
+from lightrft.types import Prompt, Sample
 from ranks import run_cases, run_ranks
 
 ALONE = Axis("data", 1, 0, None)
@@ -187,6 +187,29 @@ def test_samples_carry_rewards_and_groups():
             "some": [1, 0, 0],
         }[mode]
         assert {sample.group for sample in group.samples} == {group.number}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "signal"),
+    [
+        ([[1.0], [1.0]], False),
+        ([[1.0], [0.0]], True),
+        ([[1.0, 0.0], [0.0, 1.0]], True),  # turn_grpo compares turns
+        ([[0.5, None, 0.5], [0.5, 0.5]], False),  # the second turn of the first is longer
+    ],
+)
+def test_a_group_has_a_signal_if_any_reward_differs(rewards, signal):
+    samples = [
+        Sample(Prompt(0, "", [1]), 0, [2] * len(own), [0.0] * len(own), "", "stop")
+        for own in rewards
+    ]
+    for sample, own in zip(samples, rewards, strict=True):
+        sample.token_rewards = own
+        sample.reward = sum(filter(None, own))
+    assert Group(0, 0, samples).has_signal is signal
+    for sample in samples:
+        sample.masked = True
+    assert not Group(0, 0, samples).has_signal
 
 
 def test_dynamic_sampling_replaces_groups_without_signal():
