@@ -18,7 +18,7 @@ from lightrft.parallel.dtensor_slices import local_part
 
 FUSED_ON = ("cpu", "cuda", "xpu")
 """Devices with a fused AdamW; on others torch chooses the implementation."""
-BLOCK = 2**20
+BLOCK = 2**21
 """Words that sum_of_bits() multiplies at a time."""
 SHORT = 2**14
 """Elements of a tensor that is joined with others to be summed."""

@@ -316,8 +316,7 @@ class Role(ABC):
             self.module,
             None if eval_mode else self.optimizer,
         )
-        if self.module.training == eval_mode:
-            self.module.train(not eval_mode)
+        self.module.train(not eval_mode)
         loss = torch.zeros((), device=self.strategy.device)
         self._step = TrainStep(objective, denominator, num_microbatches, not eval_mode, loss)
 

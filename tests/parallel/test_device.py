@@ -1,9 +1,13 @@
 """Why: if a bucket's memory is used again too early, it holds other numbers.
 
-This happens on an accelerator only, and now and then.
+This happens on an accelerator only, and now and then. Memory of a host has large pages.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch import Tensor
 from lightrft.parallel.device import ahead, grow_segments
 
 SIZE = 4096
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 def different_numbers(device: torch.device, count: int, limit: int = 10**9) -> int:
@@ -103,3 +108,20 @@ def test_segments_grow_unless_the_user_has_chosen(
 
     grow_segments(torch.device("cuda", 0))
     assert found == ([after] if after else [])
+
+
+@pytest.mark.parametrize(("asked", "advised"), [(None, True), ("0", False)])
+def test_large_tensors_on_a_host_ask_for_huge_pages(asked, advised):
+    """The kernel has a flag at their memory; a variable that the user sets is left alone."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("a kernel without huge pages")
+    source = (
+        "import lightrft, torch; ones = torch.ones(2**22); from pathlib import Path;"
+        "print(' hg' in Path('/proc/self/smaps').read_text())"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != HUGE_PAGES}
+    environment |= {HUGE_PAGES: asked} if asked else {}
+    process = subprocess.run(
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True
+    )
+    assert process.stdout == f"{advised}\n"
