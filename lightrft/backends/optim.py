@@ -179,40 +179,31 @@ def sum_of_bits(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
     modulo 2^64, so a change of one element always changes the sum, and an exchange of two nearly
     always.
     """
-    total = torch.zeros((), dtype=torch.int64, device=factors.device)
-    for words in _words(tensors):
-        for block in words.split(factors.numel()):
-            odd = factors[: block.numel()]
-            # CUDA has no inner product of integers.
-            product = block.dot(odd) if block.is_cpu else (block * odd).sum()
-            total = total * ODD + product
-    return total
-
-
-def _words(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the bits of the tensors as words [n] int64, short tensors of one type joined.
-
-    A call of torch takes longer than reading a short tensor.
-    """
     short: dict[torch.dtype, list[Tensor]] = {}
+    flat = []
     for tensor in tensors:
-        local = local_part(tensor).detach()
-        if local.numel() <= SHORT:
-            short.setdefault(local.dtype, []).append(local.reshape(-1))
+        local = local_part(tensor).detach().reshape(-1)
+        if local.numel() > SHORT:
+            flat.append(local)
         else:
-            yield _as_words(local.reshape(-1))
-    for joined in short.values():
-        yield _as_words(torch.cat(joined))
+            short.setdefault(local.dtype, []).append(local)
+    # A call of torch takes longer than reading a short tensor.
+    flat += [torch.cat(own) for own in short.values()]
 
+    total = torch.zeros((), dtype=torch.int64, device=factors.device)
+    for each in flat:
+        octets = each.view(torch.uint8)
+        missing = -octets.numel() % 8
+        # Words begin at a multiple of 8 bytes, which a view into a larger tensor may not.
+        if missing or octets.storage_offset() % 8:
+            octets = torch.cat([octets, octets.new_zeros(missing)])
+        for words in octets.view(torch.int64).split(factors.numel()):
+            odd = factors[: words.numel()]
+            # CUDA has no inner product of integers.
+            product = words.dot(odd) if words.is_cpu else (words * odd).sum()
+            total = total * ODD + product
 
-def _as_words(flat: Tensor) -> Tensor:
-    """Read the bits of a tensor [n] as int64; zeros fill the last word."""
-    octets = flat.view(torch.uint8)
-    missing = -octets.numel() % 8
-    # Words begin at a multiple of 8 bytes, which a view into a larger tensor may not.
-    if missing or octets.storage_offset() % 8:
-        octets = torch.cat([octets, octets.new_zeros(missing)])
-    return octets.view(torch.int64)
+    return total
 
 
 def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:
