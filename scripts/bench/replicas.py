@@ -31,6 +31,8 @@ from scripts.bench.harness import TORCHRUN, in_turn, parser_of
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 64
 """Rows of a step, over all processes."""
+LONGEST = 900
+"""Seconds of a run. Ranks of gloo that begin together hang now and then."""
 WARM_UP = 20
 """Number of steps that do not count."""
 
@@ -80,10 +82,14 @@ def step_of(way: Way, data: Path, folder: Path, steps: int) -> Milliseconds:
         )
         for file in files
     ]
-    for process in started:
-        _, errors = process.communicate()
-        if process.returncode:
-            raise RuntimeError(errors.decode())
+    try:
+        for process in started:
+            _, errors = process.communicate(timeout=LONGEST)
+            if process.returncode:
+                raise RuntimeError(errors.decode())
+    finally:
+        for process in started:
+            process.terminate()
 
     found = [Milliseconds(*json.loads(Path(f"{file}.json").read_text())) for file in files]
     return Milliseconds(*(statistics.mean(column) for column in zip(*found, strict=True)))
