@@ -192,9 +192,7 @@ def _sequences(record: StepRecord) -> dict[str, int]:
     parts = {name: _split(values, lengths) for name, values in columns.items()}
     for row, tokens in enumerate(parts["input_ids"]):
         for phase, names in kinds.items():
-            own = [parts[name][row] for name in names if name in parts]
-            if own:
-                add(phase, tokens, *own)
+            add(phase, tokens, *[parts[name][row] for name in names if name in parts])
 
     return sums
 
