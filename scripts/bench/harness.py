@@ -92,7 +92,7 @@ def peak_of(action: Callable[[], Any]) -> int:
     What the first call imports counts too: call the action once on something small before.
     """
     allocator = ctypes.CDLL(None)
-    allocator.mallopt(MMAP_THRESHOLD, 2**20)  # freed tensors leave at once, and no fragments stay
+    allocator.mallopt(MMAP_THRESHOLD, 2**16)  # freed tensors leave at once, and no fragments stay
     allocator.malloc_trim(0)  # memory that was freed before would hide growth
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
     before = _peak()
