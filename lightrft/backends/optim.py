@@ -121,16 +121,16 @@ class BitSums:
     def __init__(
         self,
         optimizer: Optimizer,
-        device: torch.device | str = "cpu",
-        parts: Mapping[Tensor, str] | None = None,
-        others: str = "all",
+        device: torch.device | str,
+        parts: Mapping[Tensor, str],
+        others: str,
     ):
         """Follow an optimizer whose parameters are on `device` while it steps.
 
         `parts` says which part of the model a parameter belongs to; a part has one sum. Parameters
         that it does not name belong to the part `others`.
         """
-        self._parts = parts or {}
+        self._parts = parts
         self._others = others
         self._sums: dict[str, list[tuple[int, str, Tensor]]] = {}
         self._updates = 0

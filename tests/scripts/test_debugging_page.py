@@ -15,12 +15,19 @@ def warm(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
+def check_page(printed: dict[str, str]) -> None:
+    """Check that the page shows these outputs.
+
+    Numbers may differ in other versions of torch, and so may the responses.
+    """
+    text = debugging_page.PAGE.read_text()
+    assert _without_numbers(debugging_page.page(text, printed)) == _without_numbers(text)
+
+
 @pytest.mark.slow
 def test_the_page_shows_what_the_commands_print(tmp_path):
-    """Numbers may differ in other versions of torch, and so may the responses."""
-    text = debugging_page.PAGE.read_text()
     printed = debugging_page.outputs(tmp_path)
-    assert _without_numbers(debugging_page.page(text, printed)) == _without_numbers(text)
+    check_page(printed)
     assert "step 3, rewards: the first difference" in printed["first"]
     assert "rewards    different" in printed["replay"]
     assert printed["fixed"].startswith("equal: all digests of the 4 steps")
@@ -31,9 +38,8 @@ def test_the_page_shows_what_the_commands_print(tmp_path):
     not torch.cpu._is_avx512_bf16_supported(), reason="vLLM packs no convolutions on this CPU"
 )
 def test_the_page_shows_the_bug_of_the_engine(tmp_path):
-    text = debugging_page.PAGE.read_text()
     printed = debugging_page.outputs_of_engines(tmp_path)
-    assert _without_numbers(debugging_page.page(text, printed)) == _without_numbers(text)
+    check_page(printed)
     assert "its engine has other weights than are trained" in printed["engines"]
     assert "conv1d.weight in the engine differs" in printed["verified"]
     assert "other weights" not in printed["repaired"]

@@ -74,7 +74,7 @@ def test_sums_follow_an_optimizer():
     """Gradients before the step, and weights before the first one and after each."""
     weight, bias, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
     optimizer = torch.optim.SGD([weight, bias, unused], lr=1.0)
-    sums = BitSums(optimizer, parts={weight: "layer", bias: "layer"}, others="rest")
+    sums = BitSums(optimizer, "cpu", {weight: "layer", bias: "layer"}, "rest")
     for number in (1.0, 2.0):
         weight.grad = bias.grad = torch.full((3,), number)
         optimizer.step()
