@@ -8,10 +8,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 MMAP_THRESHOLD = -3
-"""glibc's M_MMAP_THRESHOLD: larger blocks are mappings of their own."""
+"""glibc's M_MMAP_THRESHOLD: larger blocks are mappings of their own, unless the heap has a hole."""
+LARGE = 2**16
+LARGEST_HOLE = 2**30
+"""Bytes of the smallest and the largest hole that peak_of() takes."""
+PR_SET_THP_DISABLE = 41
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -91,13 +95,47 @@ def peak_of(action: Callable[[], Any]) -> int:
 
     What the first call imports counts too: call the action once on something small before.
     """
-    allocator = ctypes.CDLL(None)
-    allocator.mallopt(MMAP_THRESHOLD, 2**16)  # freed tensors leave at once, and no fragments stay
-    allocator.malloc_trim(0)  # memory that was freed before would hide growth
+    system = ctypes.CDLL(None)
+    system.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # a huge page would count whole at its first byte
+    _occupy_heap(system)  # freed tensors leave at once, and no fragments stay
+    system.malloc_trim(0)  # memory that was freed before would hide growth
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
     before = _peak()
     action()
     return _peak() - before
+
+
+def _occupy_heap(system: ctypes.CDLL) -> None:
+    """Take all large holes of the heap, untouched, so that each large block is a mapping.
+
+    A process that has done much has such holes. A block in one of them stays resident after it has
+    been freed, so the peak would depend on what the process did before.
+    """
+    system.malloc.restype = ctypes.c_void_p
+    system.malloc.argtypes = [ctypes.c_size_t]
+    system.free.argtypes = [ctypes.c_void_p]
+    system.mallinfo2.restype = _HeapCounts
+    system.mallopt(MMAP_THRESHOLD, LARGE)
+
+    size = LARGEST_HOLE
+    while size >= LARGE:
+        mappings = system.mallinfo2().hblks
+        block = system.malloc(size)
+        if system.mallinfo2().hblks > mappings:  # no hole is as large
+            system.free(block)
+            size //= 2
+
+
+class _HeapCounts(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
 
 
 def _peak() -> int:
