@@ -37,7 +37,7 @@ PARTS = "rollout/reward_of_"
 
 @dataclass(frozen=True)
 class Symptom:
-    """What is wrong with a run."""
+    """Something that goes wrong in a run."""
 
     name: str
     evidence: str
