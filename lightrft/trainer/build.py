@@ -42,7 +42,7 @@ from lightrft.roles.draft import Draft
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout.episode_sampler import EpisodeSampler
-from lightrft.rollout.experience import ExperienceMaker, Flatten
+from lightrft.rollout.experience import ExperienceMaker, flatten
 from lightrft.rollout.fixed_batch import FixedBatch
 from lightrft.rollout.groups import Group
 from lightrft.rollout.media_expansion import Expander
@@ -145,8 +145,9 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
         entropy_coefficient=entropy_coefficient,
         critic=critic,
         teacher=teacher,
-        flatten=Flatten(
-            training_data.expand,
+        flatten=partial(
+            flatten,
+            expand=training_data.expand,
             first_token_apart=config.rollout.first_token_temperature is not None,
             min_tokens=config.rollout.min_tokens,
             routed=RoutedShape.of(policy.actor.hf_model.config)
