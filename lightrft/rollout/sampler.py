@@ -40,11 +40,14 @@ class RolloutLoop:
         self.sampler = sampler
         self.session = session
         self.seed = seed
-        n = sampler.section.n_samples_per_prompt
-        self.capacity = session.prompts_at_once(n) * n
-        """How many responses the engines of a data replica decode at the same time."""
         self._pending: dict[int, Pending] = {}
         """Index of a request -> what it extends."""
+
+    @property
+    def capacity(self) -> int:
+        """Return how many responses the engines of a data replica decode at the same time."""
+        n = self.sampler.section.n_samples_per_prompt
+        return self.session.prompts_at_once(n) * n
 
     def add(self, parts: list[GroupPart], prepared: Requests | None = None) -> None:
         """Begin or continue unfinished responses of groups.
@@ -209,7 +212,8 @@ class Sampler:
         sample.token_ids += completion.token_ids
         sample.logprobs += completion.logprobs
         sample.weight_versions += completion.weight_versions
-        sample.drafts = sample.drafts.plus(completion.drafts)
+        if completion.drafts.count:
+            sample.drafts = sample.drafts.plus(completion.drafts)
         if completion.experts is not None:
             # Tokens that had a record keep the experts that their log-probs come from.
             before = completion.experts[:0] if sample.experts is None else sample.experts
