@@ -179,7 +179,7 @@ class PPOTrainer(Trainer):
 
     def show(self, number: int, samples: list[Sample]) -> None:
         """Write some samples to the sinks, by group, so that responses can be compared."""
-        if self.strategy.is_rank_0():
+        if self.strategy.mesh.world.rank == 0:
             self.observer.samples(
                 number, sample_rows(samples[: self.config.observe.num_trajectories_to_save])
             )
