@@ -33,7 +33,6 @@ from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
-from lightrft.models.routers import RouterChoices, Routers
 from lightrft.observe.trace import Untraced
 from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.runner import RewardRunner
@@ -272,13 +271,6 @@ def build_ppo_roles(
         if algorithm.distill_coef > 0
         else None
     )
-    if algorithm.aux_loss_coef > 0:
-        policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
-    if config.engine.router_replay or algorithm.router_bias_rate > 0:
-        policy.actor.router_choices = RouterChoices(
-            policy.actor.language_model, bias_rate=algorithm.router_bias_rate
-        )
-
     return policy, critic, teacher
 
 
