@@ -17,7 +17,7 @@ from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers, unwrap
 from lightrft.config.sections import AlgorithmSection
-from lightrft.engine.sampling_parameters import sampling_of
+from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Likeliest, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, plain_name
 from lightrft.observe.profiler import Profiler
@@ -234,12 +234,12 @@ class Policy(Role, PolicyNames):
         prompts = [ids.tolist() for ids in flat.input_ids.split(flat.lengths.tolist())]
         self._generations += 1
         # The seed counts calls: each draws anew, and a resumed run continues the series.
-        sampling = sampling_of(
-            self.strategy.config,
-            n=1,
+        section = self.strategy.config.rollout
+        sampling = Sampling(
+            max_tokens=section.generate_max_len,
             temperature=0.0 if greedy else self.temperature,
-            first_token_temperature=None,
-            min_tokens=0,
+            stop=tuple(section.stop),
+            stop_token_ids=tuple(section.stop_token_ids),
             top_p=self.truncation.top_p,
             top_k=self.truncation.top_k,
             min_p=self.truncation.min_p,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from itertools import chain
 from math import ceil
 from typing import Any
 
@@ -26,7 +27,7 @@ from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import fair_owners
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
-from lightrft.rollout.fixed_batch import FixedBatch, PreparedRequests, RolloutPlan, flat
+from lightrft.rollout.fixed_batch import FixedBatch, PreparedRequests, RolloutPlan
 from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import RolloutLoop
 from lightrft.schedulers.assignment import Assignment
@@ -160,9 +161,10 @@ class Rounds(FixedBatch):
             with_signal = {each.number for each in outcomes if each.has_signal}
             selection.take(outcomes)
         else:
-            numbers = flat(self.data.gather([group.number for group in complete]))
+            parts = self.data.gather([group.number for group in complete])
+            numbers = sorted(chain.from_iterable(parts))
             with_signal = set(numbers)
-            selection.chosen.update(sorted(numbers)[: selection.missing])
+            selection.chosen.update(numbers[: selection.missing])
 
         # A settled group has an outcome that counts: chosen, or known to have no signal.
         settled = selection.chosen.union(selection.idle)

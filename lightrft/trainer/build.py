@@ -31,7 +31,6 @@ from lightrft.config.sections import (
 from lightrft.config.values import CommaSeparated
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
-from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
 from lightrft.observe.trace import Untraced
 from lightrft.rewards.engine_judge import EngineJudge
@@ -46,7 +45,7 @@ from lightrft.rollout.fixed_batch import FixedBatch
 from lightrft.rollout.groups import Group
 from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.rollout import Rollout, Scheduler
-from lightrft.rollout.sampler import Sampler
+from lightrft.rollout.sampler import Sampler, sampling_of
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import RecordedSamples
