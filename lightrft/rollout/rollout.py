@@ -110,3 +110,12 @@ class Rollout:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state)
+
+
+class JudgedRollout(Rollout):
+    """A rollout whose responses a judge in the engine reads while the engine is awake."""
+
+    def collect(self, step: int, metrics: Metrics, *, ahead: int = 0) -> list[Group]:
+        groups = super().collect(step, metrics, ahead=ahead)
+        self.rewards.ask_judge([sample for group in groups for sample in group.responses])
+        return groups

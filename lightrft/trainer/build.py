@@ -44,7 +44,7 @@ from lightrft.rollout.experience import ExperienceMaker, flatten
 from lightrft.rollout.fixed_batch import FixedBatch
 from lightrft.rollout.groups import Group
 from lightrft.rollout.media_expansion import Expander
-from lightrft.rollout.rollout import Rollout, Scheduler
+from lightrft.rollout.rollout import JudgedRollout, Rollout, Scheduler
 from lightrft.rollout.sampler import Sampler, sampling_of
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
@@ -167,7 +167,7 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     scheduler = build_scheduler(
         config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
     )
-    rollout = Rollout(scheduler, rewards)
+    rollout = (Rollout if rewards.judge is None else JudgedRollout)(scheduler, rewards)
     parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     if algorithm.entropy_target is not None:
         parts["entropy_coefficient"] = entropy_coefficient

@@ -145,10 +145,6 @@ class PPOTrainer(Trainer):
         with self.trace.phase("generate"), self.strategy.host.awake(self.policy.actor):
             ahead = min(self.config.rollout.max_staleness, self.total_steps - number)
             groups = self.rollout.collect(number, self.metrics, ahead=ahead)
-            # A judge in the engine answers while the engine is awake.
-            self.rollout.rewards.ask_judge(
-                [sample for group in groups for sample in group.responses]
-            )
 
         with self.trace.phase("reward"):
             samples = self.rollout.score(groups, self.metrics)
