@@ -124,7 +124,7 @@ class FixedBatch:
 
     # -- a step
 
-    def begin_step(self, step: int, *, ahead: int = 0) -> None:
+    def begin_step(self, step: int) -> None:
         self._step = step
         self._finished = None
 

@@ -308,7 +308,15 @@ def build_scheduler(
     skips = config.data.bad_rows == "skip" and training_data.expand is not None
     if not skips and not needs_rounds(config.rollout):
         return FixedBatch(sampler, rewards, prompts, **options)
-    return Rounds(sampler, rewards, prompts, **options, skips_unreadable=skips, overlap=overlap)
+    return Rounds(
+        sampler,
+        rewards,
+        prompts,
+        **options,
+        skips_unreadable=skips,
+        overlap=overlap,
+        total_steps=training_data.total_steps,
+    )
 
 
 def build_overlap(

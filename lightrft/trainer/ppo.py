@@ -143,8 +143,7 @@ class PPOTrainer(Trainer):
         weight_version = self.strategy.host.version
 
         with self.trace.phase("generate"), self.strategy.host.awake(self.policy.actor):
-            ahead = min(self.config.rollout.max_staleness, self.total_steps - number)
-            groups = self.rollout.collect(number, self.metrics, ahead=ahead)
+            groups = self.rollout.collect(number, self.metrics)
 
         with self.trace.phase("reward"):
             samples = self.rollout.score(groups, self.metrics)
