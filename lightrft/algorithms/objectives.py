@@ -31,6 +31,9 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import AlgorithmSection
 from lightrft.types import Batch, Experience
 
+GIVEN = {"batch", "marked"}
+"""Options of a policy loss that come from the samples, not from the configuration."""
+
 
 def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
     """Compute the negative log-likelihood [] from log-probs [T].
@@ -179,9 +182,9 @@ class PolicyObjective:
         self.section = section
         self.kl_coefficient = kl_coefficient or KLCoefficient(section.init_kl_coef)
         self.entropy_coefficient = entropy_coefficient or EntropyCoefficient(section.entropy_coef)
-        self.policy_loss: PolicyLoss = resolve(
-            policy_losses, section.policy_loss, extra=("batch", "marked")
-        )
+        self.policy_loss: PolicyLoss = resolve(policy_losses, section.policy_loss, extra=GIVEN)
+        self.options = options(self.policy_loss, section)
+        self.given = keywords(self.policy_loss).keys() & GIVEN
         self.correction = section.rollout_correction and resolve(
             corrections, section.rollout_correction
         )
@@ -285,7 +288,7 @@ class PolicyObjective:
 
     def _check(self, batch: Experience) -> None:
         needed = ["advantages", "engine_logprobs"]
-        needed += ["marked"] if "marked" in keywords(self.policy_loss) else []
+        needed += ["marked"] if "marked" in self.given else []
         needed += ["entropy"] if self.entropy_coefficient.value else []
         missing = [name for name in needed if getattr(batch, name) is None]
         if missing:
@@ -293,7 +296,8 @@ class PolicyObjective:
 
     def _losses(self, inputs: "PolicyInputs") -> tuple[Tensor, Report]:
         batch = inputs.batch
-        arguments = options(self.policy_loss, self.section, batch=batch, marked=batch.marked)
+        given = {"batch": batch, "marked": batch.marked}
+        arguments = self.options | {name: given[name] for name in self.given}
         result = self.policy_loss(inputs.logprobs, inputs.old, inputs.advantages, **arguments)
         flag = f"--policy_loss {self.section.policy_loss}"
         if not isinstance(result, tuple) or len(result) != 2:

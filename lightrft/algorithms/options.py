@@ -24,15 +24,9 @@ def keywords(function: Callable[..., Any]) -> dict[str, bool]:
     return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def options(
-    function: Callable[..., Any], section: AlgorithmSection, **extra: Any
-) -> dict[str, Any]:
-    """Return the keyword arguments of `function`.
-
-    Values come from `extra`, else from the section, else they are left to the function's defaults.
-    """
-    values = {name: getattr(section, name) for name in FIELDS} | extra
-    return {name: values[name] for name in keywords(function) if name in values}
+def options(function: Callable[..., Any], section: AlgorithmSection) -> dict[str, Any]:
+    """Return the keyword arguments of `function` that are fields of the section."""
+    return {name: getattr(section, name) for name in keywords(function) if name in FIELDS}
 
 
 def resolve(registry: Registry, name: str, extra: Iterable[str] = ()) -> Callable[..., Any]:

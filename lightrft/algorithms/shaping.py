@@ -67,6 +67,17 @@ class RewardShaper:
     """Longest response in tokens: --generate_max_len."""
     moments: RunningMoments = field(default_factory=RunningMoments)
 
+    @property
+    def is_enabled(self) -> bool:
+        """Return True if an option changes rewards."""
+        section = self.section
+        return (
+            section.overlong_buffer
+            or section.reward_running_norm
+            or section.reward_clip is not None
+            or section.reward_group_norm
+        )
+
     def __call__(self, rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
         """Return the shaped rewards: [M] each -> [M] float32.
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightrft.config.sections import Config
+from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import release_cached_memory, synchronize
 from lightrft.parallel.dtensor_slices import local_part
 
@@ -36,6 +37,9 @@ class OffloadHooks(Protocol):
 
     config: Config
     device: torch.device
+
+    @property
+    def world(self) -> Axis: ...
 
     def holds_gradients(self, model: nn.Module) -> bool: ...
 

@@ -94,21 +94,19 @@ def follow(module: nn.Module, optimizer: Optimizer | None, names: list[list[str]
 def step(optimizer: Optimizer) -> None:
     """Take one step, one mesh at a time, because multi-tensor kernels cannot mix meshes."""
     groups = optimizer.param_groups
-    meshes = dict.fromkeys(_mesh(parameter) for group in groups for parameter in group["params"])
-    if len(meshes) == 1:
+    of_mesh: dict[DeviceMesh | None, list[list[nn.Parameter]]] = {}
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            of_mesh.setdefault(mesh, [[] for _ in groups])[index].append(parameter)
+    if len(of_mesh) == 1:
         optimizer.step()
         return
 
     try:
-        for mesh in meshes:
+        for parts in of_mesh.values():
             optimizer.param_groups = [
-                group
-                | {
-                    "params": [
-                        parameter for parameter in group["params"] if _mesh(parameter) == mesh
-                    ]
-                }
-                for group in groups
+                group | {"params": own} for group, own in zip(groups, parts, strict=True)
             ]
             optimizer.step()
     finally:
@@ -204,10 +202,6 @@ def sum_of_bits(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
             total = total * ODD + product
 
     return total
-
-
-def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:
-    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 @contextmanager

@@ -27,6 +27,8 @@ from lightrft.config.sections import OptimSection
 from lightrft.engine.base import Engine
 from lightrft.engine.requests import Request, Sampling
 from lightrft.launch.rendezvous import adopt_node_size
+from lightrft.parallel.device import current_device, release_cached_memory, synchronize
+from lightrft.parallel.mesh import world_axis
 from lightrft.strategy.checkpoints import Checkpoints, Trained
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.device_memory import DeviceMemory
@@ -253,7 +255,10 @@ class StrategyBase(Strategy):
     @classmethod
     def sync_and_clear_cache(cls) -> None:
         """Wait until the device is done and all ranks are here, then release cached memory."""
-        DeviceMemory.clear_cache()
+        device = current_device()
+        synchronize(device)
+        world_axis().barrier()
+        release_cached_memory(device)
 
     @replaces("memory", "report")
     @classmethod

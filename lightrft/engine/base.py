@@ -581,7 +581,7 @@ class Engine(ABC):
 
     def _checked_request(self, index: int, request: Request) -> Request:
         """Return the request with expanded media; raises ValueError if it is invalid."""
-        problem = self._media_problem(request)
+        problem = self._media_problem(request) if request.multi_modal or self.limits else None
         try:
             if not problem and any(request.multi_modal.values()) and request.expanded is None:
                 request = self._with_media(request)

@@ -216,9 +216,8 @@ class HFEngine(Engine):
         mask = mask.long()
         cache = DynamicCache(config=self.model.config)
 
-        media = concatenated_features(
-            [request.expanded.features for request in requests if request.expanded]
-        )
+        expanded = [request.expanded.features for request in requests if request.expanded]
+        media = concatenated_features(expanded) if expanded else {}
         media = {
             name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
             for name, tensor in media.items()

@@ -103,7 +103,10 @@ class RequestLoop:
         with self.engine.generating(self):
             for index, request in zip(indices, readable, strict=True):
                 self.running[index] = _Running(request)
-                self._submit(index, 0, _part(request, 0))
+                sampling = request.sampling
+                if sampling.min_tokens or sampling.first_token_temperature is not None:
+                    request = _part(request, 0)
+                self._submit(index, 0, request)
         return indices
 
     def add_alone(self, requests: list[Request]) -> range:
@@ -239,12 +242,6 @@ class _RequestPart:
         for versions, count in zip(self.versions, counts, strict=True):
             versions += [version] * (count - len(versions))
 
-    def set_versions(self, samples: list[Completion], version: int) -> None:
-        """Set the version of each token of the part; `version` has sampled the last ones."""
-        self.note_version([len(sample.token_ids) for sample in samples], version)
-        for sample, versions in zip(samples, self.versions, strict=True):
-            sample.weight_versions = versions[: len(sample.token_ids)]
-
 
 @dataclass(slots=True)
 class _Running:
@@ -258,7 +255,9 @@ class _Running:
     def take(self, part: _RequestPart, samples: list[Completion], version: int) -> list[int]:
         """Take the completions of a part that has ended; return the samples still unfinished."""
         self.missing -= 1
-        part.set_versions(samples, version)
+        part.note_version([len(sample.token_ids) for sample in samples], version)
+        for sample, versions in zip(samples, part.versions, strict=True):
+            sample.weight_versions = versions[: len(sample.token_ids)]
         if self.samples:
             self.samples[part.place] = _concatenate(self.samples[part.place], samples[0])
             return self.unfinished([part.place])

@@ -42,15 +42,18 @@ class Metrics:
 
         `values` may have any shape; `weight` has the same shape (bool for a mask) or is a number.
         """
-        self._add("mean", name, *_weigh(name, values, weight))
+        values, weight = _weigh(name, values, weight)
+        self._append("mean", name, weight.sum(), (values * weight).sum())
 
     def std(
         self, name: str, values: Tensor | Number, weight: Tensor | Number | None = None
     ) -> None:
         """Add to the standard deviation of a population: divided by the weight, not by one less."""
         values, weight = _weigh(name, values, weight)
-        center = (values * weight).sum() / weight.sum().clamp_min(torch.finfo(weight.dtype).tiny)
-        self._add("std", name, values, weight, spread=((values - center).square() * weight).sum())
+        total = weight.sum()
+        value = (values * weight).sum()
+        center = value / total.clamp_min(torch.finfo(weight.dtype).tiny)
+        self._append("std", name, total, value, ((values - center).square() * weight).sum())
 
     def sum(self, name: str, values: Tensor | Number) -> None:
         """Add to the sum of all elements; an empty sum is 0."""
@@ -128,11 +131,6 @@ class Metrics:
             name: (kind, _fold(kind, [next(host[row.device]) for row in self._rows[name]]))
             for name, kind in self._kinds.items()
         }
-
-    def _add(
-        self, kind: str, name: str, values: Tensor, weight: Tensor, spread: Tensor | None = None
-    ) -> None:
-        self._append(kind, name, weight.sum(), (values * weight).sum(), spread)
 
     def _extreme(
         self, kind: str, name: str, values: Tensor | Number, mask: Tensor | None, empty: float

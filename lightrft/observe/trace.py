@@ -90,7 +90,8 @@ class Trace(Untraced):
         """
         self._path.append(name)
         path = self.current
-        self._announce(path)
+        for each in self._on_phase:
+            each(path)
 
         began = time.perf_counter()
         try:
@@ -107,7 +108,8 @@ class Trace(Untraced):
             self._spans.append(Span(path, self._epoch + began, self._epoch + ended, idle))
             self._path.pop()
 
-        self._announce(self.current)
+        for each in self._on_phase:
+            each(self.current)
 
     def record(self, track: str, name: str, began: float) -> None:
         """Add what ends now to another track; any thread may call it.
@@ -142,7 +144,3 @@ class Trace(Untraced):
         self._step_began = now
 
         return row
-
-    def _announce(self, path: str) -> None:
-        for each in self._on_phase:
-            each(path)

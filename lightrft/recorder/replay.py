@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -24,7 +25,7 @@ from lightrft.models.load import load_tokenizer
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.sinks import Writer
 from lightrft.recorder.bundle import Bundle
-from lightrft.rollout.experience import Flatten, numbers_of_rows
+from lightrft.rollout.experience import flatten, numbers_of_rows
 from lightrft.run.digests import Digests, StepRecord, row_of
 from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import sample_of_json
@@ -184,7 +185,7 @@ def _replay(
     result = Replay(samples=samples)
     result.rewards = _rewards(bundle, strategy, build, again)
     digests = Digests({}, strategy.mesh, bundle.folder, Writer())
-    record = StepRecord(Flatten()(again, first_row=0), [], [], again)
+    record = StepRecord(flatten(again, first_row=0), [], [], again)
     _compare(result, bundle, digests, record, "reward")
     if stage == "reward":
         return result
@@ -288,8 +289,8 @@ class _Step:
             entropy_coefficient=self.entropy_coefficient,
             critic=critic,
             teacher=teacher,
-            flatten=Flatten(
-                None,
+            flatten=partial(
+                flatten,
                 first_token_apart=config.rollout.first_token_temperature is not None,
                 min_tokens=config.rollout.min_tokens,
             ),

@@ -115,7 +115,10 @@ class InProcess:
         if self.limit is not None:
             timer.start()
         try:
-            return _called(self.function, samples)
+            with kept_alive():
+                return self.function.judge(samples)
+        except Exception as error:
+            raise _failure_of(f"{said(error)}{place(error)}", samples) from error
         finally:
             timer.cancel()
 
@@ -125,14 +128,6 @@ class _Deferred:
     """A result that is computed when it is needed."""
 
     result: Callable[[], Any]
-
-
-def _called(function: RewardFunction, samples: list[Sample]) -> Any:
-    try:
-        with kept_alive():
-            return function.judge(samples)
-    except Exception as error:
-        raise _failure_of(f"{said(error)}{place(error)}", samples) from error
 
 
 def _failure_of(problem: str, samples: list[Sample]) -> CallFailed:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +13,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.algorithms.balance import Balance
-from lightrft.algorithms.objectives import Balanced
-from lightrft.algorithms.reduce import Denominator, LocalGradients, Report
+from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers, unwrap
 from lightrft.config.sections import AlgorithmSection
-from lightrft.engine.sampling_parameters import sampling_of
+from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Likeliest, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, plain_name
-from lightrft.models.routers import RouterChoices, Routers
-from lightrft.observe.metrics import Metrics
 from lightrft.observe.profiler import Profiler
 from lightrft.roles.compatible_names import PolicyNames
-from lightrft.roles.microbatch import MicroBatchIndices, micro_batches
+from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.padded import flatten
-from lightrft.roles.role import Objective, Role
+from lightrft.roles.role import Role
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.strategy.strategy import Strategy
-from lightrft.types import Batch, Completion, Routing, padded
+from lightrft.types import Batch, Completion, padded
 
 EVERYTHING = 2**62
 WITHOUT_ENTROPY = TokenLogprobs(entropy=False)
@@ -76,10 +72,6 @@ class Policy(Role, PolicyNames):
         self.temperature = temperature
         self.truncation = truncation
         self.tokenizer = tokenizer
-        self.routers: Routers | None = None
-        """Routers of the actor if it is a mixture of experts; update() balances the load."""
-        self._load_report: Report = {}
-        """Load of the experts in the newest optimizer step, if it is measured."""
         self._generations = 0
         self._version_before_refit: int | None = None
         self._profiler: Profiler | None = None
@@ -192,23 +184,8 @@ class Policy(Role, PolicyNames):
         if batch.candidates is not None:
             targets = torch.cat([targets[:, None], batch.candidates], dim=1)
         read = TokenLogprobs(targets=targets, gradients=gradients)
-        with self.routers.watch() if self.routers else nullcontext([]) as logits:
-            logprobs, batch.entropy = self.actor(batch, self.temperature, self.truncation, read)
-        if self.routers:
-            batch.routing = self.routers.routing(logits, batch, self.actor.sequence)
-        report: Report = {"train/entropy": batch.entropy.detach()}
-        if self.actor.router_choices:
-            report |= self._measured_choices(self.actor.router_choices)
-        return logprobs, report
-
-    def _measured_choices(self, choices: RouterChoices) -> Report:
-        """Add the load of the experts to the open step; report the choices that replay changed."""
-        sequence = self.actor.sequence
-        if self._step is not None and self._step.learn:
-            load = choices.load(sequence)
-            before = self._step.expert_load
-            self._step.expert_load = load if before is None else before + load
-        return choices.report(sequence)
+        logprobs, batch.entropy = self.actor(batch, self.temperature, self.truncation, read)
+        return logprobs, {"train/entropy": batch.entropy.detach()}
 
     def update_reference(self, step: int, section: AlgorithmSection) -> None:
         """Move the reference after a step, on each rank for its part.
@@ -220,29 +197,6 @@ class Policy(Role, PolicyNames):
             self.strategy.moving_average(self.actor, self.reference, section.ref_ema)
         elif step % section.ref_refresh_steps == 0:
             self.strategy.moving_average(self.actor, self.reference, 0.0)
-
-    def balance_experts(self, load: Tensor) -> None:
-        self._load_report = self.actor.router_choices.balance(load)
-
-    def update(
-        self,
-        batch: Batch,
-        rows: MicroBatchIndices,
-        objective: Objective,
-        denominator: Denominator,
-        metrics: Metrics,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Take one optimizer step; see Role.
-
-        With `routers`, a forward pass first measures the load of all the tokens.
-        """
-        if self.routers:
-            objective = Balanced(objective, self._balance(batch, rows), self.routers.coefficient)
-        loss_and_norm = super().update(batch, rows, objective, denominator, metrics, **options)
-        for name, value in self._load_report.items():
-            (metrics.max if name.endswith("_max") else metrics.mean)(name, value)
-        return loss_and_norm
 
     def supervised(
         self,
@@ -280,12 +234,12 @@ class Policy(Role, PolicyNames):
         prompts = [ids.tolist() for ids in flat.input_ids.split(flat.lengths.tolist())]
         self._generations += 1
         # The seed counts calls: each draws anew, and a resumed run continues the series.
-        sampling = sampling_of(
-            self.strategy.config,
-            n=1,
+        section = self.strategy.config.rollout
+        sampling = Sampling(
+            max_tokens=section.generate_max_len,
             temperature=0.0 if greedy else self.temperature,
-            first_token_temperature=None,
-            min_tokens=0,
+            stop=tuple(section.stop),
+            stop_token_ids=tuple(section.stop_token_ids),
             top_p=self.truncation.top_p,
             top_k=self.truncation.top_k,
             min_p=self.truncation.min_p,
@@ -478,29 +432,6 @@ class Policy(Role, PolicyNames):
         if self._profiler is not None:
             self.stop_profiling()
         self.strategy.close()
-
-    def _balance(self, batch: Batch, rows: MicroBatchIndices) -> Balance:
-        """Compute the load of the experts over the tokens of all ranks, without dropout."""
-        self.strategy.memory.enter(Phase.LOGPROB, self.actor)
-        self.actor.eval()
-
-        sums = []
-        with torch.no_grad():
-            for part in micro_batches(batch, rows, self.strategy.device):
-                # Without a learned token the head computes nothing: only routers are of interest.
-                unlearned = replace(
-                    part,
-                    loss_mask=torch.zeros_like(part.loss_mask),
-                    learned=part.learned_tokens[:0],
-                )
-                with self.routers.watch() as logits:
-                    self.actor(unlearned, self.temperature, ALL, WITHOUT_ENTROPY)
-                sums.append(self.routers.routing(logits, part, self.actor.sequence))
-
-        local_routing = Routing(
-            *(sum(getattr(each, field.name) for each in sums) for field in fields(Routing))
-        )
-        return Balance.of(local_routing, self.strategy.mesh.data.sum)
 
     def _token_logprobs(self, model: Actor, batch: Batch) -> Tensor:
         """Compute log-probs of learned tokens, 0 elsewhere: [T]."""

@@ -372,20 +372,7 @@ class Role(ABC):
                 self.optimizer, self.module, self.scheduler, name=type(self).__name__.lower()
             )
 
-        if step.expert_load is None:
-            return self.strategy.all_reduce(step.loss, "sum"), norm.to(step.loss.device)
-
-        both = torch.cat([step.loss[None], step.expert_load.flatten()])
-        loss, *loads = self.strategy.all_reduce(both, "sum").split([1, step.expert_load.numel()])
-        self.balance_experts(loads[0].view_as(step.expert_load))
-        return loss[0], norm.to(step.loss.device)
-
-    def balance_experts(self, load: Tensor) -> None:
-        """Use the load of the experts in an optimizer step, [layers, E] over all ranks.
-
-        Only roles that measure it are asked.
-        """
-        raise NotImplementedError
+        return self.strategy.all_reduce(step.loss, "sum"), norm.to(step.loss.device)
 
     def abort_train_step(self) -> None:
         """Discard the open step.

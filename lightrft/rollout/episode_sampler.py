@@ -11,9 +11,15 @@ from lightrft.agents.episodes import Episodes, EpisodeState
 from lightrft.config.sections import RolloutSection
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.requests import Request, derived_seed
-from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.rollout.groups import Group
-from lightrft.rollout.sampler import GroupPart, Requests, RolloutLoop, Sampler
+from lightrft.rollout.sampler import (
+    GroupPart,
+    Requests,
+    RolloutLoop,
+    Sampler,
+    greedy_sampling,
+    sampling_of,
+)
 from lightrft.strategy.shared_session import Finished, SharedSession
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Completion, Sample

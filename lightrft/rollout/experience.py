@@ -42,26 +42,6 @@ class PrecomputedOutputs:
             setattr(experience, name, torch.cat([torch.zeros(0), *values]))
 
 
-@dataclass(frozen=True, slots=True)
-class Flatten:
-    """Concatenates samples with the options of a run; see flatten()."""
-
-    expand: Expand | None = None
-    first_token_apart: bool = False
-    min_tokens: int = 0
-    routed: RoutedShape | None = None
-
-    def __call__(self, samples: list[Sample], *, first_row: int) -> Experience:
-        return flatten(
-            samples,
-            first_row=first_row,
-            expand=self.expand,
-            first_token_apart=self.first_token_apart,
-            min_tokens=self.min_tokens,
-            routed=self.routed,
-        )
-
-
 class ExperienceMaker:
     """Turns this rank's samples into the experience that this rank will train on."""
 

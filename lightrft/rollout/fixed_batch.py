@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class FixedBatch:
 
     # -- a step
 
-    def begin_step(self, step: int, *, ahead: int = 0) -> None:
+    def begin_step(self, step: int) -> None:
         self._step = step
         self._finished = None
 
@@ -156,7 +157,7 @@ class FixedBatch:
                 group.compare_with_greedy()
 
         parts = self.data.gather([GroupOutcome.of(group) for group in groups])
-        outcomes = sorted(flat(parts), key=lambda outcome: outcome.number)
+        outcomes = sorted(chain.from_iterable(parts), key=lambda outcome: outcome.number)
         self.history.record(outcomes, self.epoch)
         return outcomes
 
@@ -275,8 +276,3 @@ class FixedBatch:
         self.place = place
         self.number = number
         self.deferred = [tuple(each) for each in deferred]
-
-
-def flat(parts: Sequence[list]) -> list:
-    """Return the elements of all parts in one list."""
-    return [each for part in parts for each in part]

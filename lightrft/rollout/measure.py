@@ -43,8 +43,12 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
         if sample.episode is not None:
             _measure_episode(sample.episode, metrics)
 
+    if drafts := [sample.drafts for sample in samples if sample.drafts.count]:
+        _measure_drafts(reduce(Drafts.plus, drafts), metrics)
+
+
+def _measure_drafts(drafts: Drafts, metrics: Metrics) -> None:
     # The two ratios have different denominators: drafted tokens, and rounds of drafting.
-    drafts = reduce(Drafts.plus, (sample.drafts for sample in samples), Drafts())
     if drafts.num_tokens:
         metrics.mean(
             "rollout/draft_acceptance", drafts.num_accepted / drafts.num_tokens, drafts.num_tokens

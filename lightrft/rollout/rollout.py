@@ -32,9 +32,7 @@ class Scheduler(Protocol):
     FixedBatch (fixed_batch.py) is the default; the others are in lightrft/schedulers.
     """
 
-    def begin_step(self, step: int, *, ahead: int = 0) -> None:
-        """Begin a step. The next `ahead` steps are generated during it."""
-        ...
+    def begin_step(self, step: int) -> None: ...
 
     def next_round(self) -> Round | None:
         """Draw prompts and begin the responses; return None if the step is complete."""
@@ -80,15 +78,14 @@ class Rollout:
         self.scheduler = scheduler
         self.rewards = rewards
 
-    def collect(self, step: int, metrics: Metrics, *, ahead: int = 0) -> list[Group]:
+    def collect(self, step: int, metrics: Metrics) -> list[Group]:
         """Return this rank's complete groups of a step. The engine must be awake.
 
-        All ranks together return `rollout_batch_size` groups. The next `ahead` steps begin too,
-        unless they have begun already, with the weights that the engine has now.
+        All ranks together return `rollout_batch_size` groups.
 
         Raises ConfigError if no group of any round has a signal.
         """
-        self.scheduler.begin_step(step, ahead=ahead)
+        self.scheduler.begin_step(step)
 
         while (round := self.scheduler.next_round()) is not None:
             for group in round.generate():
@@ -110,3 +107,12 @@ class Rollout:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state)
+
+
+class JudgedRollout(Rollout):
+    """A rollout whose responses a judge in the engine reads while the engine is awake."""
+
+    def collect(self, step: int, metrics: Metrics) -> list[Group]:
+        groups = super().collect(step, metrics)
+        self.rewards.ask_judge([sample for group in groups for sample in group.responses])
+        return groups

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +13,6 @@ from lightrft.data.loader import share_of
 from lightrft.data.media_files import media_of
 from lightrft.engine.loop import ABORTED, RequestLoop
 from lightrft.engine.requests import Request, Sampling, derived_seed
-from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group
 from lightrft.strategy.shared_session import Finished, SharedSession
@@ -40,11 +40,14 @@ class RolloutLoop:
         self.sampler = sampler
         self.session = session
         self.seed = seed
-        n = sampler.section.n_samples_per_prompt
-        self.capacity = session.prompts_at_once(n) * n
-        """How many responses the engines of a data replica decode at the same time."""
         self._pending: dict[int, Pending] = {}
         """Index of a request -> what it extends."""
+
+    @property
+    def capacity(self) -> int:
+        """Return how many responses the engines of a data replica decode at the same time."""
+        n = self.sampler.section.n_samples_per_prompt
+        return self.session.prompts_at_once(n) * n
 
     def add(self, parts: list[GroupPart], prepared: Requests | None = None) -> None:
         """Begin or continue unfinished responses of groups.
@@ -209,7 +212,8 @@ class Sampler:
         sample.token_ids += completion.token_ids
         sample.logprobs += completion.logprobs
         sample.weight_versions += completion.weight_versions
-        sample.drafts = sample.drafts.plus(completion.drafts)
+        if completion.drafts.count:
+            sample.drafts = sample.drafts.plus(completion.drafts)
         if completion.experts is not None:
             # Tokens that had a record keep the experts that their log-probs come from.
             before = completion.experts[:0] if sample.experts is None else sample.experts
@@ -220,3 +224,28 @@ class Sampler:
             # An episode's tokens include observations; only the new turn is the model's answer.
             turn = sample.token_ids if sample.episode is None else completion.token_ids
             sample.text = self.tokenizer.decode(turn, skip_special_tokens=True)
+
+
+def sampling_of(section: RolloutSection, **own: Any) -> Sampling:
+    """Build the sampling parameters from the flags; `own` values override them."""
+    from_flags = {
+        "n": section.n_samples_per_prompt,
+        "max_tokens": section.generate_max_len,
+        "temperature": section.temperature,
+        "top_p": section.top_p,
+        "top_k": section.top_k,
+        "min_p": section.min_p,
+        "stop": tuple(section.stop),
+        "stop_token_ids": tuple(section.stop_token_ids),
+        "first_token_temperature": section.first_token_temperature,
+        "min_tokens": section.min_tokens,
+        "banned_token_ids": tuple(section.banned_token_ids),
+    }
+    return Sampling(**from_flags | own)
+
+
+def greedy_sampling(section: RolloutSection, **own: Any) -> Sampling:
+    """Build parameters for one greedy response, with the flags' limits."""
+    return sampling_of(
+        section, **{"n": 1, "temperature": 0.0, "first_token_temperature": None} | own
+    )

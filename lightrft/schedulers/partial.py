@@ -6,10 +6,10 @@ Kimi k1.5, arXiv 2501.12599.
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.fixed_batch import flat
 from lightrft.rollout.groups import Group
 from lightrft.types import Prompt
 
@@ -53,7 +53,9 @@ class PartialGroups:
         """Keep this rank's groups for the next step. All ranks call it."""
         parts = self.data.gather([PartialGroup.of(group, self.data.rank) for group in left])
         self.local = sorted([*self.local, *left], key=lambda group: group.number)
-        self.of_all = sorted([*self.of_all, *flat(parts)], key=lambda group: group.number)
+        self.of_all = sorted(
+            [*self.of_all, *chain.from_iterable(parts)], key=lambda group: group.number
+        )
 
     def find(self, number: int) -> Group | None:
         """Return a group that waits on this rank, or None."""
@@ -78,8 +80,8 @@ class PartialGroups:
         """Return the groups of all ranks on rank 0, and none elsewhere."""
         ranks = range(self.data.size)
         own = [(group.number, self.data.rank, group.state_dict()) for group in self.local]
-        states = flat(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
-        states.sort(key=lambda each: each[0])
+        parts = self.data.exchange_objects([own if rank == 0 else [] for rank in ranks])
+        states = sorted(chain.from_iterable(parts), key=lambda each: each[0])
         return {
             "carried": [state for _, _, state in states],
             "ranks": [rank for _, rank, _ in states],

@@ -19,14 +19,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from math import ceil
+from itertools import chain
+from math import ceil, inf
 from typing import Any
 
 from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import fair_owners
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
-from lightrft.rollout.fixed_batch import FixedBatch, PreparedRequests, RolloutPlan, flat
+from lightrft.rollout.fixed_batch import FixedBatch, PreparedRequests, RolloutPlan
 from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import RolloutLoop
 from lightrft.schedulers.assignment import Assignment
@@ -96,16 +97,22 @@ class Rounds(FixedBatch):
     """The scheduler that has all options; see the module."""
 
     def __init__(
-        self, *args: Any, skips_unreadable: bool = False, overlap: Overlap | None = None, **kwargs
+        self,
+        *args: Any,
+        skips_unreadable: bool = False,
+        overlap: Overlap | None = None,
+        total_steps: float = inf,
+        **kwargs,
     ):
         """Set up the scheduler; the other arguments are as for FixedBatch.
 
         `skips_unreadable`: leave out prompts whose media cannot be read any more, instead of ending
         the run. `overlap`: thread that computes model outputs for complete groups while others are
-        generated.
+        generated. `total_steps`: last step, after which none is generated ahead (--max_staleness).
         """
         super().__init__(*args, **kwargs)
         self.overlap = overlap
+        self.total_steps = total_steps
         self.partial = PartialGroups(self.data)
         self.media: ReadableMedia | None = None
         if skips_unreadable:
@@ -127,9 +134,9 @@ class Rounds(FixedBatch):
 
     # -- a step
 
-    def begin_step(self, step: int, *, ahead: int = 0) -> None:
+    def begin_step(self, step: int) -> None:
         self._step = step
-        self._num_ahead = ahead
+        self._num_ahead = min(self.section.max_staleness, self.total_steps - step)
         self._num_rounds = 0
         self._kept: list[Group] = []
         """This rank's complete groups of the step."""
@@ -160,9 +167,10 @@ class Rounds(FixedBatch):
             with_signal = {each.number for each in outcomes if each.has_signal}
             selection.take(outcomes)
         else:
-            numbers = flat(self.data.gather([group.number for group in complete]))
+            parts = self.data.gather([group.number for group in complete])
+            numbers = sorted(chain.from_iterable(parts))
             with_signal = set(numbers)
-            selection.chosen.update(sorted(numbers)[: selection.missing])
+            selection.chosen.update(numbers[: selection.missing])
 
         # A settled group has an outcome that counts: chosen, or known to have no signal.
         settled = selection.chosen.union(selection.idle)

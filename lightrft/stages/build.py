@@ -1,6 +1,6 @@
 """Choose the stages that a run needs; each option of the algorithm is one stage."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
@@ -9,7 +9,7 @@ from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
-from lightrft.rollout.experience import ExperienceMaker, Flatten
+from lightrft.rollout.experience import ExperienceMaker, flatten
 from lightrft.rollout.plan import LocalStage, Stage
 from lightrft.stages.advantages import (
     GeneralizedAdvantages,
@@ -23,6 +23,7 @@ from lightrft.stages.filters import DifficultyFilter, EntropyFilter, LengthFilte
 from lightrft.stages.outputs import EngineLogprobs, PolicyLogprobs, ReferenceLogprobs, Values
 from lightrft.stages.penalty import EntropyControl, KLPenalty
 from lightrft.stages.tokens import HighEntropyTokens, SelectedTokens
+from lightrft.types import Experience
 
 
 def experience_maker(
@@ -35,7 +36,7 @@ def experience_maker(
     entropy_coefficient: EntropyCoefficient | None = None,
     critic: Critic | None = None,
     teacher: Teacher | None = None,
-    flatten: Flatten | None = None,
+    flatten: Callable[..., Experience] = flatten,
     teacher_columns: LocalStage | None = None,
     reward_weights: Mapping[str, float] | None = None,
     num_updates: int = 1,
@@ -71,7 +72,7 @@ def experience_maker(
             critic=critic,
             teacher=teacher,
         ),
-        flatten=flatten or Flatten(),
+        flatten=flatten,
         local_stages=local_stages,
         num_updates=num_updates,
         branches=branches,

@@ -11,7 +11,7 @@ from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection
 from lightrft.rollout.gathered_rewards import GatheredRewards
 
-GIVEN = ("lengths", "responses", "greedy_rewards", "components", "component_weights")
+GIVEN = {"lengths", "responses", "greedy_rewards", "components", "component_weights"}
 """Options of an estimator that come from the samples, not from the configuration."""
 
 
@@ -29,15 +29,19 @@ class CompareRewards:
         `weights` has the weight of each reward by label.
         """
         self.section = section
-        self.shaper = shaper
+        self.shaper = shaper if shaper.is_enabled else None
         self.weights = weights
         self.estimator: Estimator = resolve(estimators, section.advantage_estimator, extra=GIVEN)
-        self.reads_components = "components" in keywords(self.estimator)
+        self.options = options(self.estimator, section)
+        self.given = keywords(self.estimator).keys() & GIVEN
+        self.reads_components = "components" in self.given
 
     def __call__(self, gathered: GatheredRewards) -> Tensor:
         """Return the advantage of each reward: [M]."""
         groups = gathered.groups.long()
-        rewards = self.shaper(gathered.rewards, groups, gathered.finished)
+        rewards = gathered.rewards.float()
+        if self.shaper is not None:
+            rewards = self.shaper(gathered.rewards, groups, gathered.finished)
         given = {
             "lengths": gathered.lengths,
             "responses": gathered.rows,
@@ -49,8 +53,8 @@ class CompareRewards:
             weights = [self._weight(name) for name in gathered.components]
             given["component_weights"] = torch.tensor(weights, dtype=torch.float64)
 
-        chosen = options(self.estimator, self.section, **given)
-        advantages = self.estimator(rewards, groups, **chosen)
+        arguments = self.options | {name: given[name] for name in self.given & given.keys()}
+        advantages = self.estimator(rewards, groups, **arguments)
 
         # Estimators may be the user's own, and a NaN would only show up as a broken model.
         if advantages.shape != rewards.shape or not advantages.isfinite().all():

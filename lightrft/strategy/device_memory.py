@@ -16,7 +16,7 @@ from lightrft.parallel.device import (
     release_cached_memory,
     synchronize,
 )
-from lightrft.parallel.mesh import process_rank, world_axis
+from lightrft.parallel.mesh import process_rank
 from lightrft.strategy.phases import Phase, Phases
 
 
@@ -170,13 +170,11 @@ class DeviceMemory:
 
     # -- the device itself
 
-    @staticmethod
-    def clear_cache() -> None:
+    def clear_cache(self) -> None:
         """Wait until the device is done and all ranks are here, then release cached memory."""
-        device = current_device()
-        synchronize(device)
-        world_axis().barrier()
-        release_cached_memory(device)
+        synchronize(self.backend.device)
+        self.backend.world.barrier()
+        release_cached_memory(self.backend.device)
 
     @staticmethod
     def report(prefix: str = "") -> dict[str, float]:

@@ -31,9 +31,7 @@ from lightrft.config.sections import (
 from lightrft.config.values import CommaSeparated
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
-from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
-from lightrft.models.routers import RouterChoices, Routers
 from lightrft.observe.trace import Untraced
 from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.runner import RewardRunner
@@ -42,12 +40,12 @@ from lightrft.roles.draft import Draft
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout.episode_sampler import EpisodeSampler
-from lightrft.rollout.experience import ExperienceMaker, Flatten
+from lightrft.rollout.experience import ExperienceMaker, flatten
 from lightrft.rollout.fixed_batch import FixedBatch
 from lightrft.rollout.groups import Group
 from lightrft.rollout.media_expansion import Expander
-from lightrft.rollout.rollout import Rollout, Scheduler
-from lightrft.rollout.sampler import Sampler
+from lightrft.rollout.rollout import JudgedRollout, Rollout, Scheduler
+from lightrft.rollout.sampler import Sampler, sampling_of
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import RecordedSamples
@@ -145,8 +143,9 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
         entropy_coefficient=entropy_coefficient,
         critic=critic,
         teacher=teacher,
-        flatten=Flatten(
-            training_data.expand,
+        flatten=partial(
+            flatten,
+            expand=training_data.expand,
             first_token_apart=config.rollout.first_token_temperature is not None,
             min_tokens=config.rollout.min_tokens,
             routed=RoutedShape.of(policy.actor.hf_model.config)
@@ -168,7 +167,7 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     scheduler = build_scheduler(
         config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
     )
-    rollout = Rollout(scheduler, rewards)
+    rollout = (Rollout if rewards.judge is None else JudgedRollout)(scheduler, rewards)
     parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     if algorithm.entropy_target is not None:
         parts["entropy_coefficient"] = entropy_coefficient
@@ -271,13 +270,6 @@ def build_ppo_roles(
         if algorithm.distill_coef > 0
         else None
     )
-    if algorithm.aux_loss_coef > 0:
-        policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
-    if config.engine.router_replay or algorithm.router_bias_rate > 0:
-        policy.actor.router_choices = RouterChoices(
-            policy.actor.language_model, bias_rate=algorithm.router_bias_rate
-        )
-
     return policy, critic, teacher
 
 
@@ -316,7 +308,15 @@ def build_scheduler(
     skips = config.data.bad_rows == "skip" and training_data.expand is not None
     if not skips and not needs_rounds(config.rollout):
         return FixedBatch(sampler, rewards, prompts, **options)
-    return Rounds(sampler, rewards, prompts, **options, skips_unreadable=skips, overlap=overlap)
+    return Rounds(
+        sampler,
+        rewards,
+        prompts,
+        **options,
+        skips_unreadable=skips,
+        overlap=overlap,
+        total_steps=training_data.total_steps,
+    )
 
 
 def build_overlap(

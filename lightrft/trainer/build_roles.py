@@ -1,6 +1,7 @@
 """Build the models of a run: sharded, and with optimizers and schedules if they learn."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,10 +22,12 @@ from lightrft.models.load import (
     stored_heads,
 )
 from lightrft.models.lora import freeze_parameters
+from lightrft.models.routers import RouterChoices, Routers
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.steps import StepRewards
 from lightrft.roles.critic import Critic
 from lightrft.roles.draft import Draft
+from lightrft.roles.mixture import MixturePolicy
 from lightrft.roles.policy import Policy
 from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.teacher import Teacher, Teachers
@@ -96,7 +99,16 @@ def build_policy(
         frozen = strategy.prepare(frozen)
 
     average = _follower(config, strategy, actor) if config.train.enable_ema else None
-    return Policy(
+    algorithm = config.algorithm
+    routers = None
+    if algorithm.aux_loss_coef > 0:
+        routers = Routers(actor.language_model, algorithm.aux_loss_coef)
+    if config.engine.router_replay or algorithm.router_bias_rate > 0:
+        actor.router_choices = RouterChoices(
+            actor.language_model, bias_rate=algorithm.router_bias_rate
+        )
+    watches = routers is not None or actor.router_choices is not None
+    return (partial(MixturePolicy, routers=routers) if watches else Policy)(
         strategy,
         actor,
         optimizer,

@@ -143,12 +143,7 @@ class PPOTrainer(Trainer):
         weight_version = self.strategy.host.version
 
         with self.trace.phase("generate"), self.strategy.host.awake(self.policy.actor):
-            ahead = min(self.config.rollout.max_staleness, self.total_steps - number)
-            groups = self.rollout.collect(number, self.metrics, ahead=ahead)
-            # A judge in the engine answers while the engine is awake.
-            self.rollout.rewards.ask_judge(
-                [sample for group in groups for sample in group.responses]
-            )
+            groups = self.rollout.collect(number, self.metrics)
 
         with self.trace.phase("reward"):
             samples = self.rollout.score(groups, self.metrics)
@@ -179,7 +174,7 @@ class PPOTrainer(Trainer):
 
     def show(self, number: int, samples: list[Sample]) -> None:
         """Write some samples to the sinks, by group, so that responses can be compared."""
-        if self.strategy.is_rank_0():
+        if self.strategy.mesh.world.rank == 0:
             self.observer.samples(
                 number, sample_rows(samples[: self.config.observe.num_trajectories_to_save])
             )

@@ -264,8 +264,9 @@ class FusedWeights:
 
         results: dict[nn.Module, Tensor] = {}
         for piece in self._pieces_of_round(prints.round):
-            cut = is_a(piece.layer, "RowParallelLinear")
-            columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
+            # A layer that every rank has whole does not say how many columns it has.
+            whole = prints.shapes[piece.name][1]
+            columns = getattr(piece.layer, "input_size_per_partition", whole)
             # The layers of a fused one share its product, so it is computed once.
             if piece.layer not in results:
                 x = signs(piece.column + columns, piece.layer.weight.device)[piece.column :]

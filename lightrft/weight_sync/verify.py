@@ -108,7 +108,9 @@ class Fingerprints:
         else:
             rows = piece.detach().flatten(0, -2)
 
-        num_rows, num_columns = _table_shape(self.shapes[name])
+        shape = self.shapes[name]
+        num_columns = shape[-1] if shape else 1
+        num_rows = shape[:-1].numel()
         if self.round and num_rows >= ROUNDS:
             rows = rows[(self.round - row) % ROUNDS :: ROUNDS]
         if not rows.numel():
@@ -232,11 +234,6 @@ def _weighted_sums(words: Tensor, factors: Tensor) -> Tensor:
     if words.device.type == "cpu":
         return words.mv(factors)
     return (words * factors).sum(-1)
-
-
-def _table_shape(shape: torch.Size) -> tuple[int, int]:
-    """Return the numbers of rows and columns; a vector is one row."""
-    return (shape[:-1].numel(), shape[-1]) if len(shape) > 1 else (1, shape.numel())
 
 
 @torch.no_grad()

@@ -28,11 +28,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.config import Config, parse
 from lightrft.config.resolve import resolve
-from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.peaks import DEVICES
 from lightrft.roles.policy import Policy
+from lightrft.rollout.sampler import sampling_of
 from lightrft.strategy import get_strategy
 from lightrft.tools.planning import Planner
 from lightrft.tools.shapes import model_config

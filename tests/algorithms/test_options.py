@@ -25,10 +25,7 @@ def other(values, *, eps_clip_low, dual_clip=None, **more):
 
 def test_a_function_gets_what_it_names():
     section = AlgorithmSection(dual_clip=3.0)
-    assert options(one, section, batch="the batch", lengths="unasked") == {
-        "dual_clip": 3.0,
-        "batch": "the batch",
-    }
+    assert options(one, section) == {"dual_clip": 3.0}, "the batch comes from the caller"
     assert options(other, section) == {"eps_clip_low": 0.2, "dual_clip": 3.0}
     assert keywords(one) == {"dual_clip": True, "batch": True, "scale": False}
 

@@ -47,9 +47,10 @@ def run(name: str, ratios, advantages, *, masks=None, marked=None, logprobs=None
     marks = (
         torch.zeros(batch.num_tokens, dtype=torch.bool) if marked is None else torch.tensor(marked)
     )
-    values, report = loss(
-        now, old, given, **options(loss, AlgorithmSection(**fields), batch=batch, marked=marks)
-    )
+    samples = {"batch": batch, "marked": marks}
+    named = {name: samples[name] for name in keywords(loss).keys() & samples.keys()}
+    chosen = options(loss, AlgorithmSection(**fields))
+    values, report = loss(now, old, given, **chosen, **named)
     gradient = grad(values[learned].sum(), now)[0]
     assert not gradient[~learned].any()
 

@@ -24,7 +24,7 @@ from lightrft.data.prompts import load_prompts, make_prompt
 from lightrft.data.readers import DataError
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.step_labels import load_steps
-from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
+from lightrft.rollout.sampler import greedy_sampling, sampling_of
 from lightrft.trainer.build_episodes import check_tools, with_token_ids
 from lightrft.types import Answer, Prompt
 from tiny import BOS, EOS, byte_tokenizer

@@ -6,8 +6,8 @@ import pytest
 
 from lightrft.config import RolloutSection
 from lightrft.engine.requests import Sampling
-from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.engine.stops import StopStrings
+from lightrft.rollout.sampler import greedy_sampling, sampling_of
 from lightrft.types import Completion
 from tiny import EOS, byte_tokenizer
 

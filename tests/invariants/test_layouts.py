@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.config import Config
-from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
+from lightrft.rollout.sampler import sampling_of
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import build_policy
 from lightrft.types import Experience

@@ -57,7 +57,13 @@ def strategy(**args) -> FSDPStrategy:
     return made
 
 
-def policy(made: FSDPStrategy, folder: str, reference: str | None = None, **options) -> Policy:
+def policy(
+    made: FSDPStrategy,
+    folder: str,
+    reference: str | None = None,
+    kind: type[Policy] = Policy,
+    **options,
+) -> Policy:
     """Return a policy that learns with SGD, and a schedule of 0.5, 1, 1, ...
 
     SGD shows a constant factor on the gradients.
@@ -69,7 +75,7 @@ def policy(made: FSDPStrategy, folder: str, reference: str | None = None, **opti
         if reference
         else None
     )
-    return Policy(made, *trained, reference=frozen, temperature=TEMPERATURE, **options)
+    return kind(made, *trained, reference=frozen, temperature=TEMPERATURE, **options)
 
 
 def scorer(folder: str) -> Scorer:

@@ -15,6 +15,7 @@ from lightrft.algorithms.balance import Balance, routing
 from lightrft.algorithms.objectives import sft
 from lightrft.models.routers import Routers
 from lightrft.observe.metrics import Metrics
+from lightrft.roles.mixture import MixturePolicy
 from lightrft.strategy import get_strategy
 from ranks import run_ranks
 from roles import rows
@@ -58,7 +59,7 @@ def updated(folder: str, args: dict, limit: int):
     made = get_strategy({"fsdp": True, **args})
     made.max_norm = 0.5
     made.setup_distributed()
-    policy = rows.policy(made, folder, max_tokens=limit)
+    policy = rows.policy(made, folder, kind=MixturePolicy, max_tokens=limit)
     metrics = Metrics()
     policy.routers = Routers(policy.actor.language_model, COEFFICIENT)
     data = made.mesh.data
@@ -176,7 +177,7 @@ class Products(TorchDispatchMode):
 def products_of_the_load(folder: str) -> list[tuple[int, ...]]:
     made = get_strategy({"fsdp": True})
     made.setup_distributed()
-    policy = rows.policy(made, folder, max_tokens=1000)
+    policy = rows.policy(made, folder, kind=MixturePolicy, max_tokens=1000)
     policy.routers = Routers(policy.actor.language_model, COEFFICIENT)
     batch, (members,) = policy.redistribute(rows.whole())
     with Products() as seen:

@@ -357,8 +357,9 @@ def test_a_resumed_run_goes_on_alike(tmp_path):
 def ahead_course(rollout: Rollout, numbers: range, last: int) -> list:
     """What each step has learned from, while up to two later steps are generated."""
     found = []
+    rollout.scheduler.total_steps = last
     for number in numbers:
-        groups = rollout.collect(number, Metrics(), ahead=min(2, last - number))
+        groups = rollout.collect(number, Metrics())
         rollout.score(groups, Metrics())
         found.append(
             [(group.number, group.row, len(group.samples[0].token_ids)) for group in groups]
@@ -441,9 +442,9 @@ def test_tail_rounds_ahead_lose_no_group_and_learn_from_none_twice():
 
     There are 36 prompts and 9 steps.
     """
-    rollout = new_rollout(MIXED, **TAIL)
+    rollout = new_rollout(MIXED, max_staleness=2, **TAIL)
     first = ahead_course(rollout, range(1, 6), 9)
-    resumed = new_rollout(MIXED, **TAIL)
+    resumed = new_rollout(MIXED, max_staleness=2, **TAIL)
     resumed.load_state_dict(rollout.state_dict())
     learned = [
         number for step in first + ahead_course(resumed, range(6, 10), 9) for number, _, _ in step

@@ -334,19 +334,24 @@ class VLLMEngine(LibraryEngine):
         )
 
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
-        tensors: dict[str, torch.Tensor] = {}
-        if self.adapters is not None:
-            named_tensors = _without_adapters(named_tensors, self.adapters, tensors)
-
         with self._fatal("load_weights"), torch.no_grad():
-            if self.brings_base:
+            if self.adapters is None:
                 self._load_base(named_tensors)
             else:
-                for _ in named_tensors:
-                    pass  # all of them are adapters
-            # A stream that broke off has not brought all of them, and load_weights() reports it.
-            if self.adapters is not None and tensors.keys() == self.adapters.shapes.keys():
-                self._shim.load_adapters(tensors)
+                self._load_adapters(named_tensors, self.adapters)
+
+    def _load_adapters(self, named_tensors: Iterator[NamedTensor], adapters: Adapters) -> None:
+        """Load adapters, and the other weights if the stream brings them."""
+        tensors: dict[str, torch.Tensor] = {}
+        others = _without_adapters(named_tensors, adapters, tensors)
+        if self.brings_base:
+            self._load_base(others)
+        else:
+            for _ in others:
+                pass  # all of them are adapters
+        # A stream that broke off has not brought all of them, and load_weights() reports it.
+        if tensors.keys() == adapters.shapes.keys():
+            self._shim.load_adapters(tensors)
 
     def _load_base(self, named_tensors: Iterator[NamedTensor]) -> None:
         """Load all weights but adapters."""

@@ -85,6 +85,9 @@ class VLLMShim:
         """
         self.llm = llm
         llm.llm_engine.engine_core._finalizer.detach()
+        for name in ("layerwise", "inplace"):
+            logger = logging.getLogger(f"vllm.model_executor.model_loader.reload.{name}")
+            logger.addFilter(_is_shown)
         # vLLM froze all objects; unfrozen ones are collected in order, without warnings.
         atexit.register(gc.unfreeze)
         (self.model,) = llm.apply_model(lambda model: model)
@@ -108,6 +111,7 @@ class VLLMShim:
             else {name: _by_loader(published) for name, published in own_names.items()}
         )
         self.names = names
+        self._stale_copies = _stale_copies(self.model)
         self.experts = [layer for layer in self.model.modules() if is_experts(layer)]
         self.weights = FusedWeights(
             self.model,
@@ -152,7 +156,7 @@ class VLLMShim:
         excluded = self.weights.direct_layers() if direct and self.experts else ()
         packed = unpacked_experts(self.experts, excluded) if self.experts else []
         config = self.llm.llm_engine.vllm_config
-        with set_current_vllm_config(config), _missing_by_intent():
+        with set_current_vllm_config(config):
             reload_weights(
                 config,
                 self.model,
@@ -162,18 +166,18 @@ class VLLMShim:
             )
         if packed:
             pack_experts(packed)
-        _renew_copies(self.model)
+        _renew_copies(self._stale_copies)
 
     def reload_draft_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         """Load full tensors of the draft model under transformers' names; see reload_weights()."""
         config = self.llm.llm_engine.vllm_config
-        with set_current_vllm_config(config), _missing_by_intent():
+        with set_current_vllm_config(config):
             initialize_layerwise_reload(self.draft_model)
             self.draft_model.load_weights(_place(named_tensors, {}, self.draft_names))
             finalize_layerwise_reload(
                 self.draft_model, config.speculative_config.draft_model_config
             )
-        _renew_copies(self.draft_model)
+        _renew_copies(_stale_copies(self.draft_model))
 
     def with_media(self, token_ids: list[int], media: dict[str, list]) -> MultiModalInput:
         """Return the prompt with processed media and expanded placeholders."""
@@ -355,6 +359,7 @@ class VLLMShim:
         if self.draft_model is not None:
             _forget_reloads(self.draft_model)
         del self.model, self.draft_model, self.weights, self.experts, self.slots
+        del self._stale_copies
         self.llm.collective_rpc("shutdown")
         destroy_model_parallel()
         _forget_world()
@@ -435,7 +440,8 @@ class _Sample:
             self.experts.append(output.routed_experts)
         if output.finish_reason is not None:
             completion.finish_reason = str(output.finish_reason)
-            completion.drafts = _drafts_of(output.spec_decode_metrics)
+            if output.spec_decode_metrics is not None:
+                completion.drafts = _drafts_of(output.spec_decode_metrics)
         if self.text is not None and self.text.update(output.new_token_ids, False):
             completion.finish_reason = "stop"
             # A verified draft may go on after the stop string.
@@ -448,10 +454,8 @@ class _Sample:
         self.completion.experts = np.concatenate(self.experts)[:read]
 
 
-def _drafts_of(metrics: RequestSpecDecodeMetrics | None) -> Drafts:
+def _drafts_of(metrics: RequestSpecDecodeMetrics) -> Drafts:
     """Return the drafts that were verified for a sample; steps without a draft do not count."""
-    if metrics is None:
-        return Drafts()
     return Drafts(
         sum(metrics.histogram),
         metrics.num_draft_tokens,
@@ -480,37 +484,24 @@ def _place(
         if name in targets:
             for target in targets[name]:
                 target.copy(tensor)
+        elif name in names.renamed:
+            yield names.renamed[name], tensor
         else:
             yield from names.publish(name, tensor, held)
         # Otherwise the next tensor would be gathered beside this one.
         del tensor
 
 
-@contextmanager
-def _missing_by_intent() -> Iterator[None]:
-    """Suppress warnings of vLLM's reload about layers that it loads nothing into.
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Return False for warnings of vLLM's reload about layers that it loads nothing into.
 
     The stream is checked elsewhere. Tied output layers, layers without weights, and layers whose
     tensors are copied directly get nothing.
     """
-
-    def shown(record: logging.LogRecord) -> bool:
-        return not (
-            "Failed to load weights" in record.msg
-            or record.msg.startswith("Following weights were not loaded")
-        )
-
-    loggers = [
-        logging.getLogger(f"vllm.model_executor.model_loader.reload.{name}")
-        for name in ("layerwise", "inplace")
-    ]
-    for logger in loggers:
-        logger.addFilter(shown)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(shown)
+    return not (
+        "Failed to load weights" in record.msg
+        or record.msg.startswith("Following weights were not loaded")
+    )
 
 
 def _keeps(layer: torch.nn.Module, attribute: str) -> bool:
@@ -547,24 +538,30 @@ def _packs(layer: torch.nn.Module) -> bool:
     return "cpu_linear" in vars(layer) or is_a(kernel, "CPUInt8ScaledMMLinearKernel")
 
 
-def _renew_copies(model: torch.nn.Module) -> None:
-    """Renew the copies of weights that a reload leaves as they were.
+def _stale_copies(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Return pairs of layers: a reload renews the copy of a weight in the second one only.
 
-    Tied output layers get the packed copy of the layer that loads the weight: a reload packs it for
-    that layer only. Where vLLM packs convolutions on a CPU, Mamba 2 computes with the memory that
-    they had before.
+    Tied output layers need the packed copy of the layer that loads the weight: a reload packs it
+    for that layer only. Where vLLM packs convolutions on a CPU, Mamba 2 computes with the memory
+    that they had before.
     """
     first: dict[int, torch.nn.Module] = {}
+    pairs = []
     for layer in model.modules():
         weight = layer._parameters.get("weight")
-        if (
-            weight is not None
-            and _packs(layer)
-            and first.setdefault(id(weight), layer) is not layer
-        ):
-            layer.cpu_linear = first[id(weight)].cpu_linear
+        if weight is not None and _packs(layer):
+            pairs.append((layer, first.setdefault(id(weight), layer)))
         if CONVOLUTION in layer._buffers and UNPACKED in vars(layer.conv1d):
-            layer.conv_weights.copy_(getattr(layer.conv1d, UNPACKED))
+            pairs.append((layer, layer.conv1d))
+    return [(layer, renewed) for layer, renewed in pairs if layer is not renewed]
+
+
+def _renew_copies(stale: list[tuple[torch.nn.Module, torch.nn.Module]]) -> None:
+    for layer, renewed in stale:
+        if UNPACKED in vars(renewed):
+            layer.conv_weights.copy_(getattr(renewed, UNPACKED))
+        else:
+            layer.cpu_linear = renewed.cpu_linear
 
 
 def _forget_world() -> None:

@@ -1,0 +1,110 @@
+"""The policy of a mixture of experts whose routers are watched.
+
+The load of the experts is balanced, or the choices of the engine's routers are replayed.
+"""
+
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.balance import Balance
+from lightrft.algorithms.objectives import Balanced
+from lightrft.algorithms.reduce import Denominator, LocalGradients, Report
+from lightrft.algorithms.truncation import ALL
+from lightrft.models.routers import RouterChoices, Routers
+from lightrft.observe.metrics import Metrics
+from lightrft.roles.microbatch import MicroBatchIndices, micro_batches
+from lightrft.roles.policy import WITHOUT_ENTROPY, Policy
+from lightrft.roles.role import Objective
+from lightrft.strategy.phases import Phase
+from lightrft.types import Batch, Routing
+
+
+class MixturePolicy(Policy):
+    """Policy whose actor is a mixture of experts, with its routers watched in training."""
+
+    def __init__(self, *args: Any, routers: Routers | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self.routers = routers
+        """Routers of the actor if update() balances the load."""
+        self._load_report: Report = {}
+        """Load of the experts in the newest optimizer step, if it is measured."""
+
+    def forward(
+        self, batch: Batch, gradients: LocalGradients | None = None
+    ) -> tuple[Tensor, Report]:
+        with self.routers.watch() if self.routers else nullcontext([]) as logits:
+            logprobs, report = super().forward(batch, gradients)
+        if self.routers:
+            batch.routing = self.routers.routing(logits, batch, self.actor.sequence)
+        if self.actor.router_choices:
+            report |= self._measured_choices(self.actor.router_choices)
+        return logprobs, report
+
+    def _measured_choices(self, choices: RouterChoices) -> Report:
+        """Add the load of the experts to the open step; report the choices that replay changed."""
+        sequence = self.actor.sequence
+        if self._step is not None and self._step.learn:
+            load = choices.load(sequence)
+            before = self._step.expert_load
+            self._step.expert_load = load if before is None else before + load
+        return choices.report(sequence)
+
+    def finish_train_step(self) -> tuple[Tensor, Tensor]:
+        """Step the optimizer, and balance the load of the experts if it was measured; see Role."""
+        step = self._open_step()
+        load = step.expert_load
+        if load is None or step.num_done < step.num_microbatches:
+            return super().finish_train_step()
+
+        # The loads of all ranks are summed with the loss, in one collective.
+        step.loss = torch.cat([step.loss[None], load.flatten()])
+        sums, norm = super().finish_train_step()
+        self._load_report = self.actor.router_choices.balance(sums[1:].view_as(load))
+        return sums[0], norm
+
+    def update(
+        self,
+        batch: Batch,
+        rows: MicroBatchIndices,
+        objective: Objective,
+        denominator: Denominator,
+        metrics: Metrics,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Take one optimizer step; see Role.
+
+        With `routers`, a forward pass first measures the load of all the tokens.
+        """
+        if self.routers:
+            objective = Balanced(objective, self._balance(batch, rows), self.routers.coefficient)
+        loss_and_norm = super().update(batch, rows, objective, denominator, metrics, **options)
+        for name, value in self._load_report.items():
+            (metrics.max if name.endswith("_max") else metrics.mean)(name, value)
+        return loss_and_norm
+
+    def _balance(self, batch: Batch, rows: MicroBatchIndices) -> Balance:
+        """Compute the load of the experts over the tokens of all ranks, without dropout."""
+        self.strategy.memory.enter(Phase.LOGPROB, self.actor)
+        self.actor.eval()
+
+        sums = []
+        with torch.no_grad():
+            for part in micro_batches(batch, rows, self.strategy.device):
+                # Without a learned token the head computes nothing: only routers are of interest.
+                unlearned = replace(
+                    part,
+                    loss_mask=torch.zeros_like(part.loss_mask),
+                    learned=part.learned_tokens[:0],
+                )
+                with self.routers.watch() as logits:
+                    self.actor(unlearned, self.temperature, ALL, WITHOUT_ENTROPY)
+                sums.append(self.routers.routing(logits, part, self.actor.sequence))
+
+        local_routing = Routing(
+            *(sum(getattr(each, field.name) for each in sums) for field in fields(Routing))
+        )
+        return Balance.of(local_routing, self.strategy.mesh.data.sum)
