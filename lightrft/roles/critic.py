@@ -15,6 +15,8 @@ from lightrft.types import Batch
 class Critic(Role):
     """Value model; its module is a models.heads.Scorer."""
 
+    NAME = "critic"
+
     def get_values(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
         """Return `values` [B, S] float32: for each token the value of the state before it.
 

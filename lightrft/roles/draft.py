@@ -22,6 +22,8 @@ class Draft(Role):
     are always accepted.
     """
 
+    NAME = "draft"
+
     def __init__(
         self,
         strategy: Strategy,

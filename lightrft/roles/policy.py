@@ -44,6 +44,8 @@ class Policy(Role, PolicyNames):
     policy.train(batch, loss_fn, gbs=512)
     """
 
+    NAME = "policy"
+
     def __init__(
         self,
         strategy: Strategy,

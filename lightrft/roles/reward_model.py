@@ -20,6 +20,7 @@ class RewardModel(Role, ScorerNames):
     reports are [N]; they use the rows that are not masked.
     """
 
+    NAME = "reward model"
     TRAIN_KEYS = (SAMPLE_MASK,)
 
     def get_scores(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:

@@ -90,6 +90,8 @@ class Role(ABC):
     of `width_multiple`. All ranks call a method together.
     """
 
+    NAME: ClassVar[str] = "model"
+    """Name in warnings."""
     TRAIN_KEYS: ClassVar[Sequence[str]] = (TOKEN_MASK, SAMPLE_MASK)
     """Keys that train() needs in addition to ids and lengths."""
 
@@ -369,7 +371,7 @@ class Role(ABC):
         norm = torch.zeros_like(step.loss)
         if step.learn:
             norm = self.strategy.optimizer_step(
-                self.optimizer, self.module, self.scheduler, name=type(self).__name__.lower()
+                self.optimizer, self.module, self.scheduler, name=self.NAME
             )
 
         return self.strategy.all_reduce(step.loss, "sum"), norm.to(step.loss.device)

@@ -375,8 +375,9 @@ class Strategy(Backend):
         self.memory.reload_model(model)
         unwrapped = unwrap(model)
         stream = chain(self.stream(model, dtype or self.dtype), persistent_buffers(unwrapped))
-        has_adapters = hasattr(unwrapped, "peft_config")  # peft sets it when it adds them
-        return merge_adapters(unwrapped, stream) if has_adapters else stream
+        if "peft_config" in vars(unwrapped):  # peft sets it when it adds adapters
+            return merge_adapters(unwrapped, stream)
+        return stream
 
     def expert_params(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield full_params() for an engine whose ranks divide the experts as --ep_size does.
