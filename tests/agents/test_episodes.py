@@ -28,6 +28,7 @@ from tiny import EOS, byte_tokenizer
 CODE = '''
 import asyncio
 import os
+import sys
 import time
 
 
@@ -50,6 +51,8 @@ class Echo:
             time.sleep(2.5)
         if action == "raise":
             raise OSError("the game is over")
+        if action == "exit":
+            sys.exit("no board")
         return f"<{action}>", len(action), action == "end"
 
 
@@ -168,6 +171,10 @@ async def stubborn(engine, row):
             await engine.chat([{"role": "user", "content": "again"}])
         except ValueError:
             pass
+
+
+async def quits(engine, row):
+    sys.exit(await engine.turn() and "no board")
 
 
 async def agent(engine, row):
@@ -314,6 +321,13 @@ def test_a_program_that_dies_or_hangs_loses_only_its_sample(player):
         environment(samples) == [0.0] * 4 + [3.0] * 2
         and play.play([["end"]])[0].episode.problem == ""
     )
+
+
+@pytest.mark.parametrize("name", ["Echo", "quits"])
+def test_a_program_that_exits_is_named_with_its_line(player, name):
+    """Why: the process ended a little later, and was said to be killed."""
+    (sample,) = player(name).play([["exit"]])
+    assert "no board" in sample.episode.problem and "mine.py:" in sample.episode.problem
 
 
 def test_garbage_on_the_socket_loses_only_one_sample(player, file):
