@@ -9,6 +9,7 @@ import runpy
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from lightrft.agents.episodes import FAILURES_IN_A_ROW
 from lightrft.agents.messages import ToolCall, TurnRequest
@@ -17,13 +18,21 @@ from lightrft.agents.tool_calls import before_calls, hermes
 from lightrft.agents.tools import schemas
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
-from lightrft.config.sections import Config, DataSection, EngineSection, EnvironmentSection
+from lightrft.config.sections import (
+    Config,
+    DataSection,
+    EngineSection,
+    EnvironmentSection,
+    ModelSection,
+)
+from lightrft.parallel.collectives import Axis
 from lightrft.rewards.functions import environment
-from lightrft.trainer.build_episodes import build_parser
+from lightrft.trainer.build_episodes import build_parser, with_tools
 from lightrft.types import Prompt, Sample
 from player import TEMPLATE, Player, ids
+from ranks import run_ranks
 from sglang_environment import in_sglang_environment
-from tiny import EOS, byte_tokenizer
+from tiny import EOS, byte_tokenizer, tiny_model
 
 CODE = '''
 import asyncio
@@ -432,6 +441,30 @@ def test_tools_are_described_by_their_types_and_docstrings(file, tmp_path):
         schemas(ProgramSetup("", (str(tmp_path / "bare.py"),)).program().all_tools)
     with pytest.raises(ValueError, match="--tools calculator: another tool is named calculator"):
         ProgramSetup("", ("calculator", "calculator")).program()
+
+
+def told_tools(tools: str, model: str) -> str:
+    """Return the tools that this rank describes to the model, or why it cannot."""
+    config = Config(
+        data=DataSection(apply_chat_template=True),
+        model=ModelSection(pretrain=model),
+        environment=EnvironmentSection(tools=[tools]),
+    )
+    world = Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    try:
+        return with_tools(config, world).data.chat_template_kwargs
+    except ConfigError as error:
+        return str(error)
+
+
+def test_all_ranks_describe_the_tools_alike(tmp_path):
+    """Why: a server may say when it was started, and ranks that share a model would then differ."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("import os\ndef tool() -> str: pass\ntool.__doc__ = f'Of {os.getpid()}.'\n")
+    model = tiny_model(tmp_path / "model")
+    for tools, told in ((str(mine), "Of "), ("nowhere.py", "no file")):
+        first, second = run_ranks(2, told_tools, tools, model)
+        assert told in first and first == second
 
 
 def test_rewards_of_an_environment_that_the_run_ignores(player):

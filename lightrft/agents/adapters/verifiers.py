@@ -20,6 +20,7 @@ from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.endpoint.server import serving
 from lightrft.agents.session import Session
 from lightrft.data.verifiers.tasksets import TASK, parse
+from lightrft.registry import kept_alive
 
 KEY = "LIGHTRFT_EPISODE_API_KEY"
 """Environment variable with the key of an episode's server.
@@ -37,8 +38,9 @@ def program(
     agents, or if the environment cannot be loaded.
     """
     try:
-        config, _ = parse(reference)
-        environment = load_environment(config)
+        with kept_alive():
+            config, _ = parse(reference)
+            environment = load_environment(config)
     except Exception as error:  # the environment's own code may raise anything
         raise ValueError(
             f"--environment verifiers:{reference}: {type(error).__name__}: {error}"
@@ -86,7 +88,5 @@ def _reward(episode: Episode, session: Session, learner: str) -> float | None:
     traces = [trace for trace in episode.traces if trace.agent.name in (None, "", learner)]
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors and not session.limited:
-        raise RuntimeError(
-            f"verifiers: {errors[0].type}: {errors[0].message.strip().splitlines()[-1]}"
-        )
+        raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message.strip()}")
     return fmean(trace.reward for trace in traces) if traces else None
