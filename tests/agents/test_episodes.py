@@ -6,6 +6,7 @@ This must hold whatever an environment does or raises, and also if it never retu
 import json
 import os
 import runpy
+import time
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,7 @@ from tiny import EOS, byte_tokenizer, tiny_model
 CODE = '''
 import asyncio
 import os
+import subprocess
 import sys
 import time
 
@@ -63,6 +65,20 @@ class Echo:
         if action == "exit":
             sys.exit("no board")
         return f"<{action}>", len(action), action == "end"
+
+
+class Parent:
+    """Starts processes in sessions of their own; one of them has lost its parent before the worker ends."""
+
+    def reset(self, **row):
+        started = [subprocess.Popen(["sleep", "600"], start_new_session=True).pid]
+        told = subprocess.run(["sh", "-c", "setsid sleep 600 > /dev/null 2>&1 & echo $!"], capture_output=True, text=True)
+        return f"{started[0]},{told.stdout.strip()}"
+
+    def step(self, action):
+        if action == "die":
+            os._exit(7)
+        time.sleep(60)
 
 
 class Process:
@@ -413,6 +429,31 @@ def test_an_aborted_episode_leaves_no_process(player):
     play.abort()
     assert not os.path.exists(f"/proc/{process}")
     assert play.running == [] and play.take_ended() == []
+
+
+@pytest.mark.parametrize("end", ["die", "late", "close"])
+def test_what_a_worker_has_started_ends_with_it(player, end):
+    """Why: servers of tools run in sessions of their own, and were left behind."""
+    play = player("Parent", environment_minutes=0.5 if end == "close" else 0.1)
+    if end != "close":
+        (sample,) = play.play([[end]])
+        assert sample.masked
+    else:
+        sample = Sample(Prompt(0, "p", ids("p"), {"prompt": "p"}), 0, [], [], "", "")
+        play.episodes.begin(sample, 0, 0)
+        while not play.episodes.poll(0.05):
+            pass
+        play.episodes._forks.close()  # as if the rank had been killed
+
+    processes = sample.episode.messages[0]["content"].split(",")
+    until = time.monotonic() + 20 * (end == "close")
+    while any(map(is_running, processes)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(processes) == 2 and not any(map(is_running, processes))
+
+
+def is_running(process):
+    return os.path.exists(f"/proc/{process}")
 
 
 @pytest.mark.parametrize(

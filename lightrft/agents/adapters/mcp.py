@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 import tempfile
 from functools import partial
 from typing import Any, TextIO
@@ -33,25 +32,6 @@ PERHAPS_ENDED = (CONNECTION_CLOSED, INVALID_REQUEST)
 """Codes of errors after which a connection may be of no use; the second one ends a session by HTTP.
 
 Servers that live send them too.
-"""
-EXECUTE = """
-import ctypes, os, signal, sys
-PR_SET_PDEATHSIG = 1
-server = os.fork()
-if server == 0:
-    os.execvp(sys.argv[2], sys.argv[2:])
-os.close(0)
-os.close(1)
-signal.signal(signal.SIGHUP, lambda *_: os.killpg(0, signal.SIGKILL))
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
-if os.getppid() == int(sys.argv[1]):
-    os.waitpid(server, 0)
-os.killpg(0, signal.SIGKILL)
-"""
-"""Program that starts the server, and kills it with all that it has started.
-
-It does so when the server ends, or the episode's process. The package starts servers in a session
-of their own, where the kill of that process does not reach them.
 """
 LAST_BYTES = 4096
 """Bytes at the end of a server's log in which its last line is looked for."""
@@ -185,8 +165,8 @@ class ToolServer:
             return self.reference
         return stdio_client(
             StdioServerParameters(
-                command=sys.executable,
-                args=["-I", "-S", "-c", EXECUTE, str(os.getpid()), *self._command],
+                command=self._command[0],
+                args=self._command[1:],
                 env=dict(os.environ),  # keys of services lie there, as for tools of a module
                 encoding_error_handler="replace",  # one wrong byte would end all reading
             ),
