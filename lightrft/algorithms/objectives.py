@@ -213,9 +213,9 @@ class PolicyObjective:
         self._check(batch)
         section = self.section
         learned = batch.loss_mask
-        given = logprobs
-        if given.ndim > 1:
-            logprobs = given[:, 0]
+        all_logprobs = logprobs
+        if all_logprobs.ndim > 1:
+            logprobs = all_logprobs[:, 0]
         # Tokens that are not learned may hold anything, also infinities, and 0 times infinity is
         # NaN.
         logprobs = torch.where(learned, logprobs, 0.0)
@@ -225,7 +225,7 @@ class PolicyObjective:
             else torch.where(learned, batch.old_logprobs, 0.0)
         )
         advantages = torch.where(learned, batch.advantages, 0.0)
-        inputs = PolicyInputs(logprobs, old, advantages, given, batch)
+        inputs = PolicyInputs(logprobs, old, advantages, all_logprobs, batch)
         values, report = self._losses(inputs)
         if batch.weights is not None:
             values = values * batch.weights
@@ -351,21 +351,21 @@ class PolicyObjective:
         """Add the divergence from a teacher, over the candidates of each token."""
         section = self.section
         distance = generalized_jsd(
-            inputs.given[:, 1:], inputs.batch.teacher_logprobs, section.distill_beta
+            inputs.all_logprobs[:, 1:], inputs.batch.teacher_logprobs, section.distill_beta
         )
         return values + section.distill_coef * distance, {"train/teacher_divergence": distance}
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """What the terms of the policy's loss read; 0 for tokens that are not learned."""
+    """Inputs of the terms of the policy's loss; they are 0 for tokens that are not learned."""
 
     logprobs: Tensor
     """Log-probs of the tokens under the actor, [T] with gradient."""
     old: Tensor
     """The same before the step, [T]."""
     advantages: Tensor
-    given: Tensor
+    all_logprobs: Tensor
     """What the actor returned: `logprobs`, or [T, 1 + K] with the ones of candidates."""
     batch: Experience
 

@@ -1,4 +1,4 @@
-"""Where the sequences of a flat batch are, and which tokens each of them attends to.
+"""Locate the sequences of a flat batch, and decide which tokens each of them attends to.
 
 Shapes: T tokens of all sequences, U of them computed (all of them, or each shared prefix once), t
 computed by this rank: ranks that split a batch split the computed tokens.

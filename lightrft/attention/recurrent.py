@@ -88,11 +88,11 @@ def install(model: PreTrainedModel) -> bool:
     Other calls of the functions, without a layout, are as before.
     """
     family = sys.modules[type(model.get_decoder()).__module__]
-    known = [name for name in (CONVOLUTION, *SCANS, *FUSED) if hasattr(family, name)]
-    if CONVOLUTION not in known or any(hasattr(family, name) for name in UNKNOWN):
+    functions = [name for name in (CONVOLUTION, *SCANS, *FUSED) if hasattr(family, name)]
+    if CONVOLUTION not in functions or any(hasattr(family, name) for name in UNKNOWN):
         return False
 
-    for name in known:
+    for name in functions:
         function = getattr(family, name)
         if hasattr(function, "flat"):
             continue
@@ -307,11 +307,11 @@ def _own_heads(call: dict[str, Any], scan: Scan, layout: Layout) -> list[Tensor]
 
     # A rank may have a part of a group only, so the groups' values are copied for its heads.
     for group in groups:
-        (whole,) = GatherSummed.apply(axis, group)
+        (gathered,) = GatherSummed.apply(axis, group)
         of_heads = torch.arange(num_heads, device=group.device)[own] // (
             num_heads // group.shape[1]
         )
-        result.append(whole.index_select(1, of_heads))
+        result.append(gathered.index_select(1, of_heads))
     return result
 
 

@@ -26,7 +26,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """What every rank knows about all ranks' rows: enough to plan and select without the values."""
+    """Facts about all ranks' rows: enough to plan and select without the values."""
 
     ids: Tensor  # [N] int64
     lengths: Tensor  # [N] int64, tokens

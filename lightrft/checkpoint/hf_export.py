@@ -145,9 +145,9 @@ def end_generation_at(model: nn.Module, token_ids: Iterable[int]) -> None:
     ends = model.generation_config.eos_token_id
     if ends is None:
         ends = model.config.get_text_config().eos_token_id
-    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    if new := sorted(set(token_ids) - set(known)):
-        model.generation_config.eos_token_id = [*known, *new]
+    end_ids = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if new := sorted(set(token_ids) - set(end_ids)):
+        model.generation_config.eos_token_id = [*end_ids, *new]
 
 
 def _read_back(

@@ -75,8 +75,8 @@ def converted_folder(name: str, flag: str) -> str:
         if not _is_quantized(name):
             return name
         folder = Path(name).expanduser()
-        whole = folder if folder.is_dir() else Path(snapshot_download(name))
-        return str(_cached("dequantized", whole, folder.name, convert))
+        local = folder if folder.is_dir() else Path(snapshot_download(name))
+        return str(_cached("dequantized", local, folder.name, convert))
     except (ConfigError, CheckpointError, OSError) as error:
         raise ConfigError(f"{flag}: {error}") from error
 

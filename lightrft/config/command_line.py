@@ -231,8 +231,8 @@ def _values_of_keys(content: dict[Any, Any], source: str) -> dict[str, Any]:
         if section in owners and (section not in SECTIONS or not isinstance(keys, dict | None)):
             take(section, keys)
         elif section not in SECTIONS:
-            kind, known = ("section", SECTIONS) if isinstance(keys, dict) else ("key", owners)
-            problems.append(f"unknown {kind} {section!r}{nearest(str(section), known)}")
+            kind, names = ("section", SECTIONS) if isinstance(keys, dict) else ("key", owners)
+            problems.append(f"unknown {kind} {section!r}{nearest(str(section), names)}")
         elif not isinstance(keys, dict | None):
             problems.append(f"`{section}:` contains {keys!r} instead of keys with values")
         else:

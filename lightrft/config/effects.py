@@ -102,9 +102,9 @@ def _computes_early(run: RunFacts) -> bool:
     updates = run.num_samples > run.train_batch_size or run.max_epochs > 1
     entropy = run.entropy_filter or run.high_entropy_token_ratio or run.entropy_target
     marked = run.policy_loss in ("kl_cov", "clip_cov")
-    taught = run.distill_coef > 0 and not run.distill_top_k
+    distills = run.distill_coef > 0 and not run.distill_top_k
     models = run.has_reference or run.has_critic or run.reward_models
-    return bool(updates or entropy or marked or taught or models)
+    return bool(updates or entropy or marked or distills or models)
 
 
 COMPUTED: dict[str, Callable[[RunFacts], bool]] = {

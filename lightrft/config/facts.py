@@ -1,4 +1,4 @@
-"""What the rules of the configuration judge: the fields of a run, and what follows from them."""
+"""Collect what the rules of the configuration judge: the fields of a run, and what follows."""
 
 import json
 import os

@@ -1160,11 +1160,11 @@ class Config:
         of a file.
         """
         owners = section_of_field()
-        known = {}
+        fields_set = {}
         problems = []
 
-        for given, value in values.items():
-            name = aliases().get(given, given)
+        for flag, value in values.items():
+            name = aliases().get(flag, flag)
             if name not in owners:
                 problems.append(f"unknown name {name!r}{nearest(name, owners)}")
                 continue
@@ -1172,13 +1172,13 @@ class Config:
             try:
                 value = typed_value(field_types()[name], value)
             except ValueError as error:
-                problems.append(f"{given}: {error}")
+                problems.append(f"{flag}: {error}")
                 continue
 
             setattr(getattr(self, owners[name]), name, value)
-            if known.setdefault(name, value) != value:
+            if fields_set.setdefault(name, value) != value:
                 problems.append(
-                    f"{name}: {known[name]} and {value} are two values of one field: set only one"
+                    f"{name}: {fields_set[name]} and {value} are two values of one field: set only one"
                 )
 
         if problems:

@@ -70,7 +70,7 @@ RATE = SHARE.hint("; 1e-6 is usual for all weights of a model, and 1e-4 for adap
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a field of the configuration allows and needs."""
+    """Values that a field of the configuration allows, and the flags that it needs."""
 
     bound: Bound | None = None
     needs: str | Mapping[str, str] = ""
@@ -282,16 +282,16 @@ _READERS: dict[Any, Callable[[Any], Any]] = {
 
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return `; did you mean X?` for the most similar known name, or an empty string."""
-    known = sorted(choices, key=len)
+    names = sorted(choices, key=len)
     letters = _letters(name)
     parts = (
-        [each for each in known if letters in _letters(each)]
+        [each for each in names if letters in _letters(each)]
         if len(letters) >= SHORTEST_PART
         else []
     )
     # nsamples for n_samples_per_prompt
     beginnings = [each for each in parts if _letters(each).startswith(letters)]
-    near = beginnings or get_close_matches(name, known, n=1, cutoff=0.7) or parts
+    near = beginnings or get_close_matches(name, names, n=1, cutoff=0.7) or parts
 
     return f"; did you mean {near[0]}?" if near else ""
 

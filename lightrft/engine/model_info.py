@@ -1,4 +1,4 @@
-"""What an engine needs to know from a model's folder before it has weights."""
+"""Read from a model's folder what an engine needs to know before it has weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -199,8 +199,8 @@ def unknown_token_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[in
     vocabulary = tokenizer.get_vocab()
     if set(vocabulary) <= set(tokenizer.all_special_tokens):
         return ()  # the folder has no tokenizer files
-    known = set(vocabulary.values())
-    return tuple(token for token in range(size) if token not in known)
+    used = set(vocabulary.values())
+    return tuple(token for token in range(size) if token not in used)
 
 
 def never_sampled(

@@ -93,7 +93,7 @@ class PagedRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionScores:
-    """How scores are made from queries and keys."""
+    """Form of the scores of queries and keys."""
 
     products: Products
     scaling: float

@@ -71,9 +71,9 @@ def inexact_part(model: PreTrainedModel) -> str:
         return f"it has layers of type {', '.join(sorted(others))}"
 
     for path, module in model.named_modules():
-        known = type(module) is nn.Linear or isinstance(module, nn.Embedding)
+        is_exact = type(module) is nn.Linear or isinstance(module, nn.Embedding)
         for name, parameter in module.named_parameters(recurse=False):
-            if not known and parameter.dim() > 1:
+            if not is_exact and parameter.dim() > 1:
                 return (
                     f"{path}.{name} is a matrix outside of linear layers, as experts, convolutions"
                     " and adapters have"

@@ -130,18 +130,18 @@ def _problems(products: Products, shapes: ProductShapes, device: torch.device) -
         weight = (torch.randn(num, width, **options) / width**0.5).to(shapes.dtype)
         rows = torch.randn(LARGEST, width, **options).to(shapes.dtype)
         product = products.logits if (num, width) == shapes.head else products.linear
-        whole = product(rows, weight)
+        together = product(rows, weight)
         for count, first in product_of(COUNTS, (True, False)):
             # The first rows, and the last ones at another place in their product.
             some = slice(count) if first else slice(-count, None)
-            if not torch.equal(product(rows[some], weight), whole[some]):
+            if not torch.equal(product(rows[some], weight), together[some]):
                 yield f"{count} of {LARGEST} rows of {width} numbers times {num} columns"
 
     for width, num in sorted(shapes.batched):
         left = torch.randn(max(BATCHES), LARGEST, width, **options)
         right = torch.randn(max(BATCHES), width, num, **options)
-        whole = products.batched(left, right)
+        together = products.batched(left, right)
         for size, count in product_of(BATCHES, COUNTS):
             part = products.batched(left[-size:, -count:].contiguous(), right[-size:])
-            if not torch.equal(part, whole[-size:, -count:]):
+            if not torch.equal(part, together[-size:, -count:]):
                 yield f"{size} times {count} rows of {width} numbers, and {num} columns"

@@ -31,7 +31,7 @@ OUTSIDE = ("", "start-up")
 
 @dataclass
 class RankStatus:
-    """What the monitor knows of a rank. Times are from this process's monotonic clock."""
+    """State of a rank, as the monitor knows it. Times are from this process's monotonic clock."""
 
     rank: int
     host: str

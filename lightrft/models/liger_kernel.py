@@ -78,9 +78,9 @@ def model_problems(model: PreTrainedModel, device: torch.device) -> list[str]:
     elif feed_forward:
         # Gemma's configuration has another name.
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
-        known = ACTIVATIONS[feed_forward]
-        if activation not in known:
-            problems.append(f"its activation is {activation}, not {known[0]}")
+        allowed = ACTIVATIONS[feed_forward]
+        if activation not in allowed:
+            problems.append(f"its activation is {activation}, not {allowed[0]}")
 
     if find_spec("liger_kernel") is None:
         problems.append("the package is not installed (pip install liger-kernel)")

@@ -37,7 +37,7 @@ PARTS = "rollout/reward_of_"
 
 @dataclass(frozen=True)
 class Symptom:
-    """What is wrong with a run."""
+    """Something that goes wrong in a run."""
 
     name: str
     evidence: str
@@ -217,16 +217,20 @@ def _evaluation_stays(run: Course) -> Iterator[Symptom]:
 
 def _dominating_part(run: Course) -> Iterator[Symptom]:
     sizes = {name: run.spread(name) + abs(run.last(name) - run.first(name)) for name in run.parts()}
+    # A part that never changes, such as one that was solved from the start, teaches nothing.
+    sizes = {name: size for name, size in sizes.items() if size > 0}
     if len(sizes) < 2:
         return
+
     name = max(sizes, key=lambda each: sizes[each])
     total = sum(sizes.values())
-    if total > 0 and sizes[name] > 0.95 * total:
+    if sizes[name] > 0.95 * total:
+        others = ", ".join(f"{each} is {run.last(each):.3g}" for each in sizes if each != name)
         yield Symptom(
             "one part of the reward dominates",
-            f"{sizes[name] / total:.0%} of what changes in the rewards is {name}",
-            "weigh the parts, in --reward (NAME:WEIGHT) or in the function that returns them, so"
-            " that they vary by like amounts",
+            f"{sizes[name] / total:.0%} of what changes in the rewards is {name}; {others}",
+            "unless the other parts are solved, weigh the parts, in --reward (NAME:WEIGHT) or in"
+            " the function that returns them, so that they vary by like amounts",
         )
 
 

@@ -9,7 +9,7 @@ from lightrft.parallel.device import GB
 
 
 class Span(NamedTuple):
-    """What a rank did from one time to another, both in seconds since the epoch."""
+    """Phase of a rank from one time to another, both in seconds since the epoch."""
 
     name: str
     began: float

@@ -42,7 +42,7 @@ EXIT_STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What differs between the packages.
+    """Differences between the packages.
 
     `tracker` is a tracker of accelerate, and `tracker.tracker` is the package's own run.
     """
@@ -316,7 +316,7 @@ def _wandb_login() -> str:
         Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")).expanduser() / "settings",
         Path("wandb/settings"),
     ]
-    known = (
+    found = (
         os.environ.get("WANDB_MODE", "online") not in ("online", "run", "shared"),
         any(name in os.environ for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")),
         get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None,
@@ -324,7 +324,7 @@ def _wandb_login() -> str:
     )
     return (
         ""
-        if any(known)
+        if any(found)
         else "there is no login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
     )
 

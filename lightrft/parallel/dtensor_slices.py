@@ -1,4 +1,4 @@
-"""Which slices of a DTensor this rank holds, by the mesh and placements."""
+"""Find the slices of a DTensor that this rank holds, from its mesh and placements."""
 
 from dataclasses import dataclass
 from itertools import pairwise

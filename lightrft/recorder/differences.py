@@ -55,7 +55,7 @@ LEAST = 1e-2
 
 @dataclass
 class Difference:
-    """Where two runs begin to differ, and what may be the reason."""
+    """First difference of two runs, and what may be the reason."""
 
     steps: int
     """Number of steps that both runs have."""

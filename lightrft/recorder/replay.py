@@ -82,7 +82,7 @@ class Builders(Protocol):
 
 @dataclass
 class SampleRecord:
-    """What happened to one sample in the loss, summed or listed over optimizer steps."""
+    """Terms of one sample in the loss, summed or listed over optimizer steps."""
 
     logprobs: list[Tensor] = field(default_factory=list)
     """Log-probs of the learned tokens in each optimizer step."""

@@ -1,4 +1,4 @@
-"""What the reward `judge` asks a language model, and how it reads the replies."""
+"""Write the requests of the reward `judge` to a language model, and read the replies."""
 
 import math
 import re

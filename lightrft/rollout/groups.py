@@ -122,7 +122,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """What every rank knows about a complete and scored group."""
+    """Facts about a complete and scored group, known to every rank."""
 
     number: int
     row: int

@@ -1,4 +1,4 @@
-"""What a step trains on, and the stages that fill the columns."""
+"""Choose what a step trains on, and the stages that fill the columns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

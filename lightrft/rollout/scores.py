@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What all ranks exchange about one prompt."""
+    """Results of one prompt that all ranks exchange."""
 
     index: int
     greedy: float

@@ -1,4 +1,4 @@
-"""Which teacher scores a sample, and which prompt it sees, from columns of the data."""
+"""Choose the teacher of a sample and the prompt that it sees, from columns of the data."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -50,7 +50,7 @@ NOT_OUTPUTS = ("input_ids", "loss_mask", "engine_logprobs", "advantages", "step_
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What a step learned from, on this rank."""
+    """Batch, samples and losses of a step on this rank."""
 
     batch: Batch
     minibatches: Sequence[MicroBatchIndices]

@@ -16,7 +16,7 @@ from lightrft.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class PartialGroup:
-    """What every rank knows about a group that continues in a later step."""
+    """Facts about a group that continues in a later step, known to every rank."""
 
     number: int
     row: int

@@ -7,7 +7,7 @@ import torch
 
 
 class Phase(Enum):
-    """What a run is doing, and so what must be in device memory.
+    """Activity of a run. It decides what must be in device memory.
 
     With --offload_idle nothing else is there.
     """

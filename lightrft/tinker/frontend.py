@@ -56,7 +56,7 @@ class NotThere(Exception):
 
 @dataclass(slots=True)
 class TrainedName:
-    """What the door knows of a model."""
+    """Registration of a model that a client trains."""
 
     session: str
     asked_for: str
@@ -67,7 +67,7 @@ class TrainedName:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the server offers."""
+    """Models and limits that the server offers."""
 
     pretrain: str
     lora_rank: int
@@ -555,8 +555,8 @@ class Frontend:
 
     def _run(self, folder: Path) -> dict[str, Any]:
         about = json.loads((folder / ABOUT).read_text())
-        known = self._models.get(about["model_id"])
-        last = known.last_request if known else (folder / ABOUT).stat().st_mtime
+        model = self._models.get(about["model_id"])
+        last = model.last_request if model else (folder / ABOUT).stat().st_mtime
         return {
             "training_run_id": about["model_id"],
             "base_model": about["base_model"],

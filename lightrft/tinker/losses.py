@@ -21,7 +21,7 @@ RATIO_MASK = "sequence_ratio_mask"
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a loss reads of a request, and how it is computed."""
+    """A loss: the inputs that it reads of a request, and its function."""
 
     compute: Callable[..., Tensor]
     """(log-probs [T], batch, **config) -> one value for each token, [T]."""

@@ -19,7 +19,7 @@ Shards = list[Tensor]
 
 @dataclass(slots=True)
 class TrainedModel:
-    """What one client trains: with full fine-tuning the model, else an adapter of it."""
+    """Weights that one client trains: all of them with full fine-tuning, else an adapter."""
 
     name: str
     version: int = 0

@@ -31,7 +31,7 @@ NUMPY = {wire.DTYPE_FLOAT32: np.float32, wire.DTYPE_INT64: np.int64, wire.DTYPE_
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What requests must keep to."""
+    """Limits of requests."""
 
     vocabulary: int
     """Number of token ids."""
@@ -95,12 +95,12 @@ def read_training(content: bytes, limits: RequestLimits) -> TrainingRequest:
 def _config(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float]:
     """Return the options of the loss with the defaults filled in."""
     # Older SDKs send numbers alone, in a field of its own.
-    given: dict[str, Any] = dict(message.loss_fn_config)
-    given |= {
+    options: dict[str, Any] = dict(message.loss_fn_config)
+    options |= {
         name: getattr(value, value.WhichOneof("value") or "text")
         for name, value in message.loss_fn_config_v2.items()
     }
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in loss.config:
             allowed = ", ".join(loss.config) or "none"
             raise ValueError(
@@ -108,7 +108,7 @@ def _config(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float
             )
         if not isinstance(value, float) or not math.isfinite(value):
             raise ValueError(f"loss_fn_config {name} is a number, not {value!r:.100}")
-    return {**loss.config, **given}
+    return {**loss.config, **options}
 
 
 def _row(
@@ -254,8 +254,8 @@ def read_sampling(request: types.SampleRequest, limits: RequestLimits, seed: int
         "prompt_logprobs_last_n": request.prompt_logprobs_last_n,
         "record_stability_info": request.record_stability_info,
     }
-    if asked := [name for name, value in refused.items() if value]:
-        raise ValueError(f"{asked[0]} is not possible here: omit it")
+    if requested := [name for name, value in refused.items() if value]:
+        raise ValueError(f"{requested[0]} is not possible here: omit it")
 
     tokens = request.prompt.to_ints()
     if not tokens:

@@ -1,4 +1,4 @@
-"""What requests ask for, and what is answered, between the server's thread and the ranks."""
+"""Records of requests and answers between the server's thread and the ranks."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What all ranks compute for the clients: gradients, optimizer steps, checkpoints and samples."""
+"""Compute for the clients on all ranks: gradients, optimizer steps, checkpoints and samples."""
 
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -234,9 +234,9 @@ class TinkerWorker:
             while prompts or running:
                 running |= {prompt.number for prompt in prompts}
                 # Each engine gets the next request, whatever the ranks share in training.
-                mine = [each for each in prompts if each.number % world.size == world.rank]
-                indices = session.add_own([each.request for each in mine])
-                own |= dict(zip(indices, (each.number for each in mine), strict=True))
+                own_prompts = [each for each in prompts if each.number % world.size == world.rank]
+                indices = session.add_own([each.request for each in own_prompts])
+                own |= dict(zip(indices, (each.number for each in own_prompts), strict=True))
 
                 ended = []
                 for _ in range(STEPS):

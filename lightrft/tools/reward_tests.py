@@ -58,7 +58,7 @@ CLOSE = 1e-9
 
 @dataclass(frozen=True)
 class Finding:
-    """What a test found."""
+    """Result of a test of a reward."""
 
     test: str
     evidence: str
@@ -282,8 +282,8 @@ class RewardTest:
             yield Finding("constant", f"every response gets {min(found):g}")
 
     def _labels(self) -> Iterator[Finding]:
-        known = [row for row in self.rows if row.right is not None and row.wrong is not None]
-        if not known:
+        rows = [row for row in self.rows if row.right is not None and row.wrong is not None]
+        if not rows:
             return
 
         if not self._reads_the_row:
@@ -292,8 +292,7 @@ class RewardTest:
             return
 
         pairs = [
-            (self._score(row.prompt, row.right), self._score(row.prompt, row.wrong))
-            for row in known
+            (self._score(row.prompt, row.right), self._score(row.prompt, row.wrong)) for row in rows
         ]
         agreement = fmean(right > wrong for right, wrong in pairs)
         if agreement < AGREEMENT:
@@ -301,9 +300,9 @@ class RewardTest:
             right, wrong = pairs[place]
             yield Finding(
                 "disagrees with the labels",
-                f"in {1 - agreement:.0%} of the rows; {known[place].prompt.location}:"
-                f" {known[place].right!r:.60} gets {right:g}, and"
-                f" {known[place].wrong!r:.60} gets {wrong:g}",
+                f"in {1 - agreement:.0%} of the rows; {rows[place].prompt.location}:"
+                f" {rows[place].right!r:.60} gets {right:g}, and"
+                f" {rows[place].wrong!r:.60} gets {wrong:g}",
             )
 
     def _whitespace(self) -> Iterator[Finding]:

@@ -59,7 +59,7 @@ SHARED = "packed, with shared prefixes"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far log-probs and gradients are from computing each sequence alone."""
+    """Distance of log-probs and gradients from those of each sequence alone."""
 
     name: str
     logprobs: float
@@ -87,7 +87,7 @@ class Comparison:
 
 @dataclass(slots=True)
 class Computed:
-    """What a model computes of all sequences, end to end."""
+    """Results of a model for all sequences, concatenated."""
 
     logprobs: Tensor
     """[2, T]: log-probs and entropies, or scores [1, T], detached."""
@@ -398,11 +398,11 @@ def _recorded(model: PreTrainedModel, num_tokens: int) -> Iterator[dict[tuple[st
 def _compare(name: str, actual: Computed, expected: Computed) -> Comparison:
     scale = 1 + expected.logprobs.abs()
     gap = ((actual.logprobs - expected.logprobs).abs() / scale).max().item()
-    whole = torch.stack([each.norm() for each in expected.gradients.values()]).norm().item()
+    norm = torch.stack([each.norm() for each in expected.gradients.values()]).norm().item()
     # A gradient that is nearly zero consists of rounding errors.
     gradients = {
         parameter: (
-            (actual.gradients[parameter] - gradient).norm() / (gradient.norm() + 1e-4 * whole)
+            (actual.gradients[parameter] - gradient).norm() / (gradient.norm() + 1e-4 * norm)
         ).item()
         if parameter in actual.gradients
         else torch.inf

@@ -52,19 +52,19 @@ def model_config(name: str, file: str = "") -> PretrainedConfig:
     from the hub. Raise ConfigError if there is none. A machine without network does not wait for
     the hub where the shape is known.
     """
-    known = None if file or Path(name).expanduser().is_dir() else known_config(name)
+    config = None if file or Path(name).expanduser().is_dir() else known_config(name)
     try:
         if file:
             values = json.loads(Path(file).read_text())
             return trained_part(AutoConfig.for_model(values.pop("model_type"), **values))
-        return load_config(name, **({"local_files_only": True} if known else {}))
+        return load_config(name, **({"local_files_only": True} if config else {}))
     except (OSError, ValueError, KeyError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        if known is None:
+        if config is None:
             raise ConfigError(
                 f"--pretrain {name}: its config.json cannot be read ({type(error).__name__});"
                 " download it and set --model_config FILE"
             ) from error
-        return known
+        return config
 
 
 def known_config(name: str) -> PretrainedConfig | None:

@@ -40,7 +40,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a rank gathers and reduces with FSDP2."""
+    """Bytes that a rank gathers and reduces with FSDP2."""
 
     microbatches: int
     updates: int

@@ -52,7 +52,7 @@ from lightrft.versions import installed_versions
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """What a run trains on: tokenized data, the tokenizer, and the number of steps."""
+    """Data of a run: tokenized rows, the tokenizer, and the number of steps."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet

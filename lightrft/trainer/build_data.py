@@ -99,13 +99,13 @@ def load_rewarded(
     """Load prompts with the columns that the rewards, and in training the teachers, need."""
     row_problem = rewards.row_problem
     requirements = [rewards.requirements, limits_of_media(config)]
-    taught = teacher_columns(config, tokenizer) if source == "prompt_data" else None
-    if taught is not None:
+    teachers = teacher_columns(config, tokenizer) if source == "prompt_data" else None
+    if teachers is not None:
 
         def row_problem(prompt: Prompt) -> str | None:
-            return rewards.row_problem(prompt) or taught.problem(prompt)
+            return rewards.row_problem(prompt) or teachers.problem(prompt)
 
-        requirements.append(taught.requirements)
+        requirements.append(teachers.requirements)
 
     return load_prompts(
         config.data,

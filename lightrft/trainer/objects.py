@@ -80,12 +80,12 @@ def _name_of_function(value: Any) -> Any:
 
 def _name(wanted: str, value: Any) -> str:
     """Return `module:attribute` for an object, the same name each time."""
-    known = vars(OBJECTS)
-    attribute = next((name for name, each in known.items() if each is value), None)
+    names = vars(OBJECTS)
+    attribute = next((name for name, each in names.items() if each is value), None)
     if attribute is None:
         attribute = wanted = re.sub(r"\W", "", wanted) or "object"
         number = 2
-        while attribute in known:
+        while attribute in names:
             attribute = f"{wanted}{number}"
             number = number + 1
         setattr(OBJECTS, attribute, value)

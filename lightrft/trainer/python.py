@@ -95,8 +95,8 @@ def train_ppo(
     `max_steps=20`. Under torchrun all processes make the same call; without a launcher the run has
     one process. Raises ConfigError for what cannot run.
     """
-    given = {"model": model, "tokenizer": tokenizer, "prompt_data": prompt_data, "reward": reward}
-    return _train("train_ppo", config, _set(given) | values)
+    named = {"model": model, "tokenizer": tokenizer, "prompt_data": prompt_data, "reward": reward}
+    return _train("train_ppo", config, _set(named) | values)
 
 
 def train_sft(config: ConfigOrFile = None, **values: Any) -> TrainedRun:
@@ -137,8 +137,13 @@ def evaluate(
 
     The arguments are as for train_ppo().
     """
-    given = {"model": model, "tokenizer": tokenizer, "eval_data": eval_data, "reward": reward}
-    with model_folder(_set(given) | values) as named:
+    named_values = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "eval_data": eval_data,
+        "reward": reward,
+    }
+    with model_folder(_set(named_values) | values) as named:
         return _run("evaluate", _configuration(config, named))
 
 

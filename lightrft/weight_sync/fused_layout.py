@@ -1,4 +1,4 @@
-"""Where the weights of a Hugging Face model are in the layers of vLLM and SGLang.
+"""Locate the weights of a Hugging Face model in the layers of vLLM and SGLang.
 
 These fuse, split, repeat, pad and pack them. Both engines describe the layers with the same
 attributes. On a CPU SGLang pads layers with zeros to make them divisible.

@@ -59,7 +59,7 @@ FORMATS = {
 
 
 class Quantization:
-    """What a stream of one model brings to an engine of eight bits."""
+    """Tensors that a stream of one model brings to an engine of eight bits."""
 
     def __init__(self, name: str, names: PublishedNames, dtype: torch.dtype):
         """Take the format `name`; add the scales to `names`. Other weights are sent in `dtype`."""

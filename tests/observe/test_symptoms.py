@@ -48,6 +48,21 @@ def test_equal_rewards_are_no_symptom_where_they_are_the_best_ones() -> None:
     assert [symptom.name for symptom in find_symptoms(history)] == ["dead groups"]
 
 
+def test_a_part_of_the_reward_that_never_changes_is_not_dominated() -> None:
+    metrics = {
+        "rollout/reward": [1 + step / 40 for step in range(40)],
+        "rollout/reward_of_right": [step / 40 for step in range(40)],
+        "rollout/reward_of_format": [1.0] * 40,
+    }
+    history = {name: [*enumerate(values, 1)] for name, values in metrics.items()}
+    assert find_symptoms(history) == []
+
+    history["rollout/reward_of_format"] = [(step, 0.9 + step / 4000) for step in range(40)]
+    (symptom,) = find_symptoms(history)
+    assert symptom.name == "one part of the reward dominates"
+    assert symptom.evidence.endswith("rollout/reward_of_right; rollout/reward_of_format is 0.909")
+
+
 def test_a_short_run_has_no_symptom() -> None:
     history = {
         metric: [*enumerate(values[:9], 1)] for metric, values in HISTORIES["dead groups"].items()

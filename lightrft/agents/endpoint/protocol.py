@@ -310,8 +310,8 @@ def events(reply: Body, body: Body, sent: str = "") -> Iterator[str]:
         head["object"] += ".chunk"
         message = choice.pop("message")
         # A parser of calls removes white space around the text.
-        known = sent if message["content"].startswith(sent) else sent.strip()
-        message["content"] = message["content"].removeprefix(known)
+        beginning = sent if message["content"].startswith(sent) else sent.strip()
+        message["content"] = message["content"].removeprefix(beginning)
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
         first = choice | {"delta": message}

@@ -169,7 +169,7 @@ class _Routes:
         sent = ""
         number = 0
         # What has a place in the reply for each token is sent with the complete turn.
-        whole = body.get("logprobs") or body.get("return_token_ids")
+        needs_tokens = body.get("logprobs") or body.get("return_token_ids")
 
         async for turn in session.growing_chat(messages, **options):
             if not turn.token_ids:
@@ -179,7 +179,7 @@ class _Routes:
                 reply = protocol.chat_reply(turn, number, self.served, body)
                 for event in protocol.events(reply, body, sent):
                     yield event
-            elif not whole and len(turn.content) > len(sent):
+            elif not needs_tokens and len(turn.content) > len(sent):
                 yield protocol.growth(turn.content[len(sent) :], number, self.served)
                 sent = turn.content
 

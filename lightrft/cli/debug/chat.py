@@ -101,8 +101,8 @@ async def talk(client: Any, system_prompt: str, tools: Tools, tool_seconds: floa
             if not calls:
                 break
 
-            made = [read_call(call["name"], call["arguments"]) for call in calls]
-            for result in await answers(tools, made, lambda began, *, failed: None, tool_seconds):
+            parsed = [read_call(call["name"], call["arguments"]) for call in calls]
+            for result in await answers(tools, parsed, lambda began, *, failed: None, tool_seconds):
                 _show(f"[{result['name']}] {result['content']}\n")
                 messages.append(result)
 

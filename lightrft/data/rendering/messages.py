@@ -126,10 +126,10 @@ def _role(message: Message, place: str) -> str:
     name = sender if role is None else role
     if not isinstance(name, str):
         raise ValueError(f"{place} has no role: it is an object with a role and a content")
-    known = ROLES.get(name.lower()) or (name.lower() if name.lower() in CALLS else None)
-    if role is None and known is None:
+    standard = ROLES.get(name.lower()) or (name.lower() if name.lower() in CALLS else None)
+    if role is None and standard is None:
         raise ValueError(f"the turn has the role {name!r}; known roles are {', '.join(ROLES)}")
-    return known or name
+    return standard or name
 
 
 def _content(content: Any, place: str) -> Any:

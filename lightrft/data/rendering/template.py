@@ -263,9 +263,9 @@ class ChatTemplate:
     def _header(self) -> str:
         """Return the beginning of an answer, if the template writes it only before one."""
         before = self._probe([QUESTION])
-        asked = self._probe([QUESTION], answer_follows=True)
+        question = self._probe([QUESTION], answer_follows=True)
         text = self._probe([QUESTION, {"role": "assistant", "content": WORD}])
-        if before != asked or not text.startswith(before):
+        if before != question or not text.startswith(before):
             return ""
         header = text[len(before) :].partition(WORD)[0]
         return header if header.strip() else ""
@@ -442,10 +442,10 @@ def _end_in(squeezed: str, text: str, start: int) -> int:
 
 def _left_out(messages: Sequence[Message], place: int) -> str:
     role = messages[place - 1]["role"]
-    known = "" if role in ("user", "assistant") else "; it may not know this role"
+    hint = "" if role in ("user", "assistant") else "; it may not know this role"
     return (
         f"the chat template leaves out the text of message {place} of {len(messages)}, of role"
-        f" {role!r}{known}"
+        f" {role!r}{hint}"
     )
 
 

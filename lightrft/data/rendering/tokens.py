@@ -43,13 +43,13 @@ def consecutive_tokens(
     first, *others = texts
     begin = partial(text_tokens, tokenizer, special_tokens=special_tokens)
     parts = [begin(first), *(text_tokens(tokenizer, text, special_tokens=False) for text in others)]
-    whole = begin("".join(texts))
-    if [token for part in parts for token in part] == whole:
+    tokens = begin("".join(texts))
+    if [token for part in parts for token in part] == tokens:
         return parts
 
     beginnings = [begin(beginning) for beginning in accumulate(texts)]
-    if all(whole[: len(beginning)] == beginning for beginning in beginnings):
-        return [whole[start:end] for start, end in pairwise([0, *map(len, beginnings)])]
+    if all(tokens[: len(beginning)] == beginning for beginning in beginnings):
+        return [tokens[start:end] for start, end in pairwise([0, *map(len, beginnings)])]
     return [parts[0], *(_inner_tokens(tokenizer, text) for text in others)]
 
 

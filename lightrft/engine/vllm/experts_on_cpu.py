@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-whole = CPUUnquantizedExperts.apply
+original_apply = CPUUnquantizedExperts.apply
 
 
 def apply(
@@ -20,7 +20,7 @@ def apply(
         places = own[topk_ids.long()]
         topk_weights = topk_weights.masked_fill(places < 0, 0.0)
         topk_ids = places.clamp(min=0).to(topk_ids.dtype)
-    whole(kernel, topk_weights=topk_weights, topk_ids=topk_ids, **options)
+    original_apply(kernel, topk_weights=topk_weights, topk_ids=topk_ids, **options)
 
 
 CPUUnquantizedExperts.apply = apply

@@ -70,7 +70,7 @@ class NgramTable:
 
 
 class Costs:
-    """How many plain steps longer a step takes if it verifies a full draft for each request.
+    """Cost of verifying a full draft for each request, in plain steps.
 
     The cost depends on the batch size.
     """

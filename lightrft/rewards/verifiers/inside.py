@@ -388,9 +388,13 @@ class Containers:
         """Return the content of each container, null for one that has not changed."""
         table = []
         for place, container in enumerate(self.all):  # their number grows meanwhile
-            known = self.known[place]
+            last_parts = self.known[place]
             parts = _parts(container)
-            same = known and len(known) == len(parts) and all(map(operator.is_, known, parts))
+            same = (
+                last_parts
+                and len(last_parts) == len(parts)
+                and all(map(operator.is_, last_parts, parts))
+            )
             table.append(None if same else self._content(container))
             self.known[place] = parts
         return table
@@ -466,8 +470,8 @@ class Channel:
         """
         with self._lock:
             containers = Containers(self, self._kept if self.tests else ())
-            asked = [self.encode(each, containers) for each in (values, list(named.items()))]
-            self._send([verb, [number, *asked], containers.table()])
+            arguments = [self.encode(each, containers) for each in (values, list(named.items()))]
+            self._send([verb, [number, *arguments], containers.table()])
 
             # The other end may call back before it answers, as sorted(key=...) does.
             while True:
@@ -496,8 +500,8 @@ class Channel:
         try:
             containers.read(table)
             first = len(containers.all)
-            number, *asked = content
-            values, named = (self.decode(each, containers) for each in asked)
+            number, *arguments = content
+            values, named = (self.decode(each, containers) for each in arguments)
             result = self._do(verb, self._objects[number], values, dict(named))
             reply = ["answer", self.encode(result, containers)]
         except BaseException as error:
@@ -512,13 +516,13 @@ class Channel:
 
     def _keep(self, verb: str, containers: Containers, first: int) -> None:
         """Keep the containers of an attribute, from the `first` on."""
-        known = list(zip(containers.all, containers.known, strict=True))
-        for place, pair in enumerate(known[: len(self._kept)]):
+        pairs = list(zip(containers.all, containers.known, strict=True))
+        for place, pair in enumerate(pairs[: len(self._kept)]):
             if pair[0] is self._kept[place][0]:
                 self._kept[place] = pair
-        size = sum(len(parts) for _, parts in known[first:])
+        size = sum(len(parts) for _, parts in pairs[first:])
         if verb in ("get", "special") and size <= MAX_ITEMS:
-            self._kept = [*self._kept, *known[first:]][-MAX_KEPT:]
+            self._kept = [*self._kept, *pairs[first:]][-MAX_KEPT:]
 
     def _do(self, verb: str, one: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
         # The program may read what a test has lent it, and no more: it would find expected values.

@@ -68,8 +68,8 @@ def program(
                 command = [executable, "trial", "start", f"--path={row[TASK]}", *flags]
                 command += [f"--model=openai/{served.name}", f"--trials-dir={folder}"]
                 command += [f"--agent-kwarg={name}={value}" for name, value in every.items()]
-                said = await _run(command, address)
-                return _reward(Path(folder), said, limited=session.limited)
+                output = await _run(command, address)
+                return _reward(Path(folder), output, limited=session.limited)
 
     return play
 
@@ -87,18 +87,18 @@ async def _run(command: list[str], address: Address) -> str:
         stderr=subprocess.STDOUT,
         env=os.environ | {"OPENAI_API_KEY": address.key, "PYTHONPATH": here},
     )
-    said, _ = await process.communicate()
-    return said.decode(errors="replace")
+    output, _ = await process.communicate()
+    return output.decode(errors="replace")
 
 
-def _reward(folder: Path, said: str, *, limited: bool) -> float | None:
+def _reward(folder: Path, output: str, *, limited: bool) -> float | None:
     """Return the reward of the trial in a folder: the one named `reward`, or the mean of several.
 
     None if a limit of the episode left the trial without one. Raises RuntimeError if it has failed.
     """
     (file,) = [*folder.glob("*/result.json")] or [None]
     if file is None:
-        raise RuntimeError("Harbor: " + " ".join(said.strip().splitlines()[-3:]))
+        raise RuntimeError("Harbor: " + " ".join(output.strip().splitlines()[-3:]))
 
     result = json.loads(file.read_text())
     rewards = (result.get("verifier_result") or {}).get("rewards") or {}
