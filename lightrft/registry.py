@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -160,6 +160,18 @@ def kept_alive() -> Iterator[None]:
         raise ProcessEnd(f"it calls sys.exit({error.code!r})") from error
     finally:
         os._exit = end
+
+
+def each_kept_alive(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values from the user's code, and keep that code from ending the process."""
+    values = iter(values)
+    end = object()
+    while True:
+        with kept_alive():
+            value = next(values, end)
+        if value is end:
+            return
+        yield value
 
 
 def _load_file(path: Path) -> Any:

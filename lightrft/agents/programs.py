@@ -29,7 +29,7 @@ from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.messages import Ended, Observation, to_bytes
 from lightrft.agents.session import EpisodeOver, Session
 from lightrft.agents.tools import RUNNING, answers, call_function, tools_of
-from lightrft.registry import Registry
+from lightrft.registry import Registry, kept_alive
 
 environments = Registry("environment", flag="--environment")
 environments.register_deferred("guess_number", "lightrft.agents.games:GuessNumber")
@@ -44,6 +44,8 @@ ADAPTERS = {
 """Prefix of --environment, and of an extra -> module for the environments of another framework."""
 MAX_PROBLEM = 2000
 """Number of characters of an error that are reported."""
+OWN = ("/lightrft/agents/", "/lightrft/registry.py")
+"""Parts of the names of files that are no user's code."""
 PYTHON = sysconfig.get_path("stdlib")
 agents = Registry("agent", flag="--agent")
 MCP = "mcp:"
@@ -99,7 +101,10 @@ class ProgramSetup:
         for name in self.tools:
             found = self._tools_of_one(name)
             if twice := found.keys() & named_tools:
-                raise ValueError(f"--tools {name}: another tool is named {min(twice)} too")
+                raise ValueError(
+                    f"--tools {name}: another tool is named {min(twice)} too; the model calls tools"
+                    " by name, so only one of the two can be used"
+                )
             named_tools |= found
         return named_tools
 
@@ -249,7 +254,8 @@ def _work(connection: Connection, program: Program) -> None:
         session = Session(connection)
         problem = ""
         try:
-            asyncio.run(program.run(session, row))
+            with kept_alive():
+                asyncio.run(program.run(session, row))
         except EpisodeOver:
             pass
         except (EOFError, BrokenPipeError):
@@ -270,7 +276,7 @@ def _work(connection: Connection, program: Program) -> None:
         connection.send_bytes(to_bytes(ended))
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Return the last line of the user's code in the error's traceback.
 
     Lines of libraries that it calls are left out.
@@ -279,9 +285,11 @@ def _place(error: Exception) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "/lightrft/agents/" not in frame.filename
+        if not any(own in frame.filename for own in OWN)
         and (frame.filename.startswith(packages) or not frame.filename.startswith(PYTHON))
     ]
     # The user's code may be an installed package, too.
     own = [frame for frame in frames if not frame.filename.startswith(packages)] or frames
+    if not own and error.__cause__:  # raised instead of what would end the process
+        return _place(error.__cause__)
     return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""

@@ -76,7 +76,7 @@ def schemas(tools: Tools) -> list[dict[str, Any]]:
     return json_schemas
 
 
-async def call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def call_function(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function, sync or async.
 
     A sync one runs in a separate thread, so no later call has to wait for it.
@@ -100,9 +100,11 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
         try:
             result = function()
             error = None
-        except StopIteration as raised:  # which a future does not take
+        # A future does not take the first one, and the others would end the process.
+        except (StopIteration, SystemExit, KeyboardInterrupt) as raised:
             result = None
-            error = RuntimeError(f"StopIteration: {raised}")
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+            error.__cause__ = raised
         except BaseException as raised:
             result = None
             error = raised

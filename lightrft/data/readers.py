@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -18,7 +18,7 @@ from pyarrow import ArrowException, ArrowInvalid, Table
 
 from lightrft.config.errors import DataError
 from lightrft.data.columns.values import table_rows
-from lightrft.registry import Registry, kept_alive
+from lightrft.registry import Registry, each_kept_alive, kept_alive
 from lightrft.samples import DATA_FILES, HARBOR, REASONING_GYM, VERIFIERS, DataRow
 
 # importing datasets takes longer than reading most files, and JSON does not need it
@@ -173,7 +173,7 @@ def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
             if callable(data):
                 data = data(**({"split": split} if "split" in signature(data).parameters else {}))
         rows = _stored(data) if isinstance(data, Dataset) else data
-        for number, row in enumerate(_kept_alive(rows), 1):
+        for number, row in enumerate(each_kept_alive(rows), 1):
             yield from _object(f"{reference} row {number}", row, bad)
     except DataError:
         raise
@@ -182,18 +182,6 @@ def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
         raise DataError(
             f"{bad.flag} {reference}: {place}: {type(error).__name__}: {error}"
         ) from error
-
-
-def _kept_alive(rows: Iterable[Any]) -> Iterator[Any]:
-    """Yield rows from the user's code, and keep that code from ending the process."""
-    rows = iter(rows)
-    end = object()
-    while True:
-        with kept_alive():
-            row = next(rows, end)
-        if row is end:
-            return
-        yield row
 
 
 def _files_of_split(folder: Path, split: str, flag: str) -> list[Path]:

@@ -2,7 +2,8 @@
 
 The rank communicates with that process, and with each worker, over sockets. A killed worker is
 replaced by a fork, without a second import. They start without the rank's memory, threads, sockets
-and devices, and end with the rank in any case. Linux only.
+and devices, and end with the rank in any case. Whatever a worker has started ends with it, also in
+sessions of its own: each worker has a keeper, a process that inherits what it leaves. Linux only.
 """
 
 import ctypes
@@ -21,13 +22,14 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 LONGEST_PROBLEM = 2000
 """Number of letters of an error at the import that are reported."""
 FORK = 0
 """Request for a worker; any other number is the process id of a worker that has ended."""
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 HEAD = struct.Struct("!i")
 """Length of a message, as a multiprocessing.Connection writes it."""
 LARGEST_MESSAGE = (1 << 31) - 1
@@ -181,6 +183,25 @@ class Forks:
 # -- in the process that forks
 
 
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """The process that waits for a worker."""
+
+    process: int
+    socket: Connection
+
+    def status(self) -> int:
+        """Wait until the worker and all that it has started have ended; return its exit status."""
+        try:
+            self.socket.send(None)
+            status = self.socket.recv()
+        except (EOFError, OSError):  # it was killed, and the worker with it
+            status = signal.SIGKILL
+        self.socket.close()
+        os.waitpid(self.process, 0)
+        return status
+
+
 def main(fd: int) -> None:
     """Import the code of the setup that the rank sends over `fd`, then fork workers.
 
@@ -196,41 +217,95 @@ def main(fd: int) -> None:
         return
 
     control.send("")
+    keepers: dict[int, Keeper] = {}
     while True:
         try:
             request = control.recv()
         except (EOFError, OSError):  # the rank has ended, perhaps before it had read everything
             return
         if request == FORK:
-            _fork(control, work, setup.memory)
+            _fork(control, work, setup.memory, keepers)
         else:
-            control.send(os.waitpid(request, 0)[1])
+            control.send(keepers.pop(request).status())
 
 
-def _fork(control: Connection, work: Callable[[Connection], None], memory: int) -> None:
-    """Start a worker, and send the process id and the socket to the rank."""
+def _fork(
+    control: Connection,
+    work: Callable[[Connection], None],
+    memory: int,
+    keepers: dict[int, Keeper],
+) -> None:
+    """Start a worker, and send the process id and the socket to the rank.
+
+    Its keeper is added to `keepers`.
+    """
     parent_end, child_end = Pipe()
+    keeper_end, report = Pipe()
     parent = os.getpid()
-    process = os.fork()
-    if process == 0:
-        control.close()
-        parent_end.close()
-        os.setsid()  # processes that it starts are killed with it
-        end_with(parent)
-        _limit_memory(memory)
-        faulthandler.register(STACK_SIGNAL, file=child_end.fileno(), all_threads=False)
-        work(child_end)
+    keeper = os.fork()
+    if keeper == 0:
+        for inherited in (
+            control,
+            parent_end,
+            keeper_end,
+            *(each.socket for each in keepers.values()),
+        ):
+            inherited.close()
+        end_with(parent, signal.SIGHUP)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        parent = os.getpid()
+        process = os.fork()
+        if process == 0:
+            report.close()
+            os.setsid()  # processes that it starts are killed with it
+            end_with(parent)
+            _limit_memory(memory)
+            faulthandler.register(STACK_SIGNAL, file=child_end.fileno(), all_threads=False)
+            work(child_end)
+            os._exit(0)
+
+        child_end.close()
+        _keep(process, report)
         os._exit(0)
 
     child_end.close()
+    report.close()
+    process = keeper_end.recv()
+    keepers[process] = Keeper(keeper, keeper_end)
     control.send(process)
     send_handle(control, parent_end.fileno(), 0)
     parent_end.close()
 
 
-def end_with(parent: int) -> None:
-    """End this process when the parent ends, or at once if the parent has ended already."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _keep(process: int, report: Connection) -> None:
+    """Wait for the end of a worker, and kill what it has left; report its status when asked.
+
+    Until then nobody else can have its process id, which the rank may still send a signal to.
+    """
+
+    def end(*_: Any) -> None:
+        os.kill(process, signal.SIGKILL)
+
+    signal.signal(signal.SIGHUP, end)
+    report.send(process)
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != process:
+        os.waitpid(ended, 0)  # a process that the worker has left ends before it
+
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while left := [int(child) for child in children.read_text().split() if int(child) != process]:
+        for child in left:
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(left[0], 0)
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with suppress(EOFError, OSError):  # the process that forks has ended
+        report.recv()
+        report.send(os.waitpid(process, 0)[1])
+
+
+def end_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """Send this process a signal when the parent ends; end it if the parent has ended already."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:  # the kernel sends no signal for what happened before
         os._exit(1)
 

@@ -82,11 +82,12 @@ from lightrft.types import RoutedShape
 def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     """Build everything that a run of train_ppo needs, in order: data, models, engine, loop."""
     prepare_config("train_ppo", config)
-    run_folder = RunFolder.claim(config, strategy.mesh.world)
+    world = strategy.mesh.world
+    run_folder = RunFolder.claim(config, world)
     check_logins(config, strategy)
     original = config
     # The trainer records what the user wrote, without what is added to the configuration here.
-    config = with_tools(with_merged_pretrain(config, strategy.mesh.world))
+    config = with_tools(with_merged_pretrain(config, world), world)
     if config.engine.rollout_quantization != "none":
         from lightrft.engine.build import check_quantization
 
@@ -471,7 +472,7 @@ def evaluation(config: Config, strategy: Strategy) -> Evaluation:
     """
     world = strategy.mesh.world
     original = config
-    config = with_tools(with_merged_pretrain(with_model_of_run(config, world), world))
+    config = with_tools(with_merged_pretrain(with_model_of_run(config, world), world), world)
     tokenizer = load_tokenizer(config.model)
     rewards = build_rewards(config, strategy)
     check_tools(config, tokenizer)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -19,6 +20,7 @@ from lightrft.config.sections import Config, has_episodes
 from lightrft.data.rendering.template import chat_template, template_variables, turn_end_ids
 from lightrft.engine.build import load_tool_parsers
 from lightrft.engine.model_info import end_token_ids, placeholder_token_ids
+from lightrft.parallel.collectives import Axis
 from lightrft.thinker import load_config
 
 
@@ -54,18 +56,19 @@ def _model_config(config: Config) -> PretrainedConfig:
     return load_config(config.model.pretrain, trust_remote_code=config.model.trust_remote_code)
 
 
-def with_tools(config: Config) -> Config:
-    """Add the schemas of all tools to the variables of the chat template.
+def with_tools(config: Config, world: Axis) -> Config:
+    """Add the schemas of all tools to the variables of the chat template; all ranks call this.
 
-    Raises ConfigError if the environment or a tool cannot be imported or described.
+    They are those that rank 0 has read: a server may describe its tools otherwise each time, and
+    ranks with other prompts would not sample the same. Raises ConfigError if the environment or a
+    tool cannot be imported or described.
     """
     if not has_episodes(config.environment):
         return config
 
-    try:
-        tools = schemas(program_setup(config).program().all_tools)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    tools, problem = world.broadcast(_described(config) if world.rank == 0 else None)
+    if problem:
+        raise ConfigError(problem)
 
     if not tools:
         return config
@@ -75,6 +78,14 @@ def with_tools(config: Config) -> Config:
     # The schemas become part of the configuration, so every reader of it renders the same prompt.
     variables = template_variables(config.data) | {"tools": tools}
     return replace(config, data=replace(config.data, chat_template_kwargs=json.dumps(variables)))
+
+
+def _described(config: Config) -> tuple[list[dict[str, Any]], str]:
+    """Return the schemas of all tools, and why there are none."""
+    try:
+        return schemas(program_setup(config).program().all_tools), ""
+    except ValueError as error:
+        return [], str(error)
 
 
 def with_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:

@@ -1,6 +1,7 @@
 """The calculator and the Python interpreter for agents."""
 
 import asyncio
+import sys
 
 import pytest
 
@@ -56,8 +57,8 @@ def test_a_program_returns_output_and_errors():
     assert "exit code" in python("import os; os._exit(3)")
 
 
-def test_a_result_with_half_of_a_character_can_be_read():
-    """Why: names of files have such, and the episode failed where the answer was rendered."""
+def test_an_odd_result_can_be_read():
+    """Half of a character, as names of files have it, and the end of the process."""
 
     def listing() -> str:
         return "report-\udce9.txt"
@@ -65,7 +66,14 @@ def test_a_result_with_half_of_a_character_can_be_read():
     def broken() -> str:
         raise ValueError("\udce9")
 
-    tools = {"listing": listing, "broken": broken}
+    def exits() -> str:
+        sys.exit("no key")
+
+    tools = {"listing": listing, "broken": broken, "exits": exits}
     calls = [ToolCall(name, {}) for name in tools]
     found = asyncio.run(answers(tools, calls, lambda began, failed: None, 10))
-    assert [each["content"] for each in found] == ["report-?.txt", "Error: ValueError: ?"]
+    assert [each["content"] for each in found] == [
+        "report-?.txt",
+        "Error: ValueError: ?",
+        "Error: RuntimeError: SystemExit: no key",
+    ]

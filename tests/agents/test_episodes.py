@@ -6,9 +6,11 @@ This must hold whatever an environment does or raises, and also if it never retu
 import json
 import os
 import runpy
+import time
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from lightrft.agents.episodes import FAILURES_IN_A_ROW
 from lightrft.agents.messages import ToolCall, TurnRequest
@@ -17,17 +19,27 @@ from lightrft.agents.tool_calls import before_calls, hermes
 from lightrft.agents.tools import schemas
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
-from lightrft.config.sections import Config, DataSection, EngineSection, EnvironmentSection
+from lightrft.config.sections import (
+    Config,
+    DataSection,
+    EngineSection,
+    EnvironmentSection,
+    ModelSection,
+)
+from lightrft.parallel.collectives import Axis
 from lightrft.rewards.functions import environment
-from lightrft.trainer.build_episodes import build_parser
+from lightrft.trainer.build_episodes import build_parser, with_tools
 from lightrft.types import Prompt, Sample
 from player import TEMPLATE, Player, ids
+from ranks import run_ranks
 from sglang_environment import in_sglang_environment
-from tiny import EOS, byte_tokenizer
+from tiny import EOS, byte_tokenizer, tiny_model
 
 CODE = '''
 import asyncio
 import os
+import subprocess
+import sys
 import time
 
 
@@ -50,7 +62,23 @@ class Echo:
             time.sleep(2.5)
         if action == "raise":
             raise OSError("the game is over")
+        if action == "exit":
+            sys.exit("no board")
         return f"<{action}>", len(action), action == "end"
+
+
+class Parent:
+    """Starts processes in sessions of their own; one of them has lost its parent before the worker ends."""
+
+    def reset(self, **row):
+        started = [subprocess.Popen(["sleep", "600"], start_new_session=True).pid]
+        told = subprocess.run(["sh", "-c", "setsid sleep 600 > /dev/null 2>&1 & echo $!"], capture_output=True, text=True)
+        return f"{started[0]},{told.stdout.strip()}"
+
+    def step(self, action):
+        if action == "die":
+            os._exit(7)
+        time.sleep(60)
 
 
 class Process:
@@ -168,6 +196,10 @@ async def stubborn(engine, row):
             await engine.chat([{"role": "user", "content": "again"}])
         except ValueError:
             pass
+
+
+async def quits(engine, row):
+    sys.exit(await engine.turn() and "no board")
 
 
 async def agent(engine, row):
@@ -316,6 +348,13 @@ def test_a_program_that_dies_or_hangs_loses_only_its_sample(player):
     )
 
 
+@pytest.mark.parametrize("name", ["Echo", "quits"])
+def test_a_program_that_exits_is_named_with_its_line(player, name):
+    """Why: the process ended a little later, and was said to be killed."""
+    (sample,) = player(name).play([["exit"]])
+    assert "no board" in sample.episode.problem and "mine.py:" in sample.episode.problem
+
+
 def test_garbage_on_the_socket_loses_only_one_sample(player, file):
     play = player("Garbage", environment_minutes=0.1, environment_workers=4)
     garbage = [*(name for name in runpy.run_path(str(file))["GARBAGE"]), "none"]
@@ -392,6 +431,31 @@ def test_an_aborted_episode_leaves_no_process(player):
     assert play.running == [] and play.take_ended() == []
 
 
+@pytest.mark.parametrize("end", ["die", "late", "close"])
+def test_what_a_worker_has_started_ends_with_it(player, end):
+    """Why: servers of tools run in sessions of their own, and were left behind."""
+    play = player("Parent", environment_minutes=0.5 if end == "close" else 0.1)
+    if end != "close":
+        (sample,) = play.play([[end]])
+        assert sample.masked
+    else:
+        sample = Sample(Prompt(0, "p", ids("p"), {"prompt": "p"}), 0, [], [], "", "")
+        play.episodes.begin(sample, 0, 0)
+        while not play.episodes.poll(0.05):
+            pass
+        play.episodes._forks.close()  # as if the rank had been killed
+
+    processes = sample.episode.messages[0]["content"].split(",")
+    until = time.monotonic() + 20 * (end == "close")
+    while any(map(is_running, processes)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(processes) == 2 and not any(map(is_running, processes))
+
+
+def is_running(process):
+    return os.path.exists(f"/proc/{process}")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -418,6 +482,30 @@ def test_tools_are_described_by_their_types_and_docstrings(file, tmp_path):
         schemas(ProgramSetup("", (str(tmp_path / "bare.py"),)).program().all_tools)
     with pytest.raises(ValueError, match="--tools calculator: another tool is named calculator"):
         ProgramSetup("", ("calculator", "calculator")).program()
+
+
+def told_tools(tools: str, model: str) -> str:
+    """Return the tools that this rank describes to the model, or why it cannot."""
+    config = Config(
+        data=DataSection(apply_chat_template=True),
+        model=ModelSection(pretrain=model),
+        environment=EnvironmentSection(tools=[tools]),
+    )
+    world = Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    try:
+        return with_tools(config, world).data.chat_template_kwargs
+    except ConfigError as error:
+        return str(error)
+
+
+def test_all_ranks_describe_the_tools_alike(tmp_path):
+    """Why: a server may say when it was started, and ranks that share a model would then differ."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("import os\ndef tool() -> str: pass\ntool.__doc__ = f'Of {os.getpid()}.'\n")
+    model = tiny_model(tmp_path / "model")
+    for tools, told in ((str(mine), "Of "), ("nowhere.py", "no file")):
+        first, second = run_ranks(2, told_tools, tools, model)
+        assert told in first and first == second
 
 
 def test_rewards_of_an_environment_that_the_run_ignores(player):

@@ -88,6 +88,58 @@ if len(sys.argv) > 1:
 else:
     server.run("stdio")
 '''
+ODD = """
+import json
+import sys
+
+LISTED, = sys.argv[1:]
+REFUSED = {"code": -32600, "message": "not today"}  # the code that also ends a session by HTTP
+LOST = {"code": -32000, "message": "no table"}  # the code of a closed connection
+RESULTS = {
+    "speak": {"content": [], "isError": True},
+    "plot": {"content": [{"type": "image", "data": "AAAA", "mimeType": "image/png"}], "structuredContent": {"a": "ä"}},
+    "link": {"content": [{"type": "resource_link", "uri": "file:///table", "name": "prices"}]},
+}
+calls = 0
+
+
+def write(line):
+    sys.stdout.buffer.write(line + b"\\n")
+    sys.stdout.buffer.flush()
+
+
+def answer(method, parameters):
+    global calls
+    if method == "initialize":
+        return {"result": {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {"name": "o", "version": "1"}}}
+    if method == "tools/list":
+        names = LISTED.split("+") if LISTED != "-" else []
+        return {"result": {"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in names]}}
+    if method != "tools/call":
+        return {"error": {"code": -32601, "message": "no such method"}}
+
+    calls += 1
+    name = parameters["name"]
+    if name in ("refuse", "lose"):
+        return {"error": REFUSED if name == "refuse" else LOST}
+    if name == "fall":
+        sys.exit("the roof is gone")
+    said = {"content": [{"type": "text", "text": f"{calls} {json.dumps(parameters.get('arguments'))}"}]}
+    return {"result": RESULTS.get(name, said)}
+
+
+sys.stderr.buffer.write(b"\\xff starting\\n")
+if LISTED == "nothing":
+    sys.stderr.buffer.write(b"no key \\xff\\n")
+    sys.exit(1)
+write(b"\\xff\\xfe a banner")
+for line in sys.stdin:
+    message = json.loads(line)
+    if "id" in message:
+        reply = answer(message["method"], message.get("params"))
+        write(json.dumps({"jsonrpc": "2.0", "id": message["id"], **reply}).encode())
+"""
+"""Server without the package: it writes a banner that is no text, and errors with any code."""
 ENVIRONMENT = '''
 import os
 
@@ -105,6 +157,13 @@ class Shop:
 def server(tmp_path_factory):
     file = tmp_path_factory.mktemp("mcp") / "shop.py"
     file.write_text(SERVER)
+    return f"{shlex.quote(sys.executable)} {file}"
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    file = tmp_path_factory.mktemp("odd") / "odd.py"
+    file.write_text(ODD)
     return f"{shlex.quote(sys.executable)} {file}"
 
 
@@ -202,6 +261,42 @@ def test_a_killed_episode_leaves_no_server(local):
     assert has_ended(sample.episode.messages[-1]["content"])
 
 
+def test_a_killed_episode_leaves_no_server_that_the_command_has_started(server, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(ENVIRONMENT)
+    made = player(f"sh -c {shlex.quote(f'{server}; true')}", f"{file}:Shop")
+    (sample,) = made.play([[call("process", stays=True), call("break_down")]])
+    made.episodes.close()
+    assert has_ended(sample.episode.messages[-1]["content"])
+
+
+def test_a_server_that_lives_keeps_what_it_knows(odd):
+    """Errors and arguments of one call do not end it, and a call may have any argument."""
+    made = player(f"{odd} speak+plot+link+refuse+lose+fall+echo")
+    turns = [
+        call("echo", function="sin", self=1, name="x"),
+        call("speak") + call("plot") + call("link") + call("refuse") + call("lose"),
+        '<tool_call>{"name": "echo", "arguments": {"a": "\\ud800"}}</tool_call>'
+        '<tool_call>{"name": "echo", "arguments": {"a": NaN}}</tool_call>',
+        call("echo"),
+        call("fall"),
+        call("echo"),
+        "done$",
+    ]
+    (sample,) = made.play([turns])
+    made.episodes.close()
+    first, failed, plot, link, refused, lost, half, nan, again, fell, anew = replies(sample)
+    assert first == '1 {"function": "sin", "self": 1, "name": "x"}'
+    assert failed == "Error: RuntimeError: the tool failed without a message"
+    assert (
+        plot == '(image: the model reads only text)\n{"a": "ä"}' and link == "prices: file:///table"
+    )
+    assert refused == "Error: MCPError: not today" and lost == "Error: MCPError: no table"
+    assert "surrogates not allowed" in half and "not JSON compliant" in nan
+    assert again == "7 {}"
+    assert "has ended" in fell and "the roof is gone" in fell and anew == "1 {}"
+
+
 def test_a_server_with_an_address_may_end_and_come_back(server):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -241,3 +336,17 @@ def test_a_server_with_an_address_may_end_and_come_back(server):
 def test_servers_that_do_not_answer_are_refused(reference, told):
     with pytest.raises(ValueError, match=told):
         ProgramSetup("", (f"mcp:{reference}",), tool_seconds=1.0).program()
+
+
+@pytest.mark.parametrize(
+    ("listed", "told"),
+    [
+        ("nothing", "cannot be used: MCPError: Connection closed: no key \ufffd"),
+        ("add+add", "two of its tools are named add"),
+        ("-", "it lists no tools"),
+        ("'", "--tools mcp:.*: No closing quotation"),
+    ],
+)
+def test_servers_whose_tools_are_of_no_use_are_refused(odd, listed, told):
+    with pytest.raises(ValueError, match=told):
+        ProgramSetup("", (f"mcp:{odd} {listed}",), tool_seconds=6.0).program()

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from lightrft.agents.programs import ProgramSetup
 from lightrft.config.errors import DataError
 from lightrft.data.readers import BadRows, read_rows
 from lightrft.rewards.functions import environment
@@ -79,6 +80,37 @@ class Twice(Guess):
 
 __all__ = ["Twice", "GuessTaskset", "Chat"]
 """
+ODD = """
+import verifiers.v1 as vf
+from guess_game import Chat, GuessData, GuessTaskset
+
+tried = []
+
+
+class OddTask(vf.Task[GuessData, vf.State, vf.TaskConfig]):
+    async def setup(self, trace, runtime):
+        if self.data.digit == "3" and not tried:
+            tried.append(True)
+            raise OSError("busy")
+
+    @vf.reward(weight=0.5)
+    async def odd(self, trace) -> float:
+        if self.data.digit == "0":
+            vf.TaskData(idx="none")  # the last line of this error is an address of documentation
+        if self.data.digit == "1":
+            raise ValueError()
+        if self.data.digit == "2":
+            raise ValueError("first" + "\\n." * 1000 + "last")
+        return 1.0
+
+
+class OddTaskset(vf.Taskset[OddTask, vf.TasksetConfig]):
+    def load(self):
+        return [OddTask(GuessData(prompt="Guess.", digit=str(digit)), self.config.task) for digit in range(4)]
+
+
+__all__ = ["OddTaskset", "Chat"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +118,8 @@ def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verifiers")
     (folder / "guess_game.py").write_text(GAME)
     (folder / "twice_game.py").write_text(TWICE)
+    (folder / "odd_game.py").write_text(ODD)
+    (folder / "quits_game.py").write_text("import sys\nsys.exit('no key')\n")
     sys.path.insert(0, str(folder))
     yield [
         row
@@ -114,11 +148,14 @@ def test_tasks_are_rows(rows):
     unprotected = "guess-game?player.harness.id=bash"
     for name, told in (
         ("nowhere", "nowhere"),
+        ("quits-game", "no key"),
         ("guess-game?player.colour=red", "colour"),
         (unprotected, "player.harness.id=null"),
     ):
         with pytest.raises(DataError, match=told):
             list(read_rows(f"verifiers:{name}", "train", BadRows(False, "--prompt_data")))
+        with pytest.raises(ValueError, match=told):
+            ProgramSetup(f"verifiers:{name}").program()
 
 
 def test_an_environment_scores_episodes_that_its_limit_ends(rows):
@@ -139,6 +176,18 @@ def test_an_agent_that_runs_several_times_has_the_mean_reward_of_its_traces(rows
         ids("7$\nu:<$\na:0$"),
     ]
     assert environment([sample]) == [(2.0 - 1.0) / 2]
+
+
+def test_errors_say_what_is_wrong_unless_another_attempt_has_none(rows):
+    player = Player("verifiers:odd-game?agent.retries.max_retries=1", chat=True, max_turns=4)
+    data = read_rows("verifiers:odd-game", "train", BadRows(False, "--prompt_data"))
+    samples = player.play([["7$", "7$"]] * 4, rows=[row for _, row in data], seconds=120)
+    player.episodes.close()
+    kind, empty, long, repeated = (sample.episode.problem for sample in samples)
+    assert "TaskError: task OddTask scoring" in kind and "idx" in kind and "none" in kind
+    assert "scoring: ValueError" in empty
+    assert "ValueError: first" in long and "last" in long and len(long) < 2000
+    assert repeated == "" and environment(samples[3:]) == [0.5]
 
 
 def test_episodes(player, rows):

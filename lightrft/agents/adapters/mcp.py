@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 import tempfile
 from functools import partial
 from typing import Any, TextIO
@@ -21,6 +20,7 @@ from mcp.types import (
     CallToolResult,
     ContentBlock,
     EmbeddedResource,
+    ResourceLink,
     TextContent,
     TextResourceContents,
     Tool,
@@ -28,19 +28,13 @@ from mcp.types import (
 
 from lightrft.agents.tools import DescribedTool
 
-ENDED = (CONNECTION_CLOSED, INVALID_REQUEST)
-"""Codes of errors after which a connection is of no use; the second one ends a session by HTTP."""
-EXECUTE = """
-import ctypes, os, signal, sys
-PR_SET_PDEATHSIG = 1
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-os.execvp(sys.argv[1], sys.argv[1:])
-"""
-"""Program that becomes the server, and is killed when the episode's process ends.
+PERHAPS_ENDED = (CONNECTION_CLOSED, INVALID_REQUEST)
+"""Codes of errors after which a connection may be of no use; the second one ends a session by HTTP.
 
-The package starts servers in a session of their own, where the kill of that process does not reach
-them.
+Servers that live send them too.
 """
+LAST_BYTES = 4096
+"""Bytes at the end of a server's log in which its last line is looked for."""
 
 
 class ToolServer:
@@ -49,7 +43,11 @@ class ToolServer:
     def __init__(self, reference: str):
         """Take a command or an address. Raises ValueError if there is no such command."""
         self.reference = reference
-        self._command = [] if _is_url(reference) else shlex.split(reference)
+        try:
+            self._command = [] if _is_url(reference) else shlex.split(reference)
+        except ValueError as error:  # a quote is not closed
+            raise ValueError(f"--tools mcp:{reference}: {error}") from error
+        self._log: TextIO | None = None
         self._owner: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Client]
 
@@ -60,17 +58,22 @@ class ToolServer:
             )
 
     def tools(self, seconds: float) -> dict[str, DescribedTool]:
-        """Return the server's tools by name; raise ValueError if it does not list them in time."""
+        """Return the server's tools by name.
 
+        Raises ValueError if it does not list them in time, has none, or two of the same name.
+        """
         try:
-            listed = asyncio.run(asyncio.wait_for(self._list(), seconds))
-        except TimeoutError as error:
-            raise ValueError(
-                f"--tools mcp:{self.reference}: it did not list its tools within {seconds:g} s"
-                " (--tool_seconds)"
-            ) from error
+            listed = asyncio.run(self._list(seconds))
         except Exception as error:  # a server may fail in any way
             raise ValueError(f"--tools mcp:{self.reference}: {error}") from error
+
+        names = [tool.name for tool in listed]
+        if not (names and all(names)):
+            raise ValueError(
+                f"--tools mcp:{self.reference}: it lists no tools, or one without a name"
+            )
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"--tools mcp:{self.reference}: two of its tools are named {twice[0]}")
 
         return {
             tool.name: DescribedTool(
@@ -87,7 +90,14 @@ class ToolServer:
             for tool in listed
         }
 
-    async def _list(self) -> list[Tool]:
+    async def _list(self, seconds: float) -> list[Tool]:
+        try:
+            return await asyncio.wait_for(self._pages(), seconds)
+        except TimeoutError as error:
+            problem = f"it did not list its tools within {seconds:g} s (--tool_seconds)"
+            raise ValueError(": ".join([problem, *self._last_line()])) from error
+
+    async def _pages(self) -> list[Tool]:
         client = await self._client()
         page = await client.list_tools()
         tools = page.tools
@@ -98,21 +108,23 @@ class ToolServer:
 
     async def _call(self, name: str, /, **arguments: Any) -> str:
         """Return what the model reads of a call. Raises RuntimeError if the tool says it failed."""
+        _check_arguments(arguments)
         client = await self._client()
         owner = self._owner
         try:
             result = await client.call_tool(name, arguments)
         except MCPError as error:
-            if error.code not in ENDED:  # the arguments are wrong, and the server lives
+            if error.code not in PERHAPS_ENDED or await _lives(client):
                 raise
+            reason = ": ".join([str(error), *self._last_line()])
             owner.cancel()
             await asyncio.wait([owner])
             raise ConnectionError(
-                f"the MCP server has ended ({error}); the next call starts it again"
+                f"the MCP server has ended ({reason}); the next call starts it again"
             ) from error
 
         if result.is_error:
-            raise RuntimeError(_result_text(result))
+            raise RuntimeError(_result_text(result) or "the tool failed without a message")
         return _result_text(result)
 
     async def _client(self) -> Client:
@@ -128,6 +140,7 @@ class ToolServer:
     async def _hold(self, ready: asyncio.Future[Client]) -> None:
         """Keep a connection open until this task is cancelled: one task opens and closes it."""
         with tempfile.TemporaryFile("w+") as log:
+            self._log = log
             try:
                 async with Client(self._transport(log)) as client:
                     ready.set_result(client)
@@ -135,10 +148,16 @@ class ToolServer:
             except Exception as error:
                 if ready.done():  # the calls that it fails say so themselves
                     return
-                log.seek(0)
-                last_line = log.read().strip().splitlines()[-1:]
-                problem = ": ".join(["the MCP server cannot be used", _cause(error), *last_line])
-                ready.set_exception(ConnectionError(problem))
+                problem = ["the MCP server cannot be used", _cause(error), *self._last_line()]
+                ready.set_exception(ConnectionError(": ".join(problem)))
+
+    def _last_line(self) -> list[str]:
+        """Return the last line that the server has written to its log; none if there is no line."""
+        if self._log is None or self._log.closed:
+            return []
+        begin = max(os.fstat(self._log.fileno()).st_size - LAST_BYTES, 0)
+        text = os.pread(self._log.fileno(), LAST_BYTES, begin).decode(errors="replace")
+        return text.strip().splitlines()[-1:]
 
     def _transport(self, log: TextIO) -> Any:
         """Return what the client talks to: an address, or a server process that writes to a log."""
@@ -146,9 +165,10 @@ class ToolServer:
             return self.reference
         return stdio_client(
             StdioServerParameters(
-                command=sys.executable,
-                args=["-I", "-S", "-c", EXECUTE, *self._command],
+                command=self._command[0],
+                args=self._command[1:],
                 env=dict(os.environ),  # keys of services lie there, as for tools of a module
+                encoding_error_handler="replace",  # one wrong byte would end all reading
             ),
             log,
         )
@@ -156,6 +176,26 @@ class ToolServer:
 
 def _is_url(reference: str) -> bool:
     return reference.startswith(("http://", "https://"))
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    """Raise ValueError for what the package cannot send, and would end the connection, or changes.
+
+    That is half a character, as in "\\ud800", and a number that is not finite.
+    """
+    try:
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise ValueError(f"the arguments cannot be sent to an MCP server: {error}") from error
+
+
+async def _lives(client: Client) -> bool:
+    """Return whether a server still answers."""
+    try:
+        await client.list_tools(cache_mode="bypass")
+    except Exception:  # it may have ended in any way
+        return False
+    return True
 
 
 def _cause(error: BaseException) -> str:
@@ -167,14 +207,21 @@ def _cause(error: BaseException) -> str:
 
 def _result_text(result: CallToolResult) -> str:
     """Return the text of a result; a structured one without text becomes JSON."""
-    if not result.content and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(map(_block_text, result.content))
+    texts = [_block_text(block) for block in result.content]
+    lines = [
+        f"({block.type}: the model reads only text)" if text is None else text
+        for block, text in zip(result.content, texts, strict=True)
+    ]
+    if result.structured_content is not None and all(text is None for text in texts):
+        lines.append(json.dumps(result.structured_content, ensure_ascii=False))
+    return "\n".join(lines)
 
 
-def _block_text(block: ContentBlock) -> str:
+def _block_text(block: ContentBlock) -> str | None:
     if isinstance(block, TextContent):
         return block.text
+    if isinstance(block, ResourceLink):
+        return f"{block.name}: {block.uri}"
     if isinstance(block, EmbeddedResource) and isinstance(block.resource, TextResourceContents):
         return block.resource.text
-    return f"({block.type}: the model reads only text)"
+    return None

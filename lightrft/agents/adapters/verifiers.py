@@ -20,12 +20,16 @@ from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.endpoint.server import serving
 from lightrft.agents.session import Session
 from lightrft.data.verifiers.tasksets import TASK, parse
+from lightrft.registry import kept_alive
 
 KEY = "LIGHTRFT_EPISODE_API_KEY"
 """Environment variable with the key of an episode's server.
 
 The package keeps names with API_KEY from the programs of agents.
 """
+
+ERROR_END = 700
+"""Letters at the beginning and at the end of a long error that are reported."""
 
 
 def program(
@@ -37,8 +41,9 @@ def program(
     agents, or if the environment cannot be loaded.
     """
     try:
-        config, _ = parse(reference)
-        environment = load_environment(config)
+        with kept_alive():
+            config, _ = parse(reference)
+            environment = load_environment(config)
     except Exception as error:  # the environment's own code may raise anything
         raise ValueError(
             f"--environment verifiers:{reference}: {type(error).__name__}: {error}"
@@ -57,11 +62,11 @@ def program(
             os.environ[KEY] = address.key
             client = EvalClientConfig(base_url=address.url, api_key_var=KEY)
             context = ModelContext(served.name, client, SamplingConfig(**served.fixed))
-            return _reward(
-                await environment.run_episode(_task(environment, row), context),
-                session,
-                learners[0],
-            )
+            episode = await environment.run_episode(_task(environment, row), context)
+
+        if not (session.limited or environment.complete(episode)):
+            raise RuntimeError(f"verifiers: {_problem(episode)}")
+        return _reward(episode, learners[0])
 
     return play
 
@@ -76,17 +81,23 @@ def _task(environment: Env, row: dict[str, Any]) -> Any:
     return kind(kind.data_type().model_validate(row[TASK]), environment.config.taskset.task)
 
 
-def _reward(episode: Episode, session: Session, learner: str) -> float | None:
+def _problem(episode: Episode) -> str:
+    """Return the first error of an episode; errors of attempts that were repeated are none."""
+    failed = [error for trace in episode.traces if not trace.ok for error in trace.errors]
+    for error in [*episode.errors, *failed]:
+        text = error.message.strip()
+        if len(text) > 2 * ERROR_END:  # what was done, and the end of a traceback
+            text = f"{text[:ERROR_END]} ... {text[-ERROR_END:]}"
+        return f"{error.type}: {text}"
+    return "its environment does not take the episode for a complete one"
+
+
+def _reward(episode: Episode, learner: str) -> float | None:
     """Return the reward of the model's agent: the mean of its traces.
 
     An agent that runs several times, as in best-of-n, has a trace of each run. They are one sample,
     and the mean is what all of them together are worth. None if a limit of the episode ended it
-    before it was scored. Raises RuntimeError with the first error of the episode.
+    before it was scored.
     """
     traces = [trace for trace in episode.traces if trace.agent.name in (None, "", learner)]
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    if errors and not session.limited:
-        raise RuntimeError(
-            f"verifiers: {errors[0].type}: {errors[0].message.strip().splitlines()[-1]}"
-        )
     return fmean(trace.reward for trace in traces) if traces else None

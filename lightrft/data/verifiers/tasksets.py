@@ -19,6 +19,7 @@ from verifiers.v1.utils.loaders import (
 )
 
 from lightrft.config.errors import DataError
+from lightrft.registry import each_kept_alive, kept_alive
 from lightrft.samples import VERIFIERS, DataRow
 
 TASK = "task"
@@ -87,12 +88,13 @@ def task_rows(reference: str, flag: str) -> Iterator[DataRow]:
     again. Raise DataError for an environment or a task that cannot be loaded.
     """
     try:
-        config, select = parse(reference)
-        tasks = load_taskset(config.taskset).select(SelectConfig(**select))
+        with kept_alive():
+            config, select = parse(reference)
+            tasks = load_taskset(config.taskset).select(SelectConfig(**select))
         if not tasks.bounded:
             raise ValueError("it has any number of tasks: add select.limit=500")
 
-        for number, task in enumerate(tasks, 1):
+        for number, task in enumerate(each_kept_alive(tasks), 1):
             name = (
                 task.data.prompt_text
                 or task.data.description
