@@ -8,12 +8,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from lightrft.parallel.device import ahead, grow_segments
+from lightrft.tools.step_memory import fake_group
 
 SIZE = 4096
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
@@ -78,6 +82,37 @@ def test_a_bucket_beyond_the_limit_is_not_beside_the_next_one():
     for index, bucket in enumerate(ahead(large(), device, 2**20)):
         assert bucket.pop()[1][-1] == index
     assert torch.accelerator.max_memory_allocated(device) - before <= 2**26
+
+
+def test_divided_experts_record_the_stream_and_count_as_this_ranks_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch has no record_stream() of a DTensor: on a GPU the sync of divided experts would fail.
+
+    A bucket of parts that fit is not beyond the limit, so the next one is made beside it.
+    """
+    recorded: list[Tensor] = []
+    monkeypatch.setattr(torch, "Stream", lambda _: MagicMock())
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: MagicMock())
+    monkeypatch.setattr(Tensor, "record_stream", lambda part, _: recorded.append(part))
+    with fake_group(4):
+        mesh = init_device_mesh("cpu", (4,))
+        parts = [torch.full((2, 3), float(number)) for number in range(3)]
+        made: list[int] = []
+
+        def buckets() -> Iterator[list[tuple[str, Tensor]]]:
+            for number, part in enumerate(parts):
+                made.append(number)
+                yield [("experts", DTensor.from_local(part, mesh, [Shard(0)]))]
+
+        found = []
+        for bucket in ahead(buckets(), torch.device("meta"), limit=parts[0].nbytes):
+            found.append((len(made), bucket.pop()[1].to_local()))
+
+    assert [count for count, _ in found] == [2, 3, 3]
+    assert all(map(torch.equal, (part for _, part in found), parts))
+    assert all(map(torch.equal, recorded, parts)) and len(recorded) == 3
+    assert not any(isinstance(part, DTensor) for part in recorded)
 
 
 @pytest.mark.parametrize(
