@@ -4,6 +4,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -110,7 +111,7 @@ def ahead(
     if device.type == "cpu":
         yield from buckets
         return
-    side = torch.Stream(device)
+    side = _side_stream(device)
     main = torch.accelerator.current_stream(device)
 
     def compute_next() -> tuple[list[tuple[str, Tensor]] | None, torch.Event]:
@@ -137,6 +138,12 @@ def ahead(
             following = compute_next()
             yield bucket
             bucket, event = following
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of ahead(); torch keeps freed memory for the stream that it was made on."""
+    return torch.Stream(device)
 
 
 def has_flash_attention(device: torch.device) -> bool:

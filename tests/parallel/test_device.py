@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightrft.parallel.device import ahead, grow_segments
+from lightrft.parallel.device import _side_stream, ahead, grow_segments
 from lightrft.tools.step_memory import fake_group
 
 SIZE = 4096
@@ -95,6 +95,7 @@ def test_divided_experts_record_the_stream_and_count_as_this_ranks_part(
     monkeypatch.setattr(torch, "Stream", lambda _: MagicMock())
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: MagicMock())
     monkeypatch.setattr(Tensor, "record_stream", lambda part, _: recorded.append(part))
+    _side_stream.cache_clear()
     with fake_group(4):
         mesh = init_device_mesh("cpu", (4,))
         parts = [torch.full((2, 3), float(number)) for number in range(3)]
@@ -108,11 +109,33 @@ def test_divided_experts_record_the_stream_and_count_as_this_ranks_part(
         found = []
         for bucket in ahead(buckets(), torch.device("meta"), limit=parts[0].nbytes):
             found.append((len(made), bucket.pop()[1].to_local()))
+    _side_stream.cache_clear()
 
     assert [count for count, _ in found] == [2, 3, 3]
     assert all(map(torch.equal, (part for _, part in found), parts))
     assert all(map(torch.equal, recorded, parts)) and len(recorded) == 3
     assert not any(isinstance(part, DTensor) for part in recorded)
+
+
+def test_all_buckets_are_made_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices in four bits are streamed one by one. Memory of one stream is not reused on others.
+
+    With new streams each time, up to 32 of them would each keep the memory of a bucket.
+    """
+    streams: list[MagicMock] = []
+
+    def stream(_: torch.device) -> MagicMock:
+        streams.append(MagicMock())
+        return streams[-1]
+
+    monkeypatch.setattr(torch, "Stream", stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: MagicMock())
+    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    _side_stream.cache_clear()
+    for _ in range(3):
+        assert len(list(ahead(iter([[("a", torch.ones(2))]]), torch.device("meta"), 8))) == 1
+    _side_stream.cache_clear()
+    assert len(streams) == 1
 
 
 @pytest.mark.parametrize(
