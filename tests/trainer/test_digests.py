@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightrft.backends.optim import BLOCK, ODD, SHORT, BitSums, odd_numbers, step, sum_of_bits
 from lightrft.run.digests import OF_SEQUENCES, PHASES, parts_of, read_digests
-from lightrft.tools.step_memory import fake_group
 from ranks import run_ranks
 from recorder.planted import run_all
 from runs import PPO, prepare, run_here
@@ -95,28 +94,33 @@ def test_sums_follow_an_optimizer():
     assert sums.take("weights") == []
 
 
+def sums_of_two_meshes() -> dict[str, list[tuple[int, str]]]:
+    """Return the update and the part of each sum of two steps."""
+    parameters = [
+        torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()] * mesh.ndim))
+        for mesh in (init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1)))
+    ]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    names = dict(zip(parameters, ("layer", "experts"), strict=True))
+    sums = BitSums(optimizer, "cpu", names, "rest")
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        step(optimizer)
+    return {
+        kind: [each[:2] for each in sums.take(kind)] for kind in ("before", "gradient", "weights")
+    }
+
+
 def test_a_step_of_several_meshes_is_one_update():
     """Experts that ranks divide, and layers that they split, have a mesh of their own.
 
     The first line of a run has the weights of all of them.
     """
-    with fake_group(4):
-        meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "ep"))
-        shard, experts = (
-            torch.nn.Parameter(DTensor.from_local(torch.ones(2), meshes[name], [Shard(0)]))
-            for name in ("shard", "ep")
-        )
-        optimizer = torch.optim.SGD([shard, experts], lr=1.0)
-        sums = BitSums(optimizer, "cpu", {shard: "layer", experts: "experts"}, "rest")
-        for _ in range(2):
-            for parameter in (shard, experts):
-                parameter.grad = torch.ones_like(parameter)
-            step(optimizer)
-
+    (found,) = run_ranks(1, sums_of_two_meshes)
     first = [(0, "layer"), (0, "experts")]
-    assert [each[:2] for each in sums.take("before")] == first
-    for kind in ("gradient", "weights"):
-        assert [each[:2] for each in sums.take(kind)] == [*first, (1, "layer"), (1, "experts")]
+    both = [*first, (1, "layer"), (1, "experts")]
+    assert found == {"before": first, "gradient": both, "weights": both}
 
 
 def test_parts_of_deep_models_share_a_digest():
