@@ -18,9 +18,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
+from functools import cache, wraps
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -51,19 +51,23 @@ class Scan:
     """Parameters [H] with a value for each head."""
     always_pair: bool = True
     """Whether the function returns a pair also without the flag."""
-    takes_offsets: bool = True
-    """Whether its kernel computes concatenated runs, given where they begin."""
+    kernel: str = ""
+    """Kernel that computes concatenated runs, given where they begin; empty if there is none."""
 
 
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULE = Scan(
-    ("query", "key", "value", "g", "beta"), "value", "initial_state", "output_final_state"
+    ("query", "key", "value", "g", "beta"),
+    "value",
+    "initial_state",
+    "output_final_state",
+    kernel="fla.ops.gated_delta_rule.chunk_gated_delta_rule",
 )
 SCANS = {
     # gated delta networks, Yang et al., arXiv 2412.06464: Qwen3-Next, Qwen3.5, OLMo Hybrid
     "torch_chunk_gated_delta_rule": DELTA_RULE,
     # Kimi Linear, arXiv 2510.26692
-    "chunk_kimi_delta_attention": DELTA_RULE,
+    "chunk_kimi_delta_attention": replace(DELTA_RULE, kernel="fla.ops.kda.chunk_kda"),
     # Mamba 2, Dao and Gu, arXiv 2405.21060: Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba 2
     "mamba2_chunk_scan": Scan(
         ("hidden_states", "dt"),
@@ -73,7 +77,6 @@ SCANS = {
         groups=("B", "C"),
         heads=("A", "D", "dt_bias"),
         always_pair=False,
-        takes_offsets=False,
     ),
 }
 FUSED = ("mamba2_split_conv1d_scan_combined",)
@@ -220,7 +223,7 @@ def _flat_scan(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
         values = _own_heads(call, scan, layout)
         outputs = []
         states = None
-        offsets_given = scan.takes_offsets and has_varlen_kernels(values[0].device)
+        offsets_given = has_varlen_kernel(scan, values[0].device)
         levels, places = _levels(layout, in_blocks=not offsets_given)
 
         for level in levels:
@@ -263,8 +266,7 @@ def _called_on(device: torch.device, function: Callable[..., Any]) -> Callable[.
     If a package has a kernel, transformers' function calls only that, and the kernels of these
     packages need an accelerator. Below it is the one in plain torch.
     """
-    plain_only = device.type == "cpu" and not has_varlen_kernels(device)
-    return inspect.unwrap(function) if plain_only else function
+    return inspect.unwrap(function) if device.type == "cpu" else function
 
 
 def _called(function: Callable[..., Any], positional: list[str], call: dict[str, Any]) -> Any:
@@ -276,9 +278,21 @@ def _called(function: Callable[..., Any], positional: list[str], call: dict[str,
     return function(*(call[name] for name in positional), **named)
 
 
-def has_varlen_kernels(device: torch.device) -> bool:
-    """Return whether the functions are kernels of flash-linear-attention, for concatenated runs."""
-    return device.type == "cuda" and find_spec("fla") is not None
+def has_varlen_kernel(scan: Scan, device: torch.device) -> bool:
+    """Return whether the function of transformers calls a kernel for concatenated runs.
+
+    Otherwise it computes in plain torch, and ignores where the runs begin.
+    """
+    return device.type == "cuda" and bool(scan.kernel) and _is_importable(scan.kernel)
+
+
+@cache
+def _is_importable(kernel: str) -> bool:
+    module, _, name = kernel.rpartition(".")
+    try:
+        return hasattr(import_module(module), name)
+    except Exception:  # transformers falls back to plain torch after any error
+        return False
 
 
 def _own_heads(call: dict[str, Any], scan: Scan, layout: Layout) -> list[Tensor]:

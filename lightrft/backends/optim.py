@@ -131,7 +131,9 @@ class BitSums:
         self._parts = parts
         self._others = others
         self._sums: dict[str, list[tuple[int, str, Tensor]]] = {}
-        self._updates = 0
+        self._update = 0
+        self._stepped: set[Tensor] = set()
+        """Parameters of this update so far: step() takes one mesh at a time."""
         self._factors = odd_numbers(BLOCK).to(device)
         optimizer.register_step_pre_hook(partial(self._add, "gradient"))
         optimizer.register_step_post_hook(partial(self._add, "weights"))
@@ -145,8 +147,14 @@ class BitSums:
 
     @torch.no_grad()
     def _add(self, kind: str, optimizer: Optimizer, *_: Any) -> None:
-        if kind == "gradient" and not self._updates:
-            self._add("before", optimizer)
+        if kind == "gradient":
+            own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            if own & self._stepped:
+                self._update += 1
+                self._stepped.clear()
+            self._stepped |= own
+            if not self._update:
+                self._add("before", optimizer)
 
         tensors: dict[str, list[Tensor]] = {}
         for group in optimizer.param_groups:
@@ -160,8 +168,7 @@ class BitSums:
         for part, own in tensors.items():
             # Parameters may be in host memory, all of them.
             self._factors = self._factors.to(own[0].device)
-            sums.append((self._updates, part, sum_of_bits(own, self._factors)))
-        self._updates += kind == "weights"
+            sums.append((self._update, part, sum_of_bits(own, self._factors)))
 
 
 def odd_numbers(count: int) -> Tensor:

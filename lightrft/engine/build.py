@@ -136,6 +136,10 @@ def check_quantization(
         problem = "vLLM has no products of FP8 on a CPU; use int8, or an accelerator"
     elif chosen == "fp8" and device.type == "cuda" and compute_capability() < (8, 9):
         problem = "products of FP8 need a GPU of compute capability 8.9 (Ada) or later; use int8"
+    elif chosen == "int8" and device.type == "cuda" and compute_capability() >= (10, 0):
+        problem = (
+            "vLLM has no products of int8 from compute capability 10.0 (Blackwell) on; use fp8"
+        )
     elif media:
         problem = f"the model reads {' and '.join(media)}, and only models of text are quantised"
     else:

@@ -4,11 +4,14 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
+
+from lightrft.parallel.dtensor_slices import local_part
 
 GB = 1e9
 """Bytes of a gigabyte, in every message and metric."""
@@ -103,12 +106,12 @@ def ahead(
     """Yield the same buckets, and compute the next one while the caller uses this one.
 
     This needs an accelerator, which has a separate stream for it. While the caller uses a bucket of
-    more than `limit` bytes, nothing is computed.
+    more than `limit` bytes on this rank, nothing is computed.
     """
     if device.type == "cpu":
         yield from buckets
         return
-    side = torch.Stream(device)
+    side = _side_stream(device)
     main = torch.accelerator.current_stream(device)
 
     def compute_next() -> tuple[list[tuple[str, Tensor]] | None, torch.Event]:
@@ -119,11 +122,14 @@ def ahead(
     bucket, event = compute_next()
     while bucket is not None:
         main.wait_event(event)
-        for _, tensor in bucket:
-            tensor.record_stream(main)
-        del tensor
+        # A DTensor cannot record a stream, and its size is that of all ranks together.
+        parts = [local_part(tensor) for _, tensor in bucket]
+        for part in parts:
+            part.record_stream(main)
+        size = sum(part.nbytes for part in parts)
+        del part, parts
 
-        if sum(tensor.nbytes for _, tensor in bucket) > limit:
+        if size > limit:
             yield bucket
             # The allocator reuses the memory only when the main stream has read it.
             main.synchronize()
@@ -132,6 +138,12 @@ def ahead(
             following = compute_next()
             yield bucket
             bucket, event = following
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of ahead(); torch keeps freed memory for the stream that it was made on."""
+    return torch.Stream(device)
 
 
 def has_flash_attention(device: torch.device) -> bool:

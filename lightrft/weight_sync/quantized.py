@@ -14,8 +14,12 @@ from torch import Tensor, nn
 
 from lightrft.weight_sync.names import SCALE, NamedTensor, PublishedNames
 
-CHUNK_BYTES = 4 * 2**20
-"""Bytes of the rows in float32 that are quantised at a time."""
+HOST_CHUNK = 4 * 2**20
+DEVICE_CHUNK = 128 * 2**20
+"""Bytes of the rows in float32 that are quantised at a time.
+
+On a host they stay in the cache. On an accelerator the launches of more kernels take longer.
+"""
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Layers that are quantised: attention and a gated MLP."""
 
@@ -37,7 +41,8 @@ class Format:
         """
         codes = torch.empty(matrix.shape, dtype=self.dtype, device=matrix.device)
         scales = torch.empty(len(matrix), 1, device=matrix.device)
-        step = max(1, CHUNK_BYTES // (4 * matrix.shape[1]))
+        chunk = HOST_CHUNK if matrix.device.type == "cpu" else DEVICE_CHUNK
+        step = max(1, chunk // (4 * matrix.shape[1]))
         parts = (each.split(step) for each in (matrix.detach(), codes, scales))
 
         for rows, own_codes, own_scales in zip(*parts, strict=True):

@@ -188,9 +188,40 @@ def test_kernels_for_concatenated_runs(name, lengths, alike, monkeypatch):
     (function,) = [function for function in SCANS if hasattr(family, function)]
     kernel = concatenated(getattr(family, function).__wrapped__)
     monkeypatch.setattr(family, function, _flat_scan(kernel, SCANS[function]))
-    monkeypatch.setattr(recurrent, "has_varlen_kernels", lambda device: True)
+    monkeypatch.setattr(recurrent, "has_varlen_kernel", lambda scan, device: True)
+    monkeypatch.setattr(recurrent, "_called_on", lambda device, function: function)
 
     assert_each_alone(name, batch, near=1e-5 if lengths is not LONG else 1e-4)
+
+
+WORKS = "def chunk_gated_delta_rule(): ..."
+BROKEN = "raise RuntimeError('another version of triton is needed')"
+
+
+@pytest.mark.parametrize(("content", "works"), [(WORKS, True), (BROKEN, False)])
+def test_a_kernel_that_cannot_be_imported_is_not_given_concatenated_runs(
+    content, works, monkeypatch, tmp_path
+):
+    """transformers then computes in plain torch, which ignores where the runs begin."""
+    package = tmp_path / "fla" / "ops"
+    package.mkdir(parents=True)
+    (package / "gated_delta_rule.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+
+    gpu = torch.device("cuda", 0)
+    recurrent._is_importable.cache_clear()
+    found = {name: recurrent.has_varlen_kernel(scan, gpu) for name, scan in SCANS.items()}
+    recurrent._is_importable.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        del sys.modules[name]
+    assert found == {
+        "torch_chunk_gated_delta_rule": works,
+        "chunk_kimi_delta_attention": False,
+        "mamba2_chunk_scan": False,
+    }
+    assert not recurrent.has_varlen_kernel(recurrent.DELTA_RULE, torch.device("cpu"))
 
 
 def test_a_package_of_kernels_for_accelerators_is_not_called_on_a_cpu(monkeypatch):

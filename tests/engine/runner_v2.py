@@ -27,9 +27,8 @@ import weakref
 from itertools import chain
 from pathlib import Path
 
-os.environ.update(
-    TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"
-)
+os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | os.environ
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from triton.backends import Backend, backends  # noqa: E402  after its environment
@@ -153,11 +152,18 @@ def with_and_without_drafts(folder: str) -> None:
 
 
 def recorded_experts(folder: str) -> None:
-    """Print how many records of chosen experts there are, and how many equal transformers'."""
+    """Print how many records of chosen experts there are, and how many equal transformers'.
+
+    The ranks of the environment share the engine, and each has all records.
+    """
+    rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     long = list(range(5, 75))
     counts = {"samples": 0, "cached": 0, "records": 0, "equal": 0}
-    with tempfile.TemporaryDirectory() as store:
-        dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as own:
+        store = os.environ.get("STORE", own)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}/store", rank=rank, world_size=ranks
+        )
         engine = contract.start("vllm", folder, Mesh("cpu").world, {"router_replay": True})
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         chosen: dict[int, Tensor] = {}

@@ -85,3 +85,13 @@ def test_fp8_needs_a_device_that_multiplies_it(folder: str, monkeypatch) -> None
         check_quantization(fp8, folder, torch.device("cuda", 0))
     monkeypatch.setattr(build, "compute_capability", lambda: (9, 0))
     check_quantization(fp8, folder, torch.device("cuda", 0))
+
+
+def test_int8_needs_a_gpu_before_blackwell(folder: str, monkeypatch) -> None:
+    """Its kernel would fail where vLLM measures the memory of a step, after minutes of start."""
+    int8 = EngineSection(engine_type="vllm", rollout_quantization="int8")
+    monkeypatch.setattr(build, "compute_capability", lambda: (9, 0))
+    check_quantization(int8, folder, torch.device("cuda", 0))
+    monkeypatch.setattr(build, "compute_capability", lambda: (10, 0))
+    with pytest.raises(ConfigError, match="no products of int8 from compute capability 10.0"):
+        check_quantization(int8, folder, torch.device("cuda", 0))

@@ -7,7 +7,12 @@ depends on values) fails on them.
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from flat_models import make_batch, make_model
 from lightrft.algorithms.objectives import PolicyObjective
@@ -16,12 +21,19 @@ from lightrft.algorithms.reduce import Denominator, PromptTokens
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.layout import Layout
 from lightrft.config import AlgorithmSection
+from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
 from lightrft.models.recompute import recompute
+from lightrft.models.routers import RouterChoices
 from lightrft.observe.metrics import Metrics
+from lightrft.parallel.collectives import Axis
+from lightrft.parallel.expert_parallel import expert_layers, visit
+from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL
 from lightrft.roles.microbatch import micro_batches
+from lightrft.tools.step_memory import fake_group
 from lightrft.types import Experience
+from parallel.families import family_config
 
 T = 12
 N = 3
@@ -115,6 +127,44 @@ def test_attention_within_images_never_waits(window):
         torch.nn.Module(), query, key, value, None, layout=layout, sliding_window=window
     )[0].sum().backward()
     assert len(layout.calls(window)) == 2 and query.grad.shape == query.shape
+
+
+def family_of(name: str) -> PreTrainedModel:
+    config = family_config(name, tie=False, vocabulary=261)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_replayed_and_counted_experts_never_wait(family: str) -> None:
+    model = family_of(family)
+    choices = RouterChoices(model)
+    actor = Actor(model.to("meta", torch.bfloat16)).train()
+    actor.router_choices = choices
+    batch = make_batch(alike=2)
+    batch.experts = choices.shape.empty(batch.num_tokens)
+    for part in micro_batches(batch, [[2, 0], [7, 1, 3]], torch.device("meta")):
+        logprobs, _ = actor(part, 0.7)
+        logprobs.sum().backward()
+        assert choices.report(NO_SEQUENCE_PARALLEL)
+        assert choices.load(NO_SEQUENCE_PARALLEL).is_meta
+
+
+def test_divided_experts_wait_once_in_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective has to know how many tokens each rank sends, and nothing else is read."""
+    counts = [[T + 2, T - 2], [7, 4]]
+    reads: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda read: reads.append(read) or counts)
+    with fake_group(2):
+        axis = Axis("ep", 2, 0, dist.group.WORLD)
+        experts = expert_layers(family_of("qwen3_moe").to("meta", torch.bfloat16))[0]
+        experts.num_experts = 2
+        for name, parameter in list(experts.named_parameters()):
+            setattr(experts, name, torch.nn.Parameter(parameter.data[:2]))
+        hidden = on_device(T, 32, dtype=torch.bfloat16, grad=True)
+        chosen = on_device(T, 2, dtype=torch.int64)
+        weights = on_device(T, 2, dtype=torch.bfloat16)
+        visit(experts.forward, 2, axis, hidden, chosen, weights).sum().backward()
+    assert len(reads) == 1 and hidden.grad.shape == (T, 32)
 
 
 def test_truncated_log_probs_and_those_of_logits_never_wait():

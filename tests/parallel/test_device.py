@@ -7,13 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from lightrft.parallel.device import ahead, grow_segments
+from lightrft.parallel.device import _side_stream, ahead, grow_segments
+from ranks import run_ranks
 
 SIZE = 4096
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
@@ -78,6 +83,66 @@ def test_a_bucket_beyond_the_limit_is_not_beside_the_next_one():
     for index, bucket in enumerate(ahead(large(), device, 2**20)):
         assert bucket.pop()[1][-1] == index
     assert torch.accelerator.max_memory_allocated(device) - before <= 2**26
+
+
+@contextmanager
+def accelerator() -> Iterator[tuple[list[MagicMock], list[Tensor]]]:
+    """Stand in for an accelerator; yield the streams that are made, and what records a stream."""
+    streams: list[MagicMock] = []
+    recorded: list[Tensor] = []
+
+    def stream(_: torch.device) -> MagicMock:
+        streams.append(MagicMock())
+        return streams[-1]
+
+    _side_stream.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "Stream", stream)
+        patch.setattr(torch.accelerator, "current_stream", lambda _: MagicMock())
+        patch.setattr(Tensor, "record_stream", lambda tensor, _: recorded.append(tensor))
+        yield streams, recorded
+    _side_stream.cache_clear()
+
+
+def divided_experts_are_made_ahead() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    parts = [torch.full((2, 3), float(number)) for number in range(3)]
+    made: list[int] = []
+
+    def buckets() -> Iterator[list[tuple[str, Tensor]]]:
+        for number, part in enumerate(parts):
+            made.append(number)
+            yield [("experts", DTensor.from_local(part, mesh, [Shard(0)]))]
+
+    with accelerator() as (_, recorded):
+        found = [
+            (len(made), bucket.pop()[1].to_local())
+            for bucket in ahead(buckets(), torch.device("meta"), limit=parts[0].nbytes)
+        ]
+
+    assert [count for count, _ in found] == [2, 3, 3]
+    assert all(map(torch.equal, (part for _, part in found), parts))
+    assert all(map(torch.equal, recorded, parts)) and len(recorded) == 3
+    assert not any(isinstance(tensor, DTensor) for tensor in recorded)
+
+
+def test_divided_experts_record_the_stream_and_count_as_this_ranks_part() -> None:
+    """Torch has no record_stream() of a DTensor: on a GPU the sync of divided experts would fail.
+
+    A bucket of parts that fit is not beyond the limit, so the next one is made beside it.
+    """
+    run_ranks(2, divided_experts_are_made_ahead)
+
+
+def test_all_buckets_are_made_on_one_stream() -> None:
+    """Matrices in four bits are streamed one by one. Memory of one stream is not reused on others.
+
+    With new streams each time, up to 32 of them would each keep the memory of a bucket.
+    """
+    with accelerator() as (streams, _):
+        for _ in range(3):
+            assert len(list(ahead(iter([[("a", torch.ones(2))]]), torch.device("meta"), 8))) == 1
+        assert len(streams) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
-from lightrft.backends.optim import BLOCK, ODD, SHORT, BitSums, odd_numbers, sum_of_bits
+from lightrft.backends.optim import BLOCK, ODD, SHORT, BitSums, odd_numbers, step, sum_of_bits
 from lightrft.run.digests import OF_SEQUENCES, PHASES, parts_of, read_digests
 from ranks import run_ranks
 from recorder.planted import run_all
@@ -90,6 +92,35 @@ def test_sums_follow_an_optimizer():
         int(sum_of_bits([torch.ones(3)], factors)),
     ]
     assert sums.take("weights") == []
+
+
+def sums_of_two_meshes() -> dict[str, list[tuple[int, str]]]:
+    """Return the update and the part of each sum of two steps."""
+    parameters = [
+        torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()] * mesh.ndim))
+        for mesh in (init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1)))
+    ]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    names = dict(zip(parameters, ("layer", "experts"), strict=True))
+    sums = BitSums(optimizer, "cpu", names, "rest")
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        step(optimizer)
+    return {
+        kind: [each[:2] for each in sums.take(kind)] for kind in ("before", "gradient", "weights")
+    }
+
+
+def test_a_step_of_several_meshes_is_one_update():
+    """Experts that ranks divide, and layers that they split, have a mesh of their own.
+
+    The first line of a run has the weights of all of them.
+    """
+    (found,) = run_ranks(1, sums_of_two_meshes)
+    first = [(0, "layer"), (0, "experts")]
+    both = [*first, (1, "layer"), (1, "experts")]
+    assert found == {"before": first, "gradient": both, "weights": both}
 
 
 def test_parts_of_deep_models_share_a_digest():

@@ -1,6 +1,7 @@
 """Whole runs in which the trainer uses the experts that the engine chose (--router_replay)."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -184,13 +185,34 @@ def test_a_killed_run_continues_with_biases_and_unfinished_groups(
     assert (after[BIAS] - before[BIAS]).abs().max() > 0.005
 
 
-def test_vllm_returns_what_its_routers_chose(tmp_path: Path) -> None:
-    """Its runner V2 is interpreted on a CPU; samples find prompts in the cache, and are cut."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_vllm_returns_what_its_routers_chose(tmp_path: Path, ranks: int) -> None:
+    """Its runner V2 is interpreted on a CPU; samples find prompts in the cache, and are cut.
+
+    Each rank of an engine has a scheduler of its own, and gets the experts.
+    """
     model = tiny_experts(tmp_path / "model", num_experts=8)
     program = Path(__file__).parent.parent / "engine" / "runner_v2.py"
     command = [sys.executable, str(program), model, "experts"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    assert found["cached"] > 0 and found["samples"] == 5
-    assert found["equal"] == found["records"] > 200
+    shared = os.environ | {"WORLD_SIZE": f"{ranks}", "STORE": str(tmp_path)}
+    of_ranks = [
+        subprocess.Popen(
+            command,
+            env=shared | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        # If a rank fails, the first one waits for it.
+        for rank in reversed(of_ranks):
+            output, errors = rank.communicate(timeout=600)
+            assert rank.returncode == 0, errors
+            found: dict[str, Any] = json.loads(output.splitlines()[-1])
+            assert found["cached"] > 0 and found["samples"] == 5
+            assert found["equal"] == found["records"] > 200
+    finally:
+        for rank in of_ranks:
+            rank.kill()

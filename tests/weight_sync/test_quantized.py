@@ -1,12 +1,14 @@
 """Eight bits in the stream: names, bytes and codes, beside an independent quantiser."""
 
 from collections.abc import Iterator
+from typing import Any, Self
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import calculate_qparams
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from lightrft.engine.model_info import published_names
@@ -44,6 +46,29 @@ def test_codes_and_scales_are_those_of_compressed_tensors(name: str) -> None:
         assert torch.equal(scales, theirs)
         expected = quantize(matrix, theirs, zero, args, dtype=FORMATS[name].dtype)
         assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+
+
+class Kernels(TorchDispatchMode):
+    """While entered, counts the operations that compute something."""
+
+    def __enter__(self) -> Self:
+        self.count = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.count += not function.is_view and not function.name().startswith("aten::empty")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_gpu_quantises_a_large_matrix_with_few_kernels(name: str) -> None:
+    """A kernel of 4 MB ends before the next one is launched: a sync of 70B would have 670,000."""
+    matrix = torch.empty(8192, 28672, device="meta")
+    with Kernels() as kernels:
+        FORMATS[name].quantize(matrix)
+    assert kernels.count < 100
 
 
 @pytest.mark.parametrize("name", FORMATS)

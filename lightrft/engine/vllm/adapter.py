@@ -103,6 +103,7 @@ class VLLMEngine(LibraryEngine):
             random_state_kept(self.device),
             memory,
             VLLMShim.rank_in_environment(),
+            VLLMShim.experts_on_each_rank(),
             warnings.catch_warnings(),
         ):
             for category in (DeprecationWarning, FutureWarning):  # from vLLM's own calls

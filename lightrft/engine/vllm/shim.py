@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.distributed.aux_output_connector import worker as auxiliary
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -385,6 +387,21 @@ class VLLMShim:
         finally:
             for name, value in before.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+    @staticmethod
+    @contextmanager
+    def experts_on_each_rank() -> Iterator[None]:
+        """Let each rank of an engine return the chosen experts, while it starts.
+
+        vLLM has one scheduler for several ranks, and returns them on the first one alone. Here each
+        rank has a scheduler of its own, which insists on them, and all ranks have chosen the same.
+        """
+        original = auxiliary.get_tp_group
+        auxiliary.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
+        try:
+            yield
+        finally:
+            auxiliary.get_tp_group = original
 
     @staticmethod
     @contextmanager
