@@ -1,4 +1,4 @@
-"""Set the advantage of each token from the rewards after it."""
+"""Set the advantage of each token from what the rewards after it are worth."""
 
 import torch
 
@@ -11,7 +11,10 @@ from lightrft.rollout.plan import Stage, TrainingPlan
 
 
 class RewardToGo(Stage):
-    """Sums the discounted rewards from each token on."""
+    """Sums the advantages of the rewards from each token on, discounted by gamma.
+
+    The column `step_rewards` has these advantages, after the estimator has compared the rewards.
+    """
 
     reads = ("step_rewards",)
     writes = ("advantages",)

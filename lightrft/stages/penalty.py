@@ -1,4 +1,4 @@
-"""Subtract the KL penalty from the rewards, and adapt coefficients."""
+"""Subtract the KL penalty from the rewards of tokens, and adapt coefficients."""
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from lightrft.types import Experience
 
 
 class KLPenalty(Stage):
-    """Subtracts the KL divergence from the reference, times the coefficient, from the rewards.
+    """Subtracts the KL divergence from the reference, times the coefficient, from each token.
 
-    With --use_kl_loss the penalty is in the loss, and only the coefficient is adapted here.
+    It comes after the estimator has compared the rewards, so it is in no mean and no deviation of a
+    group. rloo alone compares the penalties too. With --use_kl_loss the penalty is in the loss, and
+    only the coefficient is adapted here.
     """
 
     reads = ("old_logprobs", "reference_logprobs", "step_rewards")
