@@ -102,7 +102,7 @@ class ExperienceMaker:
             stage(local)
 
         advantages = self.compare(gathered)[gathered.local]
-        experience.step_rewards = place_at_tokens(advantages, samples, experience)
+        experience.reward_advantages = place_at_tokens(advantages, samples, experience)
         if self.data.rank == 0:
             measure_groups(*gathered.totals(), metrics)
 
@@ -124,7 +124,7 @@ class ExperienceMaker:
         # Nothing reads these columns after the stages, so they need not be stored or moved.
         experience = plan.experience
         experience.advantages = experience.advantages.float()
-        experience.step_rewards = None
+        experience.reward_advantages = None
         experience.entropy = None
         measure_experience(experience, metrics)
         put_batch(plan.store, experience)

@@ -13,10 +13,10 @@ from lightrft.rollout.plan import Stage, TrainingPlan
 class RewardToGo(Stage):
     """Sums the advantages of the rewards from each token on, discounted by gamma.
 
-    The column `step_rewards` has these advantages, after the estimator has compared the rewards.
+    They are what the estimator made of the rewards, less the penalty of --init_kl_coef.
     """
 
-    reads = ("step_rewards",)
+    reads = ("reward_advantages",)
     writes = ("advantages",)
 
     def __init__(self, gamma: float):
@@ -24,13 +24,15 @@ class RewardToGo(Stage):
 
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
         experience = plan.experience
-        experience.advantages = reward_to_go(experience.step_rewards, experience, gamma=self.gamma)
+        experience.advantages = reward_to_go(
+            experience.reward_advantages, experience, gamma=self.gamma
+        )
 
 
 class GeneralizedAdvantages(Stage):
     """Estimates advantages with the critic's values (GAE), and the returns that it learns."""
 
-    reads = ("step_rewards", "values")
+    reads = ("reward_advantages", "values")
     writes = ("advantages", "returns")
 
     def __init__(self, gamma: float, lambd: float, total: Sum):
@@ -41,7 +43,7 @@ class GeneralizedAdvantages(Stage):
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
         experience = plan.experience
         experience.advantages, returns = gae(
-            experience.step_rewards,
+            experience.reward_advantages,
             experience.values,
             experience,
             gamma=self.gamma,

@@ -22,8 +22,8 @@ class KLPenalty(Stage):
     only the coefficient is adapted here.
     """
 
-    reads = ("old_logprobs", "reference_logprobs", "step_rewards")
-    writes = ("step_rewards",)
+    reads = ("old_logprobs", "reference_logprobs", "reward_advantages")
+    writes = ("reward_advantages",)
 
     def __init__(self, section: AlgorithmSection, coefficient: KLCoefficient, data: Axis):
         self.section = section
@@ -52,7 +52,7 @@ class KLPenalty(Stage):
 
         if not self.section.use_kl_loss:
             penalty = self._compared(experience, self.coefficient.value * kl)
-            experience.step_rewards = experience.step_rewards - penalty
+            experience.reward_advantages = experience.reward_advantages - penalty
 
     def _compared(self, experience: Experience, penalty: Tensor) -> Tensor:
         """Return the penalty of each token: [T].
