@@ -37,8 +37,8 @@ WITHOUT_ENTROPY = TokenLogprobs(entropy=False)
 class Policy(Role, PolicyNames):
     """Log-probs, updates and samples of the actor, and log-probs of the frozen reference.
 
-    A run calls logprobs(), reference_logprobs() and update() with flat batches. A loop of one's own
-    may call these, with padded batches:
+    A run calls logprobs(), reference_logprobs() and update() with flat batches. Loops of your own
+    call these methods with padded ones:
 
     policy.prepare_for_generation()                     # the newest weights go to the engine
     samples = policy.generate(prompts)

@@ -87,7 +87,7 @@ class Role(ABC):
     A run passes flat batches, planned over all ranks: to redistribute_flat(), denominator(),
     update() and to the methods of a role that compute, such as Policy.logprobs().
 
-    Loops of one's own pass mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded,
+    Loops of your own pass mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded,
     to train(), redistribute() and all methods that begin with `get_`. A mapping contains this
     rank's rows: any number, including none. Results are in the caller's order, and have the same S
     on all ranks: the largest S of all, rounded up to a multiple of `width_multiple`.
