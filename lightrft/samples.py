@@ -200,7 +200,7 @@ class Episode:
 class Sample:
     """Response to a prompt. Samples with the same `group` answer the same prompt in the same step.
 
-    Sample(prompt=prompt, group=7, token_ids=[53, 56, 48, 257], logprobs=[-.1, -.2, -.4, -.01],
+    Sample(prompt=prompt, group=3, token_ids=[53, 56, 48, 257], logprobs=[-.1, -.2, -.4, -.01],
            text="580", finish_reason="stop", reward=1.0)
     """
 

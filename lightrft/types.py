@@ -277,7 +277,7 @@ class Experience(Batch):
     groups: Tensor = per_sequence()  # [N] int64
     rewards: Tensor = per_sequence()  # [N] float32
     # [T] float32, advantage of the reward at each token, 0 without a reward
-    step_rewards: Tensor | None = per_token()
+    reward_advantages: Tensor | None = per_token()
     advantages: Tensor | None = per_token()  # [T] float32
     engine_logprobs: Tensor = per_token()  # [T] float32, as sampled
     # [T] float32, of the actor before the first update of the step

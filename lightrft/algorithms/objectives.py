@@ -190,9 +190,9 @@ class PolicyObjective:
         )
         self.kl = kl_estimators[section.kl_estimator]
         self.corrections = self._chosen_corrections()
-        """Change the losses of tokens for what the engine and the trainer say differently."""
+        """Terms that correct the losses of tokens for the difference of engine and trainer."""
         self.penalties: list[Term] = [self._teacher_divergence] if section.distill_top_k else []
-        """Add to the losses of tokens."""
+        """Terms that add to the losses of tokens."""
 
     def _chosen_corrections(self) -> "list[Term]":
         chosen: list[Term] = []
@@ -362,7 +362,10 @@ class PolicyObjective:
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """Inputs of the terms of the policy's loss; they are 0 for tokens that are not learned."""
+    """Inputs of the terms of the policy's loss.
+
+    The first three are 0 for tokens that are not learned.
+    """
 
     logprobs: Tensor
     """Log-probs of the tokens under the actor, [T] with gradient."""
@@ -370,7 +373,7 @@ class PolicyInputs:
     """The same before the step, [T]."""
     advantages: Tensor
     all_logprobs: Tensor
-    """What the actor returned: `logprobs`, or [T, 1 + K] with the ones of candidates."""
+    """What the actor returned: `logprobs`, or [T, 1 + K] with those of the candidates."""
     batch: Experience
 
 

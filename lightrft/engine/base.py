@@ -62,8 +62,9 @@ class Engine(ABC):
     """Generates with a copy of the actor's weights, and releases the memory while it sleeps.
 
     The calls of a step are wake("weights"), load_weights(stream, version), wake("kv_cache"),
-    generate(...), sleep(). Calls are idempotent where that is meaningful; an illegal order raises
-    EngineError. Ranks that share an engine (`axis`) make the same calls with the same arguments.
+    open(sampling), which returns the loop that the step generates with, and sleep(). Calls are
+    idempotent where that is meaningful; an illegal order raises EngineError. Ranks that share an
+    engine (`axis`) make the same calls with the same arguments.
     """
 
     media: ClassVar[tuple[str, ...]] = tuple(MEDIA)

@@ -1,8 +1,8 @@
-"""Collect the metrics of a step on the device, and reduce them once over all ranks.
+"""Collect the metrics of a row on the device, and reduce them once over all ranks.
 
 metrics.mean("train/kl", kl, weight=batch.loss_mask)     # per micro-batch, no host sync
 metrics.max("engine/logprob_mismatch_max", gap, mask=batch.loss_mask)
-row = metrics.reduce(mesh.world)  # once per step; the same dictionary on every rank
+row = metrics.reduce(mesh.data)  # once per row; the same dictionary on every rank
 """
 
 import math

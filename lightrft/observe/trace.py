@@ -43,7 +43,7 @@ class Trace(Untraced):
         with trace.phase("generate"):
             with trace.phase("weight_sync"): ...  # time/generate/weight_sync, in time/generate too
         for name, value in trace.step().items():
-            metrics.max(name, value)                    # a step waits for the slowest rank
+            metrics.mean(name, value)
 
     A nested phase is named by the path to it, and the outer phase contains the time. The phases
     without a further slash add up to at most `time/step`. `time/idle_share` is the share of the

@@ -1,6 +1,7 @@
-"""The policy of a mixture of experts whose routers are watched.
+"""The policy of a mixture of experts, where the run has to know what its routers choose.
 
-The load of the experts is balanced, or the choices of the engine's routers are replayed.
+That is so if the load of the experts is balanced, by a loss or by the biases of routers, and if the
+choices of the engine's routers are replayed.
 """
 
 from contextlib import nullcontext
@@ -24,14 +25,14 @@ from lightrft.types import Batch, Routing
 
 
 class MixturePolicy(Policy):
-    """Policy whose actor is a mixture of experts, with its routers watched in training."""
+    """Policy whose actor is a mixture of experts. Its routers are read in training."""
 
     def __init__(self, *args: Any, routers: Routers | None = None, **options: Any):
         super().__init__(*args, **options)
         self.routers = routers
-        """Routers of the actor if update() balances the load."""
+        """Routers of the actor if a loss balances the load of the experts, else None."""
         self._load_report: Report = {}
-        """Load of the experts in the newest optimizer step, if it is measured."""
+        """Reports of the load of the experts in the newest optimizer step, if it is measured."""
 
     def forward(
         self, batch: Batch, gradients: LocalGradients | None = None

@@ -37,6 +37,9 @@ WITHOUT_ENTROPY = TokenLogprobs(entropy=False)
 class Policy(Role, PolicyNames):
     """Log-probs, updates and samples of the actor, and log-probs of the frozen reference.
 
+    A run calls logprobs(), reference_logprobs() and update() with flat batches. Loops of your own
+    call these methods with padded ones:
+
     policy.prepare_for_generation()                     # the newest weights go to the engine
     samples = policy.generate(prompts)
     policy.finish_generation()                          # the engine sleeps
@@ -138,7 +141,7 @@ class Policy(Role, PolicyNames):
         )
 
     def logprobs_and_entropy(self, batch: Batch, rows: MicroBatchIndices) -> tuple[Tensor, Tensor]:
-        """Return the same, and the entropy where each learned token was drawn: [T], [T]."""
+        """Return logprobs(), and the entropy of the distribution at the same places: [T], [T]."""
 
         def ask(part: Batch) -> Tensor:
             return torch.stack(self.actor(part, self.temperature, self.truncation), dim=1)

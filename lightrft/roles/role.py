@@ -70,7 +70,7 @@ class TrainStep:
     num_microbatches: int
     learn: bool
     loss: Tensor
-    """This rank's share so far, []."""
+    """This rank's share so far, []. A mixture appends the load of its experts before the sum."""
     num_started: int = 0
     """Number of micro-batches that have been passed in."""
     num_done: int = 0
@@ -84,10 +84,15 @@ class TrainStep:
 class Role(ABC):
     """A model under a strategy. It learns if it has an optimizer.
 
-    Batches of the public methods are mappings with `input_ids` [B, S] and `input_lengths` [B],
-    right-padded, and contain this rank's rows: any number, including none. Results are in the
-    caller's order, and have the same S on all ranks: the largest S of all, rounded up to a multiple
-    of `width_multiple`. All ranks call a method together.
+    A run passes flat batches, planned over all ranks: to redistribute_flat(), denominator(),
+    update() and to the methods of a role that compute, such as Policy.logprobs().
+
+    Loops of your own pass mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded,
+    to train(), redistribute() and all methods that begin with `get_`. A mapping contains this
+    rank's rows: any number, including none. Results are in the caller's order, and have the same S
+    on all ranks: the largest S of all, rounded up to a multiple of `width_multiple`.
+
+    All ranks call a method together.
     """
 
     NAME: ClassVar[str] = "model"
@@ -208,7 +213,7 @@ class Role(ABC):
         store: SampleStore | None = None,
         units: Tensor | None = None,
     ) -> tuple[B, list[MicroBatchIndices]]:
-        """Do the same for a flat batch of this rank's rows.
+        """Plan a flat batch of this rank's rows with those of all ranks; see redistribute().
 
         Rows of one prompt are grouped if a micro-batch computes it once. The rows travel through
         `store`; None: a new one. `gbs` counts units, such as episodes, if `units` [N] int64 has the
@@ -241,7 +246,7 @@ class Role(ABC):
         *,
         extra_term: LossTerm | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take one optimizer step over the given micro-batches, and the ones of `extra_term`.
+        """Take one optimizer step over the given micro-batches, and those of `extra_term`.
 
         Returns the global loss and the gradient norm before clipping. Reports are averaged over
         learned tokens; if the name ends in `_max` or `_min`, the extreme is taken.
@@ -434,8 +439,8 @@ class Role(ABC):
     ) -> Tensor:
         """Compute one value per token, in the batch's order: [T] float32 on the host.
 
-        `rows` has the micro-batches of training. Inference regroups them if it has a token budget
-        of its own.
+        `rows` has the micro-batches of training. Inference forms others if it has a limit of its
+        own, max_logprob_tokens.
         """
         if self.max_logprob_tokens is not None:
             limits = {"max_tokens": self.max_logprob_tokens, "batching": self.batching}

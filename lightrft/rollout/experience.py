@@ -60,11 +60,11 @@ class ExperienceMaker:
     ):
         """Set up the experience maker; stages.build.experience_maker() chooses the parts of a run.
 
-        `local_stages` run in order on this rank's own samples, then `stages` on the balanced
-        experience. `num_updates`: how many optimizer steps use the samples of a step;
-        compute_early() needs it. `branches`: samples may have branches, and a sample's branches are
-        learned in the same optimizer step as the sample. `components`: `compare` reads the named
-        parts of rewards.
+        `compare` finds the advantages. `local_stages` run in order on this rank's own samples,
+        before `compare`, and `stages` on the balanced experience, after it. `num_updates`: how many
+        optimizer steps use the samples of a step; compute_early() needs it. `branches`: samples may
+        have branches, and a sample's branches are learned in the same optimizer step as the sample.
+        `components`: `compare` reads the named parts of rewards.
         """
         self.policy = policy
         self.train = train
@@ -82,10 +82,11 @@ class ExperienceMaker:
     def __call__(self, samples: list[Sample], metrics: Metrics) -> TrainingPlan:
         """Return this rank's part of the experience of all ranks' samples."""
         rows = with_branches(samples) if self.branches else samples
-        sizes = [(sample.group, len(sample.rows)) for sample in samples]
-        parts = self.data.gather(sizes)
+        # (group, number of rows) of each sample
+        facts = [(sample.group, len(sample.rows)) for sample in samples]
+        parts = self.data.gather(facts)
         first_sample = sum(map(len, parts[: self.data.rank]))
-        experience = self.flatten(rows, first_row=0)
+        experience = self.flatten(rows, first_row=0)  # the numbers of rows follow
         experience.rows, units = numbers_of_rows(parts, self.data.rank)
         if self._precomputed is not None:
             self._set_precomputed(experience, samples, rows)
@@ -94,14 +95,14 @@ class ExperienceMaker:
         gathered = GatheredRewards.share(
             self.data, samples, first_row=first_sample, components=self.components
         )
-        counts = torch.tensor([size for _, size in sizes], dtype=torch.int64)
+        counts = torch.tensor([count for _, count in facts], dtype=torch.int64)
         numbers = first_sample + torch.repeat_interleave(counts)
         local = LocalSamples(experience, rows, gathered, numbers, self.data)
         for stage in self.local_stages:
             stage(local)
 
         advantages = self.compare(gathered)[gathered.local]
-        experience.step_rewards = place_at_tokens(advantages, samples, experience)
+        experience.reward_advantages = place_at_tokens(advantages, samples, experience)
         if self.data.rank == 0:
             measure_groups(*gathered.totals(), metrics)
 
@@ -123,7 +124,7 @@ class ExperienceMaker:
         # Nothing reads these columns after the stages, so they need not be stored or moved.
         experience = plan.experience
         experience.advantages = experience.advantages.float()
-        experience.step_rewards = None
+        experience.reward_advantages = None
         experience.entropy = None
         measure_experience(experience, metrics)
         put_batch(plan.store, experience)
@@ -180,8 +181,8 @@ def numbers_of_rows(parts: Sequence[Sequence[tuple[int, int]]], rank: int) -> tu
     """Return the numbers of a rank's rows, and of the samples that they belong to: [N], [N] int64.
 
     `parts` has (group, number of rows) of the samples of all ranks. Numbers count over all ranks in
-    the order of groups, so that nothing depends on which rank has a group: what the rows of an
-    optimizer step are, and which of equal tokens is the first.
+    the order of groups. Neither the rows of an optimizer step nor the first of several equal tokens
+    therefore depends on which rank has a group.
     """
     samples = torch.tensor([*chain.from_iterable(parts)], dtype=torch.int64).reshape(-1, 2)
     order = samples[:, 0].argsort(stable=True)
@@ -221,11 +222,11 @@ def flatten(
 ) -> Experience:
     """Concatenate prompts and responses into one experience; tokens that were sampled are learned.
 
-    Rows count on from `first_row`. `expand` expands prompts with media; without it all prompts are
-    text. With `first_token_apart` the first token after a prompt is not learned, because it was
-    sampled from another distribution; first tokens of later turns are learned. The first
-    `min_tokens` of a response were sampled without the tokens that would end it. `routed`: the
-    experience has the experts that the engine chose.
+    Rows are numbered from `first_row` on. `expand` expands prompts with media; without it all
+    prompts are text. With `first_token_apart` the first token after a prompt is not learned,
+    because it was sampled from another distribution; first tokens of later turns are learned. The
+    first `min_tokens` of a response were sampled without the tokens that would end it. `routed`:
+    the experience has the experts that the engine chose.
     """
     expanded = _expand_prompts(samples, expand) if expand else None
     prompt_ids = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]

@@ -25,7 +25,7 @@ from lightrft.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """The groups of a round, and where the scheduler stands once they are drawn.
+    """The groups of a round, and the scheduler's place in the data once they are drawn.
 
     All ranks make the same plan.
     """
@@ -35,7 +35,9 @@ class RolloutPlan:
     ranks: list[int]
     """Rank of each group."""
     place: int
+    """FixedBatch.place once the groups are drawn."""
     number: int
+    """FixedBatch.number once the groups are drawn."""
 
     def parts_of(self, rank: int) -> Iterator[tuple[int, int, range | None]]:
         """Yield (group number, row of the prompt, places of responses) that a rank begins with.
@@ -129,6 +131,7 @@ class FixedBatch:
         self._finished = None
 
     def next_round(self) -> ClosedRound | None:
+        # A step is one round, so the step is complete when a round has ended.
         if self._finished is not None:
             return None
 

@@ -24,9 +24,9 @@ class GatheredRewards:
     groups: Tensor
     rewards: Tensor
     lengths: Tensor
-    """Number of tokens that the reward is for."""
-    finished: Tensor
-    """Length of the response that ends with this reward, 0 if more rewards follow."""
+    """Number of tokens that the reward is for: those since the reward before."""
+    response_lengths: Tensor
+    """Number of tokens of the response, at its last reward; 0 at the others."""
     greedy: Tensor
     """Reward of the greedy response to the prompt, at a response's last reward; 0 elsewhere."""
     local: slice

@@ -56,9 +56,10 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Return True if the rewards differ and not every sample is masked.
+        """Return True if the samples differ in their rewards and not all of them are masked.
 
-        Responses of several rewards differ in one of these, even if their sums are equal.
+        Samples with rewards of several steps differ if one of these rewards does, even if the sums
+        are equal.
         """
         rewards = {tuple(reward for _, reward in sample.steps) for sample in self.samples}
         return len(rewards) > 1 and not all(sample.masked for sample in self.samples)

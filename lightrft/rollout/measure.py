@@ -81,7 +81,8 @@ def _measure_episode(episode: Episode, metrics: Metrics) -> None:
 def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
     """Measure how many groups are solved to what degree, and how many have no signal.
 
-    `rewards` [N] and `groups` [N] cover the responses of all ranks.
+    `rewards` [N] and `groups` [N] cover the responses of all ranks. Only totals are compared here;
+    Group.has_signal also sees rewards of steps.
     """
     names, member, sizes = groups.unique(return_inverse=True, return_counts=True)
     zeros = rewards.new_zeros(len(names))

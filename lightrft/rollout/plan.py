@@ -1,4 +1,7 @@
-"""Choose what a step trains on, and the stages that fill the columns."""
+"""The experience of a step on its way: as it was sampled, then balanced and planned.
+
+A stage fills columns of it.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Collect the samples of a step.
 
-A scheduler chooses the prompts and the engine answers them. A group is scored as soon as the last
-response has ended.
+A scheduler chooses the prompts and the engine answers them. The reward function is called for a
+group as soon as its last response has ended, and score() waits for the results.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,11 @@ class Scheduler(Protocol):
         ...
 
     def selected(self) -> list[Group]:
-        """Return this rank's groups to learn from in this step."""
+        """Return this rank's groups to learn from in this step.
+
+        It is called once, at the end of the step's rounds, while the engine is still awake: with
+        --max_staleness the responses of later steps begin here.
+        """
         ...
 
     def finish_rewards(self, groups: list[Group]) -> list[GroupOutcome]:
@@ -51,7 +55,7 @@ class Scheduler(Protocol):
         ...
 
     def report(self, metrics: Metrics) -> None:
-        """Add the numbers of the step to the metrics."""
+        """Add the numbers of the step to the metrics, once the last round has ended."""
         ...
 
     def preparing(self, step: int) -> AbstractContextManager[None]:
@@ -81,9 +85,8 @@ class Rollout:
     def collect(self, step: int, metrics: Metrics) -> list[Group]:
         """Return this rank's complete groups of a step. The engine must be awake.
 
-        All ranks together return `rollout_batch_size` groups.
-
-        Raises ConfigError if no group of any round has a signal.
+        All ranks together return `rollout_batch_size` groups. Raises ConfigError with
+        --dynamic_sampling if no group of any round has a signal.
         """
         self.scheduler.begin_step(step)
 

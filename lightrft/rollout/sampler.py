@@ -84,7 +84,7 @@ class RolloutLoop:
             pass
 
     def running(self) -> set[tuple[int, int]]:
-        """Return (group number, place) of each response that this rank began and not yet ended."""
+        """Return (group number, place) of each unfinished response that this rank has begun."""
         pending = [self._pending[index] for index in self.session.unfinished]
         return {(group.number, place) for _, group, places in pending for place in places}
 
@@ -167,9 +167,9 @@ class Sampler:
     def pending(self, group: Group, places: Sequence[int], seed: int) -> Iterator[Pending]:
         """Yield the requests for these responses of a group.
 
-        New samples share one request, so the prompt is computed once. A continued sample has a
-        request of its own, and so has the greedy response. If ranks share groups, every sample has
-        a request of its own, so that the end of each is seen.
+        New responses share one request, so the prompt is computed once. A response that continues
+        has a request of its own, and so has the greedy one. With --rollout_schedule longest_first
+        every response has a request of its own, because the loop must see each of them end.
         """
         unfinished = [place for place in places if group.responses[place].finish_reason is None]
         sampled = [place for place in unfinished if place < len(group.samples)]
@@ -199,7 +199,7 @@ class Sampler:
         """Build the request that continues a response by at most `longest` tokens."""
         rest = self.section.generate_max_len - len(sample.token_ids)
         sampling = replace(sampling, max_tokens=min(rest, longest or rest))
-        # These two options describe the start of a response, and part of it exists already.
+        # These two options concern the first tokens of a response, and some of them exist already.
         if sample.token_ids:
             left = max(sampling.min_tokens - len(sample.token_ids), 0)
             sampling = replace(sampling, first_token_temperature=None, min_tokens=left)

@@ -1,4 +1,4 @@
-"""Rest prompts that were too easy or too hard for some epochs (--curriculum)."""
+"""Let prompts rest for some epochs if they were too easy or too hard (--curriculum)."""
 
 from lightrft.rollout.groups import History
 

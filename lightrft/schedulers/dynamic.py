@@ -18,7 +18,7 @@ class DynamicSampling:
         self.most_rounds = most_rounds
         self.chosen: set[int] = set()
         """Numbers of groups to learn from."""
-        self.idle: list[int] = []
+        self.without_signal: list[int] = []
         """Numbers of groups without a signal."""
 
     @property
@@ -29,18 +29,18 @@ class DynamicSampling:
     @property
     def acceptance(self) -> float:
         """Return what share of a round's groups can be expected to have a signal."""
-        tried = len(self.chosen) + len(self.idle)
+        tried = len(self.chosen) + len(self.without_signal)
         return max(len(self.chosen) / tried, LEAST_ACCEPTANCE) if tried else 1.0
 
     def take(self, outcomes: list[GroupOutcome]) -> None:
         """Take the outcomes of a round, sorted by group number."""
         with_signal = [each.number for each in outcomes if each.has_signal]
-        self.idle += [each.number for each in outcomes if not each.has_signal]
+        self.without_signal += [each.number for each in outcomes if not each.has_signal]
         self.chosen.update(with_signal[: self.missing])
 
     def report(self, metrics: Metrics, num_rounds: int) -> None:
         metrics.max("rollout/sampling_rounds", num_rounds)
-        metrics.max("rollout/groups_given_up", len(self.idle))
+        metrics.max("rollout/groups_given_up", len(self.without_signal))
 
     def fill(self, groups: list[Group], *, warns: bool) -> set[int]:
         """Choose groups without a signal to fill up the step; return their numbers.
@@ -50,9 +50,9 @@ class DynamicSampling:
         """
         if not self.chosen:
             raise ConfigError(
-                f"--dynamic_sampling: {len(self.idle)} prompts in {self.most_rounds} rounds, and"
-                " for each of them all responses got the same reward: there is no training signal."
-                " Are the data far too easy or too hard, or is the reward constant? `lightrft"
+                f"--dynamic_sampling: {len(self.without_signal)} prompts in {self.most_rounds}"
+                " rounds, and for each of them all responses got the same reward: there is no training"
+                " signal. Are the data far too easy or too hard, or is the reward constant? `lightrft"
                 " evaluate` shows responses; --dynamic_sampling_rounds allows more rounds"
             )
 
@@ -65,7 +65,7 @@ class DynamicSampling:
             )
 
         # Every rank has the same sorted numbers, so all of them choose the same substitutes.
-        substitutes = set(sorted(self.idle)[: self.missing])
+        substitutes = set(sorted(self.without_signal)[: self.missing])
         for group in groups:
             if group.number in substitutes:
                 group.mask()

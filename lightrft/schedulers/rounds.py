@@ -1,14 +1,19 @@
 """Fill a step in rounds: the scheduler of all options that FixedBatch does not know.
 
-Each option is a class of its own beside this file, and all of them can be combined:
+The last option of this list is in this file, and each other one has a file of its own beside it:
 
 - dynamic sampling (--dynamic_sampling): other prompts replace groups of equal rewards, in rounds
 - over-sampling (--over_sampling): a round starts more prompts than needed and stops as soon as
-  enough groups are complete; with tail rounds (--rollout_schedule) the rest begins anew later
+  enough groups are complete; see open_round.py. With --rollout_schedule tail_rounds the rest begins
+  anew later
+- --rollout_schedule longest_first: ranks share the responses to a prompt, and those that are
+  expected to be longest begin first; see assignment.py and divided.py
 - partial rollouts (--partial_rollout): unfinished responses continue in the next step
 - curriculum (--curriculum): prompts that were too easy or too hard rest for some epochs
-- staleness (--max_staleness): the next steps are generated while this one is learned
-- --overlap and --bad_rows skip: see overlap.py and readable.py
+- --overlap: models compute outputs of complete groups while the engine decodes others
+- --bad_rows skip: prompts whose media cannot be read any more are left out; see readable.py
+- staleness (--max_staleness): the engine generates the next steps while this one is learned. The
+  first round of each begins in Rounds.selected()
 
 All ranks make the same decisions, from numbers that all of them have. It does not matter which
 response ends first.
@@ -94,7 +99,7 @@ def needs_rounds(section: RolloutSection) -> bool:
 
 
 class Rounds(FixedBatch):
-    """The scheduler that has all options; see the module."""
+    """The scheduler that has all options; the first lines of this file list them."""
 
     def __init__(
         self,
@@ -164,16 +169,16 @@ class Rounds(FixedBatch):
         complete = [group for group in groups if group.complete]
         if self.section.dynamic_sampling:
             outcomes = self.finish_rewards(complete)
-            with_signal = {each.number for each in outcomes if each.has_signal}
+            usable = {each.number for each in outcomes if each.has_signal}
             selection.take(outcomes)
         else:
             parts = self.data.gather([group.number for group in complete])
             numbers = sorted(chain.from_iterable(parts))
-            with_signal = set(numbers)
+            usable = set(numbers)
             selection.chosen.update(numbers[: selection.missing])
 
         # A settled group has an outcome that counts: chosen, or known to have no signal.
-        settled = selection.chosen.union(selection.idle)
+        settled = selection.chosen.union(selection.without_signal)
         self._kept += [group for group in groups if group.number in settled]
         if self.section.partial_rollout:
             self.partial.keep([group for group in groups if group.number not in settled])
@@ -182,7 +187,7 @@ class Rounds(FixedBatch):
             left = [
                 each for each in self._active.plan.as_deferred if each[1] not in selection.chosen
             ]
-            self.deferred = defer(self.deferred, left, complete=with_signal)
+            self.deferred = defer(self.deferred, left, complete=usable)
 
     def report(self, metrics: Metrics) -> None:
         metrics.max("rollout/groups_carried", len(self.partial.of_all))
@@ -299,7 +304,7 @@ class Rounds(FixedBatch):
         return left or (0 if self.deferred else self.order.num_rows)
 
     def _rows(self, count: int, left_out: set[int]) -> tuple[list[int], int]:
-        """Return the next prompts, without left out and resting ones, and the place after them."""
+        """Return the next prompts that are not left out and do not rest, and the place after."""
         rows: list[int] = []
         place = self.place
         while len(rows) < count:

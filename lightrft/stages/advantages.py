@@ -1,4 +1,4 @@
-"""Set the advantage of each token from the rewards after it."""
+"""Set the advantage of each token from what the rewards after it are worth."""
 
 import torch
 
@@ -11,9 +11,12 @@ from lightrft.rollout.plan import Stage, TrainingPlan
 
 
 class RewardToGo(Stage):
-    """Sums the discounted rewards from each token on."""
+    """Sums the advantages of the rewards from each token on, discounted by gamma.
 
-    reads = ("step_rewards",)
+    They are what the estimator made of the rewards, less the penalty of --init_kl_coef.
+    """
+
+    reads = ("reward_advantages",)
     writes = ("advantages",)
 
     def __init__(self, gamma: float):
@@ -21,13 +24,15 @@ class RewardToGo(Stage):
 
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
         experience = plan.experience
-        experience.advantages = reward_to_go(experience.step_rewards, experience, gamma=self.gamma)
+        experience.advantages = reward_to_go(
+            experience.reward_advantages, experience, gamma=self.gamma
+        )
 
 
 class GeneralizedAdvantages(Stage):
     """Estimates advantages with the critic's values (GAE), and the returns that it learns."""
 
-    reads = ("step_rewards", "values")
+    reads = ("reward_advantages", "values")
     writes = ("advantages", "returns")
 
     def __init__(self, gamma: float, lambd: float, total: Sum):
@@ -38,7 +43,7 @@ class GeneralizedAdvantages(Stage):
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
         experience = plan.experience
         experience.advantages, returns = gae(
-            experience.step_rewards,
+            experience.reward_advantages,
             experience.values,
             experience,
             gamma=self.gamma,

@@ -41,7 +41,7 @@ class CompareRewards:
         groups = gathered.groups.long()
         rewards = gathered.rewards.float()
         if self.shaper is not None:
-            rewards = self.shaper(gathered.rewards, groups, gathered.finished)
+            rewards = self.shaper(gathered.rewards, groups, gathered.response_lengths)
         given = {
             "lengths": gathered.lengths,
             "responses": gathered.rows,

@@ -1,4 +1,4 @@
-"""Subtract the KL penalty from the rewards, and adapt coefficients."""
+"""Subtract the KL penalty from the rewards of tokens, and adapt coefficients."""
 
 import torch
 from torch import Tensor
@@ -15,13 +15,15 @@ from lightrft.types import Experience
 
 
 class KLPenalty(Stage):
-    """Subtracts the KL divergence from the reference, times the coefficient, from the rewards.
+    """Subtracts the KL divergence from the reference, times the coefficient, from each token.
 
-    With --use_kl_loss the penalty is in the loss, and only the coefficient is adapted here.
+    It comes after the estimator has compared the rewards, so it is in no mean and no deviation of a
+    group. rloo alone compares the penalties too. With --use_kl_loss the penalty is in the loss, and
+    only the coefficient is adapted here.
     """
 
-    reads = ("old_logprobs", "reference_logprobs", "step_rewards")
-    writes = ("step_rewards",)
+    reads = ("old_logprobs", "reference_logprobs", "reward_advantages")
+    writes = ("reward_advantages",)
 
     def __init__(self, section: AlgorithmSection, coefficient: KLCoefficient, data: Axis):
         self.section = section
@@ -50,7 +52,7 @@ class KLPenalty(Stage):
 
         if not self.section.use_kl_loss:
             penalty = self._compared(experience, self.coefficient.value * kl)
-            experience.step_rewards = experience.step_rewards - penalty
+            experience.reward_advantages = experience.reward_advantages - penalty
 
     def _compared(self, experience: Experience, penalty: Tensor) -> Tensor:
         """Return the penalty of each token: [T].

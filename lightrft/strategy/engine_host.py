@@ -34,6 +34,8 @@ WeightsOf = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
 
 
 class EngineStatus(Enum):
+    """Whether the engine can generate, in the words of scripts that read it."""
+
     SLEEPED = "sleeped"
     WAKEUP = "wakeup"
 
@@ -43,7 +45,7 @@ class EngineHost:
 
     strategy.host.start(actor=actor)
     with strategy.host.awake(actor):          # streams the newest weights in
-        strategy.host.generate(sampling, requests)
+        loop = strategy.host.open(sampling)   # the sampler adds requests and steps the loop
 
     All ranks call every method together.
     """

@@ -123,7 +123,7 @@ class PPOTrainer(Trainer):
             plan = self.make_experience(samples, self.metrics)
 
         losses = []
-        # The next step depends on this one's rewards, not on the updates.
+        # Which prompts come next depends on the rewards of this step, and not on its updates.
         with self._preparing(number + 1):
             for learner in self.learners:
                 if number >= learner.first_step:

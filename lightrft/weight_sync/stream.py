@@ -1,4 +1,4 @@
-"""Stream every parameter under the Hugging Face name: full, in the transfer dtype, in buckets.
+"""Stream every parameter under its name in transformers: full, in the transfer dtype, in buckets.
 
 A shard is cast before it is gathered, so the bytes sent are parameters x transfer dtype, once for
 every axis that shards them. At most two buckets exist in addition to the model at any time: the

@@ -11,10 +11,10 @@ weights. There are two verifications:
   than copying them.
 - A sample follows each other sync. It sums the bits of every ROUNDS-th row, and the next round
   begins one row later. Vectors, and weights with fewer rows, are summed completely. It finds at
-  once a weight that is missing, stale, or arrived under another name, and the same of a part that
-  has at least ROUNDS rows, such as a rank's. One wrong element is found if the row is in the
-  sample, thus within ROUNDS syncs if it stays wrong. What changed places within the sample is left
-  to the next full verification.
+  once a weight that is missing or stale, or that arrived under another name. It finds at once, too,
+  if that is true of only a part of a weight, such as a rank's, with at least ROUNDS rows. One wrong
+  element is found if the row is in the sample, thus within ROUNDS syncs if it stays wrong. What
+  changed places within the sample is left to the next full verification.
 
 If an engine keeps weights only in a packed form for the kernels, the products W x with random signs
 x are compared instead, up to rounding errors. A full verification computes them for all layers, and

@@ -42,7 +42,7 @@ def experience(count: int, length: int, first: int, seed: int):
     total = int(lengths.sum())
     tokens = {
         name: torch.randn(total, generator=generator)
-        for name in ("engine_logprobs", "step_rewards")
+        for name in ("engine_logprobs", "reward_advantages")
     }
     return Experience(
         lengths=lengths,

@@ -333,7 +333,7 @@ def experience(rows: int, first: int) -> Experience:
     numbers = torch.arange(first, first + rows)
     tokens = {
         name: torch.randn(total, generator=generator)
-        for name in ("engine_logprobs", "step_rewards")
+        for name in ("engine_logprobs", "reward_advantages")
     }
 
     return Experience(
