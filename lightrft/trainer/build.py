@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -80,7 +81,10 @@ from lightrft.types import RoutedShape
 
 
 def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
-    """Build everything that a run of train_ppo needs, in order: data, models, engine, loop."""
+    """Build everything that a run of train_ppo needs, in order: data, models, engine, loop.
+
+    A function that builds what an option adds returns None without the option.
+    """
     prepare_config("train_ppo", config)
     world = strategy.mesh.world
     run_folder = RunFolder.claim(config, world)
@@ -88,38 +92,23 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     original = config
     # The trainer records what the user wrote, without what is added to the configuration here.
     config = with_tools(with_merged_pretrain(config, world), world)
-    if config.engine.rollout_quantization != "none":
-        from lightrft.engine.build import check_quantization
+    check_engine(config, strategy)
 
-        check_quantization(
-            config.engine,
-            config.model.pretrain,
-            strategy.device,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+    # data, and what reads it
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
     rewards.check(training_data.prompts.examples)
-
-    eval_sets = build_eval_sets(
-        config, strategy, training_data.tokenizer, training_data.expand, rewards
-    )
-    config = with_token_ids(config, training_data.tokenizer)
-    algorithm = config.algorithm
     tokenizer = training_data.tokenizer
+    eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)
+    config = with_token_ids(config, tokenizer)
+
+    # models and engine
+    algorithm = config.algorithm
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
     policy, critic, teacher = build_ppo_roles(config, strategy, training_data, updates=updates)
-    draft = None
-
-    if config.optim.draft_learning_rate > 0:
-        draft = build_draft(
-            config, strategy, tokenizer, updates=training_data.total_steps * updates
-        )
-
-    ptx_loss = None
-    if config.data.pretrain_data:
-        ptx_loss = build_ptx_loss(config, policy, training_data, teacher)
+    draft = build_draft(config, strategy, tokenizer, updates=training_data.total_steps * updates)
+    ptx_loss = build_ptx_loss(config, policy, training_data, teacher)
     if not config.rollout.replay_rollouts:
         rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
         name = f"(--engine_type {config.engine.engine_type})"
@@ -128,6 +117,8 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     observer, trace = observation(config, strategy)
     strategy.trace = trace
     rewards.trace = trace
+
+    # the way from samples to experience
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(
         algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
@@ -161,10 +152,9 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
         branches=has_episodes(config.environment),
     )
 
+    # the way from prompts to samples
     sampler = build_sampler(config, strategy, tokenizer)
-    overlap = None
-    if config.rollout.overlap:
-        overlap = build_overlap(strategy, make_experience, rewards, trace)
+    overlap = build_overlap(config, strategy, make_experience, rewards, trace)
     scheduler = build_scheduler(
         config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
     )
@@ -192,14 +182,37 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
         options["dump"] = partial(dump.write, writer=observer.writer)
 
     if config.rollout.replay_rollouts:
-        recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
-        read = partial(
-            recorded.read,
-            prompts=training_data.prompts,
-            never_sampled=policy.truncation.banned,
-        )
-        return ReplayTrainer(original, strategy, policy, training_data, read=read, **options)
+        return replay_trainer(original, strategy, policy, training_data, options)
     return PPOTrainer(original, strategy, policy, training_data, **options)
+
+
+def replay_trainer(
+    config: Config,
+    strategy: Strategy,
+    policy: Policy,
+    training_data: TrainingData,
+    options: dict[str, Any],
+) -> ReplayTrainer:
+    """Build the trainer of --replay_rollouts: it learns from samples that another run wrote."""
+    recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
+    read = partial(
+        recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned
+    )
+    return ReplayTrainer(config, strategy, policy, training_data, read=read, **options)
+
+
+def check_engine(config: Config, strategy: Strategy) -> None:
+    """Raise ConfigError for an engine that cannot read the model in eight bits."""
+    if config.engine.rollout_quantization == "none":
+        return
+    from lightrft.engine.build import check_quantization
+
+    check_quantization(
+        config.engine,
+        config.model.pretrain,
+        strategy.device,
+        trust_remote_code=config.model.trust_remote_code,
+    )
 
 
 def build_learners(
@@ -321,15 +334,19 @@ def build_scheduler(
 
 
 def build_overlap(
+    config: Config,
     strategy: Strategy,
     make_experience: ExperienceMaker,
     rewards: RewardRunner,
     trace: Untraced,
-) -> Overlap:
+) -> Overlap | None:
     """Build the thread that computes early, while other groups are still generated.
 
-    It computes the models' outputs and the scores of reward models for complete groups.
+    It computes the models' outputs and the scores of reward models for complete groups. None
+    without --overlap.
     """
+    if not config.rollout.overlap:
+        return None
 
     def compute(groups: list[Group]) -> None:
         make_experience.compute_early([sample for group in groups for sample in group.samples])
@@ -341,8 +358,11 @@ def build_overlap(
 
 def build_ptx_loss(
     config: Config, policy: Policy, training_data: TrainingData, teacher: Teacher | None
-) -> PtxLoss:
+) -> PtxLoss | None:
     """Build the supervised loss on --pretrain_data, to be added to the loss on the samples."""
+    if not config.data.pretrain_data:
+        return None
+
     tokenizer = training_data.tokenizer
     expand = training_data.expand
     prompts = load_supervised(config, tokenizer, expand, source="pretrain_data")

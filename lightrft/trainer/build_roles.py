@@ -193,9 +193,12 @@ def build_critic(
 
 def build_draft(
     config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, *, updates: int
-) -> Draft:
-    """Build the sharded model of --speculative draft; all parameters are trained."""
+) -> Draft | None:
+    """Build the sharded model of --speculative draft, if it learns; all parameters are trained."""
     optim = config.optim
+    if optim.draft_learning_rate == 0:
+        return None
+
     name = config.engine.draft_pretrain
     check_vocabulary(config.model, "draft_pretrain", tokenizer, name=name)
     strategy.announce("load_draft")
