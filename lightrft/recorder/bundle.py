@@ -78,10 +78,11 @@ def _checked(folder: Path, step: int) -> tuple[Config, list[dict[str, Any]], Pat
         or has_episodes(config.environment)
         or config.data.pretrain_data
         or config.optim.draft_learning_rate
+        or config.engine.router_replay  # recorded samples have no experts
     ):
         raise ConfigError(
-            "a bundle holds a step on text without environments, --pretrain_data and"
-            " --draft_learning_rate; fork the run instead: --fork_from and --at"
+            "a bundle holds a step on text without environments, --pretrain_data,"
+            " --draft_learning_rate and --router_replay; fork the run instead: --fork_from and --at"
         )
 
     samples = read_recorded(folder, step)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -18,7 +17,7 @@ from lightrft.algorithms.reduce import Denominator, Report
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.backends.optim import own_settings
 from lightrft.checkpoint.manager import PARTS
-from lightrft.config.references import JUDGE, SERVER, reward_terms, reward_weights
+from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import moves_reference
 from lightrft.data.prompt_set import PromptSet
 from lightrft.models.load import load_tokenizer
@@ -29,7 +28,6 @@ from lightrft.rollout.experience import flatten, numbers_of_rows
 from lightrft.run.digests import Digests, StepRecord, row_of
 from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import sample_of_json
-from lightrft.stages.build import experience_maker
 from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Experience, Prompt, Sample
@@ -75,9 +73,10 @@ class Builders(Protocol):
 
     TrainingData: Any
     build_rewards: Any
+    build_experience_maker: Any
     build_ppo_roles: Any
     build_learners: Any
-    teacher_columns: Any
+    updates_of_a_step: Any
     with_token_ids: Any
 
 
@@ -255,9 +254,9 @@ class _Step:
         tokenizer = load_tokenizer(config.model)
         config = self.config = build.with_token_ids(bundle.config, tokenizer)
         data = build.TrainingData(tokenizer, PromptSet([]), PromptSet([]), total)
-        count = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
-        updates = count // config.train.train_batch_size * config.train.max_epochs
-        policy, critic, teacher = build.build_ppo_roles(config, strategy, data, updates=updates)
+        policy, critic, teacher = build.build_ppo_roles(
+            config, strategy, data, updates=build.updates_of_a_step(config)
+        )
         self.policy = policy
         self.critic = critic
         algorithm = config.algorithm
@@ -280,25 +279,15 @@ class _Step:
                 "entropy_coefficient": self.entropy_coefficient,
             },
         )
-        self.make_experience = experience_maker(
+        self.make_experience = build.build_experience_maker(
+            config,
             policy,
-            algorithm,
-            config.train,
-            shaper=shaper,
-            kl_coefficient=self.kl_coefficient,
-            entropy_coefficient=self.entropy_coefficient,
-            critic=critic,
-            teacher=teacher,
-            flatten=partial(
-                flatten,
-                first_token_apart=config.rollout.first_token_temperature is not None,
-                min_tokens=config.rollout.min_tokens,
-            ),
-            teacher_columns=build.teacher_columns(config, data.tokenizer),
-            reward_weights=reward_weights(
-                config.reward.reward, config.model, config.reward.reward_model_coef
-            ),
-            num_updates=updates,
+            critic,
+            teacher,
+            data,
+            shaper,
+            self.kl_coefficient,
+            self.entropy_coefficient,
         )
 
     def _load(self, folder: Path, parts: dict[str, Any]) -> None:

@@ -104,8 +104,7 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
 
     # models and engine
     algorithm = config.algorithm
-    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
-    updates = samples // config.train.train_batch_size * config.train.max_epochs
+    updates = updates_of_a_step(config)
     policy, critic, teacher = build_ppo_roles(config, strategy, training_data, updates=updates)
     draft = build_draft(config, strategy, tokenizer, updates=training_data.total_steps * updates)
     ptx_loss = build_ptx_loss(config, policy, training_data, teacher)
@@ -126,30 +125,8 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     entropy_coefficient = EntropyCoefficient(
         algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_step
     )
-    make_experience = experience_maker(
-        policy,
-        algorithm,
-        config.train,
-        shaper=shaper,
-        kl_coefficient=kl_coefficient,
-        entropy_coefficient=entropy_coefficient,
-        critic=critic,
-        teacher=teacher,
-        flatten=partial(
-            flatten,
-            expand=training_data.expand,
-            first_token_apart=config.rollout.first_token_temperature is not None,
-            min_tokens=config.rollout.min_tokens,
-            routed=RoutedShape.of(policy.actor.hf_model.config)
-            if config.engine.router_replay
-            else None,
-        ),
-        teacher_columns=teacher_columns(config, tokenizer),
-        reward_weights=reward_weights(
-            config.reward.reward, config.model, config.reward.reward_model_coef
-        ),
-        num_updates=updates,
-        branches=has_episodes(config.environment),
+    make_experience = build_experience_maker(
+        config, policy, critic, teacher, training_data, shaper, kl_coefficient, entropy_coefficient
     )
 
     # the way from prompts to samples
@@ -184,6 +161,53 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     if config.rollout.replay_rollouts:
         return replay_trainer(original, strategy, policy, training_data, options)
     return PPOTrainer(original, strategy, policy, training_data, **options)
+
+
+def updates_of_a_step(config: Config) -> int:
+    """Return how many optimizer steps a step takes."""
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    return samples // config.train.train_batch_size * config.train.max_epochs
+
+
+def build_experience_maker(
+    config: Config,
+    policy: Policy,
+    critic: Critic | None,
+    teacher: Teacher | None,
+    training_data: TrainingData,
+    shaper: RewardShaper,
+    kl_coefficient: KLCoefficient,
+    entropy_coefficient: EntropyCoefficient,
+) -> ExperienceMaker:
+    """Build what turns scored samples into experience."""
+    rollout = config.rollout
+    routed = None
+    if config.engine.router_replay:
+        routed = RoutedShape.of(policy.actor.hf_model.config)
+
+    return experience_maker(
+        policy,
+        config.algorithm,
+        config.train,
+        shaper=shaper,
+        kl_coefficient=kl_coefficient,
+        entropy_coefficient=entropy_coefficient,
+        critic=critic,
+        teacher=teacher,
+        flatten=partial(
+            flatten,
+            expand=training_data.expand,
+            first_token_apart=rollout.first_token_temperature is not None,
+            min_tokens=rollout.min_tokens,
+            routed=routed,
+        ),
+        teacher_columns=teacher_columns(config, training_data.tokenizer),
+        reward_weights=reward_weights(
+            config.reward.reward, config.model, config.reward.reward_model_coef
+        ),
+        num_updates=updates_of_a_step(config),
+        branches=has_episodes(config.environment),
+    )
 
 
 def replay_trainer(

@@ -203,9 +203,13 @@ def test_folders_of_reward_models_are_not_needed(runs, tmp_path):
     assert (flag, term) == ("reward_pretrain", expected)
 
 
-def test_a_draft_that_learns_is_refused(runs, tmp_path):
-    run = with_settings(runs / "plain", tmp_path / "run", "optim", draft_learning_rate=1e-3)
-    with pytest.raises(ConfigError, match="without environments, .* and --draft_learning_rate"):
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [("optim", "draft_learning_rate", 1e-3), ("engine", "router_replay", True)],
+)
+def test_what_recorded_samples_do_not_hold_is_refused(runs, tmp_path, section, name, value):
+    run = with_settings(runs / "plain", tmp_path / "run", section, **{name: value})
+    with pytest.raises(ConfigError, match=f"a bundle holds a step on text without .*--{name}"):
         write_bundle(run, 1, tmp_path / "a.zip")
 
 
