@@ -1,9 +1,8 @@
 """The policy: the actor that learns and generates, and the reference that holds it back."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,26 +14,19 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.algorithms.truncation import ALL, Truncation
-from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers, unwrap
 from lightrft.config.sections import AlgorithmSection
-from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Likeliest, TokenLogprobs
-from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, plain_name
-from lightrft.observe.profiler import Profiler
-from lightrft.roles.compatible_names import PolicyNames
+from lightrft.models.lora import adapted_layers, adapters_off
 from lightrft.roles.microbatch import MicroBatchIndices
-from lightrft.roles.padded import flatten
+from lightrft.roles.policy_methods import PolicyMethods
 from lightrft.roles.role import Role
-from lightrft.strategy.phases import Phase
-from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.strategy.strategy import Strategy
-from lightrft.types import Batch, Completion, padded
+from lightrft.types import Batch
 
-EVERYTHING = 2**62
 WITHOUT_ENTROPY = TokenLogprobs(entropy=False)
 
 
-class Policy(Role, PolicyNames):
+class Policy(Role, PolicyMethods):
     """Log-probs, updates and samples of the actor, and log-probs of the frozen reference.
 
     A run calls logprobs(), reference_logprobs() and update() with flat batches. Loops of your own
@@ -77,9 +69,6 @@ class Policy(Role, PolicyNames):
         self.temperature = temperature
         self.truncation = truncation
         self.tokenizer = tokenizer
-        self._generations = 0
-        self._version_before_refit: int | None = None
-        self._profiler: Profiler | None = None
 
     @property
     def actor(self) -> Actor:
@@ -91,45 +80,6 @@ class Policy(Role, PolicyNames):
         return self.actor.language_model.config.get_text_config().vocab_size
 
     # -- log-probs
-
-    def get_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
-        """Return `logprobs` [B, S] float32: log p of every token given the tokens before it.
-
-        Column 0 and the padding are 0.
-        """
-        return {
-            "logprobs": self._answer(
-                batch, self.actor, lambda part: self._token_logprobs(self.actor, part), mbs
-            )
-        }
-
-    def get_reference_logprobs(
-        self, batch: Mapping[str, Any], mbs: int | None = None
-    ) -> dict[str, Tensor]:
-        """Return `reference_logprobs` [B, S]: the same under the reference model."""
-        with self._reference() as reference:
-            values = self._answer(
-                batch, reference, lambda part: self._token_logprobs(reference, part), mbs
-            )
-        return {"reference_logprobs": values}
-
-    def get_top_logprobs(
-        self, batch: Mapping[str, Any], k: int, mbs: int | None = None
-    ) -> dict[str, Tensor]:
-        """Return the k most likely next tokens after each token.
-
-        `top_logprobs` [B, S, k] is float32 and `top_ids` [B, S, k] int64. The most likely comes
-        first; log-probs are at the policy's temperature, over the whole vocabulary. Unlike in
-        get_logprobs(), column t is about the token after column t; the padding is 0.
-        """
-
-        def ask(part: Batch) -> Tensor:
-            logprobs, ids = self.actor(part, self.temperature, ALL, Likeliest(k, after_all=True))
-            return torch.cat([logprobs, ids.float()], dim=1)  # float32 is exact for ids below 2^24
-
-        top = self._answer(batch, self.actor, ask, mbs)
-        top = top.view(*top.shape[:2], 2 * k)  # also if no rank has rows
-        return {"top_logprobs": top[..., :k], "top_ids": top[..., k:].long()}
 
     def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """Return log p of every learned token of a flat batch under the actor, 0 elsewhere.
@@ -216,227 +166,6 @@ class Policy(Role, PolicyNames):
         """
         read = TokenLogprobs(entropy=False, targets=targets, gradients=gradients)
         return self.actor(batch, 1.0, ALL, read)[0], {}
-
-    # -- generation
-
-    def generate(self, batch: Mapping[str, Any], greedy: bool = False) -> dict[str, Tensor]:
-        """Generate one response to each prompt of `input_ids`; every call draws anew.
-
-        A response has at most --generate_max_len tokens. Returns `output_ids` [B, S_out]: prompt
-        and response, then the padding token. S_out is the same on all ranks. `generation_lengths`
-        [B] has the lengths of responses, and `unpadded_sequence_lengths` [B] the lengths of prompt
-        and response. `logprobs` [B, S_out] float32 has the log-probs of the response's tokens as
-        sampled, 0 elsewhere. Greedy log-probs are at temperature 1. Requires
-        prepare_for_generation() first.
-        """
-        phase = self.strategy.memory.phase
-        if phase is not Phase.GENERATE:
-            raise RuntimeError(
-                f"generate() in phase {phase.value}: call prepare_for_generation() first"
-            )
-
-        flat = flatten(batch, self.strategy.mesh.data).batch
-        prompts = [ids.tolist() for ids in flat.input_ids.split(flat.lengths.tolist())]
-        self._generations += 1
-        # The seed counts calls: each draws anew, and a resumed run continues the series.
-        section = self.strategy.config.rollout
-        sampling = Sampling(
-            max_tokens=section.generate_max_len,
-            temperature=0.0 if greedy else self.temperature,
-            stop=tuple(section.stop),
-            stop_token_ids=tuple(section.stop_token_ids),
-            top_p=self.truncation.top_p,
-            top_k=self.truncation.top_k,
-            min_p=self.truncation.min_p,
-            banned_token_ids=self.truncation.banned,
-            seed=self.strategy.seed * 1_000_003 + self._generations,
-        )
-        reader = PromptReader(self.strategy.host.engine.vocabulary, special_tokens=False)
-        requests = [reader.request(prompt, {}) for prompt in prompts]
-        completions = self.strategy.host.generate(sampling, requests)
-
-        return self._generated(prompts, [samples[0] for samples in completions])
-
-    def _generated(
-        self, prompts: list[list[int]], completions: list[Completion]
-    ) -> dict[str, Tensor]:
-        new = torch.tensor(
-            [len(completion.token_ids) for completion in completions], dtype=torch.int64
-        )
-        lengths = new + torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
-        # Results have one width on all ranks.
-        longest = int(
-            self.strategy.mesh.data.max(
-                torch.tensor(max(lengths.tolist(), default=0), device=self.strategy.device)
-            )
-        )
-        width = -(-longest // self.width_multiple) * self.width_multiple
-        pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None
-        rows = list(zip(prompts, completions, strict=True))
-        ids = torch.tensor(
-            [token for prompt, each in rows for token in (*prompt, *each.token_ids)],
-            dtype=torch.int64,
-        )
-        logprobs = torch.tensor(
-            [value for prompt, each in rows for value in (*[0.0] * len(prompt), *each.logprobs)]
-        )
-
-        return {
-            "output_ids": padded(ids, lengths, width, fill=pad or 0),
-            "generation_lengths": new,
-            "unpadded_sequence_lengths": lengths,
-            "logprobs": padded(logprobs, lengths, width),
-        }
-
-    # -- phases
-
-    def prepare_for_generation(self) -> None:
-        """Wake the engine with the actor's newest weights.
-
-        They are streamed unless that was done since offload_before_refit().
-        """
-        refitted = (
-            self._version_before_refit is not None
-            and self.strategy.host.version > self._version_before_refit
-        )
-        phase = self.strategy.memory.phase
-        stale = phase in (Phase.TRAIN, Phase.LOGPROB) or (phase is Phase.REFIT and not refitted)
-        self.strategy.host.wake(self.actor if stale else None)
-
-    def prepare_for_training(self) -> None:
-        """Bring the actor and its optimizer to the device.
-
-        Raises PhaseError during generation: finish_generation() first.
-        """
-        self.strategy.memory.enter(Phase.TRAIN, self.actor, self.optimizer)
-
-    def prepare_for_logprobs(self) -> None:
-        """Bring the actor to the device.
-
-        Raises PhaseError during generation: finish_generation() first.
-        """
-        self.strategy.memory.enter(Phase.LOGPROB, self.actor)
-
-    def finish_generation(self) -> None:
-        """Put the engine to sleep, if it is allowed to, so that models can return to the device."""
-        self.strategy.host.sleep()
-
-    def finish_training(self) -> None:
-        """Move actor and optimizer off the device with --offload_idle."""
-        if self._step is not None:
-            raise RuntimeError(
-                "a train step is open: call finish_train_step() or abort_train_step() first"
-            )
-        self.strategy.memory.enter(Phase.LOGPROB)
-
-    def finish_inference(self) -> None:
-        """Move the model that was used off the device with --offload_idle."""
-        self.strategy.memory.enter(Phase.LOGPROB)
-
-    def offload_before_refit(self) -> None:
-        """Move the optimizer off the device, and bring the actor there for the weight stream."""
-        self._version_before_refit = self.strategy.host.version
-        self.strategy.memory.enter(Phase.REFIT, self.actor)
-        if self.optimizer is not None:
-            self.strategy.memory.offload_optimizer(self.optimizer)
-
-    def offload_after_refit(self) -> None:
-        """Move the actor off the device too, which frees memory for the engine's cache."""
-        self.strategy.memory.enter(Phase.REFIT)
-        self.strategy.memory.offload_model(self.actor)
-
-    def refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return Hugging Face name -> full shape and dtype of the tensors of stream_weights().
-
-        They are in the order of the stream.
-        """
-        shapes = (
-            (name, self.strategy.full_shape(parameter))
-            for name, parameter in hf_parameters(self.actor)
-        )
-        learned = {
-            name: (shape, self.strategy.dtype)
-            for name, shape in fold_adapters(shapes, lambda _, base, *adapter: base)
-        }
-        buffers = persistent_buffers(unwrap(self.actor))
-
-        return learned | {
-            plain_name(name): (buffer.shape, buffer.dtype) for name, buffer in buffers
-        }
-
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return an iterator over (Hugging Face name, full tensor) of the actor.
-
-        All ranks consume it to the end.
-        """
-        return self.strategy.full_params(self.actor)
-
-    # -- files
-
-    def save_checkpoint(
-        self,
-        weights_path: str | Path,
-        optimizer_path: str | Path | None = None,
-        tokenizer_path: str | Path | None = None,
-    ) -> None:
-        """Save the actor as a Hugging Face folder, and optionally two more folders.
-
-        `optimizer_path` gets all that a run needs to continue (weights, optimizer, schedule, random
-        states), for strategy.checkpoints.load(actor, parent, name, parts={"policy": policy}).
-        `tokenizer_path` gets the tokenizer.
-        """
-        self.strategy.checkpoints.save_model(self.actor, None, weights_path)
-        if optimizer_path is not None:
-            # Folders beside it belong to the caller, so the limits let none be removed.
-            path = Path(optimizer_path)
-            self.strategy.checkpoints.save(
-                self.actor,
-                path.parent,
-                path.name,
-                max_num=EVERYTHING,
-                max_mem=EVERYTHING,
-                save_latest=False,
-                optimizer=self.optimizer,
-                scheduler=self.scheduler,
-                parts={"policy": self},
-            )
-
-        if tokenizer_path is not None:
-            if self.tokenizer is None:
-                raise ValueError("this policy has no tokenizer to save: create it with a tokenizer")
-            if self.strategy.is_rank_0():
-                self.tokenizer.save_pretrained(tokenizer_path)
-            self.strategy.mesh.world.barrier()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of calls of generate(): a resumed run continues from it."""
-        return {"generations": self._generations}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._generations = state["generations"]
-
-    def start_profiling(self, folder: str | Path) -> None:
-        """Record what this rank computes until stop_profiling()."""
-        if self._profiler is not None:
-            raise RuntimeError("profiling is already active: call stop_profiling() first")
-        self._profiler = Profiler(Path(folder), self.strategy.get_rank())
-
-    def stop_profiling(self) -> Path:
-        """Write the record as a Chrome trace and return its path."""
-        if self._profiler is None:
-            raise RuntimeError("profiling is not active: call start_profiling() first")
-        profiler = self._profiler
-        self._profiler = None
-        return profiler.stop()
-
-    def shutdown(self) -> None:
-        """End profiling, the engine, and the process group if the strategy made it.
-
-        May be called at any time.
-        """
-        if self._profiler is not None:
-            self.stop_profiling()
-        self.strategy.close()
 
     def _token_logprobs(self, model: Actor, batch: Batch) -> Tensor:
         """Compute log-probs of learned tokens, 0 elsewhere: [T]."""

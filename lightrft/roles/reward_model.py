@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.reduce import LocalGradients, Report, sequence_sums
-from lightrft.roles.compatible_names import ScorerNames
 from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
 from lightrft.roles.role import Role
 from lightrft.types import Batch, JudgedBatch, to_device
 
 
-class RewardModel(Role, ScorerNames):
+class RewardModel(Role):
     """Reward model; its module is a models.heads.Scorer, read at the last token of each sequence.
 
     If it has several heads, the mean counts. Objectives of train() get scores [N], and the
@@ -47,6 +46,12 @@ class RewardModel(Role, ScorerNames):
     def get_rewards(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the rewards, [B] float32 on the host: the scores at the last tokens."""
         return self.get_scores(batch, mbs).gather(1, batch[LENGTHS].cpu().long()[:, None] - 1)[:, 0]
+
+    def score(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return `scores` [B]: get_rewards() by the name that NeMo-RL has for it."""
+        return {"scores": self.get_rewards(data, micro_batch_size)}
 
     def forward(
         self, batch: Batch, gradients: LocalGradients | None = None
