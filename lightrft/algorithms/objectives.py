@@ -22,7 +22,7 @@ from lightrft.algorithms.kl import (
     k3,
     kl_estimators,
 )
-from lightrft.algorithms.options import keywords, options, resolve
+from lightrft.algorithms.options import keywords, options_of, resolve
 from lightrft.algorithms.policy_loss import PER_SEQUENCE, PER_TOKEN, PolicyLoss, policy_losses
 from lightrft.algorithms.preferences.dpo import DPOObjective
 from lightrft.algorithms.preferences.kto import KTOObjective
@@ -183,7 +183,7 @@ class PolicyObjective:
         self.kl_coefficient = kl_coefficient or KLCoefficient(section.init_kl_coef)
         self.entropy_coefficient = entropy_coefficient or EntropyCoefficient(section.entropy_coef)
         self.policy_loss: PolicyLoss = resolve(policy_losses, section.policy_loss, extra=GIVEN)
-        self.options = options(self.policy_loss, section)
+        self.options = options_of(self.policy_loss, section)
         self.given = keywords(self.policy_loss).keys() & GIVEN
         self.correction = section.rollout_correction and resolve(
             corrections, section.rollout_correction
@@ -320,7 +320,7 @@ class PolicyObjective:
         ratios = importance_ratios(
             inputs.old, batch.engine_logprobs, batch, self.section.rollout_correction_level
         )
-        weights = self.correction(ratios, **options(self.correction, self.section))
+        weights = self.correction(ratios, **options_of(self.correction, self.section))
         weights = _of_tokens(
             f"--rollout_correction {self.section.rollout_correction}: its weight", weights, ratios
         )

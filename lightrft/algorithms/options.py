@@ -24,7 +24,7 @@ def keywords(function: Callable[..., Any]) -> dict[str, bool]:
     return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def options(function: Callable[..., Any], section: AlgorithmSection) -> dict[str, Any]:
+def options_of(function: Callable[..., Any], section: AlgorithmSection) -> dict[str, Any]:
     """Return the keyword arguments of `function` that are fields of the section."""
     return {name: getattr(section, name) for name in keywords(function) if name in FIELDS}
 

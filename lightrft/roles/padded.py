@@ -40,7 +40,7 @@ class FlattenedBatch:
     """[rank]: the rows that this rank's caller holds, counted over all ranks."""
 
 
-def flatten(
+def flatten_padded(
     rows: Mapping[str, Any], axis: Axis, *, required: Sequence[str] = (), columns: bool = False
 ) -> FlattenedBatch:
     """Concatenate right-padded rows [B, S].

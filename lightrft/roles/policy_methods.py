@@ -20,7 +20,7 @@ from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Likeliest
 from lightrft.models.lora import fold_adapters, plain_name
 from lightrft.observe.profiler import Profiler
-from lightrft.roles.padded import flatten
+from lightrft.roles.padded import flatten_padded
 from lightrft.roles.role import TrainStep
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.prompt_reader import PromptReader
@@ -114,7 +114,7 @@ class PolicyMethods:
                 f"generate() in phase {phase.value}: call prepare_for_generation() first"
             )
 
-        flat = flatten(batch, self.strategy.mesh.data).batch
+        flat = flatten_padded(batch, self.strategy.mesh.data).batch
         prompts = [ids.tolist() for ids in flat.input_ids.split(flat.lengths.tolist())]
         self._generations += 1
         # The seed counts calls: each draws anew, and a resumed run continues the series.

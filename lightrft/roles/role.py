@@ -31,7 +31,7 @@ from lightrft.config.sections import TrainSection
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.microbatch import B, MicroBatchIndices, empty_microbatch, infer, micro_batches
 from lightrft.roles.operations import TrainingOperations
-from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten
+from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten_padded
 from lightrft.roles.reports import MicroBatchReports
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.strategy import Strategy
@@ -200,7 +200,9 @@ class Role(ABC):
 
         The second result has the micro-batches of each optimizer step.
         """
-        flattened = flatten(batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True)
+        flattened = flatten_padded(
+            batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True
+        )
         return self.redistribute_flat(flattened.batch, gbs, mbs)
 
     def redistribute_flat(
@@ -469,7 +471,7 @@ class Role(ABC):
 
         The padding is 0.
         """
-        flattened = flatten(batch, self.strategy.mesh.data)
+        flattened = flatten_padded(batch, self.strategy.mesh.data)
         values = self._answer_flat(flattened.batch, flattened.owners, module, forward, mbs)
         width = -(-flattened.width // self.width_multiple) * self.width_multiple  # rounded up
         return padded(values, flattened.batch.lengths, width)

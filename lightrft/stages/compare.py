@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import Estimator, estimators, weighted_by_difficulty
-from lightrft.algorithms.options import keywords, options, resolve
+from lightrft.algorithms.options import keywords, options_of, resolve
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection
 from lightrft.rollout.gathered_rewards import GatheredRewards
@@ -32,7 +32,7 @@ class CompareRewards:
         self.shaper = shaper if shaper.is_enabled else None
         self.weights = weights
         self.estimator: Estimator = resolve(estimators, section.advantage_estimator, extra=GIVEN)
-        self.options = options(self.estimator, section)
+        self.options = options_of(self.estimator, section)
         self.given = keywords(self.estimator).keys() & GIVEN
         self.reads_components = "components" in self.given
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lightrft.algorithms.advantage import penalties
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, kl_estimators
-from lightrft.algorithms.options import options
+from lightrft.algorithms.options import options_of
 from lightrft.algorithms.reduce import sequence_sums
 from lightrft.config.sections import AlgorithmSection
 from lightrft.observe.metrics import Metrics
@@ -72,7 +72,7 @@ class KLPenalty(Stage):
 
         # Every rank compares all responses, because a group may lie on several ranks.
         sums, groups, counted = torch.cat(parts).unbind(1)
-        chosen = options(self.compare, self.section)
+        chosen = options_of(self.compare, self.section)
         compared = self.compare(sums, groups, counted.bool(), **chosen)
         if compared is None:
             return penalty

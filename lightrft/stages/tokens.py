@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.covariance import marks
-from lightrft.algorithms.options import options
+from lightrft.algorithms.options import options_of
 from lightrft.algorithms.reduce import Sum
 from lightrft.algorithms.selection import top_share
 from lightrft.config.sections import AlgorithmSection
@@ -38,7 +38,7 @@ class SelectedTokens(Stage):
 
     def __init__(self, section: AlgorithmSection, total: Sum):
         self.select = marks[section.policy_loss]
-        self.options = options(self.select, section)
+        self.options = options_of(self.select, section)
         self.total = total
 
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:

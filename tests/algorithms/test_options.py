@@ -5,7 +5,7 @@ Functions name what they read, so the unread flags are known.
 
 import pytest
 
-from lightrft.algorithms.options import keywords, options, resolve
+from lightrft.algorithms.options import keywords, options_of, resolve
 from lightrft.algorithms.unread import unread
 from lightrft.config import AlgorithmSection
 from lightrft.registry import Registry
@@ -25,8 +25,8 @@ def other(values, *, eps_clip_low, dual_clip=None, **more):
 
 def test_a_function_gets_what_it_names():
     section = AlgorithmSection(dual_clip=3.0)
-    assert options(one, section) == {"dual_clip": 3.0}, "the batch comes from the caller"
-    assert options(other, section) == {"eps_clip_low": 0.2, "dual_clip": 3.0}
+    assert options_of(one, section) == {"dual_clip": 3.0}, "the batch comes from the caller"
+    assert options_of(other, section) == {"eps_clip_low": 0.2, "dual_clip": 3.0}
     assert keywords(one) == {"dual_clip": True, "batch": True, "scale": False}
 
 

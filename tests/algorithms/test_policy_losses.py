@@ -18,7 +18,7 @@ from algorithms.flat import (
     step_denominator,
 )
 from lightrft.algorithms.objectives import PolicyObjective
-from lightrft.algorithms.options import keywords, options
+from lightrft.algorithms.options import keywords, options_of
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.config import AlgorithmSection
 
@@ -49,7 +49,7 @@ def run(name: str, ratios, advantages, *, masks=None, marked=None, logprobs=None
     )
     samples = {"batch": batch, "marked": marks}
     named = {name: samples[name] for name in keywords(loss).keys() & samples.keys()}
-    chosen = options(loss, AlgorithmSection(**fields))
+    chosen = options_of(loss, AlgorithmSection(**fields))
     values, report = loss(now, old, given, **chosen, **named)
     gradient = grad(values[learned].sum(), now)[0]
     assert not gradient[~learned].any()
