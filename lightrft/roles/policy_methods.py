@@ -21,7 +21,6 @@ from lightrft.models.heads import Actor, Likeliest
 from lightrft.models.lora import fold_adapters, plain_name
 from lightrft.observe.profiler import Profiler
 from lightrft.roles.padded import flatten_padded
-from lightrft.roles.role import TrainStep
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.strategy.strategy import Strategy
@@ -45,7 +44,7 @@ class PolicyMethods:
     temperature: float
     truncation: Truncation
     width_multiple: int
-    _step: TrainStep | None
+    _step: Any
     _answer: Callable[..., Tensor]
     _token_logprobs: Callable[[Actor, Batch], Tensor]
     _reference: Callable[[], AbstractContextManager[Actor]]
