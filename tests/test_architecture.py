@@ -500,3 +500,43 @@ def test_imports_have_no_circle_and_their_longest_chain_does_not_grow():
     for module in order:
         depth[module] = 1 + max((depth[other] for other in needs[module]), default=0)
     assert max(depth.values()) <= LONGEST_CHAIN
+
+
+def names_of(tree: ast.Module) -> set[str]:
+    """Return what a module defines, also under conditions, and what it imports."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {each.asname or each.name for each in node.names}
+    if "__getattr__" in names:  # it imports what is asked for, from a table
+        constants = (each.value for each in ast.walk(tree) if isinstance(each, ast.Constant))
+        names |= {value for value in constants if isinstance(value, str)}
+    return names
+
+
+def test_every_imported_name_exists():
+    """Some files are imported only where an optional package or a GPU is."""
+    names = {file: names_of(ast.parse(file.read_text())) for file in FILES}
+    missing = []
+    for place in (ROOT, ROOT.parent / "scripts"):
+        for file in sorted(place.rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if not isinstance(node, ast.ImportFrom) or not node.module:
+                    continue
+                if node.level or node.module.split(".")[0] != "lightrft":
+                    continue
+                base = ROOT.parent / node.module.replace(".", "/")
+                module = base.with_suffix(".py")
+                found = names.get(module if module in names else base / "__init__.py", set())
+                missing += [
+                    f"{file.name}:{node.lineno} {node.module} {each.name}"
+                    for each in node.names
+                    if each.name not in found
+                    and not (base / each.name).is_dir()
+                    and not (base / f"{each.name}.py").is_file()
+                ]
+    assert missing == []

@@ -11,7 +11,8 @@ from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
 from lightrft.engine.requests import Sampling
 from lightrft.roles.microbatch import micro_batches
-from lightrft.roles.policy import EVERYTHING, Policy
+from lightrft.roles.policy import Policy
+from lightrft.roles.policy_methods import EVERYTHING
 from lightrft.strategy.phases import Phase
 from lightrft.tinker.losses import LOSSES
 from lightrft.tinker.models import Models
