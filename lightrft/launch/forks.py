@@ -24,6 +24,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 LONGEST_PROBLEM = 2000
 """Number of letters of an error at the import that are reported."""
 FORK = 0
@@ -291,8 +293,8 @@ def _keep(process: int, report: Connection) -> None:
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != process:
         os.waitpid(ended, 0)  # a process that the worker has left ends before it
 
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    while left := [int(child) for child in children.read_text().split() if int(child) != process]:
+    keeper = psutil.Process()
+    while left := [child.pid for child in keeper.children() if child.pid != process]:
         for child in left:
             os.kill(child, signal.SIGKILL)
         os.waitpid(left[0], 0)

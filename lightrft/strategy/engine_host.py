@@ -34,7 +34,7 @@ WeightsOf = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
 
 
 class EngineStatus(Enum):
-    """Whether the engine can generate, in the words of scripts that read it."""
+    """Status of the engine, in the words of scripts that read it."""
 
     SLEEPED = "sleeped"
     WAKEUP = "wakeup"
