@@ -185,6 +185,10 @@ class PolicyObjective:
         self.policy_loss: PolicyLoss = resolve(policy_losses, section.policy_loss, extra=GIVEN)
         self.options = options_of(self.policy_loss, section)
         self.given = keywords(self.policy_loss).keys() & GIVEN
+        self.needed = ["advantages", "engine_logprobs"]
+        """Columns that a batch must have."""
+        if "marked" in self.given:
+            self.needed.append("marked")
         self.correction = section.rollout_correction and resolve(
             corrections, section.rollout_correction
         )
@@ -213,8 +217,12 @@ class PolicyObjective:
         Without `old_logprobs` the actor has not changed since the step began, so the ratio is 1 and
         only the gradient counts.
         """
-        self._check(batch)
         section = self.section
+        needed = [*self.needed, *(["entropy"] if self.entropy_coefficient.value else [])]
+        missing = [name for name in needed if getattr(batch, name) is None]
+        if missing:
+            raise ValueError(f"the policy gradient needs {', '.join(missing)} in the batch")
+
         learned = batch.loss_mask
         all_logprobs = logprobs
         if all_logprobs.ndim > 1:
@@ -285,14 +293,6 @@ class PolicyObjective:
             self.correction and section.rollout_correction_level != "token"
         )
         return 1 if of_sequence else of_loss
-
-    def _check(self, batch: Experience) -> None:
-        needed = ["advantages", "engine_logprobs"]
-        needed += ["marked"] if "marked" in self.given else []
-        needed += ["entropy"] if self.entropy_coefficient.value else []
-        missing = [name for name in needed if getattr(batch, name) is None]
-        if missing:
-            raise ValueError(f"the policy gradient needs {', '.join(missing)} in the batch")
 
     def _losses(self, inputs: "PolicyInputs") -> tuple[Tensor, Report]:
         batch = inputs.batch

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightrft.algorithms.advantage import RIGHT
 from lightrft.algorithms.reduce import Sum, sequence_sums
-from lightrft.algorithms.returns import explained_variance
+from lightrft.algorithms.advantage import explained_variance
 from lightrft.observe.metrics import Metrics
 from lightrft.types import Drafts, Episode, Experience, Sample
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from lightrft.algorithms.advantage import gae, reward_to_go, teacher_advantages, whiten
 from lightrft.algorithms.reduce import Sum
-from lightrft.algorithms.returns import distill, gae, reward_to_go, whiten
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.teacher import Teacher, TeacherOfTokens
 from lightrft.rollout.measure import measure_values
@@ -68,7 +68,7 @@ class TeacherTerm(Stage):
         learned = experience.loss_mask
         logprobs = self.teacher.logprobs(experience, plan.microbatches)
         # The teacher judges only what the policy sampled.
-        gap = torch.where(learned, distill(experience.old_logprobs, logprobs), 0.0)
+        gap = torch.where(learned, teacher_advantages(experience.old_logprobs, logprobs), 0.0)
         metrics.mean("rollout/teacher_kl", -gap, learned)
         experience.advantages = experience.advantages + self.coefficient * gap
 

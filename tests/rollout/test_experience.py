@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
-from lightrft.algorithms.returns import reward_to_go
+from lightrft.algorithms.advantage import reward_to_go
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.batching.prefix_sharing import prompts
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
