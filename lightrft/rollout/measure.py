@@ -5,9 +5,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.advantage import RIGHT
+from lightrft.algorithms.advantage import RIGHT, explained_variance
 from lightrft.algorithms.reduce import Sum, sequence_sums
-from lightrft.algorithms.advantage import explained_variance
 from lightrft.observe.metrics import Metrics
 from lightrft.types import Drafts, Episode, Experience, Sample
 

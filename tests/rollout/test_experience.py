@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.advantage import reward_to_go
+from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.batching.prefix_sharing import prompts
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
