@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lightrft.attention.layout import Blocks, Layout
+from lightrft.attention.layout import Layout
 from lightrft.attention.prefix_attention import (
     CPU_KERNEL,
     CallKernel,
@@ -229,9 +229,15 @@ def block_attention(
 ) -> Tensor:
     """Compute torch's scaled dot product attention block by block."""
     blocks = layout.blocks
+    inputs = (query, key, value)
+    if blocks.source is not None:
+        inputs = [x.index_select(0, blocks.source) for x in inputs]
+
+    # A split has one concatenation as the gradient; slices would have a sum for each.
+    sizes = [size * width for size, width in blocks.shapes]
     outputs = []
     for (size, width), q, k, v in zip(
-        blocks.shapes, *(_split(x, blocks) for x in (query, key, value)), strict=True
+        blocks.shapes, *(x.split(sizes) for x in inputs), strict=True
     ):
         q, k, v = (x.view(size, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         # Without a mask torch may choose a faster causal kernel.
@@ -250,15 +256,6 @@ def block_attention(
 
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return output if blocks.places is None else output.index_select(0, blocks.places)
-
-
-def _split(x: Tensor, blocks: Blocks) -> tuple[Tensor, ...]:
-    """Split [T, H, D] into blocks [n * S, H, D].
-
-    A split has one concatenation as the gradient; slices would have a sum for each.
-    """
-    x = x if blocks.source is None else x.index_select(0, blocks.source)
-    return x.split([size * width for size, width in blocks.shapes])
 
 
 AttentionInterface.register(ATTENTION, flat_attention)

@@ -210,6 +210,10 @@ class Layout:
             shared is not None or bidirectional is not None or self.queries_are_split
         )
         """True if one causal call over this rank's own tokens is not enough."""
+        self.starts: np.ndarray = (self.lengths.cumsum(0) - self.lengths).numpy()
+        """Start of each sequence among the T tokens: [N]."""
+        self.places: np.ndarray = shared.places.numpy() if shared else np.arange(self.num_computed)
+        """Index of each token among the computed ones: [T]."""
         self._calls: dict[int | None, list[AttentionCall]] = {}
         self.derived: dict[object, Any] = {}
         """What layers without attention compute from the layout, once for all of them."""
@@ -261,7 +265,8 @@ class Layout:
         if self.shared is None or self.bidirectional is not None or self.queries_are_split:
             return math.inf
         depth = self.pieces.depth
-        prefixes = np.unique(self.places[self._prefix_ends - 1][depth > 0])
+        last = self.starts[self.pieces.row] + depth - 1
+        prefixes = np.unique(self.places[last][depth > 0])
         return float((depth**2).sum()) / 2 / (len(prefixes) + 1)
 
     def calls(self, window: int | None) -> list[AttentionCall]:
@@ -285,8 +290,9 @@ class Layout:
 
     def with_copies(self, window: int) -> AttentionCall:
         """Return one call with a window. Keys that several sequences attend to are copied."""
-        starts = self.starts[self.pieces.row] + np.maximum(self.pieces.depth - window + 1, 0)
-        ends = self._prefix_ends
+        first = self.starts[self.pieces.row]
+        starts = first + np.maximum(self.pieces.depth - window + 1, 0)
+        ends = first + self.pieces.depth
         before = ends - starts
         own = self.pieces.sizes
         index = np.empty(int((before + own).sum()), dtype=np.int64)
@@ -413,21 +419,6 @@ class Layout:
         return borders[:-1][inside], borders[1:][inside]
 
     @cached_property
-    def starts(self) -> np.ndarray:
-        """Return the start of each sequence among the T tokens: [N]."""
-        return (self.lengths.cumsum(0) - self.lengths).numpy()
-
-    @cached_property
-    def places(self) -> np.ndarray:
-        """Return the index of each token among the computed ones: [T]."""
-        return np.arange(self.num_computed) if self.shared is None else self.shared.places.numpy()
-
-    @cached_property
-    def _prefix_ends(self) -> np.ndarray:
-        """Return the index of the first token of each piece among the T tokens: [pieces]."""
-        return self.starts[self.pieces.row] + self.pieces.depth
-
-    @cached_property
     def pieces(self) -> "TokenRuns":
         """Return the runs of this rank's computed tokens that are consecutive in a sequence.
 
@@ -482,7 +473,12 @@ def blocks(lengths: Tensor, device: torch.device) -> Blocks:
         return Blocks([(len(lengths), int(lengths[0]))], None, None)
 
     similar = lengths.double().log2().ceil().long()
-    similar[lengths > ALONE] = 64 + _first_alike(lengths)[lengths > ALONE]  # above every exponent
+    kinds, kind = lengths.unique(return_inverse=True)
+    first = torch.full_like(kinds, len(lengths)).scatter_reduce(
+        0, kind, torch.arange(len(lengths)), "amin"
+    )
+    # Long sequences of one length are a block, named by its first one, above every exponent.
+    similar[lengths > ALONE] = 64 + first[kind][lengths > ALONE]
     _, block, sizes = similar.unique(return_inverse=True, return_counts=True)
     widths = torch.zeros_like(sizes).scatter_reduce(0, block, lengths, "amax")
     shapes = list(zip(sizes.tolist(), widths.tolist(), strict=True))
@@ -500,14 +496,6 @@ def blocks(lengths: Tensor, device: torch.device) -> Blocks:
     if torch.equal(source, torch.arange(len(places))):
         return Blocks(shapes, None, None)
     return Blocks(shapes, to_device(source, device), to_device(places, device))
-
-
-def _first_alike(lengths: Tensor) -> Tensor:
-    """Return for each sequence the index of the first sequence of the same length: [N] int64."""
-    kind = lengths.unique(return_inverse=True)[1]
-    return torch.full_like(lengths, len(lengths)).scatter_reduce(
-        0, kind, torch.arange(len(lengths)), "amin"
-    )[kind]
 
 
 def _steps(lengths: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ An actor returns log-probs of given tokens instead of logits, a scorer one score
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,8 @@ class Actor(SequenceParallelModule):
         `temperature`. With a truncation, it refers to the part of the vocabulary that was sampled
         from.
         """
-        computed = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
+        computed = with_blank(batch, self.blank) if self.blank else batch
+        computed = pad_to_multiple(computed, self.sequence.multiple)
         choices = self.router_choices and self.router_choices.begin(
             computed, self.sequence, measure=self.training
         )
@@ -277,7 +278,8 @@ class Scorer(SequenceParallelModule):
 
         It is [T] float32, or [T, K] of K heads.
         """
-        padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
+        padded = with_blank(batch, self.blank) if self.blank else batch
+        padded = pad_to_multiple(padded, self.sequence.multiple)
         hidden = self.backbone(padded, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
         scores = F.linear(
@@ -377,46 +379,36 @@ class Backbone:
             if shared
             else torch.arange(batch.num_tokens, device=device)
         )
-        if batch.media is None or not any(batch.media):
-            layout = Layout(batch.lengths, device, sequence, shared)
-            read = computed[token_positions]
-            return self._compute(batch, read, batch.position_ids, layout, choices, {})
+        positions = batch.position_ids
+        features: Features = {}
+        bidirectional = None
+        split: AbstractContextManager[None] = nullcontext()
+        if batch.media is not None and any(batch.media):
+            features = {
+                name: to_device(value, device)
+                for name, value in concatenated_features(computed_images(batch)).items()
+            }
+            bidirectional = bidirectional_tokens(self.model, batch)
+            positions = media_positions(self.model, batch)
 
-        features = {
-            name: to_device(value, device)
-            for name, value in concatenated_features(computed_images(batch)).items()
-        }
-        bidirectional = bidirectional_tokens(self.model, batch)
-        layout = Layout(batch.lengths, device, sequence, shared, bidirectional)
-        positions = media_positions(self.model, batch)
         # Media replace embeddings by position, so the model reads all tokens and is split inside.
-        with (
-            split_in_decoder(self.model, token_positions)
-            if sequence.axis.size > 1
-            else nullcontext()
-        ):
-            return self._compute(batch, computed, positions, layout, choices, features)
+        if features and sequence.axis.size > 1:
+            split = split_in_decoder(self.model, token_positions)
+        else:
+            computed = computed[token_positions]
 
-    def _compute(
-        self,
-        batch: Batch,
-        read: Tensor,
-        positions: Tensor,
-        layout: Layout,
-        choices: Choices | None,
-        features: Features,
-    ) -> Tensor:
-        """Run the model on the tokens `read` [t] of the batch."""
-        return self.model.base_model(
-            input_ids=batch.input_ids[read].unsqueeze(0),
-            position_ids=positions[..., read].unsqueeze(-2),
-            attention_mask=None,
-            use_cache=False,
-            layout=layout,
-            seq_idx=layout,  # the only argument that LFM2 passes on to its convolutions
-            **features,
-            **({} if choices is None else {"choices": choices}),
-        ).last_hidden_state[0]
+        layout = Layout(batch.lengths, device, sequence, shared, bidirectional)
+        with split:
+            return self.model.base_model(
+                input_ids=batch.input_ids[computed].unsqueeze(0),
+                position_ids=positions[..., computed].unsqueeze(-2),
+                attention_mask=None,
+                use_cache=False,
+                layout=layout,
+                seq_idx=layout,  # the only argument that LFM2 passes on to its convolutions
+                **features,
+                **({} if choices is None else {"choices": choices}),
+            ).last_hidden_state[0]
 
 
 @contextmanager

@@ -78,25 +78,21 @@ def token_logprobs(
     equal on all ranks of the axis, and so are the results and the gradient of the hidden states. A
     truncation and `upstream` each need a few collectives per chunk in the forward pass.
     """
-    if not isinstance(weight, DTensor):
-        size, truncation = truncation.cut(len(weight))
-        part = VocabularyPart.full(size)
-        rows = chunk_rows(weight, size)
-        options = _Options(
-            part, temperature, truncation, _rows(hidden, chunk, rows), entropy, softcap
-        )
-        return _logprobs(hidden, weight, targets, options, upstream, units)
+    if isinstance(weight, DTensor):
+        shard = vocabulary_shard(weight)
+        hidden = copy_to_parallel_region(hidden, shard.axis)
+        weight = shard.weight
+        size, truncation = truncation.cut(shard.size)
+        num = max(0, min(len(weight), size - shard.first))
+        part = VocabularyPart(shard.first, num, shard.axis)
+        columns = -(-shard.size // shard.axis.size)  # equal on all ranks
+    else:
+        columns, truncation = truncation.cut(len(weight))
+        part = VocabularyPart.full(columns)
 
-    shard = vocabulary_shard(weight)
-    size, truncation = truncation.cut(shard.size)
-    num = max(0, min(len(shard.weight), size - shard.first))
-    part = VocabularyPart(shard.first, num, shard.axis)
-    rows = chunk_rows(shard.weight, -(-shard.size // shard.axis.size))  # equal on all ranks
-    options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy, softcap)
-
-    return _logprobs(
-        copy_to_parallel_region(hidden, shard.axis), shard.weight, targets, options, upstream, units
-    )
+    rows = chunk_rows(hidden, columns, chunk)
+    options = _Options(part, temperature, truncation, rows, entropy, softcap)
+    return _logprobs(hidden, weight, targets, options, upstream, units)
 
 
 def logprobs_of_logits(
@@ -114,18 +110,13 @@ def logprobs_of_logits(
     and each rank gets the gradient of its own logits.
     """
     part = part or VocabularyPart.full(logits.shape[1])
-    rows = chunk_rows(logits, max(part.num, 1))
+    rows = chunk_rows(logits, max(part.num, 1), chunk)
     # equal number of chunks on all ranks, whose parts may differ
-    if truncation.active and not chunk:
+    if truncation.active and chunk == 0:
         rows = int(part.axis.min(torch.tensor(rows, device=logits.device)))
 
-    return _logprobs(
-        logits,
-        None,
-        targets,
-        _Options(part, temperature, truncation, _rows(logits, chunk, rows), True),
-        None,
-    )
+    options = _Options(part, temperature, truncation, rows, entropy=True)
+    return _logprobs(logits, None, targets, options, None)
 
 
 @torch.no_grad()
@@ -175,12 +166,16 @@ def top_logprobs_of_logits(
     return _top(logits, None, part, size, k, temperature)
 
 
-def chunk_rows(like: Tensor, vocabulary: int) -> int:
-    """Return the number of tokens per chunk for a vocabulary of this size.
+def chunk_rows(inputs: Tensor, vocabulary: int, chunk: int | None = 0) -> int:
+    """Return the number of tokens per chunk, at least 1.
 
-    It depends on the device of `like`.
+    It is `chunk`, or all of the `inputs` [T, ...] with None. 0: as many as the device has memory
+    for, with a vocabulary of this size.
     """
-    return max(1, (HOST_CHUNK if like.device.type == "cpu" else DEVICE_CHUNK) // vocabulary)
+    if chunk is None:
+        return max(1, len(inputs))
+    most = HOST_CHUNK if inputs.device.type == "cpu" else DEVICE_CHUNK
+    return chunk or max(1, most // vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +190,6 @@ class _Options:
     """
     entropy: bool
     softcap: float | None = None
-
-
-def _rows(inputs: Tensor, chunk: int | None, rows: int) -> int:
-    return max(1, len(inputs) if chunk is None else chunk or rows)
 
 
 def _logprobs(
@@ -322,7 +313,7 @@ class _Logprobs(torch.autograd.Function):
         local_targets = LocalTargets(targets, options.part)
         memory = _logits_memory(inputs, options)
 
-        bits = _bits(inputs, options) if learns else None
+        bits = _bits(inputs, options) if learns and options.truncation.active else None
         result = _distribution(inputs, weight, local_targets, options, memory, bits)
         ctx.memory = (
             memory if learns and weight is not None and len(inputs) <= options.chunk else None
@@ -356,7 +347,7 @@ class _Logprobs(torch.autograd.Function):
             if grad_logprobs is None
             else grad_logprobs
         )
-        upstream = _of_logits_scaled(targets, grad_logprobs, grad_entropy, options)
+        upstream = _Gradients(grad_logprobs, grad_entropy)
 
         # overwritten by the gradient, so a second backward pass recomputes
         memory, ctx.memory = ctx.memory, None
@@ -413,7 +404,9 @@ class _KnownUpstream(torch.autograd.Function):
                 inputs = hidden[rows]
                 local_targets = LocalTargets(targets[rows], options.part)
                 fits = len(inputs) <= options.chunk
-                bits = None if fits else _bits(inputs, options)
+                bits = None
+                if options.truncation.active and not fits:
+                    bits = _bits(inputs, options)
                 distribution = _distribution(inputs, weight, local_targets, options, memory, bits)
 
                 grad_logprobs, grad_entropy = upstream(
@@ -425,16 +418,13 @@ class _KnownUpstream(torch.autograd.Function):
                 logprobs.append(distribution.logprobs)
                 entropies.append(distribution.entropy)
 
-                some = distribution, local_targets
-                scaled = _of_logits_scaled(local_targets.ids, grad_logprobs, grad_entropy, options)
+                some = distribution, local_targets, _Gradients(grad_logprobs, grad_entropy)
                 if fits:
                     logits = memory[: len(inputs)]
-                    yield rows, _gradient(logits, *some, scaled, options, hidden.dtype)
+                    yield rows, _gradient(logits, *some, options, hidden.dtype)
                     continue
 
-                for part, grad in _computed_again(
-                    inputs, weight, *some, scaled, bits, memory, options
-                ):
+                for part, grad in _computed_again(inputs, weight, *some, bits, memory, options):
                     yield slice(rows.start + part.start, rows.start + part.stop), grad
 
         # This runs the generator above, so it fills the lists.
@@ -495,23 +485,13 @@ def _proportion(assumed: tuple[Tensor | None, ...], exact: tuple[Tensor | None, 
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Gradients of the objective by log-probs [t, K] and entropy [t].
-
-    They are divided by the temperature.
-    """
+    """Gradients of the objective by log-probs [t, K] and entropy [t]."""
 
     logprobs: Tensor
     entropy: Tensor | None
 
     def rows(self, rows: slice) -> "_Gradients":
         return _Gradients(self.logprobs[rows], None if self.entropy is None else self.entropy[rows])
-
-
-def _of_logits_scaled(
-    targets: Tensor, logprobs: Tensor, entropy: Tensor | None, options: _Options
-) -> _Gradients:
-    scaled = torch.where(targets < 0, 0.0, logprobs) / options.temperature
-    return _Gradients(scaled, None if entropy is None else entropy / options.temperature)
 
 
 def _distribution(
@@ -569,13 +549,11 @@ def _logits_memory(inputs: Tensor, options: _Options) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=inputs.device)
 
 
-def _bits(inputs: Tensor, options: _Options) -> Tensor | None:
-    """Return memory for the truncation of each row, or None without one.
+def _bits(inputs: Tensor, options: _Options) -> Tensor:
+    """Return memory for the truncation of each row.
 
     It is decided once, so that the gradient leaves out exactly the same tokens.
     """
-    if not options.truncation.active:
-        return None
     width = vocab_parallel.packed_width(options.part.num)
     return torch.empty(len(inputs), width, dtype=torch.uint8, device=inputs.device)
 
@@ -617,7 +595,9 @@ def _gradient(
     It is computed from what _distribution() left in `memory`, or, with `again`, from the logits.
     With the Triton kernels `memory` holds the logits in both cases, and the gradient has `dtype`.
     """
-    gradients = upstream.logprobs, upstream.entropy
+    # The logits were divided by the temperature, so their gradients are too.
+    of_logprobs = torch.where(local_targets.ids < 0, 0.0, upstream.logprobs) / options.temperature
+    of_entropy = None if upstream.entropy is None else upstream.entropy / options.temperature
     fused = _fused(memory, options.part)
     slopes = None
     if options.softcap is not None:
@@ -626,11 +606,13 @@ def _gradient(
     if fused:
         from lightrft.models import triton
 
-        gradient = triton.gradient(memory, distribution, local_targets, *gradients, dtype)
+        gradient = triton.gradient(
+            memory, distribution, local_targets, of_logprobs, of_entropy, dtype
+        )
     else:
         of_softmax = vocab_parallel.gradient if again else vocab_parallel.gradient_of_exponentials
-        gradient = of_softmax(memory, distribution, *gradients)
-        gradient = local_targets.add(gradient, upstream.logprobs)
+        gradient = of_softmax(memory, distribution, of_logprobs, of_entropy)
+        gradient = local_targets.add(gradient, of_logprobs)
 
     return gradient if slopes is None else gradient.mul_(slopes)
 
@@ -682,20 +664,16 @@ def _of_product(
         grad = grad.to(hidden.dtype)
         torch.mm(grad, weight[: grad.shape[1]], out=grad_hidden[rows])
         if grad_weight is not None:
-            _add_product(grad_weight[: grad.shape[1]], grad, hidden[rows])
+            total = grad_weight[: grad.shape[1]]
+            if grad.dtype == torch.float32:
+                total.addmm_(grad.T, hidden[rows])
+            elif grad.device.type == "cpu":
+                total += grad.T @ hidden[rows]
+            else:
+                torch.addmm(total, grad.T, hidden[rows], out_dtype=torch.float32, out=total)
         del grad  # the next one takes its memory
 
     return grad_hidden, grad_weight
-
-
-def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """Add grad.T @ hidden to a float32 total [v, H]."""
-    if grad.dtype == torch.float32:
-        total.addmm_(grad.T, hidden)
-    elif grad.device.type == "cpu":
-        total += grad.T @ hidden
-    else:
-        torch.addmm(total, grad.T, hidden, out_dtype=torch.float32, out=total)
 
 
 def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tensor]]:
