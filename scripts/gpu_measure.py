@@ -230,10 +230,10 @@ def train_steps(
     from lightrft.algorithms.reduce import LocalGradients
     from lightrft.algorithms.truncation import ALL
     from lightrft.attention.flat import ATTENTION
+    from lightrft.batching.micro_batches import micro_batches
     from lightrft.models.heads import Actor, TokenLogprobs
     from lightrft.parallel.device import peak_memory, synchronize
     from lightrft.parallel.peaks import DEVICES, known_device
-    from lightrft.roles.microbatch import micro_batches
     from lightrft.tools.step_memory import parameter_counts
     from lightrft.types import Batch
 

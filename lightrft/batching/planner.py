@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from lightrft.batching.bin_packing import Limits, pack, work
-from lightrft.batching.prefix_sharing import MIN_SAVING
+from lightrft.batching.micro_batches import MIN_SAVING
 
 Batching = Literal["packed", "dynamic", "plain"]
 Prompts = Sequence[tuple[int, int, int]] | np.ndarray

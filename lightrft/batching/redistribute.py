@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lightrft.batching.micro_batches import prompts
 from lightrft.batching.planner import Batching, plan
-from lightrft.batching.prefix_sharing import prompts
 from lightrft.batching.sample_store import SampleStore
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Batch

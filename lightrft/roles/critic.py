@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.reduce import LocalGradients, Report
-from lightrft.roles.microbatch import MicroBatchIndices
+from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.roles.role import Role
 from lightrft.types import Batch
 

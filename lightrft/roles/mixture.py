@@ -15,9 +15,9 @@ from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.objectives import Balanced
 from lightrft.algorithms.reduce import Denominator, LocalGradients, Report
 from lightrft.algorithms.truncation import ALL
+from lightrft.batching.micro_batches import MicroBatchIndices, micro_batches
 from lightrft.models.routers import RouterChoices, Routers
 from lightrft.observe.metrics import Metrics
-from lightrft.roles.microbatch import MicroBatchIndices, micro_batches
 from lightrft.roles.policy import WITHOUT_ENTROPY, Policy
 from lightrft.roles.role import Objective
 from lightrft.strategy.phases import Phase

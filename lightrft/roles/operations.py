@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lightrft.types import Batch
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingOperations:
@@ -56,11 +54,9 @@ class TrainingOperations:
         size = full_shape(head.weight).numel()
         return cls(per_token, 2.0 * size * (1 + trained + head.weight.requires_grad))
 
-    def __call__(self, batch: Batch) -> float:
-        """Return the operations of a micro-batch; shared prefixes are computed once."""
-        return self.per_token * batch.num_computed + self.per_learned_token * len(
-            batch.learned_tokens
-        )
+    def __call__(self, num_computed: int, num_learned: int) -> float:
+        """Return the operations for so many computed tokens, and learned tokens among them."""
+        return self.per_token * num_computed + self.per_learned_token * num_learned
 
 
 def count_parameters(

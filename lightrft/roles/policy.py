@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import AlgorithmSection
 from lightrft.models.heads import Actor, Likeliest, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off
-from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.policy_methods import PolicyMethods
 from lightrft.roles.role import Role
 from lightrft.strategy.strategy import Strategy
@@ -65,14 +65,11 @@ class Policy(Role, PolicyMethods):
         if reference is actor and not adapted_layers(actor.language_model):
             raise ValueError("an actor without adapters cannot be its own reference")
 
+        self.actor = actor
         self.reference = reference
         self.temperature = temperature
         self.truncation = truncation
         self.tokenizer = tokenizer
-
-    @property
-    def actor(self) -> Actor:
-        return self.module
 
     @property
     def vocabulary_size(self) -> int:

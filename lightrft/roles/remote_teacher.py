@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.parallel.collectives import Axis
 from lightrft.roles.endpoint import PATIENCE, Endpoint
-from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.types import Batch
 
 KEY = "TEACHER_API_KEY"

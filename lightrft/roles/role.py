@@ -24,12 +24,18 @@ from lightrft.algorithms.reduce import (
     Report,
     Weighted,
 )
+from lightrft.batching.micro_batches import (
+    B,
+    MicroBatchIndices,
+    empty_microbatch,
+    infer,
+    micro_batches,
+)
 from lightrft.batching.planner import Batching
 from lightrft.batching.redistribute import redistribute, regroup
 from lightrft.batching.sample_store import SampleStore
 from lightrft.config.sections import TrainSection
 from lightrft.observe.metrics import Metrics
-from lightrft.roles.microbatch import B, MicroBatchIndices, empty_microbatch, infer, micro_batches
 from lightrft.roles.operations import TrainingOperations
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten_padded
 from lightrft.roles.reports import MicroBatchReports
@@ -128,9 +134,10 @@ class Role(ABC):
         """Method of grouping rows into micro-batches; see planner.plan."""
         self.width_multiple = width_multiple
         """The width S of results is a multiple of this number."""
-        self.operations = 0.0
-        """Floating-point operations of training so far, on all ranks that share this rank's rows.
-        """
+        self.num_computed = 0
+        """Number of tokens that micro-batches of training have computed so far."""
+        self.num_learned = 0
+        """Number of tokens among them that the head predicted."""
         self._step: TrainStep | None = None
 
     @abstractmethod
@@ -149,6 +156,14 @@ class Role(ABC):
         It is [T], the learned tokens.
         """
         return batch.loss_mask
+
+    @property
+    def operations(self) -> float:
+        """Return the floating-point operations of training so far.
+
+        They are of all ranks that share this rank's rows.
+        """
+        return self._training_operations(self.num_computed, self.num_learned)
 
     @cached_property
     def _training_operations(self) -> TrainingOperations:
@@ -356,7 +371,8 @@ class Role(ABC):
             self.strategy.backward(
                 loss, self.module, self.optimizer, last=step.num_started == step.num_microbatches
             )
-            self.operations += self._training_operations(batch)
+            self.num_computed += batch.num_computed
+            self.num_learned += len(batch.learned_tokens)
 
         step.loss += loss.detach()
         step.num_done += 1

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.batching.sample_store import SampleStore
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
-from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.rollout.gathered_rewards import GatheredRewards
 from lightrft.types import Experience, Sample
 

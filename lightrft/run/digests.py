@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from lightrft.backends.optim import BitSums
+from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.observe.sinks import Writer, encode_row, truncate_rows
 from lightrft.parallel.mesh import Mesh
-from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.role import Role
 from lightrft.types import Batch, Sample
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrft.batching.micro_batches import micro_batches
 from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
 from lightrft.engine.requests import Sampling
-from lightrft.roles.microbatch import micro_batches
 from lightrft.roles.policy import Policy
 from lightrft.roles.policy_methods import EVERYTHING
 from lightrft.strategy.phases import Phase

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrft.attention.recurrent import lift_time_step_limits
-from lightrft.batching.prefix_sharing import find_shared_prefixes
+from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
 from lightrft.models.heads import Actor, Scorer

@@ -30,7 +30,7 @@ from flat_models import (
 from lightrft.attention import flash_attn, flat
 from lightrft.attention.flat import ATTENTION, block_attention, flat_attention
 from lightrft.attention.layout import Layout
-from lightrft.batching.prefix_sharing import find_shared_prefixes
+from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.models.heads import Actor
 from lightrft.types import Batch
 

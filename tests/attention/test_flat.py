@@ -31,7 +31,7 @@ from flat_models import (
 from lightrft.attention import flat
 from lightrft.attention.flat import ATTENTION, attention_kernel, block_attention
 from lightrft.attention.layout import ALONE, Layout
-from lightrft.batching.prefix_sharing import find_shared_prefixes
+from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.models.heads import Actor
 from lightrft.types import Batch
 

@@ -29,7 +29,7 @@ from lightrft.attention import recurrent
 from lightrft.attention.flat import ATTENTION
 from lightrft.attention.layout import Layout
 from lightrft.attention.recurrent import CONVOLUTION, SCANS, _flat_scan, _levels
-from lightrft.batching.prefix_sharing import find_shared_prefixes
+from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.models.heads import Actor
 from lightrft.models.load import not_flat
 from lightrft.types import Batch, SharedPrefix

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft.batching.prefix_sharing import find_shared_prefixes, prompts
+from lightrft.batching.micro_batches import find_shared_prefixes, prompts
 from lightrft.models.heads import computed_images
 from lightrft.types import Batch
 

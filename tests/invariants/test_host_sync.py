@@ -20,6 +20,7 @@ from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.reduce import Denominator, PromptTokens
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.layout import Layout
+from lightrft.batching.micro_batches import micro_batches
 from lightrft.config import AlgorithmSection
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.models.heads import Actor, Scorer
@@ -30,7 +31,6 @@ from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.expert_parallel import expert_layers, visit
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL
-from lightrft.roles.microbatch import micro_batches
 from lightrft.tools.step_memory import fake_group
 from lightrft.types import Experience
 from parallel.families import family_config

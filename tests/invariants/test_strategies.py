@@ -26,13 +26,13 @@ from invariants.test_layouts import (
     sequence_loss,
 )
 from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.batching.micro_batches import micro_batches
 from lightrft.batching.planner import plan
 from lightrft.batching.redistribute import get_batch, put_batch
 from lightrft.config import Config, ModelSection
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
 from lightrft.roles.critic import Critic
-from lightrft.roles.microbatch import micro_batches
 from lightrft.roles.policy import Policy
 from lightrft.strategy import get_strategy
 from ranks import run_ranks

@@ -21,7 +21,7 @@ from flat_models import (
     weighted,
 )
 from lightrft.attention.flat import ATTENTION
-from lightrft.batching.prefix_sharing import find_shared_prefixes
+from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.models.heads import Actor
 from lightrft.models.recompute import keep_expensive, recompute
 

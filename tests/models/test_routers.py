@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from flat_models import TEMPERATURE, gradients_of, make_batch, make_model, weighted
 from lightrft.attention.flat import ATTENTION
 from lightrft.attention.recurrent import install
-from lightrft.batching.prefix_sharing import find_shared_prefixes
+from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config.facts import BIASED_FAMILIES, EXPERT_FAMILIES
 from lightrft.models.heads import Actor
 from lightrft.models.recompute import recompute

@@ -15,7 +15,7 @@ from flat_models import LENGTHS, SIZES, TEMPERATURE, gradients_of, make_batch, m
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.layout import Layout
 from lightrft.backends.base import SEQUENCES
-from lightrft.batching.prefix_sharing import find_shared_prefixes
+from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config import ConfigError
 from lightrft.models.heads import Actor, rope_window
 from lightrft.parallel.collectives import Axis

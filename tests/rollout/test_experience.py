@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.algorithms.advantage import reward_to_go
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.shaping import RewardShaper
-from lightrft.batching.prefix_sharing import prompts
+from lightrft.batching.micro_batches import prompts
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model

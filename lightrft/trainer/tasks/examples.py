@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.reduce import Denominator
+from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
 from lightrft.parallel.collectives import Axis
-from lightrft.roles.microbatch import MicroBatchIndices
 
 
 def plan_local_rows(

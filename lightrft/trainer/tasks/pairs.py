@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from lightrft.algorithms.reduce import Denominator
+from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import TrainSection
 from lightrft.data.preferences import CHOSEN, pair_batch, pair_size
 from lightrft.parallel.collectives import Axis
-from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
 from lightrft.types import Expand, JudgedBatch, Prompt
 

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.objectives import PtxDivergence, PtxObjective, sft
 from lightrft.algorithms.reduce import Denominator
+from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.data.conversations import answer_of, supervised_batch
 from lightrft.data.loader import Blend, Order
-from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
 from lightrft.roles.teacher import TeacherOfTokens

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightrft.roles.microbatch import infer, micro_batches
+from lightrft.batching.micro_batches import infer, micro_batches
 from lightrft.types import Batch, Experience
 
 CPU = torch.device("cpu")

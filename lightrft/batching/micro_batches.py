@@ -1,21 +1,67 @@
-"""Compute each prompt prefix once per micro-batch, and share the keys and values.
+"""Form micro-batches, and run them. A prefix that sequences share is computed once in each.
 
 What a causal model computes at a token depends only on the tokens up to it. Sequences with a common
 prefix therefore need it only once, and the gradients add up there. Work and memory shrink by
 nearly the prompts' share of the tokens.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
 from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.types import Batch, Features, SharedPrefix
+from lightrft.types import Batch, Features, SharedPrefix, token_index
+
+B = TypeVar("B", bound=Batch)
+MicroBatchIndices = list[list[int]]
+"""[m]: the sequences of micro-batch m, as positions in the batch."""
 
 MIN_SAVING = 1 / 32
 """Smallest saving that justifies a separate call of attention, as a fraction of the tokens after
 the prefix."""
+
+
+def micro_batches(batch: B, rows: MicroBatchIndices, device: torch.device) -> Iterator[B]:
+    """Yield the micro-batches on the device.
+
+    An empty one becomes a single unlearned token, so that ranks stay in step.
+    """
+    for members in rows:
+        part = batch.select(members) if members else empty_microbatch(batch)
+        shared = find_shared_prefixes(
+            part.input_ids, part.lengths, part.media, min_saving=MIN_SAVING
+        )
+        yield replace(part, shared=shared).to(device)
+
+
+def infer(
+    forward: Callable[[B], Tensor], batch: B, rows: MicroBatchIndices, device: torch.device
+) -> Tensor:
+    """Run `forward` on all micro-batches without gradients.
+
+    It returns [t, ...] for each; the result is [T, ...] on the host, in the batch's order.
+    """
+    with torch.no_grad():
+        values = [forward(micro_batch) for micro_batch in micro_batches(batch, rows, device)]
+    result = torch.zeros(batch.num_tokens, *(values[0].shape[1:] if values else ()))
+    for members, value in zip(rows, values, strict=True):
+        if members:
+            result[token_index(batch.offsets, torch.tensor(members))] = value.cpu()
+    return result
+
+
+def empty_microbatch(batch: B) -> B:
+    """Return a batch of one token that is not learned, with the columns of `batch`."""
+    zeros = {
+        name: value.new_zeros(1, *value.shape[1:])
+        for name, value in (batch.columns("token") | batch.columns("sequence")).items()
+    }
+    absent = {"media": None, "experts": None}
+    return batch.with_columns(zeros | absent | {"lengths": batch.lengths.new_ones(1)})
 
 
 def find_shared_prefixes(
