@@ -87,11 +87,14 @@ def token_logprobs(
         part = VocabularyPart(shard.first, num, shard.axis)
         columns = -(-shard.size // shard.axis.size)  # equal on all ranks
     else:
-        columns, truncation = truncation.cut(len(weight))
+        columns = len(weight)
+        if truncation != ALL:
+            columns, truncation = truncation.cut(columns)
         part = VocabularyPart.full(columns)
 
     rows = chunk_rows(hidden, columns, chunk)
-    options = _Options(part, temperature, truncation, rows, entropy, softcap)
+    truncated = truncation != ALL and truncation.active
+    options = _Options(part, temperature, truncation, truncated, rows, entropy, softcap)
     return _logprobs(hidden, weight, targets, options, upstream, units)
 
 
@@ -115,7 +118,7 @@ def logprobs_of_logits(
     if truncation.active and chunk == 0:
         rows = int(part.axis.min(torch.tensor(rows, device=logits.device)))
 
-    options = _Options(part, temperature, truncation, rows, entropy=True)
+    options = _Options(part, temperature, truncation, truncation.active, rows, entropy=True)
     return _logprobs(logits, None, targets, options, None)
 
 
@@ -183,6 +186,8 @@ class _Options:
     part: VocabularyPart
     temperature: float
     truncation: Truncation
+    truncated: bool
+    """Whether the truncation leaves out any token."""
     chunk: int
     """Rows of logits that exist together.
 
@@ -313,7 +318,7 @@ class _Logprobs(torch.autograd.Function):
         local_targets = LocalTargets(targets, options.part)
         memory = _logits_memory(inputs, options)
 
-        bits = _bits(inputs, options) if learns and options.truncation.active else None
+        bits = _bits(inputs, options) if learns and options.truncated else None
         result = _distribution(inputs, weight, local_targets, options, memory, bits)
         ctx.memory = (
             memory if learns and weight is not None and len(inputs) <= options.chunk else None
@@ -405,7 +410,7 @@ class _KnownUpstream(torch.autograd.Function):
                 local_targets = LocalTargets(targets[rows], options.part)
                 fits = len(inputs) <= options.chunk
                 bits = None
-                if options.truncation.active and not fits:
+                if options.truncated and not fits:
                     bits = _bits(inputs, options)
                 distribution = _distribution(inputs, weight, local_targets, options, memory, bits)
 
@@ -513,14 +518,14 @@ def _distribution(
         logits = memory[: rows.stop - start]
         some = local_targets.rows(rows)
         scaled_logits(inputs[rows], weight, options.temperature, options.softcap, out=logits)
-        if options.truncation.active:
+        if options.truncated:
             _truncate(logits, some, options, None if bits is None else bits[rows])
         if fused:
             from lightrft.models import triton
 
             sums.append(triton.local_sums(logits, some))
         else:
-            masked = options.truncation.active or weight is None
+            masked = options.truncated or weight is None
             sums.append(
                 vocab_parallel.local_sums(logits, some, masked=masked, entropy=options.entropy)
             )
