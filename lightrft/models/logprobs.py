@@ -663,22 +663,34 @@ def _of_product(
     grad_hidden = torch.empty_like(hidden)
     grad_weight = None
     if learned:
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
 
+    filled = 0
     for rows, grad in gradients:
         grad = grad.to(hidden.dtype)
         torch.mm(grad, weight[: grad.shape[1]], out=grad_hidden[rows])
         if grad_weight is not None:
-            total = grad_weight[: grad.shape[1]]
-            if grad.dtype == torch.float32:
-                total.addmm_(grad.T, hidden[rows])
-            elif grad.device.type == "cpu":
-                total += grad.T @ hidden[rows]
-            else:
-                torch.addmm(total, grad.T, hidden[rows], out_dtype=torch.float32, out=total)
+            _add_product(grad_weight[: grad.shape[1]], grad, hidden[rows], first=not filled)
+            filled = grad.shape[1]
         del grad  # the next one takes its memory
 
+    if grad_weight is not None:
+        grad_weight[filled:].zero_()
+
     return grad_hidden, grad_weight
+
+
+def _add_product(total: Tensor, grad: Tensor, hidden: Tensor, *, first: bool) -> None:
+    """Add grad.T @ hidden to a float32 total [v, H]; the first product overwrites it."""
+    beta = 0 if first else 1
+    if grad.dtype == torch.float32:
+        total.addmm_(grad.T, hidden, beta=beta)
+    elif grad.device.type != "cpu":
+        torch.addmm(total, grad.T, hidden, beta=beta, out_dtype=torch.float32, out=total)
+    elif first:
+        total.copy_(grad.T @ hidden)
+    else:
+        total += grad.T @ hidden
 
 
 def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tensor]]:

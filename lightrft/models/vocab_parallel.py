@@ -157,18 +157,31 @@ def local_sums(
     if not local_targets.part.num:
         zeros = torch.zeros(len(logits), device=logits.device)
         return zeros - torch.inf, zeros, zeros, picked
-    sums = [_block_sums(block, masked, entropy) for block in blocks(logits)]
+
+    parts = blocks(logits)
+    # Memory of their own for all blocks would be paged in once for each.
+    scratch = torch.empty_like(parts[0]) if entropy else None
+    sums = [_block_sums(part, masked, scratch) for part in parts]
     return *(torch.cat(values) for values in zip(*sums, strict=True)), picked
 
 
-def _block_sums(logits: Tensor, masked: bool, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _block_sums(
+    logits: Tensor, masked: bool, scratch: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first three of local_sums() for a block [t, v].
+
+    `scratch` is memory for at least as many rows, and needed for the moment alone.
+    """
     top = logits.amax(-1)
     # At most 0, so nothing overflows and no digits of the entropy cancel. All logits of a part may
     # be -inf.
     below = logits.sub_(torch.where(top.isneginf(), 0.0, top)[:, None])
-    if not entropy:
+    if scratch is None:
         return top, below.exp_().sum(-1), torch.zeros_like(top)
-    moments = finite(below.clone()) if masked else below.clone()
+
+    moments = scratch[: len(below)].copy_(below)
+    if masked:
+        finite(moments)
     weights = below.exp_()
     return top, weights.sum(-1), moments.mul_(weights).sum(-1)
 
@@ -225,17 +238,23 @@ def gradient(
     It overwrites the logits. With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz
     = -p (log p + entropy).
     """
+    parts = blocks(logits)
+    scratch = None if grad_entropy is None else torch.empty_like(parts[0])
     start = 0
-    for block in blocks(logits):
+    for block in parts:
         rows = slice(start, start + len(block))
         upstream = grad_logprobs[rows], None if grad_entropy is None else grad_entropy[rows]
-        _block_gradient(block, distribution.rows(rows), *upstream)
+        _block_gradient(block, distribution.rows(rows), *upstream, scratch)
         start = rows.stop
     return logits
 
 
 def _block_gradient(
-    logits: Tensor, distribution: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None
+    logits: Tensor,
+    distribution: Distribution,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    scratch: Tensor | None,
 ) -> None:
     asked_for = grad_logprobs.sum(-1, keepdim=True)
     below = logits.sub_(distribution.largest[:, None])
@@ -245,7 +264,7 @@ def _block_gradient(
         return
 
     through_entropy = (
-        finite(below.clone())
+        finite(scratch[: len(below)].copy_(below))
         .add_(distribution.entropy[:, None] - total.log())
         .mul_(grad_entropy[:, None])
     )
@@ -270,10 +289,12 @@ def gradient_of_exponentials(
 
     slope = grad_entropy[:, None] * scale
     factor = asked_for * scale + slope * (finite(scale.log()) + distribution.entropy[:, None])
+    parts = blocks(exponentials)
+    scratch = torch.empty_like(parts[0])
     start = 0
-    for block in blocks(exponentials):
+    for block in parts:
         rows = slice(start, start + len(block))
-        moments = torch.xlogy(block, block).mul_(slope[rows])
+        moments = torch.xlogy(block, block, out=scratch[: len(block)]).mul_(slope[rows])
         block.mul_(factor[rows]).add_(moments).neg_()
         start = rows.stop
 
