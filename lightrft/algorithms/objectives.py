@@ -373,7 +373,7 @@ class PolicyInputs:
     """The same before the step, [T]."""
     advantages: Tensor
     all_logprobs: Tensor
-    """What the actor returned: `logprobs`, or [T, 1 + K] with those of the candidates."""
+    """What the actor returned: `logprobs`, or [T, 1 + K] with the candidates too."""
     batch: Experience
 
 

@@ -4,7 +4,7 @@ seconds, and advice.
     lightrft plan configs/grpo_gsm8k_qwen2.5_7b.yaml --ranks 1024 --device h100
     lightrft plan --command train_sft --pretrain Qwen/Qwen3-8B --prompt_data d.jsonl --ranks 8
 
-All other flags are those of the command. Bytes are those of tensors with a shape and no memory in
+The command has all other flags. Bytes are those of tensors with a shape and no memory in
 FSDP2's own operations; seconds follow from the data sheet of the device, with the shares of its
 peaks that are printed.
 """

@@ -103,7 +103,7 @@ class AttentionScores:
     def of(self, query: Tensor, key: Tensor, position: Tensor, start: int) -> Tensor:
         """Return the scores [B, H_kv, n, g, KEYS] of queries [B, H_kv, n, g, D] float32.
 
-        The keys [B, H_kv, KEYS, D] are those of the block at `start`. Keys that a query at its
+        The keys [B, H_kv, KEYS, D] belong to the block at `start`. Keys that a query at its
         `position` [B, n] does not see have -inf.
         """
         sizes = query.shape

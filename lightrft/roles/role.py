@@ -263,7 +263,7 @@ class Role(ABC):
         *,
         extra_term: LossTerm | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take one optimizer step over the given micro-batches, and those of `extra_term`.
+        """Take one optimizer step over the given micro-batches and `extra_term`.
 
         Returns the global loss and the gradient norm before clipping. Reports are averaged over
         learned tokens; if the name ends in `_max` or `_min`, the extreme is taken.

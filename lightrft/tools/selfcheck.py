@@ -59,7 +59,7 @@ SHARED = "packed, with shared prefixes"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Distance of log-probs and gradients from those of each sequence alone."""
+    """Distance of log-probs and gradients from what each sequence alone has."""
 
     name: str
     logprobs: float
