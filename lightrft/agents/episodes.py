@@ -71,6 +71,7 @@ class Episodes:
         """
         self.other_rewards = other_rewards
         self.section = section
+
         self.format = format
         self.parse = parse
         self.longest = longest

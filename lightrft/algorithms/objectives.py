@@ -192,6 +192,7 @@ class PolicyObjective:
         self.correction = section.rollout_correction and resolve(
             corrections, section.rollout_correction
         )
+
         self.kl = kl_estimators[section.kl_estimator]
         self.corrections = self._chosen_corrections()
         """Terms that correct the losses of tokens for the difference of engine and trainer."""

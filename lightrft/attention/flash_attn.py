@@ -175,6 +175,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # dropout state
     unused = torch.empty(0, device=query.device)
+
     return torch.ops.aten._flash_attention_backward(
         gradient.contiguous(),
         query,

@@ -201,6 +201,7 @@ class Layout:
         """Tokens that also attend to later tokens of the same run, like the tokens of an image in
         Gemma 3: [T] bool on the host. A shared prefix contains whole runs. None if all attention
         is causal."""
+
         self.num_computed = len(shared.computed) if shared else int(self.lengths.sum())
         self.queries = sequence.queries(self.num_computed)
         """Start and end of the runs of computed tokens whose queries this rank has."""

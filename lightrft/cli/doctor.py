@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(USER_ERROR)
+
     set_up_logging()
     quiet_libraries()
     console = Console(width=None if sys.stdout.isatty() else 130)
@@ -145,6 +146,7 @@ def _config(arguments: argparse.Namespace) -> Config:
     engine in eager mode.
     """
     strategy = StrategySection(fsdp=True) if arguments.fsdp else StrategySection()
+
     return Config(
         model=ModelSection(
             pretrain=arguments.model,

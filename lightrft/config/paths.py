@@ -59,6 +59,7 @@ def _missing_data(config: Config, command: str) -> Iterator[str]:
     data = config.data
     sets = [("prompt_data", data.prompt_data), ("pretrain_data", data.pretrain_data)]
     sets += [("eval_data", each.source) for each in eval_sources(data.eval_data)]
+
     for flag, text in sets:
         names = (
             [each.name for each in data_sources(text)]

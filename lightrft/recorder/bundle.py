@@ -107,6 +107,7 @@ def _columns(config: Config, samples: list[dict[str, Any]]) -> dict[str, dict[st
     """Return the columns of the prompts of the step, by index."""
     prompts = load_prompts(config.data, load_tokenizer(config.model))
     by_tokens = {tuple(prompt.token_ids): prompt for prompt in prompts}
+
     found = {}
     for sample in samples:
         index = sample["prompt"]["index"]

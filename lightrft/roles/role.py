@@ -123,6 +123,7 @@ class Role(ABC):
         self.module = module
         self.optimizer = optimizer
         self.scheduler = scheduler
+
         self.average = average
         """Moving average of the parameters; update_average() keeps it up to date. It is not
         frozen."""

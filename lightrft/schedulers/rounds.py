@@ -359,6 +359,7 @@ class Rounds(FixedBatch):
             overlap=self.overlap,
             prepared=prepared,
         )
+
         self.partial.forget(set(numbers))
         return round
 

@@ -164,6 +164,7 @@ class Frontend:
             key = self.served.key
             if key and not hmac.compare_digest(presented.encode(), key.encode()):
                 return _refusal(401, "the API key is not the key of this server")
+
             try:
                 return await answer(request)
             except ClientDisconnect:

@@ -150,6 +150,7 @@ def _values(name: str, tensor: wire.Tensor) -> np.ndarray:
         )
     if tensor.dtype not in NUMPY:
         raise ValueError(f"{name} is float32 or int64, not dtype {tensor.dtype}")
+
     kind = np.int64 if name == TARGETS else np.float32
     read = NUMPY[tensor.dtype]
     if name == TARGETS and read is np.float32:

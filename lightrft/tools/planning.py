@@ -112,6 +112,7 @@ class Planner:
         self.ranks = ranks
         self.device = device
         self.ranks_per_node = ranks_per_node
+
         strategy = config.strategy
         rollout = config.rollout
         self.generates = command == "train_ppo"
@@ -606,6 +607,7 @@ class Planner:
             if self.ranks % size == 0 and size > config.engine.engine_tp_size
         ]
         yield from (("engine_tp_size", size) for size in sizes if self.generates)
+
         tokens = config.train.max_tokens_per_microbatch
         # A micro-batch holds at least one whole sequence.
         while (tokens := tokens // 2) >= longest:

@@ -140,6 +140,7 @@ class RewardTest:
             self._without_an_answer,
             self._speed,
         )
+
         findings = []
         for test in tests:
             try:
@@ -327,6 +328,7 @@ class RewardTest:
             "pays for several answers": lambda prompt, right, wrong: f"{wrong}\n{right}\n{wrong}",
             "finds the answer in other words": lambda prompt, right, wrong: _hidden(prompt, right),
         }
+
         for test, trick in tricks.items():
             won = [
                 (prompt, trick(prompt, right, wrong))

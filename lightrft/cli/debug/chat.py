@@ -71,6 +71,7 @@ def _server(flags: list[str]) -> Iterator[tuple[str, str]]:
             start_new_session=True,  # Ctrl-C in the terminal ends the conversation first
             preexec_fn=partial(end_with, os.getpid()),
         )
+
         try:
             while not (found := SERVING.search(text := _text_of(log))):
                 if process.poll() is not None:

@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
         "--response_key",
         help="column with a right response, for rewards that do not compare with a label",
     )
+
     commands.add_argument("--rows", type=int, default=ROWS, help=f"how many rows ({ROWS})")
     commands.add_argument(
         "--slow", type=float, default=SLOW, help=f"seconds that a response may take ({SLOW:g})"

@@ -138,6 +138,7 @@ def _deny(library: ctypes.CDLL, architecture: int, calls: tuple[int, ...]) -> No
     end = 0x06
     allow = 0x7FFF0000  # the latter with EPERM
     refuse = 0x00050001
+
     last = len(calls) + 5
     program = [
         (load, 0, 0, 4),
