@@ -75,7 +75,12 @@ class ExperienceMaker:
         self.num_updates = num_updates
         self.branches = branches
         self.components = components
-        self.data = policy.strategy.mesh.data
+        strategy = policy.strategy
+        self.data = strategy.mesh.data
+        self.has_store = (
+            strategy.mesh.world.size > 1 or strategy.config.strategy.sample_store != "memory"
+        )
+        """True if the experience travels through a store, or others read it there."""
         self._precomputed: PrecomputedOutputs | None = None
         """Outputs of samples of the current step, once compute_early() was called."""
 
@@ -108,7 +113,7 @@ class ExperienceMaker:
 
         # Sequences move between ranks so that all have equal work. Those with the same unit stay in
         # one optimizer step.
-        store = self.policy.strategy.sample_store()
+        store = self.policy.strategy.sample_store() if self.has_store else None
         experience, minibatches = self.policy.redistribute_flat(
             experience,
             self.train.train_batch_size,
@@ -127,7 +132,8 @@ class ExperienceMaker:
         experience.reward_advantages = None
         experience.entropy = None
         measure_experience(experience, metrics)
-        put_batch(plan.store, experience)
+        if plan.store is not None:
+            put_batch(plan.store, experience)
         return plan
 
     # -- before the step (--overlap)

@@ -43,9 +43,9 @@ class TrainingPlan:
 
     experience: Experience
     minibatches: list[MicroBatchIndices]
-    store: SampleStore
+    store: SampleStore | None
     """Holds all columns of the experience. A store outside of this program shares them with
-    others."""
+    others. None on a single rank that has no such store."""
     num_updates: int = 1
     """How many optimizer steps use the experience."""
 

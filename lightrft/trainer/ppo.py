@@ -133,7 +133,8 @@ class PPOTrainer(Trainer):
         if self.moves_reference:
             self.policy.update_reference(number, self.config.algorithm)
 
-        plan.store.clear(plan.experience.rows.tolist())
+        if plan.store is not None:
+            plan.store.clear(plan.experience.rows.tolist())
         return StepRecord(plan.experience, plan.minibatches, losses, samples)
 
     def _collect(self, number: int) -> tuple[list[Sample], int]:
