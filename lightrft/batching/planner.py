@@ -250,6 +250,7 @@ def work(length: Int, media: Int | int = 0) -> Int:
     """
     return (length + media) * ATTENTION_SCALE + length * length
 
+
 def _time(costs: np.ndarray, num_ranks: int) -> int:
     """Return the time of micro-batches: ranks wait for the most expensive one of each turn."""
     return np.sort(costs)[::-1][::num_ranks].sum()

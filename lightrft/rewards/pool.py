@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from loguru import logger
 
 from lightrft.launch.forks import STACK_SIGNAL, Forks, Mailbox, Worker
-from lightrft.observe.trace import Untraced
+from lightrft.observe.metrics import Untraced
 from lightrft.registry import kept_alive
 from lightrft.rewards.conventions import RewardFunction, common_columns
 from lightrft.rewards.worker import Setup, place, said

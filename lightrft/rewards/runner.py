@@ -15,8 +15,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.references import JUDGE, SERVER, RewardTerm, reward_terms
 from lightrft.config.sections import RewardSection
 from lightrft.launch.heartbeat import code_position, exit_process
-from lightrft.observe.metrics import Metrics
-from lightrft.observe.trace import Untraced
+from lightrft.observe.metrics import Metrics, Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.registry import OBJECTS
 from lightrft.rewards.conventions import as_number, num_rewards

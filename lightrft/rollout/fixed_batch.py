@@ -13,8 +13,7 @@ import torch
 from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import Blend, Order, fair_owners
 from lightrft.engine.requests import derived_seed
-from lightrft.observe.metrics import Metrics
-from lightrft.observe.trace import Untraced
+from lightrft.observe.metrics import Metrics, Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group, GroupOutcome, History
