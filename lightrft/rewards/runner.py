@@ -83,7 +83,7 @@ class InProcess:
         self.trace = Untraced()
 
     def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
-        return Deferred(partial(self._call, samples))
+        return DeferredCall(partial(self._call, samples))
 
     def _call(self, samples: list[Sample]) -> Any:
         timer = threading.Timer(self.limit or 0, self.too_late, [samples, threading.get_ident()])
@@ -100,7 +100,7 @@ class InProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class Deferred:
+class DeferredCall:
     """A result that is computed when it is needed."""
 
     result: Callable[[], Any]

@@ -13,7 +13,7 @@ from lightrft.batching.sample_store import SampleStore
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.roles.microbatch import MicroBatchIndices
-from lightrft.rollout.gathered_rewards import GatheredRewards
+from lightrft.rollout.groups import GatheredRewards
 from lightrft.types import Experience, Sample
 
 
