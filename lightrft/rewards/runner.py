@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -71,13 +72,16 @@ class InProcess:
         *,
         limit: float | None,
         too_late: Callable[[list[Sample], int], None],
+        around: Callable[[], AbstractContextManager[None]] = kept_alive,
     ):
         """Set up the calls. `too_late` ends the process.
 
         It is called in a thread, with the samples and the thread of a call that takes more than
-        `limit` s.
+        `limit` s. `around` returns a context for each call: code of the user must not end the
+        process.
         """
         self.function = function
+        self.around = around
         self.limit = limit
         self.too_late = too_late
         self.trace = Untraced()
@@ -91,7 +95,7 @@ class InProcess:
         if self.limit is not None:
             timer.start()
         try:
-            with kept_alive():
+            with self.around():
                 return self.function.judge(samples)
         except Exception as error:
             raise failure_of(f"{said(error)}{place(error)}", samples) from error
@@ -198,8 +202,9 @@ class RewardRunner:
         terms = reward_terms(self.name)
         workers = self.section.reward_workers
         limit = self._limit(terms)
+        fast = all(term.name in FAST_REWARDS for term in terms)
         if workers is None:
-            workers = 0 if all(term.name in FAST_REWARDS for term in terms) else WORKERS
+            workers = 0 if fast else WORKERS
 
         importable = importable_terms(terms)
         if workers and importable is None:
@@ -211,7 +216,9 @@ class RewardRunner:
             )
 
         if not workers or importable is None:
-            return InProcess(self.function, limit=limit, too_late=self._end)
+            # The fast functions are our own, and do not end the process.
+            around = nullcontext if fast else kept_alive
+            return InProcess(self.function, limit=limit, too_late=self._end, around=around)
 
         calls = Processes(
             replace(setup, name=importable),

@@ -106,7 +106,7 @@ class FixedBatch:
 
     def generate(self, step: int) -> Iterator[Group]:
         loop = self.sampler.open(self._seed(step, 0))
-        prepared = self._take_prepared()
+        prepared, self._prepared = self._prepared, None
         plan = prepared.plan if prepared else self._plan()
         groups = prepared.groups if prepared else self._local_groups(plan)
         self._groups = list(groups.values())
@@ -203,11 +203,6 @@ class FixedBatch:
         if self.expander is not None:
             self.expander.prepare([group.prompt for group in groups.values()])
         return PreparedRequests(plan, groups, requests)
-
-    def _take_prepared(self) -> PreparedRequests | None:
-        prepared = self._prepared
-        self._prepared = None
-        return prepared
 
     # -- checkpoints
 

@@ -320,7 +320,7 @@ class Rounds(FixedBatch):
         """Draw the groups of a round, and begin this rank's first responses."""
         loop = self.sampler.open(self._seed(step, round))
         self._capacity = loop.capacity
-        prepared = self._take_prepared()
+        prepared, self._prepared = self._prepared, None
         plan = prepared.plan if prepared else self._plan_round(missing, acceptance, loop.capacity)
 
         # Planning goes on until all media can be read: what is left out changes the next plan.
