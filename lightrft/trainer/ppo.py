@@ -114,10 +114,7 @@ class PPOTrainer(Trainer):
         samples, version = self._collect(number)
         for sink in self.sample_sinks:
             sink(number, samples, version)
-        if self.strategy.mesh.world.rank == 0:
-            # By group, so that responses to a prompt can be compared.
-            shown = samples[: self.config.observe.num_trajectories_to_save]
-            self.observer.samples(number, sample_rows(shown))
+        self.show(number, samples)
         measure_samples(samples, version, self.metrics)
 
         with self.trace.phase("experience"):
@@ -168,6 +165,13 @@ class PPOTrainer(Trainer):
         if number > self.total_steps:
             return nullcontext()
         return self.rollout.scheduler.preparing(number)
+
+    def show(self, number: int, samples: list[Sample]) -> None:
+        """Write some samples to the sinks, by group, so that responses can be compared."""
+        if self.strategy.mesh.world.rank == 0:
+            self.observer.samples(
+                number, sample_rows(samples[: self.config.observe.num_trajectories_to_save])
+            )
 
     def evaluate(self) -> None:
         """Add `eval/*` metrics of --eval_data.
