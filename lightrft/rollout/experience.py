@@ -77,9 +77,7 @@ class ExperienceMaker:
         self.components = components
         strategy = policy.strategy
         self.data = strategy.mesh.data
-        self.has_store = (
-            strategy.mesh.world.size > 1 or strategy.config.strategy.sample_store != "memory"
-        )
+        self.has_store = strategy.mesh.world.size > 1 or strategy.sample_store().is_outside
         """True if the experience travels through a store, or others read it there."""
         self._precomputed: PrecomputedOutputs | None = None
         """Outputs of samples of the current step, once compute_early() was called."""
