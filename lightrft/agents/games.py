@@ -1,6 +1,6 @@
 """Example environments that a tiny model learns on a laptop."""
 
-from lightrft.rewards.labels import right_answers
+from lightrft.rewards.functions import right_answers
 
 
 class GuessNumber:

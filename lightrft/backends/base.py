@@ -17,7 +17,7 @@ from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.sections import Config, sequence_layout
 from lightrft.models.lora import is_adapter, keep_adapters_apart, own_layers
 from lightrft.models.recompute import recompute
-from lightrft.observe.trace import Untraced
+from lightrft.observe.metrics import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
 from lightrft.parallel.mesh import Mesh

@@ -51,7 +51,7 @@ def get_batch(store: SampleStore, ids: list[int], like: B) -> B:
 
 
 def redistribute(
-    store: SampleStore,
+    store: SampleStore | None,
     batch: B,
     *,
     minibatch_size: int | None = None,
@@ -62,28 +62,38 @@ def redistribute(
 ) -> tuple[B, list[list[list[int]]]]:
     """Plan the sequences of all ranks, and send each to the rank that computes it.
 
+    `store` carries them; None: this rank is the only one, so its own sequences are all.
     `batch.rows` are different on all data ranks, and rows are planned in their order. A
     `minibatch_size` of None means one step for all rows. See planner.plan for the limits, and for
     `units`, [N] int64 of this rank's rows. Return this rank's new part, and [k][m]: the rows of
     micro-batch m of optimizer step k. All ranks have equal numbers of steps and micro-batches.
     """
-    # Only metadata is gathered for the plan; the values move once, afterwards.
-    put_batch(store, batch)
-    rows = store.rows(
-        {"prompts": prompts(batch, units)} | ({} if units is None else {"units": units})
-    )
-    order = rows.ids.argsort()
+    ids = batch.rows
+    lengths = batch.lengths
+    tags = {"prompts": prompts(batch, units)} | ({} if units is None else {"units": units})
+    if store is not None:
+        # Only metadata is gathered for the plan; the values move once, afterwards.
+        put_batch(store, batch)
+        rows = store.rows(tags)
+        ids = rows.ids
+        lengths = rows.lengths
+        tags = rows.tags
+
+    order = ids.argsort()
     schedule = plan(
-        rows.lengths[order].tolist(),
-        num_ranks=store.data.size,
-        minibatch_size=minibatch_size or max(len(rows), 1),
+        lengths[order].tolist(),
+        num_ranks=1 if store is None else store.data.size,
+        minibatch_size=minibatch_size or max(len(ids), 1),
         max_tokens=max_tokens,
         max_sequences=max_sequences,
         batching=batching,
-        prompts=rows.tags["prompts"][order].numpy(),
-        units=None if units is None else rows.tags["units"][order].numpy(),
+        prompts=tags["prompts"][order].numpy(),
+        units=None if units is None else tags["units"][order].numpy(),
     )
-    ids = rows.ids[order]
+    if store is None:
+        return batch.select(order[schedule.rows(0)]), schedule.local(0)
+
+    ids = ids[order]
     owners = [ids[schedule.rows(rank)].tolist() for rank in range(store.data.size)]
     store.move(owners)
 

@@ -133,6 +133,9 @@ class SampleStore(ABC):
     fields that the task needs are produced.
     """
 
+    is_outside = True
+    """True if the values are outside of this program, where others may read them."""
+
     def __init__(self, data: Axis, replica: Axis):
         """Build an empty store.
 
@@ -220,6 +223,8 @@ class SampleStore(ABC):
 
 class MemoryStore(SampleStore):
     """Keeps rows in the memory of the ranks: where they were put, or where a move has sent them."""
+
+    is_outside = False
 
     def __init__(self, data: Axis, replica: Axis):
         super().__init__(data, replica)

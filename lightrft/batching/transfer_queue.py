@@ -36,6 +36,8 @@ class TransferQueueStore(MemoryStore):
     partition of the queue, with the ids as keys.
     """
 
+    is_outside = True
+
     def __init__(self, data: Axis, replica: Axis, world: Axis):
         """Connect to the queue; if there is none, `world`'s rank 0 starts one at the first call."""
         super().__init__(data, replica)

@@ -87,19 +87,17 @@ def held_out(metrics: Mapping[str, Any]) -> dict[str, str]:
     return shown
 
 
+def console(terminal: RichConsole | None = None) -> "Console":
+    """Return the sink for a terminal, or for a file or a job's log in its place."""
+    terminal = terminal or RichConsole()
+    return LiveConsole(terminal) if terminal.is_terminal else Console(terminal)
+
+
 class Console(Sink):
-    """Shows phase, progress, time left, the course of headline metrics, and the latest sample.
+    """Prints a table: one line per call of `log`, and one for each evaluation."""
 
-    Without a terminal (a file, a job's log) it prints a table: one line per call of `log`, and one
-    for each evaluation. Log messages appear above the live view if they are written to
-    `sys.stderr`, looked up at the time of writing.
-    """
-
-    def __init__(self, console: RichConsole | None = None):
-        self._console = console or RichConsole()
-        self._history: dict[str, list[float]] = {}
-        self._sample: dict[str, Any] = {}
-        self._live: Live | None = None
+    def __init__(self, terminal: RichConsole):
+        self._console = terminal
         self._columns: dict[str, str] = {}
         self._since_header = 0
 
@@ -111,38 +109,15 @@ class Console(Sink):
             "", total=total_steps, completed=resume_step or 0, phase="starting"
         )
         self._total = total_steps
-        if self._console.is_terminal:
-            self._live = Live(self._view(), console=self._console, refresh_per_second=2)
-            self._live.start()
-
-    def phase(self, name: str) -> None:
-        self._progress.update(self._task, phase=name)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._progress.update(self._task, completed=step)
-        for name in (*headlines(metrics), *held_out(metrics)):
-            self._history.setdefault(name, []).append(metrics[name])
-        if self._live:
-            self._live.update(self._view(), refresh=True)
-            return
         for line in self._lines(step, metrics):
             self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
-    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        if rows and self._live:
-            self._sample = {"step": step, **rows[0]}
-            self._live.update(self._view())
-
     def close(self, status: str) -> None:
-        self._progress.update(self._task, phase=status)
-        if self._live:
-            self._live.update(self._view(), refresh=True)
-            self._live.stop()
-        else:
-            elapsed = self._progress.tasks[0].elapsed or 0
-            self._console.print(
-                f"{status} after {duration(elapsed)}", highlight=False, markup=False
-            )
+        elapsed = self._progress.tasks[0].elapsed or 0
+        self._console.print(f"{status} after {duration(elapsed)}", highlight=False, markup=False)
 
     def _lines(self, step: int, metrics: dict[str, float]) -> Iterator[str]:
         """Yield the header where it is due, then the step's metrics, then an evaluation's."""
@@ -178,6 +153,45 @@ class Console(Sink):
             for name, label in self._columns.items()
         ]
         return "  ".join([f"{step:>{self._width}}", *aligned, left]).rstrip()
+
+
+class LiveConsole(Console):
+    """Shows phase, progress, time left, the course of headline metrics, and the latest sample.
+
+    Log messages appear above the live view if they are written to `sys.stderr`, looked up at the
+    time of writing.
+    """
+
+    def __init__(self, terminal: RichConsole):
+        super().__init__(terminal)
+        self._history: dict[str, list[float]] = {}
+        self._sample: dict[str, Any] = {}
+
+    def start(
+        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
+    ) -> None:
+        super().start(config, total_steps, resume_step)
+        self._live = Live(self._view(), console=self._console, refresh_per_second=2)
+        self._live.start()
+
+    def phase(self, name: str) -> None:
+        self._progress.update(self._task, phase=name)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._progress.update(self._task, completed=step)
+        for name in (*headlines(metrics), *held_out(metrics)):
+            self._history.setdefault(name, []).append(metrics[name])
+        self._live.update(self._view(), refresh=True)
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        if rows:
+            self._sample = {"step": step, **rows[0]}
+            self._live.update(self._view())
+
+    def close(self, status: str) -> None:
+        self._progress.update(self._task, phase=status)
+        self._live.update(self._view(), refresh=True)
+        self._live.stop()
 
     def _view(self) -> RenderableType:
         """Build the whole content of the terminal, because another thread draws it afterwards."""

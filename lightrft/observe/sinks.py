@@ -49,7 +49,8 @@ class Writer:
         """Make a call after all earlier ones; wait while BACKLOG calls have not been made."""
         while len(self._pending) >= BACKLOG or self._pending and self._pending[0].done():
             self._pending.popleft().result()
-        self._check()
+        if self.error is not None:
+            raise self.error
         self._pending.append(self._thread.submit(self._make, call))
 
     def wait(self) -> None:
@@ -60,7 +61,8 @@ class Writer:
     def flush(self) -> None:
         """Wait until all calls are made; raise the error if one has failed."""
         self.wait()
-        self._check()
+        if self.error is not None:
+            raise self.error
 
     def _make(self, call: Callable[[], None]) -> None:
         if self.error is None:
@@ -68,10 +70,6 @@ class Writer:
                 call()
             except Exception as error:
                 self.error = error
-
-    def _check(self) -> None:
-        if self.error is not None:
-            raise self.error
 
 
 class Sink:

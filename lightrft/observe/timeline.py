@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lightrft.observe.trace import Span
+from lightrft.observe.metrics import Span
 
 BEGINNING = "[\n"
 END = "\n]\n"

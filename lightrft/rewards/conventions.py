@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config.errors import ConfigError
-from lightrft.rewards.labels import readers
+from lightrft.rewards.functions import readers
 from lightrft.samples import Prompt, Sample
 
 Columns = dict[str, list]
@@ -173,7 +173,8 @@ class RewardFunction:
         A coroutine function is run to its end, always in the same event loop.
         """
         if self.convention is None:
-            return self._finish([self.function(samples, **columns)])[0]
+            returned = self.function(samples, **columns)
+            return self._finish([returned])[0] if inspect.isawaitable(returned) else returned
 
         arguments = self._accepted(self.convention.arguments(samples, columns, self.chat))
         if self.convention.each:

@@ -6,25 +6,30 @@
 A function is called once for each prompt, as soon as the last of the samples is complete, while
 others are still generated; it may be `async`. Each column of the data set is passed as a list,
 aligned with the samples; `label` is the column of --label_key. The built-in functions take a label
-as one right answer, or as a list of alternatives (labels.py). For a response that is rewarded step
-by step it returns a list instead of a number: a number for each of the tokens, or None for a token
-without a reward. A reward with parts is a dictionary of numbers: the reward is the sum, and each
-part is a metric. Functions with the signature of TRL, OpenRLHF, verl or EasyR1 are called as those
-libraries call them (conventions.py).
+as one right answer, or as a list of alternatives:
+
+    right_answers("7") == right_answers(7.0) == ["7"]      right_answers(["7", 8.5]) == ["7", "8.5"]
+
+For a response that is rewarded step by step a function returns a list instead of a number: a number
+for each of the tokens, or None for a token without a reward. A reward with parts is a dictionary of
+numbers: the reward is the sum, and each part is a metric. Functions with the signature of TRL,
+OpenRLHF, verl or EasyR1 are called as those libraries call them (conventions.py).
 
 Functions run in worker processes (worker.py), so this module imports neither torch nor an engine.
 """
 
+import json
+import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 from lightrft.registry import Registry
-from lightrft.rewards.labels import reads, right_answers
 from lightrft.samples import Sample
 
 Reward = Callable[..., list[float | list[float | None] | dict[str, float]]]
@@ -66,6 +71,76 @@ THINK_AND_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+# -- reading the columns of a row, first of all the label
+
+Reader = Callable[[Any], Any]
+"""Function that reads the value of a column, and raises ValueError for one that it cannot use."""
+
+readers: dict[Callable[..., Any], dict[str, Reader]] = {}
+"""Reward function -> readers of the columns that it has to understand, by name."""
+
+
+def reads(**columns: Reader) -> Callable[[Any], Any]:
+    """Let rows be checked when they are loaded: each reader must accept the value of the column."""
+
+    def add(function: Any) -> Any:
+        readers[function] = columns
+        return function
+
+    return add
+
+
+def right_answers(label: Any) -> list[str]:
+    """Return the texts of the right answers: a label is one answer, or a list of alternatives.
+
+    A whole number gets no decimal point: a column of integers often becomes floats when some are
+    missing. Raise ValueError for other values.
+    """
+    alternatives = label if isinstance(label, list | tuple) else [label]
+    answers = [_answer(one) for one in alternatives if one is not None]
+    if not answers:
+        raise ValueError(f"the label {label!r} has no right answer")
+    return answers
+
+
+def _answer(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, Real | Decimal) or not math.isfinite(value):
+        raise ValueError(
+            f"the label {value!r:.80} is {_kind(value)}; it must be a text, a number, or a list of "
+            "alternatives (--label_key names its column)"
+        )
+    return number_text(value)
+
+
+def number_text(value: Any) -> str:
+    """Return a number without an exponent, and a whole one without a decimal point."""
+    return str(int(value)) if value == int(value) else format(Decimal(str(value)), "f")
+
+
+def as_text(value: Any) -> str:
+    """Return a value of a row as a text for people and models.
+
+    It is JSON unless it is text or a number.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float | Decimal) and math.isfinite(value):
+        return number_text(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"an object with the keys {', '.join(map(str, value))}"
+    kinds = {bool: "a boolean", list: "a list inside of a list", bytes: "bytes"}
+    return kinds.get(type(value), f"of type {type(value).__name__}")
+
+
+# -- the functions
 
 
 @rewards.register("environment")

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from lightrft.config.references import ENGINE
 from lightrft.config.sections import RewardSection
-from lightrft.rewards.labels import as_text
+from lightrft.rewards.functions import as_text
 from lightrft.samples import Sample
 
 TEMPLATE = """Judge a response to a prompt. Rate how correct, helpful and complete it is, \

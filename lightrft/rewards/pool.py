@@ -1,8 +1,8 @@
-"""Call a reward function: in worker processes during generation, or in this process.
+"""Call a reward function in worker processes during generation.
 
-Both kinds have `begin(samples)`. It returns an object whose result() is what the function returned.
-result() raises CallFailed for a call that raises, dies, or takes too long. Whatever a worker does,
-every call gets a result.
+Like calls in this process (runner.py), it has `begin(samples)`, which returns an object whose
+result() is what the function returned. result() raises CallFailed for a call that raises, dies, or
+takes too long. Whatever a worker does, every call gets a result.
 """
 
 import math
@@ -12,7 +12,6 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,10 +21,9 @@ from typing import Any, Protocol
 from loguru import logger
 
 from lightrft.launch.forks import STACK_SIGNAL, Forks, Mailbox, Worker
-from lightrft.observe.trace import Untraced
-from lightrft.registry import kept_alive
-from lightrft.rewards.conventions import RewardFunction, common_columns
-from lightrft.rewards.worker import Setup, place, said
+from lightrft.observe.metrics import Untraced
+from lightrft.rewards.conventions import common_columns
+from lightrft.rewards.worker import Setup
 from lightrft.samples import Sample
 
 MAX_STACK_BYTES = 65536
@@ -83,54 +81,7 @@ class Calls(Protocol):
         """Call the function with these samples, now or later; `first`: before all waiting calls."""
 
 
-class InProcess:
-    """Calls in this process, made when the results are needed.
-
-    The function shares memory, devices and globals with the run.
-    """
-
-    def __init__(
-        self,
-        function: RewardFunction,
-        *,
-        limit: float | None,
-        too_late: Callable[[list[Sample], int], None],
-    ):
-        """Set up the calls. `too_late` ends the process.
-
-        It is called in a thread, with the samples and the thread of a call that takes more than
-        `limit` s.
-        """
-        self.function = function
-        self.limit = limit
-        self.too_late = too_late
-        self.trace = Untraced()
-
-    def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
-        return _Deferred(lambda: self._call(samples))
-
-    def _call(self, samples: list[Sample]) -> Any:
-        timer = threading.Timer(self.limit or 0, self.too_late, [samples, threading.get_ident()])
-        timer.daemon = True
-        if self.limit is not None:
-            timer.start()
-        try:
-            with kept_alive():
-                return self.function.judge(samples)
-        except Exception as error:
-            raise _failure_of(f"{said(error)}{place(error)}", samples) from error
-        finally:
-            timer.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class _Deferred:
-    """A result that is computed when it is needed."""
-
-    result: Callable[[], Any]
-
-
-def _failure_of(problem: str, samples: list[Sample]) -> CallFailed:
+def failure_of(problem: str, samples: list[Sample]) -> CallFailed:
     """Return the failure of a function that raised.
 
     It may lack a column, so the message lists them.
@@ -322,7 +273,7 @@ class Processes:
 
         self.trace.record("rewards", f"reward of {len(call.samples)} responses", worker.began)
         (
-            call.future.set_exception(_failure_of(problem, call.samples))
+            call.future.set_exception(failure_of(problem, call.samples))
             if problem
             else call.future.set_result(values)
         )

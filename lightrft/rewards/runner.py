@@ -1,11 +1,17 @@
-"""Set the rewards of samples: call the reward function, and check what it returns."""
+"""Set the rewards of samples: call the reward function, and check what it returns.
+
+Fast functions are called in this process, others in worker processes (pool.py).
+"""
 
 import math
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -15,23 +21,22 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.references import JUDGE, SERVER, RewardTerm, reward_terms
 from lightrft.config.sections import RewardSection
 from lightrft.launch.heartbeat import code_position, exit_process
-from lightrft.observe.metrics import Metrics
-from lightrft.observe.trace import Untraced
+from lightrft.observe.metrics import Metrics, Untraced
 from lightrft.parallel.collectives import Axis
-from lightrft.registry import OBJECTS
-from lightrft.rewards.conventions import as_number, num_rewards
+from lightrft.registry import OBJECTS, kept_alive
+from lightrft.rewards.conventions import RewardFunction, as_number, num_rewards
 from lightrft.rewards.functions import FAST_REWARDS, rewards
 from lightrft.rewards.judge_settings import JudgeSettings
 from lightrft.rewards.pool import (
     CallFailed,
     Calls,
-    InProcess,
     Processes,
     Result,
     WrongCount,
+    failure_of,
     out_of_time,
 )
-from lightrft.rewards.worker import Setup
+from lightrft.rewards.worker import Setup, place, said
 from lightrft.types import Prompt, Sample
 
 MAX_REWARD = 1e18
@@ -53,6 +58,56 @@ WORKERS = 2
 
 Pending = tuple[list[Sample], Result]
 """The samples of a call, and the result."""
+
+
+class InProcess:
+    """Calls in this process, made when the results are needed.
+
+    The function shares memory, devices and globals with the run.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        *,
+        limit: float | None,
+        too_late: Callable[[list[Sample], int], None],
+        around: Callable[[], AbstractContextManager[None]] = kept_alive,
+    ):
+        """Set up the calls. `too_late` ends the process.
+
+        It is called in a thread, with the samples and the thread of a call that takes more than
+        `limit` s. `around` returns a context for each call: code of the user must not end the
+        process.
+        """
+        self.function = function
+        self.around = around
+        self.limit = limit
+        self.too_late = too_late
+        self.trace = Untraced()
+
+    def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
+        return DeferredCall(partial(self._call, samples))
+
+    def _call(self, samples: list[Sample]) -> Any:
+        timer = threading.Timer(self.limit or 0, self.too_late, [samples, threading.get_ident()])
+        timer.daemon = True
+        if self.limit is not None:
+            timer.start()
+        try:
+            with self.around():
+                return self.function.judge(samples)
+        except Exception as error:
+            raise failure_of(f"{said(error)}{place(error)}", samples) from error
+        finally:
+            timer.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredCall:
+    """A result that is computed when it is needed."""
+
+    result: Callable[[], Any]
 
 
 class LaterJudge(Protocol):
@@ -147,8 +202,9 @@ class RewardRunner:
         terms = reward_terms(self.name)
         workers = self.section.reward_workers
         limit = self._limit(terms)
+        fast = all(term.name in FAST_REWARDS for term in terms)
         if workers is None:
-            workers = 0 if all(term.name in FAST_REWARDS for term in terms) else WORKERS
+            workers = 0 if fast else WORKERS
 
         importable = importable_terms(terms)
         if workers and importable is None:
@@ -160,7 +216,9 @@ class RewardRunner:
             )
 
         if not workers or importable is None:
-            return InProcess(self.function, limit=limit, too_late=self._end)
+            # The fast functions are our own, and do not end the process.
+            around = nullcontext if fast else kept_alive
+            return InProcess(self.function, limit=limit, too_late=self._end, around=around)
 
         calls = Processes(
             replace(setup, name=importable),
@@ -219,7 +277,7 @@ class RewardRunner:
         All ranks call it together. `samples` are the samples of all these calls; the ranks of
         `model_parallel` pass them in the same order.
         """
-        with self.trace.phase("wait", idle=True):
+        with self._calls.trace.phase("wait", idle=True):
             failure = self._failure()
         if self.model_parallel.size > 1:
             results = [
@@ -274,11 +332,16 @@ class RewardRunner:
 
     def _failure(self) -> ConfigError | None:
         """Process the results of all calls; return the error that ends the run, if there is one."""
-        pending = self._pending
+        pending: Iterable[Pending] = self._pending
         self._pending = []
+        # Once the first failure ends the run, nobody should wait for calls that come before it.
+        if self.section.reward_failure == "stop" and all(
+            isinstance(result, Future) for _, result in pending
+        ):
+            pending = _as_they_end(pending)
 
         logged = 0
-        for samples, result in self._in_order(pending):
+        for samples, result in pending:
             error = self._set_result(samples, result)
             if error is None:
                 self._in_a_row = 0
@@ -307,17 +370,6 @@ class RewardRunner:
                 )
 
         return None
-
-    def _in_order(self, pending: list[Pending]) -> Iterator[Pending]:
-        """Yield the calls in order, or, if the first failure ends the run, as they end."""
-        waiting = {result: samples for samples, result in pending if isinstance(result, Future)}
-        if self.section.reward_failure != "stop" or len(waiting) < len(pending):
-            yield from pending
-            return
-        while waiting:
-            wait(waiting, return_when=FIRST_COMPLETED)
-            for result in [result for result in waiting if result.done()]:
-                yield waiting.pop(result), result
 
     def _set_result(self, samples: list[Sample], result: Result) -> CallFailed | None:
         """Set the rewards that a call returned; return the failure if there is one.
@@ -431,6 +483,15 @@ class RewardRunner:
             self.fail(error, code=USER_ERROR, brief=True)
         logger.error(str(error))
         exit_process(str(error), USER_ERROR)
+
+
+def _as_they_end(pending: Iterable[Pending]) -> Iterator[Pending]:
+    """Yield calls of worker processes in the order in which they end."""
+    waiting = {result: samples for samples, result in pending}
+    while waiting:
+        wait(waiting, return_when=FIRST_COMPLETED)
+        for result in [result for result in waiting if result.done()]:
+            yield waiting.pop(result), result
 
 
 def _is_on_server(term: RewardTerm) -> bool:

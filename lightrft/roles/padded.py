@@ -166,5 +166,5 @@ def _learned_mask(batch: Mapping[str, Any], masks: list[str], shape: torch.Size)
 
 
 def _column(value: Tensor, lengths: Tensor, name: str) -> Tensor:
-    value = value.cpu()
+    value = value.detach().cpu()
     return unpadded(value, lengths) if _unit(name, value) == "token" else value

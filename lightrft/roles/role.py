@@ -234,10 +234,13 @@ class Role(ABC):
         """Plan a flat batch of this rank's rows with those of all ranks; see redistribute().
 
         Rows of one prompt are grouped if a micro-batch computes it once. The rows travel through
-        `store`; None: a new one. `gbs` counts units, such as episodes, if `units` [N] int64 has the
-        number of each row's unit, ascending over all ranks.
+        `store`; None: one that nobody reads afterwards, or none at all on a single rank. `gbs`
+        counts units, such as episodes, if `units` [N] int64 has the number of each row's unit,
+        ascending over all ranks.
         """
-        used = store or self.strategy.sample_store()
+        used = store
+        if store is None and self.strategy.mesh.world.size > 1:
+            used = self.strategy.sample_store()
         part, minibatches = redistribute(
             used,
             batch,
@@ -247,7 +250,7 @@ class Role(ABC):
             batching=self.batching,
             units=units,
         )
-        if store is None:
+        if used is not store:
             used.clear(part.rows.tolist())
 
         return part, minibatches

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.reduce import sequence_sums
 from lightrft.batching.redistribute import put_batch
 from lightrft.config.sections import TrainSection
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
-from lightrft.rollout.gathered_rewards import GatheredRewards, place_at_tokens
-from lightrft.rollout.measure import measure_experience, measure_groups
+from lightrft.rollout.groups import GatheredRewards, measure_groups
 from lightrft.rollout.plan import LocalSamples, LocalStage, Stage, TrainingPlan
 from lightrft.types import Expand, Expanded, Experience, RoutedShape, Sample
 
@@ -75,7 +75,10 @@ class ExperienceMaker:
         self.num_updates = num_updates
         self.branches = branches
         self.components = components
-        self.data = policy.strategy.mesh.data
+        strategy = policy.strategy
+        self.data = strategy.mesh.data
+        self.has_store = strategy.mesh.world.size > 1 or strategy.sample_store().is_outside
+        """True if the experience travels through a store, or others read it there."""
         self._precomputed: PrecomputedOutputs | None = None
         """Outputs of samples of the current step, once compute_early() was called."""
 
@@ -108,7 +111,7 @@ class ExperienceMaker:
 
         # Sequences move between ranks so that all have equal work. Those with the same unit stay in
         # one optimizer step.
-        store = self.policy.strategy.sample_store()
+        store = self.policy.strategy.sample_store() if self.has_store else None
         experience, minibatches = self.policy.redistribute_flat(
             experience,
             self.train.train_batch_size,
@@ -127,7 +130,8 @@ class ExperienceMaker:
         experience.reward_advantages = None
         experience.entropy = None
         measure_experience(experience, metrics)
-        put_batch(plan.store, experience)
+        if plan.store is not None:
+            put_batch(plan.store, experience)
         return plan
 
     # -- before the step (--overlap)
@@ -301,3 +305,64 @@ def _expand_prompts(samples: list[Sample], expand: Expand) -> list[Expanded]:
     prompts = {sample.group: sample.prompt for sample in samples}
     read = {group: expand(prompt) for group, prompt in prompts.items()}
     return [read[sample.group] for sample in samples]
+
+
+def place_at_tokens(values: Tensor, samples: list[Sample], experience: Experience) -> Tensor:
+    """Put the values [M] of this rank's rewards at the tokens that earned them: [T] float32.
+
+    The result is 0 elsewhere. The experience has a row for each sample and for each of
+    the sample's branches. A branch gets the sum of the sample's values at the branch's last token.
+    If a token is not learned, such as one of an observation, the value goes to the last learned
+    token before it: returns are sums over learned tokens, and the tokens before led to the reward.
+    The value is dropped if no token before it is learned.
+    """
+    result = torch.zeros(experience.num_tokens)
+    ends = experience.offsets.tolist()
+    row = 0
+    line = 0
+    places = []
+    lines = []
+
+    for sample in samples:
+        steps = sample.steps
+        start = ends[row] + sample.prompt.num_tokens
+        lines_of_sample = range(line, line + len(steps))
+        # A reward at -1 comes before anything was sampled, so it has no token to go to.
+        places += [start + token if token >= 0 else -1 for token, _ in steps]
+        lines += [[each] for each in lines_of_sample]
+        row = row + len(sample.rows)
+        line = lines_of_sample.stop
+        places += [ends[branch] - 1 for branch in range(row - len(sample.rows) + 2, row + 1)]
+        lines += [list(lines_of_sample)] * (len(sample.rows) - 1)
+
+    sums = (
+        torch.tensor([sum(numbers[each] for each in one) for one in lines])
+        if (numbers := values.tolist())
+        else values
+    )
+    places = torch.tensor(places, dtype=torch.int64)
+    sums = sums.float()[places >= 0]
+    places = _latest_learned(experience)[places[places >= 0]]
+
+    return result.index_add(0, places[places >= 0], sums[places >= 0])
+
+
+def _latest_learned(experience: Experience) -> Tensor:
+    """Return, for each token, the latest learned token so far in the sequence: [T] int64, or -1."""
+    tokens = torch.arange(experience.num_tokens)
+    if not len(tokens):
+        return tokens
+    latest = torch.where(experience.loss_mask, tokens, -1).cummax(0).values
+    return torch.where(latest >= experience.offsets[experience.sequence_ids], latest, -1)
+
+
+def measure_experience(experience: Experience, metrics: Metrics) -> None:
+    """Measure this rank's experience: advantages of learned tokens, and masked responses."""
+    advantages = experience.advantages
+    learned = experience.loss_mask
+    metrics.mean("rollout/advantage", advantages, learned)
+    metrics.std("rollout/advantage_std", advantages, learned)
+    metrics.min("rollout/advantage_min", advantages, learned)
+    metrics.max("rollout/advantage_max", advantages, learned)
+    metrics.mean("rollout/advantage_abs", advantages.abs(), learned)
+    metrics.mean("rollout/left_out", (sequence_sums(learned.float(), experience) == 0).float())

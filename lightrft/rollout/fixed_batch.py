@@ -13,13 +13,12 @@ import torch
 from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import Blend, Order, fair_owners
 from lightrft.engine.requests import derived_seed
-from lightrft.observe.metrics import Metrics
-from lightrft.observe.trace import Untraced
+from lightrft.observe.metrics import Metrics, Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group, GroupOutcome, History
 from lightrft.rollout.media_expansion import Expander
-from lightrft.rollout.sampler import Requests, RolloutLoop, Sampler
+from lightrft.rollout.sampler import Requests, Sampler
 from lightrft.types import Prompt
 
 
@@ -57,27 +56,6 @@ class PreparedRequests:
     groups: dict[int, Group]
     """Group number -> group."""
     requests: Requests
-
-
-class ClosedRound:
-    """A round that ends when each rank has generated all responses of its own groups."""
-
-    def __init__(self, loop: RolloutLoop, groups: list[Group], data: Axis, trace: Untraced):
-        self.loop = loop
-        self.data = data
-        self.trace = trace
-        self._groups = groups
-
-    def generate(self) -> Iterator[Group]:
-        yield from self.loop.steps()
-
-        # Ranks wait here for the slowest one, where the trace counts the time as idle.
-        with self.trace.phase("wait", idle=True):
-            self.data.sum(torch.zeros(()))
-        yield from self.loop.finish()
-
-    def groups(self) -> list[Group]:
-        return self._groups
 
 
 class FixedBatch:
@@ -121,37 +99,37 @@ class FixedBatch:
         self.deferred: list[tuple[int, int, int]] = []
         """(times deferred, group number, row) of groups that begin anew, the same on every rank."""
         self._prepared: PreparedRequests | None = None
-        self._step = 0
-        self._finished: list[Group] | None = None
+        self._groups: list[Group] = []
+        """This rank's groups of the step."""
 
     # -- a step
 
-    def begin_step(self, step: int) -> None:
-        self._step = step
-        self._finished = None
-
-    def next_round(self) -> ClosedRound | None:
-        # A step is one round, so the step is complete when a round has ended.
-        if self._finished is not None:
-            return None
-
-        loop = self.sampler.open(self._seed(self._step, 0))
-        prepared = self._take_prepared()
+    def generate(self, step: int) -> Iterator[Group]:
+        loop = self.sampler.open(self._seed(step, 0))
+        prepared, self._prepared = self._prepared, None
         plan = prepared.plan if prepared else self._plan()
-        self._commit(plan)
-
         groups = prepared.groups if prepared else self._local_groups(plan)
+        self._groups = list(groups.values())
+
+        # The groups of the plan are drawn now.
+        self.place = plan.place
+        self.number = plan.number
+        self.deferred = self.deferred[len(plan.drawn) :]
+
         loop.add(
-            [(group, group.places) for group in groups.values()],
+            [(group, group.places) for group in self._groups],
             prepared.requests if prepared else {},
         )
-        return ClosedRound(loop, list(groups.values()), self.data, self.trace)
+        yield from loop.steps()
 
-    def on_finished(self, groups: list[Group]) -> None:
-        self._finished = groups
+        # Ranks wait here for the slowest one, where the trace counts the time as idle.
+        with self.trace.phase("wait", idle=True):
+            self.data.sum(torch.zeros(()))
+        yield from loop.finish()
 
-    def selected(self) -> list[Group]:
-        return self._finished or []
+    def selected(self, metrics: Metrics) -> list[Group]:
+        metrics.max("rollout/groups_carried", 0)
+        return self._groups
 
     def finish_rewards(self, groups: list[Group]) -> list[GroupOutcome]:
         self.rewards.finish([sample for group in groups for sample in group.responses])
@@ -161,18 +139,11 @@ class FixedBatch:
 
         parts = self.data.gather([GroupOutcome.of(group) for group in groups])
         outcomes = sorted(chain.from_iterable(parts), key=lambda outcome: outcome.number)
-        self.history.record(outcomes, self.epoch)
+        epoch = self.place // self.order.num_rows
+        self.history.record(outcomes, epoch)
         return outcomes
 
-    def report(self, metrics: Metrics) -> None:
-        metrics.max("rollout/groups_carried", 0)
-
     # -- choosing the prompts
-
-    @property
-    def epoch(self) -> int:
-        """Return how many passes over the data are complete."""
-        return self.place // self.order.num_rows
 
     def _plan(self) -> RolloutPlan:
         """Choose the groups of a round and balance them over the ranks; nothing is drawn yet."""
@@ -186,12 +157,6 @@ class FixedBatch:
         responses = self.section.n_samples_per_prompt + self.greedy
         ranks = fair_owners(self.data.size, [length * responses for length in lengths])
         return RolloutPlan(drawn, ranks, self.place + count, self.number + count)
-
-    def _commit(self, plan: RolloutPlan) -> None:
-        """Draw the groups of a plan."""
-        self.place = plan.place
-        self.number = plan.number
-        self.deferred = self.deferred[len(plan.drawn) :]
 
     def _local_groups(self, plan: RolloutPlan) -> dict[int, Group]:
         """Return group number -> group for the groups of a plan that begin on this rank."""
@@ -238,11 +203,6 @@ class FixedBatch:
         if self.expander is not None:
             self.expander.prepare([group.prompt for group in groups.values()])
         return PreparedRequests(plan, groups, requests)
-
-    def _take_prepared(self) -> PreparedRequests | None:
-        prepared = self._prepared
-        self._prepared = None
-        return prepared
 
     # -- checkpoints
 

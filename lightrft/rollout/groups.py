@@ -1,14 +1,23 @@
-"""A prompt with its responses while they grow, and the outcome that is kept afterwards."""
+"""The responses to a prompt: while they grow, their rewards, and the outcome that is kept.
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+Every rank gets the rewards of all ranks, because estimators and reward shaping compare them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.advantage import RIGHT
+from lightrft.algorithms.advantage import RIGHT, solved_share
+from lightrft.observe.metrics import Metrics
+from lightrft.parallel.collectives import Axis
 from lightrft.types import Prompt, Sample
+
+SOLVED = ("0", "to_25", "to_50", "to_75", "below_100", "100")
+"""Names of the buckets of a group's share of right samples: 0, up to 25 %, up to 50 %, up to 75 %,
+below 100 %, and 100 %."""
 
 
 @dataclass(slots=True)
@@ -23,6 +32,14 @@ class Group:
     greedy: Sample | None = None
     """Greedy response to the same prompt, for estimators that compare with it. Nobody learns from
     it."""
+    responses: list[Sample] = field(init=False)
+    """All responses that are generated and scored."""
+    places: range = field(init=False)
+    """Places of all responses."""
+
+    def __post_init__(self) -> None:
+        self.responses = self.samples if self.greedy is None else [*self.samples, self.greedy]
+        self.places = range(len(self.responses))
 
     @classmethod
     def begin(cls, number: int, row: int, prompt: Prompt, *, count: int, greedy: bool) -> Self:
@@ -32,16 +49,6 @@ class Group:
     @property
     def prompt(self) -> Prompt:
         return self.samples[0].prompt
-
-    @property
-    def responses(self) -> list[Sample]:
-        """Return all responses that are generated and scored."""
-        return self.samples if self.greedy is None else [*self.samples, self.greedy]
-
-    @property
-    def places(self) -> range:
-        """Return the places of all responses."""
-        return range(len(self.responses))
 
     @property
     def complete(self) -> bool:
@@ -119,6 +126,107 @@ class Group:
             sample.experts = None if experts is None else experts.numpy()
 
         return group
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredRewards:
+    """The rewards of all ranks in rank order, [M] float64 each.
+
+    A response has one reward, or several: one for each rewarded step.
+    """
+
+    rows: Tensor
+    """Index of the response, counted over all ranks."""
+    groups: Tensor
+    rewards: Tensor
+    lengths: Tensor
+    """Number of tokens that the reward is for: those since the reward before."""
+    response_lengths: Tensor
+    """Number of tokens of the response, at its last reward; 0 at the others."""
+    greedy: Tensor
+    """Reward of the greedy response to the prompt, at a response's last reward; 0 elsewhere."""
+    local: slice
+    """Rewards of this rank."""
+    components: dict[str, Tensor]
+    """Named parts of each reward with their weights, if they were asked for.
+
+    A response whose reward has no parts, or that has several rewards, has the part `reward`.
+    """
+
+    @classmethod
+    def share(
+        cls, axis: Axis, samples: list[Sample], *, first_row: int, components: bool = False
+    ) -> Self:
+        """Gather the rewards of all ranks; the first sample of this rank is row `first_row`.
+
+        It takes one collective, or two if a rank has more rewards than ever before. The
+        `components` take one more, for their names.
+        """
+        names: list[str] = []
+        if components:
+            mine = {name for sample in samples for name in _components(sample, sample.reward)}
+            names = sorted(set().union(*axis.gather(mine)))
+
+        lines = [
+            line
+            for row, sample in enumerate(samples, first_row)
+            for line in _lines(row, sample, names)
+        ]
+        width = len(fields(cls)) - 2 + len(names)
+        table = torch.tensor(lines, dtype=torch.float64).reshape(-1, width)
+        parts, _ = axis.gather_rows(table.view(torch.int64))  # the same bits
+        first = sum(map(len, parts[: axis.rank]))
+        columns = torch.cat(parts).view(torch.float64).unbind(1)
+        numbers = columns[: width - len(names)]
+        of_names = dict(zip(names, columns[width - len(names) :], strict=True))
+        return cls(*numbers, slice(first, first + len(lines)), of_names)
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """Return the total reward and the group of each response of all ranks: [N], [N]."""
+        row = self.rows.unique(return_inverse=True)[1]
+        count = int(row.max()) + 1 if len(row) else 0
+        rewards = self.rewards.new_zeros(count).index_add(0, row, self.rewards)
+        return rewards, self.groups.new_zeros(count).index_copy(0, row, self.groups)
+
+    def solved_shares(self) -> Tensor:
+        """Return, for each reward, the share of right responses in the group: [M]."""
+        return solved_share(*self.totals())[self.rows.unique(return_inverse=True)[1]]
+
+
+def _components(sample: Sample, reward: float) -> dict[str, float]:
+    named = sample.reward_parts if sample.token_rewards is None else {}
+    return named or {"reward": reward}
+
+
+def _lines(row: int, sample: Sample, names: list[str]) -> Iterator[tuple[float, ...]]:
+    before = 0
+    for place, (token, reward) in enumerate(sample.steps, 1):
+        length, greedy = (
+            (len(sample.token_ids), sample.greedy_reward)
+            if place == len(sample.steps)
+            else (0, 0.0)
+        )
+        parts = _components(sample, reward) if names else {}
+        of_names = [parts.get(name, 0.0) for name in names]
+        yield row, sample.group, reward, token + 1 - before, length, greedy, *of_names
+        before = token + 1
+
+
+def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
+    """Measure how many groups are solved to what degree, and how many have no signal.
+
+    `rewards` [N] and `groups` [N] cover the responses of all ranks. Only totals are compared here;
+    Group.has_signal also sees rewards of steps.
+    """
+    names, member, sizes = groups.unique(return_inverse=True, return_counts=True)
+    zeros = rewards.new_zeros(len(names))
+    best = zeros.scatter_reduce(0, member, rewards, "amax", include_self=False)
+    worst = zeros.scatter_reduce(0, member, rewards, "amin", include_self=False)
+    metrics.mean("rollout/groups_without_signal", (best == worst).float())
+    solved = zeros.index_add(0, member, (rewards > RIGHT).to(rewards.dtype)) / sizes
+    place = (4 * solved).ceil() + (solved == 1)
+    for index, name in enumerate(SOLVED):
+        metrics.mean(f"rollout/groups_solved_{name}", (place == index).float())
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.batching.sample_store import SampleStore
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.gathered_rewards import GatheredRewards
+from lightrft.rollout.groups import GatheredRewards
 from lightrft.types import Experience, Sample
 
 
@@ -43,9 +43,9 @@ class TrainingPlan:
 
     experience: Experience
     minibatches: list[MicroBatchIndices]
-    store: SampleStore
+    store: SampleStore | None
     """Holds all columns of the experience. A store outside of this program shares them with
-    others."""
+    others. None on a single rank that has no such store."""
     num_updates: int = 1
     """How many optimizer steps use the experience."""
 

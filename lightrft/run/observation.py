@@ -8,10 +8,10 @@ from pathlib import Path
 
 from lightrft.config.references import TRACKERS, report_names
 from lightrft.config.sections import Config
-from lightrft.observe.console import Console
+from lightrft.observe.console import console
+from lightrft.observe.metrics import Trace
 from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard
 from lightrft.observe.text import duration
-from lightrft.observe.trace import Trace
 from lightrft.observe.trackers import Tracker, check_login
 from lightrft.parallel import device
 from lightrft.run.model_card import check_hub
@@ -54,7 +54,7 @@ def check_logins(config: Config, strategy: Strategy) -> None:
 def _sinks(config: Config) -> list[Sink]:
     folder = Path(config.train.save_path)
     observe = config.observe
-    sinks: list[Sink] = [Console(), JsonLines(folder)]
+    sinks: list[Sink] = [console(), JsonLines(folder)]
     names = report_names(observe.report_to)
     if "tensorboard" in names:
         sinks.append(TensorBoard(folder))

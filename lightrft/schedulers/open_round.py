@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lightrft.observe.trace import Untraced
+from lightrft.observe.metrics import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.fixed_batch import PreparedRequests
 from lightrft.rollout.groups import Group

@@ -132,39 +132,36 @@ class Rounds(FixedBatch):
         self._ahead: deque[ActiveRound] = deque()
         """First rounds of the next steps. Checkpoints do not contain the responses, so a resumed
         run begins these groups anew."""
-        self._active: ActiveRound | None = None
         self._capacity = 1
         """How many responses the engines of a data replica decode at once, known from the first
         round on."""
 
     # -- a step
 
-    def begin_step(self, step: int) -> None:
+    def generate(self, step: int) -> Iterator[Group]:
         self._step = step
         self._num_ahead = min(self.section.max_staleness, self.total_steps - step)
         self._num_rounds = 0
         self._kept: list[Group] = []
         """This rank's complete groups of the step."""
-        self._selection = DynamicSampling(
-            self.section.rollout_batch_size, self.section.dynamic_sampling_rounds
-        )
+        most_rounds = self.section.dynamic_sampling_rounds
+        selection = DynamicSampling(self.section.rollout_batch_size, most_rounds)
+        self._selection = selection
 
-    def next_round(self) -> OpenRound | None:
-        selection = self._selection
-        if not selection.missing or self._num_rounds >= self.section.dynamic_sampling_rounds:
-            return None
+        while selection.missing and self._num_rounds < most_rounds:
+            # With --max_staleness an earlier step has begun this step's first round.
+            if self._ahead and not self._num_rounds:
+                active = self._ahead.popleft()
+            else:
+                active = self._start(
+                    step, self._num_rounds, selection.missing, selection.acceptance
+                )
+            self._num_rounds += 1
+            yield from active.round.generate()
+            self._take_groups(active.round.groups(), active.plan)
 
-        # With --max_staleness an earlier step has begun this step's first round.
-        if self._ahead and not self._num_rounds:
-            self._active = self._ahead.popleft()
-        else:
-            self._active = self._start(
-                self._step, self._num_rounds, selection.missing, selection.acceptance
-            )
-        self._num_rounds += 1
-        return self._active.round
-
-    def on_finished(self, groups: list[Group]) -> None:
+    def _take_groups(self, groups: list[Group], plan: OpenPlan) -> None:
+        """Take this rank's groups when a round has ended."""
         selection = self._selection
         complete = [group for group in groups if group.complete]
         if self.section.dynamic_sampling:
@@ -184,12 +181,10 @@ class Rounds(FixedBatch):
             self.partial.keep([group for group in groups if group.number not in settled])
 
         if self.tail_rounds:
-            left = [
-                each for each in self._active.plan.as_deferred if each[1] not in selection.chosen
-            ]
+            left = [each for each in plan.as_deferred if each[1] not in selection.chosen]
             self.deferred = defer(self.deferred, left, complete=usable)
 
-    def report(self, metrics: Metrics) -> None:
+    def selected(self, metrics: Metrics) -> list[Group]:
         metrics.max("rollout/groups_carried", len(self.partial.of_all))
         if self.section.dynamic_sampling:
             self._selection.report(metrics, self._num_rounds)
@@ -198,7 +193,6 @@ class Rounds(FixedBatch):
         if self.tail_rounds:
             metrics.max("rollout/groups_parked", len(self.deferred))
 
-    def selected(self) -> list[Group]:
         # The rounds of later steps start here, with the engine awake and its newest weights.
         while len(self._ahead) < self._num_ahead:
             later = self._step + 1 + len(self._ahead)
@@ -326,7 +320,7 @@ class Rounds(FixedBatch):
         """Draw the groups of a round, and begin this rank's first responses."""
         loop = self.sampler.open(self._seed(step, round))
         self._capacity = loop.capacity
-        prepared = self._take_prepared()
+        prepared, self._prepared = self._prepared, None
         plan = prepared.plan if prepared else self._plan_round(missing, acceptance, loop.capacity)
 
         # Planning goes on until all media can be read: what is left out changes the next plan.
@@ -337,7 +331,10 @@ class Rounds(FixedBatch):
                 prepared = None
                 found = self._unreadable(plan)
 
-        self._commit(plan)
+        self.place = plan.place
+        self.number = plan.number
+        self.deferred = plan.deferred
+        self.partial.of_all = plan.partial
         return ActiveRound(plan, self._open(loop, plan, prepared))
 
     def _open(
@@ -362,12 +359,6 @@ class Rounds(FixedBatch):
 
         self.partial.forget(set(numbers))
         return round
-
-    def _commit(self, plan: OpenPlan) -> None:
-        self.place = plan.place
-        self.number = plan.number
-        self.deferred = plan.deferred
-        self.partial.of_all = plan.partial
 
     def _group(self, number: int, row: int) -> Group:
         """Return a group of this rank, either continued or new."""

@@ -1,13 +1,178 @@
-"""Set the advantage of each token from what the rewards after it are worth."""
+"""From rewards to the advantage of each token, the stages that every run has and what they add up.
+
+CompareRewards finds what each reward is worth. Outputs of models follow: what the policy, the
+reference and the critic say about the samples before the step. Then the advantage of each token is
+what the rewards after it are worth.
+"""
+
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
-from lightrft.algorithms.advantage import gae, reward_to_go, teacher_advantages, whiten
+from lightrft.algorithms.advantage import (
+    Estimator,
+    estimators,
+    explained_variance,
+    gae,
+    reward_to_go,
+    teacher_advantages,
+    weighted_by_difficulty,
+    whiten,
+)
+from lightrft.algorithms.options import keywords, options_of, resolve
 from lightrft.algorithms.reduce import Sum
+from lightrft.algorithms.shaping import RewardShaper
+from lightrft.config.sections import AlgorithmSection
 from lightrft.observe.metrics import Metrics
+from lightrft.roles.critic import Critic
+from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher, TeacherOfTokens
-from lightrft.rollout.measure import measure_values
+from lightrft.rollout.groups import GatheredRewards
 from lightrft.rollout.plan import Stage, TrainingPlan
+from lightrft.types import Experience
+
+GIVEN = {"lengths", "responses", "greedy_rewards", "components", "component_weights"}
+"""Options of an estimator that come from the samples, not from the configuration."""
+
+
+class CompareRewards:
+    """Calls the estimator of --advantage_estimator with the shaped rewards of all ranks.
+
+    Rewards are shaped first, so that no statistic covers only one rank.
+    """
+
+    def __init__(
+        self, section: AlgorithmSection, shaper: RewardShaper, weights: Mapping[str, float]
+    ):
+        """Find the estimator. Raises ValueError if it needs what this run does not compute.
+
+        `weights` has the weight of each reward by label.
+        """
+        self.section = section
+        self.shaper = shaper if shaper.is_enabled else None
+        self.weights = weights
+        self.estimator: Estimator = resolve(estimators, section.advantage_estimator, extra=GIVEN)
+        self.options = options_of(self.estimator, section)
+        self.given = keywords(self.estimator).keys() & GIVEN
+        self.reads_components = "components" in self.given
+
+    def __call__(self, gathered: GatheredRewards) -> Tensor:
+        """Return the advantage of each reward: [M]."""
+        groups = gathered.groups.long()
+        rewards = gathered.rewards.float()
+        if self.shaper is not None:
+            rewards = self.shaper(gathered.rewards, groups, gathered.response_lengths)
+        given = {
+            "lengths": gathered.lengths,
+            "responses": gathered.rows,
+            "greedy_rewards": gathered.greedy.float(),
+        }
+        if self.reads_components:
+            # Rounded like shaped rewards, whose float64 sums are exact: equal parts have no spread.
+            given["components"] = torch.stack([*gathered.components.values()], 1).float()
+            weights = [self._weight(name) for name in gathered.components]
+            given["component_weights"] = torch.tensor(weights, dtype=torch.float64)
+
+        arguments = self.options | {name: given[name] for name in self.given & given.keys()}
+        advantages = self.estimator(rewards, groups, **arguments)
+
+        # Estimators may be the user's own, and a NaN would only show up as a broken model.
+        if advantages.shape != rewards.shape or not advantages.isfinite().all():
+            raise ValueError(
+                f"--advantage_estimator {self.section.advantage_estimator} returns"
+                f" {advantages!r:.200}, but must return a finite advantage for each of the"
+                f" {len(rewards)} rewards"
+            )
+
+        if self.section.difficulty_weights:
+            least, most = self.section.difficulty_weights
+            solved = gathered.solved_shares()
+            advantages = weighted_by_difficulty(advantages, solved, least=least, most=most)
+        return advantages
+
+    def _weight(self, component: str) -> float:
+        """Return the weight of the reward that a component belongs to.
+
+        A reward with named parts has components LABEL_NAME.
+        """
+        labels = [each for each in self.weights if f"{component}_".startswith(f"{each}_")]
+        return self.weights[max(labels, key=len)] if labels else 1.0
+
+
+# -- outputs of models
+#
+# They depend on each sample alone, so they can be computed before other samples are complete
+# (--overlap). An experience that already has them is left as it is.
+
+
+class PolicyLogprobs(Stage):
+    """Computes the policy's log-probs before the update, and the entropy if a later stage needs it.
+
+    With a single update they equal the log-probs of the update itself, so they are computed only if
+    a stage `needs` them.
+    """
+
+    depends_on_samples_alone = True
+
+    def __init__(self, policy: Policy, *, entropy: bool = False, needed: bool = False):
+        self.policy = policy
+        self.entropy = entropy
+        self.needed = needed
+        self.writes = ("old_logprobs", "entropy") if entropy else ("old_logprobs",)
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        experience = plan.experience
+        if self.entropy and experience.entropy is None:
+            experience.old_logprobs, experience.entropy = self.policy.logprobs_and_entropy(
+                experience, plan.microbatches
+            )
+        elif experience.old_logprobs is None and (self.needed or plan.num_updates > 1):
+            experience.old_logprobs = self.policy.logprobs(experience, plan.microbatches)
+
+
+class EngineLogprobs(Stage):
+    """Takes the engine's log-probs in place of the policy's (--use_engine_logprobs)."""
+
+    reads = ("engine_logprobs",)
+    writes = ("old_logprobs",)
+    depends_on_samples_alone = True
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        plan.experience.old_logprobs = plan.experience.engine_logprobs
+
+
+class ReferenceLogprobs(Stage):
+    """Computes the log-probs of the frozen reference."""
+
+    writes = ("reference_logprobs",)
+    depends_on_samples_alone = True
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        if plan.experience.reference_logprobs is None:
+            plan.experience.reference_logprobs = self.policy.reference_logprobs(
+                plan.experience, plan.microbatches
+            )
+
+
+class Values(Stage):
+    """Computes the critic's value of each token."""
+
+    writes = ("values",)
+    depends_on_samples_alone = True
+
+    def __init__(self, critic: Critic):
+        self.critic = critic
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        if plan.experience.values is None:
+            plan.experience.values = self.critic.values(plan.experience, plan.microbatches)
+
+
+# -- advantages of tokens
 
 
 class RewardToGo(Stage):
@@ -113,3 +278,11 @@ class NormalizedAdvantages(Stage):
         if self.clip is not None:
             advantages = advantages.clamp(-self.clip, self.clip)
         experience.advantages = advantages
+
+
+def measure_values(experience: Experience, total: Sum, metrics: Metrics) -> None:
+    """Measure the critic's values before the step, and how well they explain all ranks' returns."""
+    learned = experience.loss_mask
+    metrics.mean("critic/return", experience.returns, learned)
+    explained = explained_variance(experience.values, experience.returns, learned, total)
+    metrics.mean("critic/explained_variance", explained, explained.isfinite())

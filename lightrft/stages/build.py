@@ -12,15 +12,18 @@ from lightrft.roles.teacher import Teacher
 from lightrft.rollout.experience import ExperienceMaker, flatten
 from lightrft.rollout.plan import LocalStage, Stage
 from lightrft.stages.advantages import (
+    CompareRewards,
+    EngineLogprobs,
     GeneralizedAdvantages,
     NormalizedAdvantages,
+    PolicyLogprobs,
+    ReferenceLogprobs,
     RewardToGo,
     TeacherDistribution,
     TeacherTerm,
+    Values,
 )
-from lightrft.stages.compare import CompareRewards
 from lightrft.stages.filters import DifficultyFilter, EntropyFilter, LengthFilter
-from lightrft.stages.outputs import EngineLogprobs, PolicyLogprobs, ReferenceLogprobs, Values
 from lightrft.stages.penalty import EntropyControl, KLPenalty
 from lightrft.stages.tokens import HighEntropyTokens, SelectedTokens
 from lightrft.types import Experience

@@ -28,7 +28,7 @@ from lightrft.data.loader import Order
 from lightrft.launch.heartbeat import MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.launch.rendezvous import join_process_group
 from lightrft.models.lora import merge_adapters, split_adapters
-from lightrft.observe.trace import Untraced
+from lightrft.observe.metrics import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, grow_segments, host_cores, select_device
 from lightrft.parallel.mesh import Mesh, process_rank, world_axis

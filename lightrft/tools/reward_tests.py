@@ -19,7 +19,7 @@ from lightrft.config.sections import DataSection, RewardSection
 from lightrft.data.prompts import reward_columns
 from lightrft.data.readers import BadRows, read_rows
 from lightrft.data.rendering.messages import as_messages
-from lightrft.rewards.labels import right_answers
+from lightrft.rewards.functions import right_answers
 from lightrft.rewards.runner import RewardRunner
 from lightrft.samples import Prompt, Sample
 

@@ -29,12 +29,11 @@ from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.rendering.template import turn_end_ids
 from lightrft.models.weight_files import weights_of
-from lightrft.observe.metrics import Metrics
+from lightrft.observe.metrics import Metrics, Trace
 from lightrft.observe.pending_metrics import PendingMetrics
 from lightrft.observe.report import write_report
 from lightrft.observe.sinks import Observer, read_rows
 from lightrft.observe.timeline import extend_timeline
-from lightrft.observe.trace import Trace
 from lightrft.parallel.device import device_name, machine
 from lightrft.roles.operations import count_parameters
 from lightrft.roles.role import Role

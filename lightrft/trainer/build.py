@@ -33,7 +33,7 @@ from lightrft.config.values import CommaSeparated
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
-from lightrft.observe.trace import Untraced
+from lightrft.observe.metrics import Untraced
 from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.runner import RewardRunner
 from lightrft.roles.critic import Critic

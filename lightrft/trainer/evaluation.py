@@ -20,9 +20,9 @@ from lightrft.observe.sinks import encode_row
 from lightrft.observe.text import short
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group
+from lightrft.rollout.rollout import sample_rows
 from lightrft.rollout.sampler import Sampler
 from lightrft.rollout.scores import Estimate
-from lightrft.run.sample_rows import sample_rows
 from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
 

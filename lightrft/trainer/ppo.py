@@ -14,13 +14,11 @@ from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import Objective, Role
 from lightrft.rollout.experience import ExperienceMaker
-from lightrft.rollout.measure import measure_samples
 from lightrft.rollout.plan import TrainingPlan
-from lightrft.rollout.rollout import Rollout
+from lightrft.rollout.rollout import Rollout, measure_samples, sample_rows
 from lightrft.rollout.sampler import Sampler
 from lightrft.run.digests import StepRecord
 from lightrft.run.interruption import Interrupted
-from lightrft.run.sample_rows import sample_rows
 from lightrft.strategy.strategy import Strategy
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
@@ -133,7 +131,8 @@ class PPOTrainer(Trainer):
         if self.moves_reference:
             self.policy.update_reference(number, self.config.algorithm)
 
-        plan.store.clear(plan.experience.rows.tolist())
+        if plan.store is not None:
+            plan.store.clear(plan.experience.rows.tolist())
         return StepRecord(plan.experience, plan.minibatches, losses, samples)
 
     def _collect(self, number: int) -> tuple[list[Sample], int]:
@@ -147,22 +146,9 @@ class PPOTrainer(Trainer):
 
         with self.trace.phase("reward"):
             samples = self.rollout.score(groups, self.metrics)
-        self._safe_point(rollback, metrics, weight_version)
-        return samples, self.strategy.host.version
 
-    def _preparing(self, number: int) -> AbstractContextManager[None]:
-        """Return a context that prepares a step in another thread, if there is one."""
-        if number > self.total_steps:
-            return nullcontext()
-        return self.rollout.scheduler.preparing(number)
-
-    def _safe_point(
-        self, rollback: Callable[[], None], metrics: dict[str, Any], weight_version: int
-    ) -> None:
-        """Undo the step if it is interrupted.
-
-        A checkpoint holds only finished steps, and the same prompts come again.
-        """
+        # A checkpoint holds only finished steps, so an interrupted one is undone: the same prompts
+        # come again.
         try:
             self.interruption.safe_point()
         except Interrupted:
@@ -171,6 +157,14 @@ class PPOTrainer(Trainer):
             self.metrics.load_state_dict(metrics)
             self.strategy.host.invalidate_weights(weight_version)
             raise
+
+        return samples, self.strategy.host.version
+
+    def _preparing(self, number: int) -> AbstractContextManager[None]:
+        """Return a context that prepares a step in another thread, if there is one."""
+        if number > self.total_steps:
+            return nullcontext()
+        return self.rollout.scheduler.preparing(number)
 
     def show(self, number: int, samples: list[Sample]) -> None:
         """Write some samples to the sinks, by group, so that responses can be compared."""

@@ -30,7 +30,7 @@ from lightrft.config import EngineSection, RolloutSection
 from lightrft.config.sections import DataSection, EnvironmentSection
 from lightrft.engine.build import build_engine
 from lightrft.engine.requests import Sampling
-from lightrft.observe.trace import Trace
+from lightrft.observe.metrics import Trace
 from lightrft.parallel.mesh import Mesh
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.groups import Group

@@ -71,7 +71,7 @@ from lightrft.observe.pending_metrics import PendingMetrics  # noqa: E402
 from lightrft.parallel.collectives import Axis  # noqa: E402
 from lightrft.parallel.mesh import Mesh  # noqa: E402
 from lightrft.rewards.runner import RewardRunner  # noqa: E402
-from lightrft.rollout.gathered_rewards import GatheredRewards  # noqa: E402
+from lightrft.rollout.groups import GatheredRewards  # noqa: E402
 from lightrft.rollout.rollout import Rollout  # noqa: E402
 from lightrft.schedulers.assignment import Assignment  # noqa: E402
 from lightrft.schedulers.rounds import Rounds  # noqa: E402

@@ -189,7 +189,7 @@ def train(flags: list[str]) -> list[dict[str, float]]:
 
 def watch(trainer: Any) -> Clock:
     from lightrft.rollout.sampler import RolloutLoop
-    from lightrft.stages.outputs import PolicyLogprobs
+    from lightrft.stages.advantages import PolicyLogprobs
     from lightrft.trainer.ppo import Learner
 
     clock = Clock()

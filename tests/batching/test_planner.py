@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightrft.batching.bin_packing import FEW
-from lightrft.batching.planner import Plan, plan
+from lightrft.batching.planner import FEW, Plan, plan
 
 CAPACITY = 8192
 
@@ -87,7 +86,7 @@ def check(
 )
 def test_a_thousand_random_sets(batching, few, monkeypatch):
     """Where `few` is 0 they are planned like a large run."""
-    monkeypatch.setattr("lightrft.batching.bin_packing.FEW", few)
+    monkeypatch.setattr("lightrft.batching.planner.FEW", few)
     random_ = random.Random(0)
     for number in range(1000):
         tokens = random_.choice([16, 100, 1024])
@@ -141,7 +140,7 @@ def test_rows_of_a_prompt_meet(ranks, groups, samples, few, monkeypatch):
     random_ = random.Random(0)
     prompts = [(group, 300, 0) for group in range(groups) for _ in range(samples)]
     lengths = [300 + random_.randint(200, 400) for _ in prompts]
-    monkeypatch.setattr("lightrft.batching.bin_packing.FEW", few)
+    monkeypatch.setattr("lightrft.batching.planner.FEW", few)
     limits = {"num_ranks": ranks, "minibatch_size": len(lengths), "max_tokens": CAPACITY}
     alone = plan(lengths, **limits)
     together = plan(lengths, **limits, prompts=prompts)
@@ -162,7 +161,7 @@ def test_towers_are_balanced(few, monkeypatch):
 
     All ranks get equally many of them.
     """
-    monkeypatch.setattr("lightrft.batching.bin_packing.FEW", few)
+    monkeypatch.setattr("lightrft.batching.planner.FEW", few)
     prompts = [(row, 0, 300 if row < 16 else 0) for row in range(64)]
     made = plan([100] * 64, num_ranks=4, minibatch_size=64, max_tokens=1600, prompts=prompts)
     assert [

@@ -12,7 +12,7 @@ import pytest
 from loguru import logger
 from rich.console import Console as RichConsole
 
-from lightrft.observe.console import HEADLINES, Console, sparkline
+from lightrft.observe.console import HEADLINES, console, sparkline
 from lightrft.observe.sinks import (
     JsonLines,
     Observer,
@@ -241,7 +241,7 @@ JUDGED = [
 
 def run_console(terminal, rows):
     out = io.StringIO()
-    sink = Console(RichConsole(file=out, force_terminal=terminal, width=120, height=40))
+    sink = console(RichConsole(file=out, force_terminal=terminal, width=120, height=40))
     sink.start({}, 12)
 
     for step, row in enumerate(rows, start=1):

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from lightrft.observe import trace as module
+from lightrft.observe import metrics as module
+from lightrft.observe.metrics import Trace
 from lightrft.observe.timeline import extend_timeline
-from lightrft.observe.trace import Trace
 
 
 class Clock:

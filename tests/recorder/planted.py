@@ -13,7 +13,7 @@ from lightrft.backends import base as backend
 from lightrft.engine.hf import HFEngine
 from lightrft.rewards.runner import RewardRunner
 from lightrft.roles.policy import Policy
-from lightrft.stages.compare import CompareRewards
+from lightrft.stages.advantages import CompareRewards
 from lightrft.trainer import base as trainer
 from runs import run_here
 

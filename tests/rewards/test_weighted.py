@@ -7,8 +7,8 @@ from lightrft.config import AlgorithmSection, Config, ConfigError, RewardSection
 from lightrft.config.references import reward_weights
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.gathered_rewards import GatheredRewards
-from lightrft.stages.compare import CompareRewards
+from lightrft.rollout.groups import GatheredRewards
+from lightrft.stages.advantages import CompareRewards
 from rewards.test_rewards import sample
 
 FUNCTIONS = """

@@ -20,8 +20,7 @@ from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
-from lightrft.rollout.experience import flatten, with_branches
-from lightrft.rollout.gathered_rewards import place_at_tokens
+from lightrft.rollout.experience import flatten, place_at_tokens, with_branches
 from lightrft.stages.build import experience_maker
 from lightrft.strategy import get_strategy
 from lightrft.types import Episode, Prompt, Sample

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from lightrft.rewards.labels import reads
+from lightrft.rewards.functions import reads
 from lightrft.rewards.verifiers.sandbox import find_sandbox, output_of, passes
 from lightrft.samples import Sample
 

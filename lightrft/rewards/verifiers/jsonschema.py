@@ -8,7 +8,7 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 from referencing import Registry
 
-from lightrft.rewards.labels import reads
+from lightrft.rewards.functions import reads
 from lightrft.samples import Sample
 
 BLOCK = "```json"

@@ -11,8 +11,7 @@ from typing import Any
 from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 
-from lightrft.rewards.functions import boxes
-from lightrft.rewards.labels import reads, right_answers
+from lightrft.rewards.functions import boxes, reads, right_answers
 from lightrft.samples import Sample
 
 SECONDS = 3

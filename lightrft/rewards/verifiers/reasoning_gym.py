@@ -10,8 +10,7 @@ from typing import Any
 
 import reasoning_gym
 
-from lightrft.rewards.functions import tagged_answer
-from lightrft.rewards.labels import reads
+from lightrft.rewards.functions import reads, tagged_answer
 from lightrft.samples import Sample
 
 SECONDS = 10
