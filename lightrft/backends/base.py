@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.backends.offload import Offloaded, OffloadedOptimizer, OffloadedTensors, guard_model
 from lightrft.backends.optim import step
-from lightrft.checkpoint.hf_parameters import hf_parameters, unwrap
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.sections import Config, sequence_layout
 from lightrft.models.lora import is_adapter, keep_adapters_apart, own_layers
@@ -29,7 +28,7 @@ from lightrft.parallel.sequence_parallel import (
 )
 from lightrft.parallel.ulysses import Ulysses
 from lightrft.parallel.zigzag import Zigzag
-from lightrft.weight_sync.stream import bucket_limit, stream
+from lightrft.weight_sync.stream import bucket_limit, hf_parameters, stream, unwrap
 
 SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zigzag}
 """Value of --sp_impl -> class that divides the tokens of a batch among ranks."""

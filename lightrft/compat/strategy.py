@@ -31,10 +31,9 @@ from lightrft.parallel.device import current_device, release_cached_memory, sync
 from lightrft.parallel.mesh import world_axis
 from lightrft.strategy.checkpoints import Checkpoints, Trained
 from lightrft.strategy.dataloader import ResumableBatchSampler
-from lightrft.strategy.device_memory import DeviceMemory
+from lightrft.strategy.device_memory import DeviceMemory, Phase
 from lightrft.strategy.engine_host import EngineHost, EngineStatus
 from lightrft.strategy.fsdp import FSDP2
-from lightrft.strategy.phases import Phase
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Completion

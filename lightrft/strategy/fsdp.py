@@ -26,14 +26,13 @@ from lightrft.backends.materialize import materialize
 from lightrft.backends.offload import OffloadedModel
 from lightrft.backends.optim import follow, parameter_names
 from lightrft.backends.replicas import Replicas
-from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.models.empty import empty_parameters
 from lightrft.models.lora import adapter_parameters
 from lightrft.parallel.dtensor_slices import local_part
 from lightrft.parallel.tensor_parallel import parallelize
 from lightrft.strategy.strategy import Strategy
-from lightrft.weight_sync.stream import stream
+from lightrft.weight_sync.stream import hf_parameters, stream
 
 MOST_PADDING = 1.05
 """Most elements that a parameter may have with padding, for each of its own."""

@@ -20,7 +20,6 @@ from lightrft.backends.base import Backend
 from lightrft.backends.dropout import draw_by_data_rank
 from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
 from lightrft.batching.sample_store import MemoryStore, SampleStore
-from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import SUPERVISED, sequence_layout
@@ -37,6 +36,7 @@ from lightrft.strategy.checkpoints import Checkpoints
 from lightrft.strategy.device_memory import DeviceMemory
 from lightrft.strategy.engine_host import EngineHost
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
+from lightrft.weight_sync.stream import persistent_buffers, unwrap
 
 
 class Strategy(Backend):
