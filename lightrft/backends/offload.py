@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightrft.config.sections import Config
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import release_cached_memory, synchronize
-from lightrft.parallel.dtensor_slices import local_part
+from lightrft.parallel.device import local_part, release_cached_memory, synchronize
 
 BLOCK = 2**28
 """Bytes of a buffer in host memory. torch rounds each pinned allocation up to a power of two, so a

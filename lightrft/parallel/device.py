@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch import Tensor
-
-from lightrft.parallel.dtensor_slices import local_part
+from torch.distributed.tensor import DTensor
 
 GB = 1e9
 """Bytes of a gigabyte, in every message and metric."""
@@ -57,17 +56,6 @@ def select_device() -> torch.device:
     return device
 
 
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed torch's generators of the host and of this device.
-
-    torch.manual_seed() also stores a pending seed for every device type that was never used, each
-    with a stack trace. That takes longer than many layers.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
-
-
 def check_device_index(index: int, visible: int) -> None:
     if index >= visible:
         raise RuntimeError(
@@ -85,6 +73,11 @@ def collective_backend(device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, and any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 CONTAINER = Path("/sys/fs/cgroup")

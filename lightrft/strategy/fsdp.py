@@ -29,7 +29,7 @@ from lightrft.backends.replicas import Replicas
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.models.empty import empty_parameters
 from lightrft.models.lora import adapter_parameters
-from lightrft.parallel.dtensor_slices import local_part
+from lightrft.parallel.device import local_part
 from lightrft.parallel.tensor_parallel import parallelize
 from lightrft.strategy.strategy import Strategy
 from lightrft.weight_sync.stream import hf_parameters, stream
