@@ -24,11 +24,10 @@ from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import LibraryEngine
-from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
+from lightrft.engine.vllm import loader  # noqa: F401  registered by its import
 from lightrft.engine.vllm.adapter_slots import slots_problem
 from lightrft.engine.vllm.arguments import arguments, mamba2_problem, replay_problem
-from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
-from lightrft.engine.vllm.shared_prompts import share_last_blocks
+from lightrft.engine.vllm.on_cpu import share_last_blocks, use_fast_sampling
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
 from lightrft.parallel.device import grow_segments, release_cached_memory
