@@ -92,7 +92,8 @@ class Engine(ABC):
         self.quantization: Quantization | None = None
         """How streams quantise weights for the engine. None: they bring them as they are."""
         self.has_base = False
-        """True if the engine has the weights that adapters belong to."""
+        """True if the engine has the weights that adapters belong to, so that the next stream need
+        not bring them. Without adapters it stays False: each stream brings all weights."""
         self._sent_base: Fingerprints | None = None
         """Fingerprints of these weights, as they were sent."""
         self.sleep_level = sleep_level
@@ -157,7 +158,7 @@ class Engine(ABC):
 
     def begin_requests(self, requests: list[Request], loop: RequestLoop) -> list[Request]:
         """Complete a loop's next requests with sampling, seeds and media; all ranks check them."""
-        self._check_loop(loop)
+        self._check_can_generate(loop)
         banned = self.vocabulary.never_sampled if self.vocabulary else ()
         ends = self.vocabulary.end_token_ids if self.vocabulary else ()
         own = [
@@ -195,7 +196,7 @@ class Engine(ABC):
 
         An exception inside, or requests that are left in the loop, make the engine unusable.
         """
-        self._check_loop(loop)
+        self._check_can_generate(loop)
         with self._fatal("generate"):
             yield
         self._failure = loop.unread if loop.running else None
@@ -206,15 +207,14 @@ class Engine(ABC):
 
         An exception inside makes the engine unusable.
         """
-        self._check_loop(loop)
+        self._check_can_generate(loop)
         with self._fatal("load_weights"), self._paused():
             yield
 
-    def _check_loop(self, loop: RequestLoop) -> None:
-        if self._failure is not loop.unread:
-            self._check_can_generate()
-
-    def _check_can_generate(self) -> None:
+    def _check_can_generate(self, loop: RequestLoop | None = None) -> None:
+        """Raise EngineError if the engine cannot generate; a loop whose requests run always may."""
+        if loop is not None and self._failure is loop.unread:
+            return
         self._check_usable()
         if self.awake != {"weights", "kv_cache"}:
             raise EngineError(
@@ -256,7 +256,7 @@ class Engine(ABC):
         round = self.verify_round
         self.verify_round = None
         self.places_verified = round is not None
-        brings_base = self.brings_base
+        brings_base = not self.has_base
         sent = self._prints_to_send(round, brings_base) if self.verify_dtype else []
         failures: list[Exception] = []
         stream = self._checked(named_tensors, sent, failures)
@@ -284,7 +284,7 @@ class Engine(ABC):
 
         self.version = version
         self.weights_valid = True
-        self.has_base = True
+        self.has_base = self.adapters is not None
 
     @property
     def takes_own_experts(self) -> bool:
@@ -293,11 +293,6 @@ class Engine(ABC):
         Stacked experts are DTensors then, divided evenly and in order over the engine's ranks.
         """
         return False
-
-    @property
-    def brings_base(self) -> bool:
-        """Return True if the next stream has to bring all weights, and not adapters alone."""
-        return self.adapters is None or not self.has_base
 
     def _prints_to_send(self, round: int | None, brings_base: bool) -> list[Fingerprints]:
         """Return empty fingerprints for what the next stream brings."""
@@ -506,10 +501,14 @@ class Engine(ABC):
         and ends the stream, so that the engine finishes in order and can load the next one.
         """
         adapters = {} if self.adapters is None else self.adapters.shapes
-        missing = (self.expected if self.brings_base else {}) | adapters
+        missing = ({} if self.has_base else self.expected) | adapters
         try:
             for name, tensor in named_tensors:
-                self._check_weight(name, tensor, missing.pop(name, None))
+                shape = missing.pop(name, None)
+                if tensor.shape != shape:
+                    raise ValueError(
+                        f"weight stream: {self._problem_of_weight(name, tensor, shape)}"
+                    )
                 for prints in sent:
                     prints.add_sent(name, tensor)
                 yield name, tensor
@@ -526,22 +525,15 @@ class Engine(ABC):
                 raise
             failures.append(error)
 
-    def _check_weight(self, name: str, tensor: Tensor, shape: torch.Size | None) -> None:
-        """Raise ValueError unless the weight has this shape; None: it is not expected any more."""
-        if shape is None:
-            if name in self.expected and not self.brings_base:
-                reason = "came among adapters, and the engine has it already"
-            elif name in self.expected or (self.adapters and name in self.adapters.shapes):
-                reason = "came twice"
-            else:
-                reason = "is not a weight of the engine's model"
-            raise ValueError(f"weight stream: {name} {reason}")
-
-        if tensor.shape != shape:
-            raise ValueError(
-                f"weight stream: {name} has shape {tuple(tensor.shape)}, the engine expects"
-                f" {tuple(shape)}"
-            )
+    def _problem_of_weight(self, name: str, tensor: Tensor, shape: torch.Size | None) -> str:
+        """Say what is wrong with a weight without this shape; None: it is not expected any more."""
+        if shape is not None:
+            return f"{name} has shape {tuple(tensor.shape)}, the engine expects {tuple(shape)}"
+        if name in self.expected and self.has_base:
+            return f"{name} came among adapters, and the engine has it already"
+        if name in self.expected or (self.adapters and name in self.adapters.shapes):
+            return f"{name} came twice"
+        return f"{name} is not a weight of the engine's model"
 
     def _validated(self, requests: list[Request], sampling: Sampling) -> list[Request]:
         """Return the requests with expanded media.

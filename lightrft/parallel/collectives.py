@@ -29,7 +29,7 @@ class Axis:
     """Largest number of rows that gather_rows() has seen, the same on all ranks."""
 
     def sum(self, value: Tensor) -> Tensor:
-        return self._reduce(value, dist.ReduceOp.SUM)
+        return value if self.size == 1 else self._reduce(value, dist.ReduceOp.SUM)
 
     def begin_sum(self, value: Tensor) -> Callable[[], Tensor]:
         """Start sum(), and return a function that waits for the result."""
@@ -48,10 +48,10 @@ class Axis:
         return wait
 
     def max(self, value: Tensor) -> Tensor:
-        return self._reduce(value, dist.ReduceOp.MAX)
+        return value if self.size == 1 else self._reduce(value, dist.ReduceOp.MAX)
 
     def min(self, value: Tensor) -> Tensor:
-        return self._reduce(value, dist.ReduceOp.MIN)
+        return value if self.size == 1 else self._reduce(value, dist.ReduceOp.MIN)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's picklable object, in rank order.
@@ -182,8 +182,6 @@ class Axis:
         return value if self.rank == 0 else _unpack(flat)
 
     def _reduce(self, value: Tensor, op: dist.ReduceOp) -> Tensor:
-        if self.size == 1:
-            return value
         result = value.detach().clone()
         dist.all_reduce(result, op=op, group=self.group)
         return result

@@ -84,15 +84,6 @@ CONTAINER = Path("/sys/fs/cgroup")
 """Folder with the limits of a container's memory (cgroup v2)."""
 
 
-def bucket_bytes(device: torch.device, limit: int) -> int:
-    """Return the number of bytes to gather at once, at most `limit`.
-
-    On a CPU, allocations above 32 MB always get new memory, and touching that takes longer than the
-    gather. On an accelerator two buckets exist at a time (see ahead()) and share the limit.
-    """
-    return min(limit, 16 * 2**20) if device.type == "cpu" else limit // 2
-
-
 def ahead(
     buckets: Iterator[list[tuple[str, Tensor]]], device: torch.device, limit: int
 ) -> Iterator[list[tuple[str, Tensor]]]:

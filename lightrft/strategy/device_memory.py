@@ -42,6 +42,8 @@ class Phase(Enum):
     """Engine with weights and cache."""
 
 
+OF_ENGINE = (Phase.REFIT, Phase.GENERATE)
+"""Phases in which the engine has the device."""
 WAYS: dict[Phase, dict[Phase, str]] = {
     Phase.TRAIN: {
         Phase.LOGPROB: "prepare_for_logprobs() or finish_training()",
@@ -90,7 +92,7 @@ class Phases:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False
         self.deterministic = True
-        torch.use_deterministic_algorithms(not self.engine_has_the_device)
+        torch.use_deterministic_algorithms(self.current not in OF_ENGINE)
 
     def end_deterministic(self) -> None:
         """Restore torch's default choice of algorithms, if begin_deterministic() was called."""
@@ -98,32 +100,26 @@ class Phases:
             self.deterministic = False
             torch.use_deterministic_algorithms(False)
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase, *, engine_sleeps: bool = False) -> None:
         """Enter `phase`; the current one is always legal.
 
-        Raises PhaseError if the table has no such transition, or if the engine must sleep first.
+        Raises PhaseError if the table has no such transition, or if the engine must sleep first;
+        `engine_sleeps` says that it does.
         """
         if phase is self.current:
             return
-        if phase not in WAYS[self.current] or (
-            self.engine_has_the_device and phase is Phase.LOGPROB
-        ):
+        engine_stays = self.current in OF_ENGINE and phase is Phase.LOGPROB and not engine_sleeps
+        if phase not in WAYS[self.current] or engine_stays:
             raise PhaseError(self.current, phase)
-        self._set_phase(phase)
+
+        self.current = phase
+        if self.deterministic:
+            torch.use_deterministic_algorithms(phase not in OF_ENGINE)
 
     def leave_engine(self) -> None:
         """Change from REFIT or GENERATE to LOGPROB, because the engine sleeps."""
-        if self.engine_has_the_device:
-            self._set_phase(Phase.LOGPROB)
-
-    def _set_phase(self, phase: Phase) -> None:
-        self.current = phase
-        if self.deterministic:
-            torch.use_deterministic_algorithms(not self.engine_has_the_device)
-
-    @property
-    def engine_has_the_device(self) -> bool:
-        return self.current in (Phase.REFIT, Phase.GENERATE)
+        if self.current in OF_ENGINE:
+            self.enter(Phase.LOGPROB, engine_sleeps=True)
 
 
 class DeviceMemory:

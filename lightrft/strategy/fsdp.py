@@ -48,6 +48,8 @@ class FSDP2(Strategy):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._replicas: dict[nn.Module, Replicas] = {}
+        self._has_shards = False
+        """True once a module was sharded."""
 
     def close(self) -> None:
         self._replicas.clear()
@@ -115,6 +117,7 @@ class FSDP2(Strategy):
 
     def _shard(self, module: nn.Module, experts: Sequence[nn.Module] = ()) -> None:
         """Shard divided experts, then each block, and then the rest of the module."""
+        self._has_shards = True
         options = {
             "mesh": self.mesh.parameters,
             # This includes the root: unsharded, its parameters are not the optimizer's.
@@ -164,7 +167,7 @@ class FSDP2(Strategy):
             return
 
         reduce = last or not self.config.strategy.reduce_gradients_once
-        for root in roots(model):
+        for root in roots(model) if self._has_shards else ():
             root.set_requires_gradient_sync(reduce)
             root.set_requires_all_reduce(last)
             # Otherwise the inputs of reductions stay allocated until the next micro-batch.

@@ -21,13 +21,15 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import ahead, bucket_bytes, free_memory
+from lightrft.parallel.device import ahead, free_memory
 from lightrft.parallel.dtensor_slices import ShardSlice, shard_slices
 from lightrft.parallel.shm_all_gather import AllGather
 from lightrft.weight_sync.names import NamedTensor
 
 FREE_SHARE = 8
 """Divisor of the free memory that gives the size of a bucket if none is configured."""
+MOST_ON_HOST = 16 * 2**20
+"""Most bytes to gather at once on a CPU."""
 HOST_LIMIT = 512 * 2**20
 """Size of such a bucket on a CPU in bytes.
 
@@ -113,7 +115,9 @@ def stream(
         return
 
     device = device or first[1].device
-    limit = bucket_bytes(device, limit)
+    # On a CPU, allocations above 32 MB always get new memory, and touching that takes longer than the
+    # gather. On an accelerator two buckets exist at a time (see ahead()) and share the limit.
+    limit = min(limit, MOST_ON_HOST) if device.type == "cpu" else limit // 2
     gather = partial(_gather_bucket, dtype=dtype, device=device, limit=limit, divided=divided)
     parameter_buckets = buckets(chain([first], parameters), limit, dtype)
 

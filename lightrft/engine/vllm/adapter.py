@@ -125,7 +125,7 @@ class VLLMEngine(LibraryEngine):
             # Model runner V1 draws from torch's generators even if all requests have a seed. V2
             # never does: its kernels compute random numbers from the seeds.
             self._generators_kept: Callable[[], AbstractContextManager] = (
-                nullcontext if runner_v2 else partial(torch_state_kept, self.device)
+                nullcontext if runner_v2 else torch_state_kept(self.device)
             )
             # Compiling functions of vLLM, such as the routing of some mixtures, takes seconds on a
             # CPU and needs a C++ compiler, so it is off there unless it was asked for.
@@ -344,7 +344,7 @@ class VLLMEngine(LibraryEngine):
         """Load adapters, and the other weights if the stream brings them."""
         tensors: dict[str, torch.Tensor] = {}
         others = _without_adapters(named_tensors, adapters, tensors)
-        if self.brings_base:
+        if not self.has_base:
             self._load_base(others)
         else:
             for _ in others:
@@ -447,14 +447,17 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
     python = random.getstate()
     numpy = np.random.get_state()
     try:
-        with torch_state_kept(device):
+        with torch_state_kept(device)():
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
 
 
-def torch_state_kept(device: torch.device) -> AbstractContextManager:
-    """Restore torch's generators afterwards: of the host, and of an accelerator."""
+def torch_state_kept(device: torch.device) -> Callable[[], AbstractContextManager]:
+    """Return a function that makes contexts, after which torch's generators are as before.
+
+    These are the generators of the host, and of an accelerator.
+    """
     devices = [] if device.type == "cpu" else [device]
-    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+    return partial(torch.random.fork_rng, devices, device_type=device.type if devices else "cuda")

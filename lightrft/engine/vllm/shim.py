@@ -101,6 +101,9 @@ class VLLMShim:
         self._draft_weights: dict[str, torch.Tensor] = {}
         self.tokenizer: PreTrainedTokenizerBase | None = None
         """Tokenizer to search for stop strings with. vLLM starts without one."""
+        self.cache: KVCacheManager = (
+            llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        )
         self._samples: dict[str, _Sample] = {}
         """Name of a sample that runs -> what it has."""
         self._num_submitted = 0
@@ -315,18 +318,16 @@ class VLLMShim:
         """Return vLLM's worker in this process."""
         return self.llm.llm_engine.model_executor.driver_worker.worker
 
-    @property
-    def cache(self) -> KVCacheManager:
-        return self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-
     def num_cached_blocks(self) -> int:
         return len(self.cache.block_pool.cached_block_hash_to_block)
 
     def destroy_weights(self) -> None:
         """Fill the weights with NaN where vLLM does not support sleep level 2."""
-        _fill_with_nan(self.model)
-        if self.draft_model is not None:
-            _fill_with_nan(self.draft_model)
+        with torch.no_grad():
+            for model in filter(None, (self.model, self.draft_model)):
+                for parameter in model.parameters():
+                    if parameter.is_floating_point():
+                        parameter.fill_(torch.nan)
 
     def keep_draft_weights(self) -> None:
         """Copy the draft model's own weights to host memory, before a sleep that drops all weights.
@@ -361,7 +362,7 @@ class VLLMShim:
         if self.draft_model is not None:
             _forget_reloads(self.draft_model)
         del self.model, self.draft_model, self.weights, self.experts, self.slots
-        del self._stale_copies
+        del self._stale_copies, self.cache
         self.llm.collective_rpc("shutdown")
         destroy_model_parallel()
         _forget_world()
@@ -595,10 +596,3 @@ def _forget_world() -> None:
 def _forget_reloads(model: torch.nn.Module) -> None:
     for layer in model.modules():
         LAYERWISE_INFO.pop(layer, None)
-
-
-def _fill_with_nan(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.fill_(torch.nan)
