@@ -52,6 +52,8 @@ class Backend(ABC):
     seed: int
     max_norm: float
     device: torch.device
+    dtype: torch.dtype
+    """Dtype of computation and of transferred weights."""
     processes: RunProcesses | None
     """All processes of the run; None before setup_distributed()."""
     trace: Untraced
@@ -92,11 +94,6 @@ class Backend(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from the counters of a checkpoint; empty if only parameters were loaded."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of computation and of transferred weights."""
-        return torch.bfloat16 if self.config.model.bf16 else torch.float32
 
     @abstractmethod
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:

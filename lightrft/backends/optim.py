@@ -109,17 +109,18 @@ def global_grad_norm(
     this with the same parameters.
     """
     parameters = list(parameters)
-    gradients = [
-        _sum_partial(parameter.grad) for parameter in parameters if parameter.grad is not None
-    ]
-    groups = dict(
-        chain.from_iterable(_sharding_groups(tensor) for tensor in chain(parameters, gradients))
-    )
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [_summed(each) if isinstance(each, DTensor) else each for each in gradients]
+    sharded = [each for each in chain(parameters, gradients) if isinstance(each, DTensor)]
+    groups = dict(chain.from_iterable(map(_sharding_groups, sharded)))
+
     by_axes: dict[Axes, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        by_axes[frozenset(name for name, _ in _sharding_groups(gradient))].append(
-            local_part(gradient)
-        )
+        if isinstance(gradient, DTensor):
+            axes = frozenset(name for name, _ in _sharding_groups(gradient))
+            by_axes[axes].append(gradient.to_local())
+        else:
+            by_axes[frozenset()].append(gradient)
 
     # All subsets of the axes, in the same order on every rank.
     subsets: list[Axes] = [frozenset()]
@@ -168,10 +169,8 @@ def _sum_of_powers(gradients: list[Tensor], p: float, device: torch.device) -> T
     )
 
 
-def _sharding_groups(tensor: Tensor) -> list[tuple[str, dist.ProcessGroup]]:
+def _sharding_groups(tensor: DTensor) -> list[tuple[str, dist.ProcessGroup]]:
     """Return names and groups that shard a tensor; groups of one rank do not count."""
-    if not isinstance(tensor, DTensor):
-        return []
     mesh = tensor.device_mesh
     dims = [
         dim
@@ -181,10 +180,9 @@ def _sharding_groups(tensor: Tensor) -> list[tuple[str, dist.ProcessGroup]]:
     return [(mesh.get_group(dim).group_name, mesh.get_group(dim)) for dim in dims]
 
 
-def _sum_partial(gradient: Tensor) -> Tensor:
-    if not isinstance(gradient, DTensor) or not any(
-        place.is_partial() for place in gradient.placements
-    ):
+def _summed(gradient: DTensor) -> DTensor:
+    """Return the gradient, summed over the ranks that each have a part of the sum."""
+    if not any(place.is_partial() for place in gradient.placements):
         return gradient
     return gradient.redistribute(
         placements=[Replicate() if place.is_partial() else place for place in gradient.placements]

@@ -544,13 +544,12 @@ class Engine(ABC):
         readable: list[Request] = []
         problem = sampling.problem(self.vocabulary.size if self.vocabulary else None)
         try:
-            readable += (
-                []
-                if problem
-                else (
-                    self._checked_request(index, request) for index, request in enumerate(requests)
-                )
-            )
+            for index, request in enumerate(() if problem else requests):
+                if request.multi_modal or self.limits:
+                    request = self._with_checked_media(index, request)
+                if of_request := self._problem_of(request):
+                    raise ValueError(f"request {index} {of_request}")
+                readable.append(request)
         except ValueError as error:
             problem = str(error)
 
@@ -572,17 +571,16 @@ class Engine(ABC):
             raise ValueError(problem)
         return readable
 
-    def _checked_request(self, index: int, request: Request) -> Request:
-        """Return the request with expanded media; raises ValueError if it is invalid."""
-        problem = self._media_problem(request) if request.multi_modal or self.limits else None
-        try:
-            if not problem and any(request.multi_modal.values()) and request.expanded is None:
-                request = self._with_media(request)
-        except ValueError as error:
-            problem = f"has media that cannot be read: {error}"
-        if problem := problem or self._problem_of(request):
+    def _with_checked_media(self, index: int, request: Request) -> Request:
+        """Return the request with expanded media; raises ValueError if they are invalid."""
+        if problem := self._media_problem(request):
             raise ValueError(f"request {index} {problem}")
-        return request
+        if not any(request.multi_modal.values()) or request.expanded is not None:
+            return request
+        try:
+            return self._with_media(request)
+        except ValueError as error:
+            raise ValueError(f"request {index} has media that cannot be read: {error}") from error
 
     def _with_media(self, request: Request) -> Request:
         request = replace(request, multi_modal=read(request.multi_modal))

@@ -92,9 +92,6 @@ def ahead(
     This needs an accelerator, which has a separate stream for it. While the caller uses a bucket of
     more than `limit` bytes on this rank, nothing is computed.
     """
-    if device.type == "cpu":
-        yield from buckets
-        return
     side = _side_stream(device)
     main = torch.accelerator.current_stream(device)
 

@@ -68,6 +68,7 @@ class Strategy(Backend):
         self.train_batch_size = train_batch_size
         self.config = as_config(args)
         self.device = current_device()
+        self.dtype = torch.bfloat16 if self.config.model.bf16 else torch.float32
         self.processes: RunProcesses | None = None
         self.trace = Untraced()
         self.skipped_steps = 0

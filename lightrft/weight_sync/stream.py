@@ -119,9 +119,8 @@ def stream(
     # gather. On an accelerator two buckets exist at a time (see ahead()) and share the limit.
     limit = min(limit, MOST_ON_HOST) if device.type == "cpu" else limit // 2
     gather = partial(_gather_bucket, dtype=dtype, device=device, limit=limit, divided=divided)
-    parameter_buckets = buckets(chain([first], parameters), limit, dtype)
-
-    for bucket in ahead(map(gather, parameter_buckets), device, limit):
+    gathered = map(gather, buckets(chain([first], parameters), limit, dtype))
+    for bucket in gathered if device.type == "cpu" else ahead(gathered, device, limit):
         while bucket:
             # Nothing here refers to a tensor while the next one is gathered.
             yield bucket.pop(0)

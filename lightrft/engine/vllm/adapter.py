@@ -212,16 +212,18 @@ class VLLMEngine(LibraryEngine):
         self._submit_held()
         if self._speculation:
             self._speculation.count_step()
-        self._take_all(ended)
+        self._take(ended)
         while self._complete:
             key = self._complete.pop(0)
             yield key, self._completions(key)
 
-    def _take_all(self, ended: dict[str, Completion]) -> None:
+    def _take(self, ended: dict[str, Completion]) -> None:
         """Take samples that have ended; a request is complete with the last of them."""
         for name, completion in ended.items():
             key, sample = map(int, name.split("/"))
-            self._take(key, sample, completion)
+            self._ended[key][sample] = completion
+            if self._speculation:
+                self._speculation.end(name, self._requests[key].prompt + completion.token_ids)
             if len(self._ended[key]) == self._requests[key].sampling.num_draws:
                 self._complete.append(key)
 
@@ -243,7 +245,7 @@ class VLLMEngine(LibraryEngine):
     @contextmanager
     def _paused(self) -> Iterator[None]:
         with self._generators_kept(), self._stance():
-            self._take_all(self._shim.finish_step())
+            self._take(self._shim.finish_step())
         yield
 
     def _num_sampled(self, key: int) -> list[int]:
@@ -279,18 +281,11 @@ class VLLMEngine(LibraryEngine):
 
     def _abort(self, key: int) -> list[Completion]:
         self._submit_held()
-        if key in self._complete:
-            self._complete.remove(key)
-        for sample in range(self._requests[key].sampling.num_draws):
-            if sample not in self._ended[key]:
-                self._take(key, sample, self._shim.abort(f"{key}/{sample}"))
+        samples = range(self._requests[key].sampling.num_draws)
+        running = [f"{key}/{sample}" for sample in samples if sample not in self._ended[key]]
+        self._take({name: self._shim.abort(name) for name in running})
+        self._complete.remove(key)
         return self._completions(key)
-
-    def _take(self, key: int, sample: int, completion: Completion) -> None:
-        self._ended[key][sample] = completion
-        if self._speculation:
-            token_ids = self._requests[key].prompt + completion.token_ids
-            self._speculation.end(f"{key}/{sample}", token_ids)
 
     def _parameters(self, sampling: Sampling, seed: int) -> SamplingParams:
         banned = [token for token in sampling.banned_token_ids if token < self._num_ids]
