@@ -1,4 +1,4 @@
-"""Define the hooks that say how a strategy distributes models."""
+"""Define the hooks that say how a strategy distributes models, and seed what dropout draws."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

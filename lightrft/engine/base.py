@@ -256,12 +256,16 @@ class Engine(ABC):
         round = self.verify_round
         self.verify_round = None
         self.places_verified = round is not None
-        brings_base = not self.has_base
-        sent = self._prints_to_send(round, brings_base) if self.verify_dtype else []
+
+        sent: list[Fingerprints] = []
+        if self.verify_dtype is not None and not self.has_base:
+            sent.append(self._fingerprints(self.verify_dtype, round))
+        if self.verify_dtype is not None and self.adapters is not None:
+            self._sent_base = sent[0] if sent else self._sent_base
+            sent.append(Fingerprints(self.adapters.shapes, self.verify_dtype))
+
         failures: list[Exception] = []
         stream = self._checked(named_tensors, sent, failures)
-        if brings_base:
-            self.has_base = False
         self._load_weights(stream)
 
         for name, _ in stream:  # missing names are detected at the end of the stream
@@ -276,7 +280,7 @@ class Engine(ABC):
         else:
             self._leave_cache()
         if sent:
-            if not brings_base and not round and self._sent_base is not None:
+            if self.has_base and not round and self._sent_base is not None:
                 sent.append(self._sent_base)
                 self.has_base = False  # until that is verified
             self._verify(*sent, empty_cache=loop is None)
@@ -293,14 +297,6 @@ class Engine(ABC):
         Stacked experts are DTensors then, divided evenly and in order over the engine's ranks.
         """
         return False
-
-    def _prints_to_send(self, round: int | None, brings_base: bool) -> list[Fingerprints]:
-        """Return empty fingerprints for what the next stream brings."""
-        prints = [self._fingerprints(self.verify_dtype, round)] if brings_base else []
-        if self.adapters is not None:
-            self._sent_base = prints[0] if prints else self._sent_base
-            prints.append(Fingerprints(self.adapters.shapes, self.verify_dtype))
-        return prints
 
     def sleep(self, level: int | None = None) -> None:
         """Release memory.

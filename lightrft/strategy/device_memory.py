@@ -212,15 +212,19 @@ class DeviceMemory:
 
     def reload_model(self, model: nn.Module) -> None:
         """Move a model back to the device, bit-identical, if it is offloaded."""
-        self.reload(model)
+        if model in self.offloaded:
+            self.offloaded.pop(model).reload(self.backend.device)
 
     def reload_optimizer(self, optimizer: Optimizer) -> None:
         """Move an optimizer back to the device, bit-identical, if it is offloaded."""
-        self.reload(optimizer)
+        if optimizer in self.offloaded:
+            self.offloaded.pop(optimizer).reload(self.backend.device)
 
     def reload(self, item: nn.Module | Optimizer | None) -> None:
-        if item in self.offloaded:
-            self.offloaded.pop(item).reload(self.backend.device)
+        if isinstance(item, nn.Module):
+            self.reload_model(item)
+        elif item is not None:
+            self.reload_optimizer(item)
 
     def check_loaded(self, *items: nn.Module | Optimizer) -> None:
         """Raise RuntimeError with the remedy if an item is offloaded."""
@@ -275,7 +279,7 @@ class DeviceMemory:
     def clear_cache(self) -> None:
         """Wait until the device is done and all ranks are here, then release cached memory."""
         synchronize(self.backend.device)
-        self.backend.world.barrier()
+        self.backend.mesh.world.barrier()
         release_cached_memory(self.backend.device)
 
     @staticmethod

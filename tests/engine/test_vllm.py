@@ -452,7 +452,6 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
             _shim=shim,
         )
         stub._parameters = partial(VLLMEngine._parameters, stub)
-        stub._salted = partial(VLLMEngine._salted, stub)
         VLLMEngine._add(stub, 0, request)
         np.random.seed(numpy_seed)
 

@@ -15,11 +15,11 @@ import torch
 import vllm
 from transformers import PretrainedConfig
 from vllm import LLM, SamplingParams
-from vllm.inputs import MultiModalInput, TokensInput, tokens_input
+from vllm.inputs import MultiModalInput, tokens_input
 from vllm.v1.engine import EngineCoreRequest
 
 from lightrft.algorithms.truncation import Truncation
-from lightrft.engine.base import EngineSetup, Part
+from lightrft.engine.base import EngineError, EngineSetup, Part
 from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.requests import Expanded, Request, Sampling
@@ -174,7 +174,10 @@ class VLLMEngine(LibraryEngine):
         return self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs // n
 
     def reset_cache(self) -> None:
-        self._shim.reset_caches()
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("vLLM did not clear its prefix cache: requests are still in it")
+        self._llm.reset_mm_cache()
+        self._llm.llm_engine.reset_encoder_cache()
         if self._speculation:
             self._speculation.renew()
 
@@ -191,7 +194,13 @@ class VLLMEngine(LibraryEngine):
         if request.sampling.stop:
             self._shim.tokenizer = self.vocabulary.tokenizer
         parameters = self._parameters(request.sampling, request.seeds[0])
-        prepared = self._shim.prepare(self._salted(request), parameters)
+        salt = str(self._num_loads)  # so that only blocks of the current weights are shared
+        prompt = (
+            _salted(request.expanded, salt)
+            if request.expanded
+            else tokens_input(request.token_ids, cache_salt=salt)
+        )
+        prepared = self._shim.prepare(prompt, parameters)
 
         for sample, seed in enumerate(request.seeds[: request.sampling.num_draws]):
             name = f"{key}/{sample}"
@@ -226,21 +235,6 @@ class VLLMEngine(LibraryEngine):
                 self._speculation.end(name, self._requests[key].prompt + completion.token_ids)
             if len(self._ended[key]) == self._requests[key].sampling.num_draws:
                 self._complete.append(key)
-
-    def _salted(self, request: Request) -> TokensInput | MultiModalInput:
-        """Return the prompt for vLLM, so that only blocks of the current weights are shared."""
-        salt = str(self._num_loads)
-        if not request.expanded:
-            return tokens_input(request.token_ids, cache_salt=salt)
-
-        prompt = request.expanded.features
-        # The hashes name the outputs of encoders, which vLLM caches too.
-        hashes = {
-            medium: [f"{salt} {each}" for each in of_medium]
-            for medium, of_medium in prompt["mm_hashes"].items()
-        }
-        own = {"prompt_token_ids": request.prompt, "cache_salt": salt, "mm_hashes": hashes}
-        return {**prompt, **own}
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -421,6 +415,18 @@ class VLLMEngine(LibraryEngine):
         del self._llm, self._shim
         gc.collect()
         release_cached_memory(self.device)
+
+
+def _salted(expanded: Expanded, salt: str) -> MultiModalInput:
+    """Return a prompt with media for vLLM, with a salt for what vLLM's caches contain."""
+    prompt = expanded.features
+    # The hashes name the outputs of encoders, which vLLM caches too.
+    hashes = {
+        medium: [f"{salt} {each}" for each in of_medium]
+        for medium, of_medium in prompt["mm_hashes"].items()
+    }
+    own = {"prompt_token_ids": expanded.token_ids, "cache_salt": salt, "mm_hashes": hashes}
+    return {**prompt, **own}
 
 
 def _without_adapters(

@@ -40,7 +40,6 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 from vllm.v1.sample.sampler import Sampler
 
-from lightrft.engine.base import EngineError
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import Clip, Video, metadata
 from lightrft.engine.requests import MEDIA
@@ -171,7 +170,8 @@ class VLLMShim:
             )
         if packed:
             pack_experts(packed)
-        _renew_copies(self._stale_copies)
+        if self._stale_copies:
+            _renew_copies(self._stale_copies)
 
     def reload_draft_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         """Load full tensors of the draft model under transformers' names; see reload_weights()."""
@@ -301,12 +301,6 @@ class VLLMShim:
         if sample.experts:
             sample.set_experts()
         return sample.completion
-
-    def reset_caches(self) -> None:
-        if not self.llm.reset_prefix_cache():
-            raise EngineError("vLLM did not clear its prefix cache: requests are still in it")
-        self.llm.reset_mm_cache()
-        self.llm.llm_engine.reset_encoder_cache()
 
     @property
     def sampler(self) -> Sampler:
