@@ -28,13 +28,13 @@ from lightrft.weight_sync.names import NamedTensor
 
 FREE_SHARE = 8
 """Divisor of the free memory that gives the size of a bucket if none is configured."""
-MOST_ON_HOST = 16 * 2**20
-"""Most bytes to gather at once on a CPU."""
 HOST_LIMIT = 512 * 2**20
 """Size of such a bucket on a CPU in bytes.
 
 Free memory is no measure there, because other processes use it too.
 """
+MOST_ON_HOST = 16 * 2**20
+"""Most bytes to gather at once on a CPU, whatever the size of a bucket."""
 
 
 @runtime_checkable
@@ -115,8 +115,8 @@ def stream(
         return
 
     device = device or first[1].device
-    # On a CPU, allocations above 32 MB always get new memory, and touching that takes longer than the
-    # gather. On an accelerator two buckets exist at a time (see ahead()) and share the limit.
+    # On a CPU, allocations above 32 MB always get new memory, and touching that takes longer than
+    # the gather. On an accelerator two buckets exist at a time (see ahead()) and share the limit.
     limit = min(limit, MOST_ON_HOST) if device.type == "cpu" else limit // 2
     gather = partial(_gather_bucket, dtype=dtype, device=device, limit=limit, divided=divided)
     gathered = map(gather, buckets(chain([first], parameters), limit, dtype))
