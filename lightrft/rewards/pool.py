@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, Protocol
@@ -95,9 +95,8 @@ class InProcess:
         *,
         limit: float | None,
         too_late: Callable[[list[Sample], int], None],
-        guard: Callable[[], AbstractContextManager[None]] = kept_alive,
     ):
-        """Set up the calls, each in a context of `guard`. `too_late` ends the process.
+        """Set up the calls. `too_late` ends the process.
 
         It is called in a thread, with the samples and the thread of a call that takes more than
         `limit` s.
@@ -105,7 +104,6 @@ class InProcess:
         self.function = function
         self.limit = limit
         self.too_late = too_late
-        self.guard = guard
         self.trace = Untraced()
 
     def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
@@ -117,7 +115,7 @@ class InProcess:
         if self.limit is not None:
             timer.start()
         try:
-            with self.guard():
+            with kept_alive():
                 return self.function.judge(samples)
         except Exception as error:
             raise _failure_of(f"{said(error)}{place(error)}", samples) from error

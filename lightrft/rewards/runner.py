@@ -5,7 +5,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from lightrft.launch.heartbeat import code_position, exit_process
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
-from lightrft.registry import OBJECTS, kept_alive
+from lightrft.registry import OBJECTS
 from lightrft.rewards.conventions import as_number, num_rewards
 from lightrft.rewards.functions import FAST_REWARDS, rewards
 from lightrft.rewards.judge_settings import JudgeSettings
@@ -148,9 +147,8 @@ class RewardRunner:
         terms = reward_terms(self.name)
         workers = self.section.reward_workers
         limit = self._limit(terms)
-        all_fast = all(term.name in FAST_REWARDS for term in terms)
         if workers is None:
-            workers = 0 if all_fast else WORKERS
+            workers = 0 if all(term.name in FAST_REWARDS for term in terms) else WORKERS
 
         importable = importable_terms(terms)
         if workers and importable is None:
@@ -162,9 +160,7 @@ class RewardRunner:
             )
 
         if not workers or importable is None:
-            # Those run no code of the user, which might end the process.
-            guard = nullcontext if all_fast else kept_alive
-            return InProcess(self.function, limit=limit, too_late=self._end, guard=guard)
+            return InProcess(self.function, limit=limit, too_late=self._end)
 
         calls = Processes(
             replace(setup, name=importable),
