@@ -448,17 +448,6 @@ class Engine(ABC):
         """Return prints.numbers() of the newest adapters on this rank, read when called."""
         raise NotImplementedError(f"{type(self).__name__} holds no adapters")
 
-    def _mismatches(self, sent: Fingerprints) -> list[str]:
-        """Name the weights that differ from the sent ones.
-
-        Sums over the ranks of the engine are compared.
-        """
-        if self.adapters is not None and sent.shapes is self.adapters.shapes:
-            numbers = self._adapter_fingerprints(Fingerprints(sent.shapes, sent.dtype))
-        else:
-            numbers = self._engine_fingerprints(self._fingerprints(sent.dtype, sent.round))
-        return sent.wrong([self.axis.sum(each) for each in numbers], self.axis)
-
     @abstractmethod
     def _num_cached(self) -> int:
         """Return how many cached prefix blocks the next request could use."""
@@ -468,11 +457,16 @@ class Engine(ABC):
     def _verify(self, *sent: Fingerprints, empty_cache: bool) -> None:
         """Raise EngineError unless the engine has the sent weights.
 
-        With `empty_cache`, it must also have no cache of earlier ones.
+        Sums over the ranks of the engine are compared. With `empty_cache`, the engine must also
+        have no cache of earlier weights.
         """
         problems = []
         for prints in sent:
-            if wrong := self._mismatches(prints):
+            if self.adapters is not None and prints.shapes is self.adapters.shapes:
+                numbers = self._adapter_fingerprints(Fingerprints(prints.shapes, prints.dtype))
+            else:
+                numbers = self._engine_fingerprints(self._fingerprints(prints.dtype, prints.round))
+            if wrong := prints.wrong([self.axis.sum(each) for each in numbers], self.axis):
                 problems.append(
                     f"{wrong[0]} in the engine differs from the weight that was sent "
                     f"({len(wrong)} of {len(prints.shapes)} differ)"
