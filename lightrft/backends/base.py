@@ -1,8 +1,9 @@
-"""Define the hooks that say how a strategy distributes models."""
+"""Define the hooks that say how a strategy distributes models, and seed what dropout draws."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +12,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.backends.offload import Offloaded, OffloadedOptimizer, OffloadedTensors, guard_model
-from lightrft.backends.optim import step
-from lightrft.checkpoint.hf_parameters import hf_parameters, unwrap
+from lightrft.backends.optim import clip_gradients, global_grad_norm, step
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.sections import Config, sequence_layout
 from lightrft.models.lora import is_adapter, keep_adapters_apart, own_layers
 from lightrft.models.recompute import recompute
 from lightrft.observe.metrics import Untraced
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
 from lightrft.parallel.mesh import Mesh
 from lightrft.parallel.processes import RunProcesses
 from lightrft.parallel.sequence_parallel import (
@@ -29,7 +28,7 @@ from lightrft.parallel.sequence_parallel import (
 )
 from lightrft.parallel.ulysses import Ulysses
 from lightrft.parallel.zigzag import Zigzag
-from lightrft.weight_sync.stream import bucket_limit, stream
+from lightrft.weight_sync.stream import bucket_limit, hf_parameters, stream, unwrap
 
 SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zigzag}
 """Value of --sp_impl -> class that divides the tokens of a batch among ranks."""
@@ -53,6 +52,8 @@ class Backend(ABC):
     seed: int
     max_norm: float
     device: torch.device
+    dtype: torch.dtype
+    """Dtype of computation and of transferred weights."""
     processes: RunProcesses | None
     """All processes of the run; None before setup_distributed()."""
     trace: Untraced
@@ -93,11 +94,6 @@ class Backend(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from the counters of a checkpoint; empty if only parameters were loaded."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of computation and of transferred weights."""
-        return torch.bfloat16 if self.config.model.bf16 else torch.float32
 
     @abstractmethod
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
@@ -257,3 +253,37 @@ class Backend(ABC):
             self.mesh.sp,
             parts=self.mesh.tp.size if self.config.strategy.tp_sequence_parallel else 1,
         )
+
+
+def draw_by_data_rank(module: nn.Module, data: Axis, device: torch.device) -> None:
+    """Make `module` draw different random numbers on each data rank in training.
+
+    The ranks of a data replica draw equal ones. The seed of a forward pass comes from torch's own
+    generator. It advances equally on all ranks, so modules made later are initialised equally, and
+    checkpoints contain it, so a resumed run draws the same numbers.
+    """
+    rng_states: list[tuple[Any, Any]] = []
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+
+    def begin(*_: Any) -> None:
+        # Evaluation draws nothing, and must not advance the generator either.
+        if module.training:
+            seed = int(torch.randint(2**62, ())) + data.rank
+            rng_states.append(
+                (torch.get_rng_state(), accelerator and accelerator.get_rng_state(device))
+            )
+            # torch.manual_seed() would also store a pending seed for every device type that was
+            # never used, each with a stack trace. That takes longer than many layers.
+            torch.default_generator.manual_seed(seed)
+            if accelerator:
+                accelerator.manual_seed(seed)
+
+    def end(*_: Any) -> None:
+        if rng_states:
+            host, own = rng_states.pop()
+            torch.set_rng_state(host)
+            if accelerator:
+                accelerator.set_rng_state(own, device)
+
+    module.register_forward_pre_hook(begin, prepend=True)
+    module.register_forward_hook(end, always_call=True)

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from lightrft.backends.offload import same_parameters
 from lightrft.checkpoint.atomic import run_on_all_ranks
-from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import is_empty
 from lightrft.models.weight_files import (
@@ -27,6 +26,7 @@ from lightrft.models.weight_files import (
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.dtensor_slices import local_slices
 from lightrft.weight_sync.names import transformers_class
+from lightrft.weight_sync.stream import unwrap
 
 
 def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:

@@ -21,8 +21,8 @@ from torch.optim import AdamW, Optimizer
 
 from lightrft.backends.optim import create_adamw, step
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import current_device, has_bf16
-from lightrft.parallel.dtensor_slices import ShardSlice, local_part, shard_slices
+from lightrft.parallel.device import current_device, has_bf16, local_part
+from lightrft.parallel.dtensor_slices import ShardSlice, shard_slices
 from lightrft.parallel.expert_parallel import expert_layers
 
 MOMENTUM = 0.95

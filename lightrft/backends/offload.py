@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightrft.config.sections import Config
-from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import release_cached_memory, synchronize
-from lightrft.parallel.dtensor_slices import local_part
+from lightrft.parallel.device import local_part, release_cached_memory, synchronize
+from lightrft.parallel.mesh import Mesh
 
 BLOCK = 2**28
 """Bytes of a buffer in host memory. torch rounds each pinned allocation up to a power of two, so a
@@ -39,7 +38,7 @@ class OffloadHooks(Protocol):
     device: torch.device
 
     @property
-    def world(self) -> Axis: ...
+    def mesh(self) -> Mesh: ...
 
     def holds_gradients(self, model: nn.Module) -> bool: ...
 

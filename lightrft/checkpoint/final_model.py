@@ -13,7 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import CheckpointError, run_on_all_ranks
 from lightrft.checkpoint.hf_export import end_generation_at, export_adapter, export_whole
-from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.checkpoint.manifest import MANIFEST, Manifest
 from lightrft.checkpoint.model_state import ModelState, frozen_names
 from lightrft.config.errors import ConfigError
@@ -38,6 +37,7 @@ from lightrft.models.lora import (
 from lightrft.models.weight_files import weights_of
 from lightrft.parallel.collectives import Axis
 from lightrft.thinker import load_generation_config
+from lightrft.weight_sync.stream import unwrap
 
 ALONE = Axis("export", 1, 0, None)
 CHECKPOINTS = "checkpoints"

@@ -34,7 +34,6 @@ from lightrft.checkpoint.atomic import (
     sync_folder,
     write_folder,
 )
-from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.checkpoint.shard_writer import ShardWriter
 from lightrft.config.errors import ConfigError
 from lightrft.models.four_bits.linear import dense_stream
@@ -44,6 +43,7 @@ from lightrft.models.weight_files import WeightFiles, cached_folder
 from lightrft.parallel.collectives import Axis
 from lightrft.thinker import OTHER_PARTS, published_config, speaks
 from lightrft.weight_sync.names import PublishedNames, transformers_class
+from lightrft.weight_sync.stream import persistent_buffers
 
 MAX_SHARD_BYTES = 5 * 10**9
 FOLDERS = {"additional_chat_templates"}

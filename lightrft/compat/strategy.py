@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from lightrft.backends import reduce
 from lightrft.compat.sampling import sampling_from_dict
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
@@ -27,14 +26,14 @@ from lightrft.config.sections import OptimSection
 from lightrft.engine.base import Engine
 from lightrft.engine.requests import Request, Sampling
 from lightrft.launch.rendezvous import adopt_node_size
+from lightrft.parallel.collectives import all_gather
 from lightrft.parallel.device import current_device, release_cached_memory, synchronize
 from lightrft.parallel.mesh import world_axis
 from lightrft.strategy.checkpoints import Checkpoints, Trained
 from lightrft.strategy.dataloader import ResumableBatchSampler
-from lightrft.strategy.device_memory import DeviceMemory
+from lightrft.strategy.device_memory import DeviceMemory, Phase
 from lightrft.strategy.engine_host import EngineHost, EngineStatus
 from lightrft.strategy.fsdp import FSDP2
-from lightrft.strategy.phases import Phase
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Completion
@@ -125,7 +124,7 @@ class StrategyBase(Strategy):
         Tensors are concatenated along the first dim (0-dim ones too), numbers are listed, dicts are
         gathered by key. First dims may differ between ranks. Meant for metrics and plans.
         """
-        return reduce.all_gather(data, self._data())
+        return all_gather(data, self._data)
 
     # -- data
 

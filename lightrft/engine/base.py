@@ -92,7 +92,8 @@ class Engine(ABC):
         self.quantization: Quantization | None = None
         """How streams quantise weights for the engine. None: they bring them as they are."""
         self.has_base = False
-        """True if the engine has the weights that adapters belong to."""
+        """True if the engine has the weights that adapters belong to, so that the next stream need
+        not bring them. Without adapters it stays False: each stream brings all weights."""
         self._sent_base: Fingerprints | None = None
         """Fingerprints of these weights, as they were sent."""
         self.sleep_level = sleep_level
@@ -157,7 +158,7 @@ class Engine(ABC):
 
     def begin_requests(self, requests: list[Request], loop: RequestLoop) -> list[Request]:
         """Complete a loop's next requests with sampling, seeds and media; all ranks check them."""
-        self._check_loop(loop)
+        self._check_can_generate(loop)
         banned = self.vocabulary.never_sampled if self.vocabulary else ()
         ends = self.vocabulary.end_token_ids if self.vocabulary else ()
         own = [
@@ -195,7 +196,7 @@ class Engine(ABC):
 
         An exception inside, or requests that are left in the loop, make the engine unusable.
         """
-        self._check_loop(loop)
+        self._check_can_generate(loop)
         with self._fatal("generate"):
             yield
         self._failure = loop.unread if loop.running else None
@@ -206,15 +207,14 @@ class Engine(ABC):
 
         An exception inside makes the engine unusable.
         """
-        self._check_loop(loop)
+        self._check_can_generate(loop)
         with self._fatal("load_weights"), self._paused():
             yield
 
-    def _check_loop(self, loop: RequestLoop) -> None:
-        if self._failure is not loop.unread:
-            self._check_can_generate()
-
-    def _check_can_generate(self) -> None:
+    def _check_can_generate(self, loop: RequestLoop | None = None) -> None:
+        """Raise EngineError if the engine cannot generate; a loop whose requests run always may."""
+        if loop is not None and self._failure is loop.unread:
+            return
         self._check_usable()
         if self.awake != {"weights", "kv_cache"}:
             raise EngineError(
@@ -256,12 +256,16 @@ class Engine(ABC):
         round = self.verify_round
         self.verify_round = None
         self.places_verified = round is not None
-        brings_base = self.brings_base
-        sent = self._prints_to_send(round, brings_base) if self.verify_dtype else []
+
+        sent: list[Fingerprints] = []
+        if self.verify_dtype is not None and not self.has_base:
+            sent.append(self._fingerprints(self.verify_dtype, round))
+        if self.verify_dtype is not None and self.adapters is not None:
+            self._sent_base = sent[0] if sent else self._sent_base
+            sent.append(Fingerprints(self.adapters.shapes, self.verify_dtype))
+
         failures: list[Exception] = []
         stream = self._checked(named_tensors, sent, failures)
-        if brings_base:
-            self.has_base = False
         self._load_weights(stream)
 
         for name, _ in stream:  # missing names are detected at the end of the stream
@@ -276,7 +280,7 @@ class Engine(ABC):
         else:
             self._leave_cache()
         if sent:
-            if not brings_base and not round and self._sent_base is not None:
+            if self.has_base and not round and self._sent_base is not None:
                 sent.append(self._sent_base)
                 self.has_base = False  # until that is verified
             self._verify(*sent, empty_cache=loop is None)
@@ -284,7 +288,7 @@ class Engine(ABC):
 
         self.version = version
         self.weights_valid = True
-        self.has_base = True
+        self.has_base = self.adapters is not None
 
     @property
     def takes_own_experts(self) -> bool:
@@ -293,19 +297,6 @@ class Engine(ABC):
         Stacked experts are DTensors then, divided evenly and in order over the engine's ranks.
         """
         return False
-
-    @property
-    def brings_base(self) -> bool:
-        """Return True if the next stream has to bring all weights, and not adapters alone."""
-        return self.adapters is None or not self.has_base
-
-    def _prints_to_send(self, round: int | None, brings_base: bool) -> list[Fingerprints]:
-        """Return empty fingerprints for what the next stream brings."""
-        prints = [self._fingerprints(self.verify_dtype, round)] if brings_base else []
-        if self.adapters is not None:
-            self._sent_base = prints[0] if prints else self._sent_base
-            prints.append(Fingerprints(self.adapters.shapes, self.verify_dtype))
-        return prints
 
     def sleep(self, level: int | None = None) -> None:
         """Release memory.
@@ -457,17 +448,6 @@ class Engine(ABC):
         """Return prints.numbers() of the newest adapters on this rank, read when called."""
         raise NotImplementedError(f"{type(self).__name__} holds no adapters")
 
-    def _mismatches(self, sent: Fingerprints) -> list[str]:
-        """Name the weights that differ from the sent ones.
-
-        Sums over the ranks of the engine are compared.
-        """
-        if self.adapters is not None and sent.shapes is self.adapters.shapes:
-            numbers = self._adapter_fingerprints(Fingerprints(sent.shapes, sent.dtype))
-        else:
-            numbers = self._engine_fingerprints(self._fingerprints(sent.dtype, sent.round))
-        return sent.wrong([self.axis.sum(each) for each in numbers], self.axis)
-
     @abstractmethod
     def _num_cached(self) -> int:
         """Return how many cached prefix blocks the next request could use."""
@@ -477,11 +457,16 @@ class Engine(ABC):
     def _verify(self, *sent: Fingerprints, empty_cache: bool) -> None:
         """Raise EngineError unless the engine has the sent weights.
 
-        With `empty_cache`, it must also have no cache of earlier ones.
+        Sums over the ranks of the engine are compared. With `empty_cache`, the engine must also
+        have no cache of earlier weights.
         """
         problems = []
         for prints in sent:
-            if wrong := self._mismatches(prints):
+            if self.adapters is not None and prints.shapes is self.adapters.shapes:
+                numbers = self._adapter_fingerprints(Fingerprints(prints.shapes, prints.dtype))
+            else:
+                numbers = self._engine_fingerprints(self._fingerprints(prints.dtype, prints.round))
+            if wrong := prints.wrong([self.axis.sum(each) for each in numbers], self.axis):
                 problems.append(
                     f"{wrong[0]} in the engine differs from the weight that was sent "
                     f"({len(wrong)} of {len(prints.shapes)} differ)"
@@ -506,10 +491,14 @@ class Engine(ABC):
         and ends the stream, so that the engine finishes in order and can load the next one.
         """
         adapters = {} if self.adapters is None else self.adapters.shapes
-        missing = (self.expected if self.brings_base else {}) | adapters
+        missing = ({} if self.has_base else self.expected) | adapters
         try:
             for name, tensor in named_tensors:
-                self._check_weight(name, tensor, missing.pop(name, None))
+                shape = missing.pop(name, None)
+                if tensor.shape != shape:
+                    raise ValueError(
+                        f"weight stream: {self._problem_of_weight(name, tensor, shape)}"
+                    )
                 for prints in sent:
                     prints.add_sent(name, tensor)
                 yield name, tensor
@@ -526,22 +515,15 @@ class Engine(ABC):
                 raise
             failures.append(error)
 
-    def _check_weight(self, name: str, tensor: Tensor, shape: torch.Size | None) -> None:
-        """Raise ValueError unless the weight has this shape; None: it is not expected any more."""
-        if shape is None:
-            if name in self.expected and not self.brings_base:
-                reason = "came among adapters, and the engine has it already"
-            elif name in self.expected or (self.adapters and name in self.adapters.shapes):
-                reason = "came twice"
-            else:
-                reason = "is not a weight of the engine's model"
-            raise ValueError(f"weight stream: {name} {reason}")
-
-        if tensor.shape != shape:
-            raise ValueError(
-                f"weight stream: {name} has shape {tuple(tensor.shape)}, the engine expects"
-                f" {tuple(shape)}"
-            )
+    def _problem_of_weight(self, name: str, tensor: Tensor, shape: torch.Size | None) -> str:
+        """Say what is wrong with a weight without this shape; None: it is not expected any more."""
+        if shape is not None:
+            return f"{name} has shape {tuple(tensor.shape)}, the engine expects {tuple(shape)}"
+        if name in self.expected and self.has_base:
+            return f"{name} came among adapters, and the engine has it already"
+        if name in self.expected or (self.adapters and name in self.adapters.shapes):
+            return f"{name} came twice"
+        return f"{name} is not a weight of the engine's model"
 
     def _validated(self, requests: list[Request], sampling: Sampling) -> list[Request]:
         """Return the requests with expanded media.
@@ -552,13 +534,12 @@ class Engine(ABC):
         readable: list[Request] = []
         problem = sampling.problem(self.vocabulary.size if self.vocabulary else None)
         try:
-            readable += (
-                []
-                if problem
-                else (
-                    self._checked_request(index, request) for index, request in enumerate(requests)
-                )
-            )
+            for index, request in enumerate(() if problem else requests):
+                if request.multi_modal or self.limits:
+                    request = self._with_checked_media(index, request)
+                if of_request := self._problem_of(request):
+                    raise ValueError(f"request {index} {of_request}")
+                readable.append(request)
         except ValueError as error:
             problem = str(error)
 
@@ -580,17 +561,16 @@ class Engine(ABC):
             raise ValueError(problem)
         return readable
 
-    def _checked_request(self, index: int, request: Request) -> Request:
-        """Return the request with expanded media; raises ValueError if it is invalid."""
-        problem = self._media_problem(request) if request.multi_modal or self.limits else None
-        try:
-            if not problem and any(request.multi_modal.values()) and request.expanded is None:
-                request = self._with_media(request)
-        except ValueError as error:
-            problem = f"has media that cannot be read: {error}"
-        if problem := problem or self._problem_of(request):
+    def _with_checked_media(self, index: int, request: Request) -> Request:
+        """Return the request with expanded media; raises ValueError if they are invalid."""
+        if problem := self._media_problem(request):
             raise ValueError(f"request {index} {problem}")
-        return request
+        if not any(request.multi_modal.values()) or request.expanded is not None:
+            return request
+        try:
+            return self._with_media(request)
+        except ValueError as error:
+            raise ValueError(f"request {index} has media that cannot be read: {error}") from error
 
     def _with_media(self, request: Request) -> Request:
         request = replace(request, multi_modal=read(request.multi_modal))

@@ -125,8 +125,7 @@ class RequestLoop:
             for key, samples in list(self.engine._step()) if self._parts else ():
                 part = self._parts.pop(key)
                 # A part that has ended may be followed by one for each sample it left unfinished.
-                version = self._version_of(part)
-                for sample in self.running[part.index].take(part, samples, version):
+                for sample in self.running[part.index].take(part, samples, self.engine):
                     self._continue(part.index, sample)
                 if not self.running[part.index].missing:
                     ended.append(part.index)
@@ -171,7 +170,7 @@ class RequestLoop:
         """
         with self.engine.between_steps(self):
             for key, part in self._parts.items():
-                part.note_version(self.engine._num_sampled(key), self._version_of(part))
+                part.note_version(self.engine._num_sampled(key), self.engine)
             self.engine.load_weights(named_tensors, version, loop=self)
 
     @contextmanager
@@ -198,9 +197,7 @@ class RequestLoop:
         with self.engine.generating(self):
             for key, part in list(self._parts.items()):
                 if part.index in indices:
-                    self.running[part.index].take(
-                        part, self.engine._abort(key), self._version_of(part)
-                    )
+                    self.running[part.index].take(part, self.engine._abort(key), self.engine)
                     del self._parts[key]
             return {index: self.running.pop(index) for index in list(indices)}
 
@@ -209,10 +206,6 @@ class RequestLoop:
         self.running[index].missing += 1
         self.engine._add(self._num_parts, request)
         self._num_parts += 1
-
-    def _version_of(self, part: "_RequestPart") -> int:
-        """Return the version of the weights that sample the next tokens of a part."""
-        return part.began_with if self.engine.keeps_policy else self.engine.version
 
     def _continue(self, index: int, place: int) -> None:
         running = self.running[index]
@@ -236,8 +229,9 @@ class _RequestPart:
     versions: list[list[int]] = field(default_factory=list)
     """For each sample, the versions of the tokens that were sampled before the last load."""
 
-    def note_version(self, counts: list[int], version: int) -> None:
-        """Note that `version` has sampled what is new; samples have `counts` tokens now."""
+    def note_version(self, counts: list[int], engine: Completes) -> None:
+        """Note which weights have sampled what is new; samples have `counts` tokens now."""
+        version = self.began_with if engine.keeps_policy else engine.version
         self.versions = self.versions or [[] for _ in counts]
         for versions, count in zip(self.versions, counts, strict=True):
             versions += [version] * (count - len(versions))
@@ -252,10 +246,10 @@ class _Running:
     missing: int = 0
     """How many parts of the request run."""
 
-    def take(self, part: _RequestPart, samples: list[Completion], version: int) -> list[int]:
+    def take(self, part: _RequestPart, samples: list[Completion], engine: Completes) -> list[int]:
         """Take the completions of a part that has ended; return the samples still unfinished."""
         self.missing -= 1
-        part.note_version([len(sample.token_ids) for sample in samples], version)
+        part.note_version([len(sample.token_ids) for sample in samples], engine)
         for sample, versions in zip(samples, part.versions, strict=True):
             sample.weight_versions = versions[: len(sample.token_ids)]
         if self.samples:

@@ -82,9 +82,8 @@ class Sampling:
         """Return why the parameters are invalid; None if they are valid."""
         rules = {
             "n and max_tokens must be at least 1": self.n >= 1 and self.max_tokens >= 1,
-            f"the temperature must be 0 or from {COLDEST:g} to {HOTTEST:g}": _is_temperature(
-                self.temperature
-            ),
+            f"the temperature must be 0 or from {COLDEST:g} to {HOTTEST:g}": self.temperature == 0
+            or COLDEST <= self.temperature <= HOTTEST,
             "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
             "min_p must be from 0 to 1": 0 <= self.min_p <= 1,
             "top_k must not be negative": self.top_k >= 0,
@@ -92,8 +91,7 @@ class Sampling:
             "min_tokens bans tokens, and no stop strings": not (self.min_tokens and self.stop),
             "stop strings must not be empty": "" not in self.stop,
             "first_token_temperature must be above 0": self.first_token_temperature is None
-            or self.first_token_temperature != 0
-            and _is_temperature(self.first_token_temperature),
+            or COLDEST <= self.first_token_temperature <= HOTTEST,
         }
         broken = [rule for rule, holds in rules.items() if not holds]
         outside = out_of_vocabulary((*self.stop_token_ids, *self.banned_token_ids), vocabulary_size)
@@ -142,10 +140,6 @@ class Request:
             self.expanded, token_ids=self.expanded.token_ids + token_ids
         )
         return replace(self, token_ids=self.token_ids + token_ids, expanded=expanded)
-
-
-def _is_temperature(value: float) -> bool:
-    return value == 0 or COLDEST <= value <= HOTTEST
 
 
 def derived_seed(*parts: int | str) -> int:

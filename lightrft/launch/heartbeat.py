@@ -12,10 +12,11 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from loguru import logger
@@ -52,7 +53,7 @@ class Watchdog:
     a collective waited longer than `limit` seconds.
     """
 
-    def __init__(self, processes: RunProcesses, *, limit: float, phase_limit: float):
+    def __init__(self, processes: RunProcesses, *, limit: timedelta, phase_limit: timedelta):
         """Connect to rank 0; all ranks call it together.
 
         The store only says where rank 0 listens. It does not replace the connection: a store says
@@ -65,8 +66,9 @@ class Watchdog:
         world_size = processes.size
         self.rank = rank
         self.side = processes.side
-        self.limit = limit
-        self.beat = min(BEAT, limit / 4, phase_limit / 4)
+        self.limit = limit.total_seconds()
+        phase_seconds = phase_limit.total_seconds()
+        self.beat = min(BEAT, self.limit / 4, phase_seconds / 4)
         self._process = os.getpid()
         self._failure: dict[str, Any] | None = None
         self._complete = threading.Event()
@@ -81,7 +83,7 @@ class Watchdog:
         if rank == 0:
             token = secrets.token_hex(16)
             address = _listening_address(world_size)
-            limits = {"limit": limit, "phase_limit": phase_limit, "beat": self.beat}
+            limits = {"limit": self.limit, "phase_limit": phase_seconds, "beat": self.beat}
             self._monitor = Monitor(world_size, address=address, token=token, **limits)
             store.set(key, json.dumps({**_self(), "port": self._monitor.port, "token": token}))
 
@@ -94,15 +96,6 @@ class Watchdog:
         self._hook = sys.excepthook
         sys.excepthook = self._uncaught
         self._complete.wait(2 * ARRIVAL)  # if a rank does not arrive, the run ends before that
-
-    @classmethod
-    def start(
-        cls, processes: RunProcesses, limit: timedelta, phase_limit: timedelta
-    ) -> "Self | SingleRankWatchdog":
-        """Start the watchdog of all processes; a single one watches itself."""
-        if processes.size == 1:
-            return SingleRankWatchdog(phase_limit.total_seconds())
-        return cls(processes, limit=limit.total_seconds(), phase_limit=phase_limit.total_seconds())
 
     def enter(self, phase: str) -> None:
         """Report the phase that this rank enters."""
@@ -237,42 +230,30 @@ class Watchdog:
 class SingleRankWatchdog:
     """Watchdog of a run with one rank: a thread ends the process if a phase takes too long."""
 
-    def __init__(self, phase_limit: float):
-        self._limit = phase_limit
-        self._phase = ""
-        self._deadline = 0.0
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def enter(self, phase: str) -> None:
-        with self._changed:
-            self._phase = phase
-            self._deadline = time.monotonic() + self._limit
-            if self._thread is None and phase not in OUTSIDE:
-                self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-                self._thread.start()
-
-    def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> None:
-        """Do nothing: there is no other rank to end."""
+    def __init__(self, phase_limit: timedelta, activity: Callable[[], tuple[str, float]]):
+        """Start the thread; `activity` returns the phase, and the monotonic time of its begin."""
+        self._limit = phase_limit.total_seconds()
+        self._activity = activity
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
         """End the thread."""
-        with self._changed:
-            self._deadline = 0.0
-            self._changed.notify()
+        self._closed.set()
 
     def _run(self) -> None:
-        with self._changed:
-            while self._deadline:
-                left = self._deadline - time.monotonic()
-                if left <= 0 and self._phase not in OUTSIDE:
-                    cause = (
-                        f"phase {self._phase} has taken more than {self._limit:.0f} s"
-                        f" (--phase_minutes), at {place()}"
-                    )
-                    logger.error(f"this run ends: {cause}")
-                    exit_process(cause, 1)
-                self._changed.wait(left if left > 0 else self._limit)
+        left = self._limit
+        while not self._closed.wait(left):
+            phase, began = self._activity()
+            left = began + self._limit - time.monotonic()
+            if left <= 0 and phase not in OUTSIDE:
+                cause = (
+                    f"phase {phase} has taken more than {self._limit:.0f} s"
+                    f" (--phase_minutes), at {place()}"
+                )
+                logger.error(f"this run ends: {cause}")
+                exit_process(cause, 1)
+            left = left if left > 0 else self._limit
 
 
 def is_secondary(error: BaseException | None) -> bool:

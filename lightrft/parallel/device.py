@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch import Tensor
-
-from lightrft.parallel.dtensor_slices import local_part
+from torch.distributed.tensor import DTensor
 
 GB = 1e9
 """Bytes of a gigabyte, in every message and metric."""
@@ -57,17 +56,6 @@ def select_device() -> torch.device:
     return device
 
 
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed torch's generators of the host and of this device.
-
-    torch.manual_seed() also stores a pending seed for every device type that was never used, each
-    with a stack trace. That takes longer than many layers.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
-
-
 def check_device_index(index: int, visible: int) -> None:
     if index >= visible:
         raise RuntimeError(
@@ -87,17 +75,13 @@ def collective_backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, and any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 CONTAINER = Path("/sys/fs/cgroup")
 """Folder with the limits of a container's memory (cgroup v2)."""
-
-
-def bucket_bytes(device: torch.device, limit: int) -> int:
-    """Return the number of bytes to gather at once, at most `limit`.
-
-    On a CPU, allocations above 32 MB always get new memory, and touching that takes longer than the
-    gather. On an accelerator two buckets exist at a time (see ahead()) and share the limit.
-    """
-    return min(limit, 16 * 2**20) if device.type == "cpu" else limit // 2
 
 
 def ahead(
@@ -108,9 +92,6 @@ def ahead(
     This needs an accelerator, which has a separate stream for it. While the caller uses a bucket of
     more than `limit` bytes on this rank, nothing is computed.
     """
-    if device.type == "cpu":
-        yield from buckets
-        return
     side = _side_stream(device)
     main = torch.accelerator.current_stream(device)
 

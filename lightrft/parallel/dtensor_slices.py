@@ -52,11 +52,6 @@ class ShardSlice:
         return self.rows * self.rest.numel()
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, and any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def shard_slices(tensor: Tensor) -> list[ShardSlice]:
     """Return all shardings of a tensor, the last applied one first.
 

@@ -15,16 +15,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import ALL, Truncation
-from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers, unwrap
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Likeliest
 from lightrft.models.lora import fold_adapters, plain_name
 from lightrft.observe.profiler import Profiler
 from lightrft.roles.padded import flatten_padded
-from lightrft.strategy.phases import Phase
+from lightrft.strategy.device_memory import Phase
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Batch, Completion, padded
+from lightrft.weight_sync.stream import hf_parameters, persistent_buffers, unwrap
 
 EVERYTHING = 2**62
 PROFILES = "profile"

@@ -21,9 +21,9 @@ from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import PART, run_on_all_ranks
 from lightrft.checkpoint.background import Background
 from lightrft.checkpoint.hf_export import export, export_adapter, rehearse
-from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.parallel.device import GB, free_host_memory, idle_pinned_memory
 from lightrft.strategy.device_memory import DeviceMemory
+from lightrft.weight_sync.stream import unwrap
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 Models = nn.Module | Mapping[str, Any]

@@ -32,7 +32,6 @@ from lightrft.backends.zero_state import (
     local_shard,
     whole_shape,
 )
-from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import deepspeed_problems
@@ -40,7 +39,7 @@ from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.models.lora import adapter_parameters
 from lightrft.parallel.device import current_device, local_rank
 from lightrft.strategy.strategy import Strategy
-from lightrft.weight_sync.stream import stream
+from lightrft.weight_sync.stream import hf_parameters, stream
 
 os.environ.setdefault("DS_ACCELERATOR", current_device().type)
 

@@ -12,7 +12,6 @@ from loguru import logger
 from torch import Tensor, nn
 
 from lightrft.backends.base import Backend
-from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, EngineSection, longest_sequence
 from lightrft.engine.base import Engine, EngineError
@@ -22,12 +21,12 @@ from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.models.lora import adapter_shapes, keep_adapters_apart
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, occupied_memory, release_cached_memory
-from lightrft.strategy.device_memory import DeviceMemory
-from lightrft.strategy.phases import Phase
+from lightrft.strategy.device_memory import DeviceMemory, Phase
 from lightrft.strategy.shared_session import SharedSession
 from lightrft.types import Completion
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.names import DRAFT
+from lightrft.weight_sync.stream import unwrap
 
 WeightsOf = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
 """Function that starts one stream of (name, full tensor) of a model."""
@@ -314,7 +313,8 @@ class EngineHost:
         The cache stays asleep or awake. A weight passes five stages, each an iterator:
 
         1. weight_sync/stream.py, buckets(): group parameters to gather at once.
-        2. parallel/device.py, ahead(): gather the next bucket while the engine loads this one.
+        2. parallel/device.py, ahead(): on an accelerator, gather the next bucket while the engine
+           loads this one.
         3. weight_sync/stream.py, stream(): yield (name, full tensor) one by one.
         4. engine/base.py, _checked(): check names and shapes, and take fingerprints.
         5. The engine's adapter: copy the tensor to its place, or rename it for the engine's loader.

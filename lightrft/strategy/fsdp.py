@@ -26,14 +26,13 @@ from lightrft.backends.materialize import materialize
 from lightrft.backends.offload import OffloadedModel
 from lightrft.backends.optim import follow, parameter_names
 from lightrft.backends.replicas import Replicas
-from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.models.empty import empty_parameters
 from lightrft.models.lora import adapter_parameters
-from lightrft.parallel.dtensor_slices import local_part
+from lightrft.parallel.device import local_part
 from lightrft.parallel.tensor_parallel import parallelize
 from lightrft.strategy.strategy import Strategy
-from lightrft.weight_sync.stream import stream
+from lightrft.weight_sync.stream import hf_parameters, stream
 
 MOST_PADDING = 1.05
 """Most elements that a parameter may have with padding, for each of its own."""
@@ -49,6 +48,8 @@ class FSDP2(Strategy):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._replicas: dict[nn.Module, Replicas] = {}
+        self._has_shards = False
+        """True once a module was sharded."""
 
     def close(self) -> None:
         self._replicas.clear()
@@ -116,6 +117,7 @@ class FSDP2(Strategy):
 
     def _shard(self, module: nn.Module, experts: Sequence[nn.Module] = ()) -> None:
         """Shard divided experts, then each block, and then the rest of the module."""
+        self._has_shards = True
         options = {
             "mesh": self.mesh.parameters,
             # This includes the root: unsharded, its parameters are not the optimizer's.
@@ -165,7 +167,7 @@ class FSDP2(Strategy):
             return
 
         reduce = last or not self.config.strategy.reduce_gradients_once
-        for root in roots(model):
+        for root in roots(model) if self._has_shards else ():
             root.set_requires_gradient_sync(reduce)
             root.set_requires_all_reduce(last)
             # Otherwise the inputs of reductions stay allocated until the next micro-batch.

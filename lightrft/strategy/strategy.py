@@ -1,6 +1,7 @@
 """Distribute a run: train models on all ranks, with parts for memory, files and the engine."""
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -15,12 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.backends import reduce
-from lightrft.backends.base import Backend
-from lightrft.backends.dropout import draw_by_data_rank
+from lightrft.backends.base import Backend, draw_by_data_rank
 from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
 from lightrft.batching.sample_store import MemoryStore, SampleStore
-from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import SUPERVISED, sequence_layout
@@ -29,7 +27,7 @@ from lightrft.launch.heartbeat import MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.launch.rendezvous import join_process_group
 from lightrft.models.lora import merge_adapters, split_adapters
 from lightrft.observe.metrics import Untraced
-from lightrft.parallel.collectives import Axis
+from lightrft.parallel.collectives import Axis, Op, all_reduce
 from lightrft.parallel.device import current_device, grow_segments, host_cores, select_device
 from lightrft.parallel.mesh import Mesh, process_rank, world_axis
 from lightrft.parallel.processes import RunProcesses
@@ -37,6 +35,10 @@ from lightrft.strategy.checkpoints import Checkpoints
 from lightrft.strategy.device_memory import DeviceMemory
 from lightrft.strategy.engine_host import EngineHost
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
+from lightrft.weight_sync.stream import persistent_buffers, unwrap
+
+ALONE = Axis("data", 1, 0, None)
+"""Axis of data before setup_distributed()."""
 
 
 class Strategy(Backend):
@@ -66,12 +68,18 @@ class Strategy(Backend):
         self.train_batch_size = train_batch_size
         self.config = as_config(args)
         self.device = current_device()
+        self.dtype = torch.bfloat16 if self.config.model.bf16 else torch.float32
         self.processes: RunProcesses | None = None
         self.trace = Untraced()
         self.skipped_steps = 0
         self.unsplit_models: set[nn.Module] = set()
         self._mesh: Mesh | None = None
-        self._watchdog: Watchdog | SingleRankWatchdog | None = None
+        self._data = ALONE
+        self.activity = ("", 0.0)
+        """Phase that was announced last, and the monotonic time when it began."""
+        self._watchdog: Watchdog | None = None
+        """Watchdog of several ranks."""
+        self._own_watchdog: SingleRankWatchdog | None = None
 
         self.memory = DeviceMemory(self)
         # Whoever changes the stream of full_params() gets that stream in the engine.
@@ -119,7 +127,10 @@ class Strategy(Backend):
         if self.config.command in SUPERVISED:  # others leave it to the engine
             grow_segments(self.device)
         phase_limit = timedelta(minutes=section.phase_minutes)
-        self._watchdog = Watchdog.start(self.processes, timeout, phase_limit)
+        if self.processes.size > 1:
+            self._watchdog = Watchdog(self.processes, limit=timeout, phase_limit=phase_limit)
+        else:
+            self._own_watchdog = SingleRankWatchdog(phase_limit, lambda: self.activity)
 
         self._mesh = Mesh.shared(
             self.device.type,
@@ -129,6 +140,7 @@ class Strategy(Backend):
             ep=section.ep_size,
             timeout=timeout + MARGIN,
         )
+        self._data = self._mesh.data
         # This is here because all ranks have to create the engine's group together.
         self.host.axis_of(self.config.engine)
         self._check_batch_sizes()
@@ -144,13 +156,15 @@ class Strategy(Backend):
         self.checkpoints.close()
         self.memory.phases.end_deterministic()
         self._mesh = None
+        self._data = ALONE
         self.memory.forget()
         self.host.close()
 
         # The watchdog outlives what may hang, and ends before the groups that it watches.
-        if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
+        for watchdog in (self._watchdog, self._own_watchdog):
+            if watchdog is not None:
+                watchdog.close()
+        self._watchdog = self._own_watchdog = None
 
         if self.processes is not None and self.processes.created:
             dist.destroy_process_group()
@@ -161,6 +175,7 @@ class Strategy(Backend):
 
         An empty phase stands for nothing in particular. Ranks need not call this together.
         """
+        self.activity = phase, time.monotonic()
         if self._watchdog is not None:
             self._watchdog.enter(phase)
 
@@ -203,14 +218,14 @@ class Strategy(Backend):
         if cls.is_rank_0():
             logger.opt(depth=1).info("{}", " ".join(str(part) for part in message))
 
-    def all_reduce(self, data: Any, op: reduce.Op = "mean") -> Any:
+    def all_reduce(self, data: Any, op: Op = "mean") -> Any:
         """Reduce a number, a tensor, or a flat dict of both over all data ranks.
 
         Returns a new object of equal type and device. The dtype is kept too, but the mean of
         integers is a float. Ranks of one data replica hold the same values and count once. A dict
         is reduced in one collective; all ranks must give the same keys and shapes.
         """
-        return reduce.all_reduce(data, op, self._data())
+        return all_reduce(data, op, self._data)
 
     # -- data
 
@@ -422,9 +437,6 @@ class Strategy(Backend):
                     goal.copy_(buffer)
 
     # -- internals
-
-    def _data(self) -> Axis:
-        return self._mesh.data if self._mesh else Axis("data", 1, 0, None)
 
     def _check_batch_sizes(self) -> None:
         micro = self.micro_train_batch_size

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.parallel.dtensor_slices import local_part
+from lightrft.parallel.device import local_part
 from lightrft.roles.policy import Policy
-from lightrft.strategy.phases import Phase
+from lightrft.strategy.device_memory import Phase
 from lightrft.tinker.records import RequestRefused
 
 Shards = list[Tensor]

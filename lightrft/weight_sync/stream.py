@@ -12,14 +12,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
 
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import ahead, bucket_bytes, free_memory
+from lightrft.parallel.device import ahead, free_memory
 from lightrft.parallel.dtensor_slices import ShardSlice, shard_slices
 from lightrft.parallel.shm_all_gather import AllGather
 from lightrft.weight_sync.names import NamedTensor
@@ -31,6 +33,48 @@ HOST_LIMIT = 512 * 2**20
 
 Free memory is no measure there, because other processes use it too.
 """
+MOST_ON_HOST = 16 * 2**20
+"""Most bytes to gather at once on a CPU, whatever the size of a bucket."""
+
+
+@runtime_checkable
+class HasHFParameters(Protocol):
+    """Module of a role that knows the Hugging Face names of its parameters."""
+
+    def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, parameter), tied ones once."""
+
+
+def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, parameter) of a transformers model or a role, tied ones once.
+
+    Raise TypeError for any other module.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model.named_parameters()
+    if isinstance(model, HasHFParameters):
+        return model.hf_parameters()
+    raise TypeError(
+        f"{type(model).__name__} is not a transformers model and has no hf_parameters()"
+    )
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, buffer) of the buffers that are saved with the model's weights."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the first transformers model inside `model`, or `model` if there is none.
+
+    The first may be `model` itself.
+    """
+    return next(
+        (module for module in model.modules() if isinstance(module, PreTrainedModel)), model
+    )
 
 
 def bucket_limit(megabytes: int, axis: Axis, device: torch.device) -> int:
@@ -71,11 +115,12 @@ def stream(
         return
 
     device = device or first[1].device
-    limit = bucket_bytes(device, limit)
+    # On a CPU, allocations above 32 MB always get new memory, and touching that takes longer than
+    # the gather. On an accelerator two buckets exist at a time (see ahead()) and share the limit.
+    limit = min(limit, MOST_ON_HOST) if device.type == "cpu" else limit // 2
     gather = partial(_gather_bucket, dtype=dtype, device=device, limit=limit, divided=divided)
-    parameter_buckets = buckets(chain([first], parameters), limit, dtype)
-
-    for bucket in ahead(map(gather, parameter_buckets), device, limit):
+    gathered = map(gather, buckets(chain([first], parameters), limit, dtype))
+    for bucket in gathered if device.type == "cpu" else ahead(gathered, device, limit):
         while bucket:
             # Nothing here refers to a tensor while the next one is gathered.
             yield bucket.pop(0)

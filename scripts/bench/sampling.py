@@ -46,7 +46,7 @@ def sampler() -> None:
     import torch
     from vllm.v1.sample.sampler import Sampler
 
-    from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
+    from lightrft.engine.vllm.on_cpu import use_fast_sampling
 
     torch.set_num_threads(1)
 

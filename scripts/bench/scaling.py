@@ -382,7 +382,7 @@ def run_rank(
     with meter("meet"):
         processes = join_process_group(torch.device("cpu"), LIMIT, LIMIT)
     with meter("watchdog"):
-        watchdog = Watchdog.start(processes, LIMIT, LIMIT)
+        watchdog = Watchdog(processes, limit=LIMIT, phase_limit=LIMIT)
     meter.monitor_port = watchdog._rank_0["port"]
 
     with meter("mesh"):

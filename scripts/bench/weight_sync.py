@@ -230,7 +230,7 @@ def into_engine(
     def sync() -> None:
         stream = strategy.full_params(model)
         if held:
-            stream = strategy.adapter_params(model, base=engine.brings_base)
+            stream = strategy.adapter_params(model, base=not engine.has_base)
         elif bits != "none":
             stream = engine.quantization.of_stream(strategy.full_params(model, torch.float32))
         if sent == []:

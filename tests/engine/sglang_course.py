@@ -163,7 +163,7 @@ def answer_to_an_image(folder: str) -> str:
         from_stream=True,
     )
     with pytest.raises(ValueError) as refusal:
-        engine._checked_request(0, Request([7], {"images": [Image.new("RGB", (8, 8))]}))
+        engine._with_checked_media(0, Request([7], {"images": [Image.new("RGB", (8, 8))]}))
     return str(refusal.value)
 
 

@@ -30,7 +30,6 @@ from engine.contract import (
     sleeping_keeps_or_drops_the_weights,
     start,
 )
-from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.config import ModelSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.model_info import published_names
@@ -42,6 +41,7 @@ from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
 from lightrft.weight_sync.fused_layout import CopyTarget, ExpertSlice
 from lightrft.weight_sync.names import PublishedNames
+from lightrft.weight_sync.stream import unwrap
 from ranks import run_ranks
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 from with_vllm import load_vllm

@@ -452,7 +452,6 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
             _shim=shim,
         )
         stub._parameters = partial(VLLMEngine._parameters, stub)
-        stub._salted = partial(VLLMEngine._salted, stub)
         VLLMEngine._add(stub, 0, request)
         np.random.seed(numpy_seed)
 
@@ -479,7 +478,7 @@ def test_tokens_are_drawn_by_their_probabilities(num_tokens: int) -> None:
 
     It does not matter whether a row is alone or among others.
     """
-    from lightrft.engine.vllm.cpu_sampler import SEEDS, draw
+    from lightrft.engine.vllm.on_cpu import SEEDS, draw
 
     torch.manual_seed(0)
     logits = 3 * torch.randn(4, num_tokens)
@@ -506,7 +505,7 @@ def test_similar_distributions_mostly_draw_the_same_token() -> None:
 
     The probability of that is known exactly.
     """
-    from lightrft.engine.vllm.cpu_sampler import SEEDS, draw
+    from lightrft.engine.vllm.on_cpu import SEEDS, draw
 
     torch.manual_seed(0)
     logits = 3 * torch.randn(2000)
@@ -527,7 +526,7 @@ def test_fast_sampling_on_a_cpu_takes_the_seeds_of_a_generator_in_turn() -> None
     """
     from vllm.v1.sample.sampler import Sampler
 
-    from lightrft.engine.vllm.cpu_sampler import SEEDS, copy_of, draw, use_fast_sampling
+    from lightrft.engine.vllm.on_cpu import SEEDS, copy_of, draw, use_fast_sampling
 
     plain, fast = (Sampler(logprobs_mode="processed_logprobs") for _ in range(2))
     use_fast_sampling(fast)

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.objectives import PolicyObjective
-from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.config import Config
 from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
@@ -22,6 +21,7 @@ from lightrft.rollout.sampler import sampling_of
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import build_policy
 from lightrft.types import Experience
+from lightrft.weight_sync.stream import persistent_buffers
 from ranks import run_ranks
 from tiny import tiny_model
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
+from lightrft.backends.optim import clip_gradients, global_grad_norm
 from lightrft.parallel.mesh import Mesh
 from ranks import run_ranks
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.config import ModelSection
 from lightrft.engine.hf import _add_adapters
 from lightrft.models.empty import is_empty
@@ -22,6 +21,7 @@ from lightrft.models.lora import adapter_shapes, freeze_parameters, is_adapter
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
 from lightrft.weight_sync.adapters import Adapters
+from lightrft.weight_sync.stream import unwrap
 from ranks import run_cases, run_ranks
 from strategy.lora_course import (
     LORA,

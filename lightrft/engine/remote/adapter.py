@@ -115,7 +115,7 @@ class RemoteEngine(Engine):
 
         self.version = version
         self.weights_valid = True
-        self.has_base = True
+        self.has_base = self.adapters is not None
 
     def reset_cache(self) -> None:
         """Do nothing: engines drop the caches when they load weights."""

@@ -1,10 +1,9 @@
 """vLLM inside this process, next to the trainer: one engine per `engine_tp_size` ranks.
 
 adapter.py implements the interface of engines, arguments.py has the arguments of the start, shim.py
-every access to vLLM beyond the documented offline interface, and layers.py replaces vLLM's model
-loader and layers. On CPUs, cpu_sampler.py samples, and shared_prompts.py shares all of a prompt.
-With --speculative, text_drafter.py drafts, verification.py verifies, and speculation.py decides
-when.
+every access to vLLM beyond the documented offline interface, and loader.py replaces vLLM's loader
+of empty models. On CPUs, on_cpu.py replaces what vLLM computes slowly. With --speculative,
+text_drafter.py drafts, verification.py verifies, and speculation.py decides when.
 """
 
 import logging

@@ -15,20 +15,19 @@ import torch
 import vllm
 from transformers import PretrainedConfig
 from vllm import LLM, SamplingParams
-from vllm.inputs import MultiModalInput, TokensInput, tokens_input
+from vllm.inputs import MultiModalInput, tokens_input
 from vllm.v1.engine import EngineCoreRequest
 
 from lightrft.algorithms.truncation import Truncation
-from lightrft.engine.base import EngineSetup, Part
+from lightrft.engine.base import EngineError, EngineSetup, Part
 from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import LibraryEngine
-from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
+from lightrft.engine.vllm import loader  # noqa: F401  registered by its import
 from lightrft.engine.vllm.adapter_slots import slots_problem
 from lightrft.engine.vllm.arguments import arguments, mamba2_problem, replay_problem
-from lightrft.engine.vllm.cpu_sampler import use_fast_sampling
-from lightrft.engine.vllm.shared_prompts import share_last_blocks
+from lightrft.engine.vllm.on_cpu import share_last_blocks, use_fast_sampling
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
 from lightrft.parallel.device import grow_segments, release_cached_memory
@@ -126,7 +125,7 @@ class VLLMEngine(LibraryEngine):
             # Model runner V1 draws from torch's generators even if all requests have a seed. V2
             # never does: its kernels compute random numbers from the seeds.
             self._generators_kept: Callable[[], AbstractContextManager] = (
-                nullcontext if runner_v2 else partial(torch_state_kept, self.device)
+                nullcontext if runner_v2 else torch_state_kept(self.device)
             )
             # Compiling functions of vLLM, such as the routing of some mixtures, takes seconds on a
             # CPU and needs a C++ compiler, so it is off there unless it was asked for.
@@ -175,7 +174,10 @@ class VLLMEngine(LibraryEngine):
         return self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs // n
 
     def reset_cache(self) -> None:
-        self._shim.reset_caches()
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("vLLM did not clear its prefix cache: requests are still in it")
+        self._llm.reset_mm_cache()
+        self._llm.llm_engine.reset_encoder_cache()
         if self._speculation:
             self._speculation.renew()
 
@@ -192,7 +194,13 @@ class VLLMEngine(LibraryEngine):
         if request.sampling.stop:
             self._shim.tokenizer = self.vocabulary.tokenizer
         parameters = self._parameters(request.sampling, request.seeds[0])
-        prepared = self._shim.prepare(self._salted(request), parameters)
+        salt = str(self._num_loads)  # so that only blocks of the current weights are shared
+        prompt = (
+            _salted(request.expanded, salt)
+            if request.expanded
+            else tokens_input(request.token_ids, cache_salt=salt)
+        )
+        prepared = self._shim.prepare(prompt, parameters)
 
         for sample, seed in enumerate(request.seeds[: request.sampling.num_draws]):
             name = f"{key}/{sample}"
@@ -213,38 +221,25 @@ class VLLMEngine(LibraryEngine):
         self._submit_held()
         if self._speculation:
             self._speculation.count_step()
-        self._take_all(ended)
+        self._take(ended)
         while self._complete:
             key = self._complete.pop(0)
             yield key, self._completions(key)
 
-    def _take_all(self, ended: dict[str, Completion]) -> None:
+    def _take(self, ended: dict[str, Completion]) -> None:
         """Take samples that have ended; a request is complete with the last of them."""
         for name, completion in ended.items():
             key, sample = map(int, name.split("/"))
-            self._take(key, sample, completion)
+            self._ended[key][sample] = completion
+            if self._speculation:
+                self._speculation.end(name, self._requests[key].prompt + completion.token_ids)
             if len(self._ended[key]) == self._requests[key].sampling.num_draws:
                 self._complete.append(key)
-
-    def _salted(self, request: Request) -> TokensInput | MultiModalInput:
-        """Return the prompt for vLLM, so that only blocks of the current weights are shared."""
-        salt = str(self._num_loads)
-        if not request.expanded:
-            return tokens_input(request.token_ids, cache_salt=salt)
-
-        prompt = request.expanded.features
-        # The hashes name the outputs of encoders, which vLLM caches too.
-        hashes = {
-            medium: [f"{salt} {each}" for each in of_medium]
-            for medium, of_medium in prompt["mm_hashes"].items()
-        }
-        own = {"prompt_token_ids": request.prompt, "cache_salt": salt, "mm_hashes": hashes}
-        return {**prompt, **own}
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
         with self._generators_kept(), self._stance():
-            self._take_all(self._shim.finish_step())
+            self._take(self._shim.finish_step())
         yield
 
     def _num_sampled(self, key: int) -> list[int]:
@@ -280,18 +275,11 @@ class VLLMEngine(LibraryEngine):
 
     def _abort(self, key: int) -> list[Completion]:
         self._submit_held()
-        if key in self._complete:
-            self._complete.remove(key)
-        for sample in range(self._requests[key].sampling.num_draws):
-            if sample not in self._ended[key]:
-                self._take(key, sample, self._shim.abort(f"{key}/{sample}"))
+        samples = range(self._requests[key].sampling.num_draws)
+        running = [f"{key}/{sample}" for sample in samples if sample not in self._ended[key]]
+        self._take({name: self._shim.abort(name) for name in running})
+        self._complete.remove(key)
         return self._completions(key)
-
-    def _take(self, key: int, sample: int, completion: Completion) -> None:
-        self._ended[key][sample] = completion
-        if self._speculation:
-            token_ids = self._requests[key].prompt + completion.token_ids
-            self._speculation.end(f"{key}/{sample}", token_ids)
 
     def _parameters(self, sampling: Sampling, seed: int) -> SamplingParams:
         banned = [token for token in sampling.banned_token_ids if token < self._num_ids]
@@ -345,7 +333,7 @@ class VLLMEngine(LibraryEngine):
         """Load adapters, and the other weights if the stream brings them."""
         tensors: dict[str, torch.Tensor] = {}
         others = _without_adapters(named_tensors, adapters, tensors)
-        if self.brings_base:
+        if not self.has_base:
             self._load_base(others)
         else:
             for _ in others:
@@ -429,6 +417,18 @@ class VLLMEngine(LibraryEngine):
         release_cached_memory(self.device)
 
 
+def _salted(expanded: Expanded, salt: str) -> MultiModalInput:
+    """Return a prompt with media for vLLM, with a salt for what vLLM's caches contain."""
+    prompt = expanded.features
+    # The hashes name the outputs of encoders, which vLLM caches too.
+    hashes = {
+        medium: [f"{salt} {each}" for each in of_medium]
+        for medium, of_medium in prompt["mm_hashes"].items()
+    }
+    own = {"prompt_token_ids": expanded.token_ids, "cache_salt": salt, "mm_hashes": hashes}
+    return {**prompt, **own}
+
+
 def _without_adapters(
     named_tensors: Iterator[NamedTensor], adapters: Adapters, tensors: dict[str, torch.Tensor]
 ) -> Iterator[NamedTensor]:
@@ -448,14 +448,17 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
     python = random.getstate()
     numpy = np.random.get_state()
     try:
-        with torch_state_kept(device):
+        with torch_state_kept(device)():
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
 
 
-def torch_state_kept(device: torch.device) -> AbstractContextManager:
-    """Restore torch's generators afterwards: of the host, and of an accelerator."""
+def torch_state_kept(device: torch.device) -> Callable[[], AbstractContextManager]:
+    """Return a function that makes contexts, after which torch's generators are as before.
+
+    These are the generators of the host, and of an accelerator.
+    """
     devices = [] if device.type == "cpu" else [device]
-    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+    return partial(torch.random.fork_rng, devices, device_type=device.type if devices else "cuda")

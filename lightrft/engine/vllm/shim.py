@@ -40,7 +40,6 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 from vllm.v1.sample.sampler import Sampler
 
-from lightrft.engine.base import EngineError
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import Clip, Video, metadata
 from lightrft.engine.requests import MEDIA
@@ -101,6 +100,9 @@ class VLLMShim:
         self._draft_weights: dict[str, torch.Tensor] = {}
         self.tokenizer: PreTrainedTokenizerBase | None = None
         """Tokenizer to search for stop strings with. vLLM starts without one."""
+        self.cache: KVCacheManager = (
+            llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        )
         self._samples: dict[str, _Sample] = {}
         """Name of a sample that runs -> what it has."""
         self._num_submitted = 0
@@ -168,7 +170,8 @@ class VLLMShim:
             )
         if packed:
             pack_experts(packed)
-        _renew_copies(self._stale_copies)
+        if self._stale_copies:
+            _renew_copies(self._stale_copies)
 
     def reload_draft_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         """Load full tensors of the draft model under transformers' names; see reload_weights()."""
@@ -299,12 +302,6 @@ class VLLMShim:
             sample.set_experts()
         return sample.completion
 
-    def reset_caches(self) -> None:
-        if not self.llm.reset_prefix_cache():
-            raise EngineError("vLLM did not clear its prefix cache: requests are still in it")
-        self.llm.reset_mm_cache()
-        self.llm.llm_engine.reset_encoder_cache()
-
     @property
     def sampler(self) -> Sampler:
         """Return the sampler of model runner V1."""
@@ -315,18 +312,16 @@ class VLLMShim:
         """Return vLLM's worker in this process."""
         return self.llm.llm_engine.model_executor.driver_worker.worker
 
-    @property
-    def cache(self) -> KVCacheManager:
-        return self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-
     def num_cached_blocks(self) -> int:
         return len(self.cache.block_pool.cached_block_hash_to_block)
 
     def destroy_weights(self) -> None:
         """Fill the weights with NaN where vLLM does not support sleep level 2."""
-        _fill_with_nan(self.model)
-        if self.draft_model is not None:
-            _fill_with_nan(self.draft_model)
+        with torch.no_grad():
+            for model in filter(None, (self.model, self.draft_model)):
+                for parameter in model.parameters():
+                    if parameter.is_floating_point():
+                        parameter.fill_(torch.nan)
 
     def keep_draft_weights(self) -> None:
         """Copy the draft model's own weights to host memory, before a sleep that drops all weights.
@@ -361,7 +356,7 @@ class VLLMShim:
         if self.draft_model is not None:
             _forget_reloads(self.draft_model)
         del self.model, self.draft_model, self.weights, self.experts, self.slots
-        del self._stale_copies
+        del self._stale_copies, self.cache
         self.llm.collective_rpc("shutdown")
         destroy_model_parallel()
         _forget_world()
@@ -595,10 +590,3 @@ def _forget_world() -> None:
 def _forget_reloads(model: torch.nn.Module) -> None:
     for layer in model.modules():
         LAYERWISE_INFO.pop(layer, None)
-
-
-def _fill_with_nan(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.fill_(torch.nan)

@@ -22,7 +22,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from lightrft.engine.vllm.cpu_sampler import copy_of
+from lightrft.engine.vllm.on_cpu import copy_of
 
 NO_TOKEN = -1
 

@@ -1,8 +1,7 @@
-"""Replace a model loader and a layer of vLLM; importing this module registers them."""
+"""Replace a model loader of vLLM; importing this module registers it."""
 
 import torch
 from vllm.config import LoadConfig, ModelConfig
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -38,30 +37,3 @@ class _NoWeights(DummyModelLoader):
         with torch.no_grad():
             for tensor, values in saved:
                 tensor.copy_(values)
-
-
-@RMSNorm.register_oot(name="RMSNorm")
-class _HostRMSNorm(RMSNorm):
-    """RMSNorm with vLLM's CPU kernel, 5 to 10 times as fast as separate torch operations.
-
-    vLLM does not select the kernel by default. Its vectors have up to 16 elements. It is used in
-    float32 only, because in bfloat16 the rounding differs from transformers'.
-    """
-
-    def forward_cpu(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        weight = self.weight.data
-        plain = self.has_weight and self.variance_size_override is None
-        if not plain or not x.dtype == weight.dtype == torch.float32 or x.shape[-1] % 16:
-            return self.forward_native(x, residual)
-        if residual is None:
-            normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            torch.ops._C.rms_norm.default(normed, x.contiguous(), weight, self.variance_epsilon)
-            return normed
-
-        if not x.is_contiguous() or not residual.is_contiguous():
-            return self.forward_native(x, residual)
-
-        torch.ops._C.fused_add_rms_norm.default(x, residual, weight, self.variance_epsilon)
-        return x, residual
