@@ -377,7 +377,7 @@ class Role(ABC):
         self._step = None
         norm = torch.zeros_like(step.loss)
         # The sum is on its way while the optimizer steps.
-        loss = self.strategy.mesh.data.begin_sum(step.loss)
+        loss = self.strategy.begin_sum(step.loss)
         if step.learn:
             norm = self.strategy.optimizer_step(
                 self.optimizer, self.module, self.scheduler, name=self.NAME
