@@ -293,7 +293,7 @@ def sum_of_bits(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
     # A call of torch takes longer than reading a short tensor.
     flat += [torch.cat(own) for own in short.values()]
 
-    total = torch.zeros((), dtype=torch.int64, device=factors.device)
+    total = None
     for each in flat:
         octets = each.view(torch.uint8)
         missing = -octets.numel() % 8
@@ -304,9 +304,9 @@ def sum_of_bits(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
             odd = factors[: words.numel()]
             # CUDA has no inner product of integers.
             product = words.dot(odd) if words.is_cpu else (words * odd).sum()
-            total = total * ODD + product
+            total = product if total is None else total * ODD + product
 
-    return total
+    return torch.zeros((), dtype=torch.int64, device=factors.device) if total is None else total
 
 
 @contextmanager

@@ -21,6 +21,8 @@ PATIENCE = 5.0
 """Seconds that the report of a failed collective waits for a rank that failed by itself or died."""
 BACKLOG = 128
 """Fewest connections that may wait to be accepted, so that a few strangers keep no rank out."""
+RELAY = 0.1
+"""Fewest seconds between two reports of rank 0's phase to the others: short steps have many."""
 RETRY = 0.1
 """Seconds between two attempts to accept a connection, if that fails."""
 ARRIVAL = 60.0
@@ -100,6 +102,8 @@ class Monitor:
         self._began = time.monotonic()
         self._failure: dict[str, Any] | None = None
         self._echo: tuple[float, dict[str, Any]] | None = None
+        self._phase_of_rank_0: str | None = None
+        """Phase to report to the others; None once they know it."""
         self.closing = threading.Event()
         """Event to set before rank 0 leaves; the other ranks are then informed that the monitor has
         ended."""
@@ -115,8 +119,9 @@ class Monitor:
         look = min(self.beat, PATIENCE / 5)
         next_look = 0.0
         next_beat = 0.0
+        next_relay = 0.0
         while not self.closing.is_set():
-            for key, _ in self._selector.select(look):
+            for key, _ in self._selector.select(look if self._phase_of_rank_0 is None else RELAY):
                 if key.fileobj is self._listening:
                     self._accept()
                 else:
@@ -127,6 +132,12 @@ class Monitor:
                 self._check(now)
                 next_look = now + look
                 self._close_strangers(now)
+
+            # If rank 0 dies, the others must report its phase.
+            if self._phase_of_rank_0 is not None and now >= next_relay:
+                self._tell_all({"phase": self._phase_of_rank_0})
+                self._phase_of_rank_0 = None
+                next_relay = now + RELAY
 
             if now >= next_beat:
                 self._tell_all({"beat": True})
@@ -194,8 +205,8 @@ class Monitor:
         elif "phase" in message:
             status.phase = message["phase"]
             status.phase_began = time.monotonic()
-            if status.rank == 0:  # if it dies, the others must report its phase
-                self._tell_all(message)
+            if status.rank == 0:
+                self._phase_of_rank_0 = status.phase
         elif "failed" in message:
             self._failed(status, message["failed"])
         elif "bye" in message:

@@ -48,6 +48,10 @@ class Metrics:
 
         `values` may have any shape; `weight` has the same shape (bool for a mask) or is a number.
         """
+        if not isinstance(values, Tensor) and not isinstance(weight, Tensor):
+            total = 1.0 if weight is None else float(weight)
+            self._append("mean", name, total, float(values) * total if total else 0.0)
+            return
         values, weight = _weigh(name, values, weight)
         self._append("mean", name, weight.sum(), (values * weight).sum())
 
@@ -63,6 +67,9 @@ class Metrics:
 
     def sum(self, name: str, values: Tensor | Number) -> None:
         """Add to the sum of all elements; an empty sum is 0."""
+        if not isinstance(values, Tensor):
+            self._append("sum", name, 1.0, float(values))
+            return
         values = _tensor(values)
         self._append("sum", name, values.new_ones(()), values.sum())
 
@@ -141,6 +148,9 @@ class Metrics:
     def _extreme(
         self, kind: str, name: str, values: Tensor | Number, mask: Tensor | None, empty: float
     ) -> None:
+        if mask is None and not isinstance(values, Tensor):
+            self._append(kind, name, 1.0, float(values))
+            return
         values = _tensor(values)
         mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
         assert mask.shape == values.shape, (
@@ -151,13 +161,21 @@ class Metrics:
             self._append(kind, name, mask.any(), values.amax() if kind == "max" else values.amin())
 
     def _append(
-        self, kind: str, name: str, weight: Tensor, value: Tensor, spread: Tensor | None = None
+        self,
+        kind: str,
+        name: str,
+        weight: Tensor | float,
+        value: Tensor | float,
+        spread: Tensor | None = None,
     ) -> None:
         if self._kinds.setdefault(name, kind) != kind:
             raise ValueError(f"metric {name!r} is a {self._kinds[name]} and cannot be a {kind} too")
-        row = torch.stack(
-            [weight.to(value.dtype), value, value.new_zeros(()) if spread is None else spread]
-        )
+        # Most metrics of a step are numbers, and each call of torch takes microseconds.
+        if isinstance(value, Tensor):
+            spread = value.new_zeros(()) if spread is None else spread
+            row = torch.stack([weight.to(value.dtype), value, spread])
+        else:
+            row = torch.tensor([weight, value, 0.0], dtype=torch.float64)
         self._rows.setdefault(name, []).append(row)
 
 

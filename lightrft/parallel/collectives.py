@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 Op = Literal["mean", "sum", "max", "min"]
+AT_ONCE = 2048
+"""Bytes of an object that gather() sends before the ranks know the sizes of all objects."""
+SIZE_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,23 @@ class Axis:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's picklable object, in rank order.
 
-        For small objects only: numbers, names, plans.
+        For small objects only: numbers, names, plans. It takes one collective, or two if the object
+        of a rank has more than AT_ONCE bytes.
         """
         if self.size == 1:
             return [value]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+
+        content = pickle.dumps(value)
+        # Ranks have to agree on a size, so the beginning of each object travels with its size.
+        first = len(content).to_bytes(SIZE_BYTES) + content[:AT_ONCE]
+        parts = self._gather_bytes(first.ljust(SIZE_BYTES + AT_ONCE, b"\0"))
+        most = max(int.from_bytes(part[:SIZE_BYTES]) for part in parts)
+        if most <= AT_ONCE:
+            parts = [part[SIZE_BYTES:] for part in parts]
+        else:
+            parts = self._gather_bytes(content.ljust(most, b"\0"))
+
+        return [pickle.loads(part) for part in parts]  # what follows a pickle is ignored
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the object of the axis's rank `source` on all ranks.
@@ -180,6 +193,13 @@ class Axis:
         flat = torch.cat(sent) if sent else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(flat, group=self.group, group_src=0)
         return value if self.rank == 0 else _unpack(flat)
+
+    def _gather_bytes(self, content: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, which have as many as this one."""
+        part = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        gathered = part.new_empty(self.size, len(part))
+        dist.all_gather_into_tensor(gathered.view(-1), part, group=self.group)
+        return [each.numpy().tobytes() for each in gathered]
 
     def _reduce(self, value: Tensor, op: dist.ReduceOp) -> Tensor:
         result = value.detach().clone()

@@ -396,12 +396,14 @@ class Role(ABC):
 
         self._step = None
         norm = torch.zeros_like(step.loss)
+        # The sum is on its way while the optimizer steps.
+        loss = self.strategy.begin_sum(step.loss)
         if step.learn:
             norm = self.strategy.optimizer_step(
                 self.optimizer, self.module, self.scheduler, name=self.NAME
             )
 
-        return self.strategy.all_reduce(step.loss, "sum"), norm.to(step.loss.device)
+        return loss(), norm.to(step.loss.device)
 
     def abort_train_step(self) -> None:
         """Discard the open step.

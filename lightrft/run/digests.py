@@ -98,9 +98,8 @@ class Digests:
         elif self.path.exists():
             truncate_rows(self.path, resume_step)
 
-    def write(self, step: int, record: StepRecord) -> None:
-        """Write the digests of a step. All ranks call it after the step."""
-        ranks = self.mesh.world.gather(self.of_rank(record))
+    def write(self, step: int, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Write the digests of a step on rank 0; `ranks` has what of_rank() returned on each."""
         if self.mesh.world.rank:
             return
 

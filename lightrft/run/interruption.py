@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 
 import torch
@@ -36,7 +37,8 @@ class Interruption:
         """Handle signals of a run. `stopping` is what the log says at the first Ctrl-C."""
         self.world = world
         self.stopping = stopping
-        self._signal = 0
+        self.received = 0
+        """Number of the signal that this rank has received, or 0."""
 
     def __enter__(self) -> "Interruption":
         global _active
@@ -60,7 +62,7 @@ class Interruption:
         """
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if not self._signal:
+        if not self.received:
             signal.signal(
                 signal.SIGINT, lambda number, frame: signal.signal(number, self._before[number])
             )
@@ -70,14 +72,17 @@ class Interruption:
 
         All ranks must call it.
         """
-        signum = int(self.world.max(torch.tensor(self._signal)))
-        if signum:
-            raise Interrupted(signum)
+        self.heed([int(self.world.max(torch.tensor(self.received)))])
+
+    def heed(self, signals: Sequence[int]) -> None:
+        """Raise Interrupted if a rank received a signal. `signals` has what each one received."""
+        if any(signals):
+            raise Interrupted(max(signals))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._signal:
+        if self.received:
             raise KeyboardInterrupt
-        self._signal = number
+        self.received = number
         # When a rank has ended, a launcher sends SIGTERM to the others, and nobody reads this.
         if number == signal.SIGINT:
             logger.warning(self.stopping)

@@ -2,9 +2,10 @@
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -226,6 +227,15 @@ class Strategy(Backend):
         is reduced in one collective; all ranks must give the same keys and shapes.
         """
         return all_reduce(data, op, self._data)
+
+    def begin_sum(self, data: Tensor) -> Callable[[], Tensor]:
+        """Start to sum a tensor over all data ranks, and return a function that waits for the sum.
+
+        A strategy that overrides all_reduce() sums with that.
+        """
+        if type(self).all_reduce is not Strategy.all_reduce:
+            return partial(self.all_reduce, data, "sum")
+        return self._data.begin_sum(data)
 
     # -- data
 

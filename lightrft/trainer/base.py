@@ -283,8 +283,7 @@ class Trainer(ABC):
         saves = train.save_steps > 0 or train.load_checkpoint
         for number in range(self.done + 1, self.total_steps + 1):
             record = self.step(number)
-            if self.digests is not None:
-                self.digests.write(number, record)
+            digests = None if self.digests is None else self.digests.of_rank(record)
             self.role.update_average(self.config.train.ema_beta)
             self.done = number
 
@@ -294,13 +293,20 @@ class Trainer(ABC):
                     self.evaluate()
 
             self._report(number, last)
+            # Ranks wait for each other in each collective, so both travel in one.
+            signals, digests_of_ranks = zip(
+                *self.strategy.mesh.world.gather((self.interruption.received, digests)), strict=True
+            )
+            if self.digests is not None:
+                self.digests.write(number, digests_of_ranks)
             if saves and (last or train.save_steps > 0 and number % train.save_steps == 0):
                 with self.trace.phase("checkpoint", idle=True):
                     self.save()
+                self.interruption.safe_point()  # a signal may have come meanwhile
 
             self.strategy.checkpoints.finish(wait=False)
             # A checkpoint can hold the state between steps, so this is where a signal counts.
-            self.interruption.safe_point()
+            self.interruption.heed(signals)
             if last:
                 break
 

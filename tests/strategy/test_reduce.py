@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from lightrft.parallel.mesh import collectives_begun
 from lightrft.strategy import FSDPStrategy
 from ranks import run_ranks
 from strategy.training import strategy
@@ -49,6 +50,40 @@ def test_all_reduce_keeps_types():
         assert half.tolist() == [rank + 1] * 2, "the caller's tensor has changed"
         assert number == 3 and isinstance(number, int)
         assert empty == {}
+
+
+class Doubled(FSDPStrategy):
+    def all_reduce(self, data, op="mean"):
+        return 2 * super().all_reduce(data, op)
+
+
+def begun():
+    made = strategy()
+    mine = torch.tensor(made.get_rank() + 1.0)
+    wait = made.begin_sum(mine)
+    own = Doubled()
+    own._mesh = made._mesh
+    return wait(), own.begin_sum(mine)(), mine
+
+
+def test_a_sum_can_begin_early_also_with_an_all_reduce_of_ones_own():
+    for rank, (total, doubled, mine) in enumerate(run_ranks(2, begun)):
+        assert (total, doubled, mine) == (3, 6, rank + 1)
+
+
+def objects_of_ranks(size: int) -> tuple[list[object], int]:
+    """Return the gathered objects, and the number of collectives that it took."""
+    axis = strategy().world
+    before = sum(collectives_begun().values())
+    gathered = axis.gather(("a" * size * axis.rank, None))
+    return gathered, sum(collectives_begun().values()) - before
+
+
+@pytest.mark.parametrize(("size", "count"), [(0, 1), (100, 1), (10_000, 2)])
+def test_small_objects_are_gathered_at_once(size, count):
+    for gathered, taken in run_ranks(2, objects_of_ranks, size):
+        assert gathered == [("", None), ("a" * size, None)]
+        assert taken == count
 
 
 def gathered():

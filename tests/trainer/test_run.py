@@ -52,6 +52,7 @@ VERBS = [
     "all_reduce",
     "announce",
     "backward",
+    "begin_sum",
     "create_optimizer",
     "create_scheduler",
     "data_order",

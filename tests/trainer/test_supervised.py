@@ -3,6 +3,7 @@
 They add one more loss to each optimizer step, with a denominator of its own.
 """
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +14,13 @@ from lightrft.algorithms.objectives import sft
 from lightrft.config import AlgorithmSection, TrainSection
 from lightrft.data.loader import Order
 from lightrft.observe.metrics import Metrics
+from lightrft.parallel.mesh import collectives_begun
 from lightrft.trainer.supervised import SupervisedTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
 from lightrft.types import Prompt
 from ranks import run_cases, run_ranks
 from roles import rows
-from runs import PPO, prepare, repeatable, train
+from runs import PPO, prepare, repeatable, run_here, train
 from tiny import byte_tokenizer, tiny_model
 from trainer.judged import PAIRS, course, write
 
@@ -254,3 +256,30 @@ def test_a_run_that_ends_early_says_why(loss, stop, ends):
     assert said == (
         ["the loss of step 7, 0.4, is below --stop_loss 0.5: the run ends here"] if ends else []
     )
+
+
+def collectives_of_steps(flags: list[str]) -> list[int]:
+    """Return how many collectives began from the start of each step to the start of the next."""
+    begun = []
+    step = SupervisedTrainer.step
+
+    def counted(trainer, number):
+        begun.append(sum(collectives_begun().values()))
+        return step(trainer, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SupervisedTrainer, "step", counted)
+        run_here("train_sft", flags)
+    return [after - before for before, after in pairwise(begun)]
+
+
+def test_a_step_of_replicas_has_few_collectives(tmp_path):
+    """In each of them all ranks wait for the slowest one.
+
+    They sum the gradients and the loss, and gather digests with signals, and the metrics.
+    """
+    inputs = [each for each in prepare(tmp_path) if not each.startswith("--reward")]
+    flags = [*inputs, "--dp_replicate=0", "--train_batch_size=4", "--max_steps=6"]
+    flags += ["--logging_steps=3", "--trace_steps=0", f"--save_path={tmp_path}/run"]
+    for counts in run_ranks(2, collectives_of_steps, flags):
+        assert counts == [3, 3, 4, 3, 3]
