@@ -33,6 +33,8 @@ from lightrft.types import Batch, Experience
 
 GIVEN = {"batch", "marked"}
 """Options of a policy loss that come from the samples, not from the configuration."""
+DRIFT = ("train/drift_k1", "train/drift_k3")
+"""Names of the reports of drift()."""
 
 
 def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
@@ -263,7 +265,11 @@ class PolicyObjective:
             values = values - self.entropy_coefficient.value * batch.entropy
         if "train/ratio" in report:
             report |= dict.fromkeys(("train/ratio_min", "train/ratio_max"), report["train/ratio"])
-        report |= drift(logprobs, old)
+        # Without old log-probs the policy has not changed since it sampled.
+        if batch.old_logprobs is None:
+            report |= dict.fromkeys(DRIFT, torch.zeros_like(old))
+        else:
+            report |= drift(logprobs, old)
         # With --use_engine_logprobs `old` comes from the engine. The trainer's are then the current
         # ones, until an update has changed them.
         if not section.use_engine_logprobs:
@@ -401,7 +407,7 @@ def drift(logprobs: Tensor, old_logprobs: Tensor) -> Report:
     [T], [T] -> [T] each.
     """
     now = logprobs.detach()
-    return {"train/drift_k1": k1(old_logprobs, now), "train/drift_k3": k3(old_logprobs, now)}
+    return dict(zip(DRIFT, (k1(old_logprobs, now), k3(old_logprobs, now)), strict=True))
 
 
 def mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Report:

@@ -79,19 +79,6 @@ class Truncation:
             outside = torch.nn.functional.pad(outside, (0, 1)).scatter_(-1, keep, False)[:, :-1]
         return outside
 
-    def cut(self, vocabulary: int) -> tuple[int, "Truncation"]:
-        """Cut off the banned ids at the end of the vocabulary.
-
-        Return the number of ids that are left, and the truncation of these. The rest are rows of
-        padding that no token has, so the logits need not be computed.
-        """
-        for start, end in runs(self.banned):
-            if start < vocabulary <= end:
-                return start, replace(
-                    self, banned=tuple(token for token in self.banned if token < start)
-                )
-        return vocabulary, self
-
     def threshold(self, logits: Tensor, *, first: int = 0) -> Tensor:
         """Return the smallest of the logits [t, V] that belongs to the part, in float32: [t, 1].
 
@@ -116,6 +103,20 @@ class Truncation:
 
 
 ALL = Truncation()
+
+
+@lru_cache(maxsize=64)
+def without_padding(truncation: Truncation, vocabulary: int) -> tuple[int, Truncation]:
+    """Cut off the banned ids at the end of the vocabulary, once for all batches.
+
+    Return the number of ids that are left, and the truncation of these. The rest are rows of
+    padding that no token has, so the logits need not be computed.
+    """
+    for start, end in runs(truncation.banned):
+        if start < vocabulary <= end:
+            banned = tuple(token for token in truncation.banned if token < start)
+            return start, replace(truncation, banned=banned)
+    return vocabulary, truncation
 
 
 @lru_cache(maxsize=64)

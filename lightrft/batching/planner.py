@@ -20,13 +20,16 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from lightrft.batching.local_search import LocalSearch
-from lightrft.batching.micro_batches import MIN_SAVING
 
 Batching = Literal["packed", "dynamic", "plain"]
 Prompts = Sequence[tuple[int, int, int]] | np.ndarray
 """Prompt of each row: (identifier, number of tokens, cost of the media in tokens).
 
 Rows with equal entries begin with the same tokens and media."""
+
+MIN_SAVING = 1 / 32
+"""Smallest saving that justifies a separate call of attention, as a fraction of the tokens after
+the prefix."""
 
 PARTS = (1, 2, 4)
 """How many parts the rows of a prompt are split into. Few parts share more work, and many parts are

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.algorithms.truncation import ALL, Truncation, without_padding
 from lightrft.attention.layout import bidirectional_token
 from lightrft.attention.recurrent import lift_time_step_limits
 from lightrft.engine.base import Engine, EngineSetup, Part
@@ -361,7 +361,7 @@ def sample_tokens(
 def _sample(
     logits: Tensor, temperature: float, uniform: Tensor, part: Truncation
 ) -> tuple[Tensor, Tensor]:
-    size, part = part.cut(logits.shape[1])
+    size, part = without_padding(part, logits.shape[1])
     scaled = logits[:, :size].float() / (temperature or 1.0)
 
     logprobs = torch.log_softmax(part(scaled) if part.active else scaled, -1)

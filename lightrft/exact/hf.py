@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.algorithms.truncation import ALL, Truncation, without_padding
 from lightrft.engine.base import EngineSetup
 from lightrft.engine.hf import HFEngine, sample_tokens
 from lightrft.engine.probe import Probe
@@ -30,7 +30,7 @@ class ExactHead:
     ) -> tuple[Tensor, Tensor]:
         """Sample as sample_tokens() does, from hidden states [R, H]."""
         weight = self.model.get_output_embeddings().weight
-        size, truncation = truncation.cut(len(weight))
+        size, truncation = without_padding(truncation, len(weight))
         logits = self.logits(hidden, size, temperature or 1.0)
         num = len(hidden)
         tokens, _ = sample_tokens(logits[:num], 1.0 if temperature else 0.0, uniform, truncation)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.algorithms.truncation import ALL, HOST_BLOCK, Truncation
+from lightrft.algorithms.truncation import ALL, HOST_BLOCK, Truncation, without_padding
 from lightrft.exact.products import Products
 from lightrft.models.logprobs import Upstream, chunk_rows, scaled_logits, token_logprobs
 
@@ -52,7 +52,7 @@ def exact_token_logprobs(
     chunks.
     """
     num = len(hidden)
-    size, _ = truncation.cut(len(weight))
+    size, _ = without_padding(truncation, len(weight))
     missing = -num % row_multiple(products, hidden, size)
     logprobs, entropy = token_logprobs(
         F.pad(hidden, (0, 0, 0, missing)),

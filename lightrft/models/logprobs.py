@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 
-from lightrft.algorithms.truncation import ALL, Truncation, runs
+from lightrft.algorithms.truncation import ALL, Truncation, runs, without_padding
 from lightrft.models import vocab_parallel
 from lightrft.models.vocab_parallel import Distribution, LocalTargets, VocabularyPart
 from lightrft.parallel.device import float32_product
@@ -82,14 +82,14 @@ def token_logprobs(
         shard = vocabulary_shard(weight)
         hidden = copy_to_parallel_region(hidden, shard.axis)
         weight = shard.weight
-        size, truncation = truncation.cut(shard.size)
+        size, truncation = without_padding(truncation, shard.size)
         num = max(0, min(len(weight), size - shard.first))
         part = VocabularyPart(shard.first, num, shard.axis)
         columns = -(-shard.size // shard.axis.size)  # equal on all ranks
     else:
         columns = len(weight)
         if truncation != ALL:
-            columns, truncation = truncation.cut(columns)
+            columns, truncation = without_padding(truncation, columns)
         part = VocabularyPart.full(columns)
 
     rows = chunk_rows(hidden, columns, chunk)

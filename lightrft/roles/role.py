@@ -30,9 +30,10 @@ from lightrft.batching.micro_batches import (
     empty_microbatch,
     infer,
     micro_batches,
+    redistribute,
+    regroup,
 )
 from lightrft.batching.planner import Batching
-from lightrft.batching.redistribute import redistribute, regroup
 from lightrft.batching.sample_store import SampleStore
 from lightrft.config.sections import TrainSection
 from lightrft.observe.metrics import Metrics

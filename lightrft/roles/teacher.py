@@ -7,9 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightrft.batching.micro_batches import MicroBatchIndices
+from lightrft.batching.micro_batches import MicroBatchIndices, regroup
 from lightrft.batching.planner import Batching
-from lightrft.batching.redistribute import regroup
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Batch, Experience, token_index
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.reduce import sequence_sums
-from lightrft.batching.redistribute import put_batch
+from lightrft.batching.micro_batches import put_batch
 from lightrft.config.sections import TrainSection
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy

@@ -5,15 +5,18 @@ Every rank gets the rewards of all ranks, because estimators and reward shaping 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import RIGHT, solved_share
+from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
 from lightrft.observe.metrics import Metrics
+from lightrft.observe.sinks import BRANCHES, PROMPT_IDS, RESPONSE_IDS, SOUNDS, THUMBNAILS
 from lightrft.parallel.collectives import Axis
-from lightrft.types import Prompt, Sample
+from lightrft.types import Drafts, Episode, Prompt, Sample
 
 SOLVED = ("0", "to_25", "to_50", "to_75", "below_100", "100")
 """Names of the buckets of a group's share of right samples: 0, up to 25 %, up to 50 %, up to 75 %,
@@ -307,3 +310,111 @@ class History:
         self.epochs.copy_(state["turns"])
         self.solved.copy_(state["solved"])
         self.lengths.copy_(state["lengths"])
+
+
+# -- samples, measured and shown
+
+
+def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> None:
+    """Measure this rank's samples; `version` is the version of the engine's newest weights."""
+    rewards = torch.tensor([sample.reward for sample in samples])
+    lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
+    staleness = version - torch.tensor(
+        [each for sample in samples for each in sample.weight_versions], dtype=torch.float64
+    )
+
+    for name, values in (("rollout/reward", rewards), ("rollout/response_length", lengths)):
+        metrics.mean(name, values)
+        metrics.std(f"{name}_std", values)
+        metrics.min(f"{name}_min", values)
+        metrics.max(f"{name}_max", values)
+
+    for sample in samples:
+        for part, reward in sample.reward_parts.items():
+            metrics.mean(f"rollout/reward_of_{part}", reward)
+
+    metrics.mean("rollout/truncated", torch.tensor([float(sample.truncated) for sample in samples]))
+    metrics.mean("rollout/staleness", staleness)
+    metrics.max("rollout/staleness_max", staleness)
+    metrics.mean("rollout/off_policy_tokens", staleness > 0)
+    metrics.sum("rollout/tokens", sum(row.length for sample in samples for row in sample.rows))
+    for sample in samples:
+        if sample.episode is not None:
+            _measure_episode(sample.episode, metrics)
+
+    if drafts := [sample.drafts for sample in samples if sample.drafts.count]:
+        _measure_drafts(reduce(Drafts.plus, drafts), metrics)
+
+
+def _measure_drafts(drafts: Drafts, metrics: Metrics) -> None:
+    # The two ratios have different denominators: drafted tokens, and rounds of drafting.
+    if drafts.num_tokens:
+        metrics.mean(
+            "rollout/draft_acceptance", drafts.num_accepted / drafts.num_tokens, drafts.num_tokens
+        )
+        metrics.mean(
+            "rollout/draft_accepted_length", drafts.num_accepted / drafts.count, drafts.count
+        )
+
+
+def _measure_episode(episode: Episode, metrics: Metrics) -> None:
+    # A branch is a conversation of its own, but its tokens were sampled for the same episode.
+    conversations = [episode, *(branch.episode for branch in episode.branches)]
+    turns = sum(each.num_turns for each in conversations)
+    sampled = sum(sum(each.sampled) for each in conversations)
+    metrics.mean("episodes/turns", float(turns))
+    metrics.max("episodes/turns_max", float(turns))
+    metrics.mean("episodes/branches", float(len(episode.branches)))
+    metrics.mean("episodes/tokens_sampled", float(sampled))
+    metrics.mean(
+        "episodes/tokens_observed",
+        float(sum(len(each.sampled) for each in conversations) - sampled),
+    )
+    metrics.mean("episodes/tool_calls", float(episode.tool_calls))
+    metrics.sum("episodes/tool_errors", episode.tool_errors)
+    metrics.mean("episodes/tool_seconds", episode.tool_seconds)
+    metrics.sum("episodes/failed", bool(episode.problem))
+    metrics.sum("episodes/drift", episode.drift)
+
+
+def sample_rows(samples: list[Sample]) -> list[dict[str, Any]]:
+    """Return a row of samples.jsonl for each sample, for people and for programs.
+
+    Thumbnails and sound of a prompt are in the first row of the group.
+    """
+    rows = []
+    groups = set()
+    for sample in samples:
+        rows.append(_row(sample, first=sample.group not in groups))
+        groups.add(sample.group)
+    return rows
+
+
+def _row(sample: Sample, *, first: bool) -> dict[str, Any]:
+    prompt = sample.prompt
+    media = prompt.multi_modal if first else {}
+    pictures = [item.thumbnail() for medium in (IMAGES, VIDEOS) for item in media.get(medium, ())]
+    sounds = [item.player() for item in media.get(AUDIOS, ())]
+
+    return {
+        "group": sample.group,
+        "prompt": prompt.text,
+        **{medium: [item.name for item in items] for medium, items in prompt.multi_modal.items()},
+        "response": sample.text,
+        "label": prompt.columns.get("label"),
+        "reward": sample.reward,
+        "finish_reason": sample.finish_reason,
+        "length": len(sample.token_ids),
+        PROMPT_IDS: list(prompt.token_ids),
+        RESPONSE_IDS: sample.token_ids,
+        **(_episode(sample.episode) if sample.episode else {}),
+        **({THUMBNAILS: pictures} if pictures else {}),
+        **({SOUNDS: sounds} if sounds else {}),
+    }
+
+
+def _episode(episode: Episode) -> dict[str, Any]:
+    branches = [branch.episode.messages for branch in episode.branches]
+    return {"messages": episode.messages, "problem": episode.problem} | (
+        {BRANCHES: branches} if branches else {}
+    )

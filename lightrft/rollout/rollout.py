@@ -1,28 +1,36 @@
-"""Collect the samples of a step, measure them, and turn them into rows of samples.jsonl.
+"""Collect the samples of a step: a scheduler chooses the prompts, and the engine answers them.
 
-A scheduler chooses the prompts and the engine answers them. The reward function is called for a
-group as soon as its last response has ended, and score() waits for the results.
+The reward function is called for a group as soon as its last response has ended, and score() waits
+for the results. FixedBatch is the default scheduler: each step takes the next prompts of the data
+and learns from every response.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from functools import reduce
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 
-from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
-from lightrft.observe.metrics import Metrics
-from lightrft.observe.sinks import BRANCHES, PROMPT_IDS, RESPONSE_IDS, SOUNDS, THUMBNAILS
+from lightrft.config.sections import RolloutSection
+from lightrft.data.loader import Blend, Order, fair_owners
+from lightrft.engine.requests import derived_seed
+from lightrft.observe.metrics import Metrics, Untraced
+from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import Group, GroupOutcome
-from lightrft.types import Drafts, Episode, Sample
+from lightrft.rollout.groups import Group, GroupOutcome, History
+from lightrft.rollout.media_expansion import Expander
+from lightrft.rollout.sampler import Requests, Sampler
+from lightrft.types import Prompt, Sample
 
 
 class Scheduler(Protocol):
     """Chooses a step's prompts and the groups to learn from, the same on all ranks.
 
-    FixedBatch (fixed_batch.py) is the default; the others are in lightrft/schedulers.
+    FixedBatch is the default; the others are in lightrft/schedulers.
     """
 
     def generate(self, step: int) -> Iterator[Group]:
@@ -101,106 +109,220 @@ class JudgedRollout(Rollout):
         return groups
 
 
-def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> None:
-    """Measure this rank's samples; `version` is the version of the engine's newest weights."""
-    rewards = torch.tensor([sample.reward for sample in samples])
-    lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
-    staleness = version - torch.tensor(
-        [each for sample in samples for each in sample.weight_versions], dtype=torch.float64
-    )
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """The groups of a round, and the scheduler's place in the data once they are drawn.
 
-    for name, values in (("rollout/reward", rewards), ("rollout/response_length", lengths)):
-        metrics.mean(name, values)
-        metrics.std(f"{name}_std", values)
-        metrics.min(f"{name}_min", values)
-        metrics.max(f"{name}_max", values)
-
-    for sample in samples:
-        for part, reward in sample.reward_parts.items():
-            metrics.mean(f"rollout/reward_of_{part}", reward)
-
-    metrics.mean("rollout/truncated", torch.tensor([float(sample.truncated) for sample in samples]))
-    metrics.mean("rollout/staleness", staleness)
-    metrics.max("rollout/staleness_max", staleness)
-    metrics.mean("rollout/off_policy_tokens", staleness > 0)
-    metrics.sum("rollout/tokens", sum(row.length for sample in samples for row in sample.rows))
-    for sample in samples:
-        if sample.episode is not None:
-            _measure_episode(sample.episode, metrics)
-
-    if drafts := [sample.drafts for sample in samples if sample.drafts.count]:
-        _measure_drafts(reduce(Drafts.plus, drafts), metrics)
-
-
-def _measure_drafts(drafts: Drafts, metrics: Metrics) -> None:
-    # The two ratios have different denominators: drafted tokens, and rounds of drafting.
-    if drafts.num_tokens:
-        metrics.mean(
-            "rollout/draft_acceptance", drafts.num_accepted / drafts.num_tokens, drafts.num_tokens
-        )
-        metrics.mean(
-            "rollout/draft_accepted_length", drafts.num_accepted / drafts.count, drafts.count
-        )
-
-
-def _measure_episode(episode: Episode, metrics: Metrics) -> None:
-    # A branch is a conversation of its own, but its tokens were sampled for the same episode.
-    conversations = [episode, *(branch.episode for branch in episode.branches)]
-    turns = sum(each.num_turns for each in conversations)
-    sampled = sum(sum(each.sampled) for each in conversations)
-    metrics.mean("episodes/turns", float(turns))
-    metrics.max("episodes/turns_max", float(turns))
-    metrics.mean("episodes/branches", float(len(episode.branches)))
-    metrics.mean("episodes/tokens_sampled", float(sampled))
-    metrics.mean(
-        "episodes/tokens_observed",
-        float(sum(len(each.sampled) for each in conversations) - sampled),
-    )
-    metrics.mean("episodes/tool_calls", float(episode.tool_calls))
-    metrics.sum("episodes/tool_errors", episode.tool_errors)
-    metrics.mean("episodes/tool_seconds", episode.tool_seconds)
-    metrics.sum("episodes/failed", bool(episode.problem))
-    metrics.sum("episodes/drift", episode.drift)
-
-
-def sample_rows(samples: list[Sample]) -> list[dict[str, Any]]:
-    """Return a row of samples.jsonl for each sample, for people and for programs.
-
-    Thumbnails and sound of a prompt are in the first row of the group.
+    All ranks make the same plan.
     """
-    rows = []
-    groups = set()
-    for sample in samples:
-        rows.append(_row(sample, first=sample.group not in groups))
-        groups.add(sample.group)
-    return rows
+
+    drawn: list[tuple[int, int]]
+    """(group number, row of the prompt) of all ranks."""
+    ranks: list[int]
+    """Rank of each group."""
+    place: int
+    """FixedBatch.place once the groups are drawn."""
+    number: int
+    """FixedBatch.number once the groups are drawn."""
+
+    def parts_of(self, rank: int) -> Iterator[tuple[int, int, range | None]]:
+        """Yield (group number, row of the prompt, places of responses) that a rank begins with.
+
+        None stands for all places.
+        """
+        for (number, row), owner in zip(self.drawn, self.ranks, strict=True):
+            if owner == rank:
+                yield number, row, None
 
 
-def _row(sample: Sample, *, first: bool) -> dict[str, Any]:
-    prompt = sample.prompt
-    media = prompt.multi_modal if first else {}
-    pictures = [item.thumbnail() for medium in (IMAGES, VIDEOS) for item in media.get(medium, ())]
-    sounds = [item.player() for item in media.get(AUDIOS, ())]
+@dataclass(frozen=True, slots=True)
+class PreparedRequests:
+    """The first round of a later step: this rank's groups and the requests for their responses."""
 
-    return {
-        "group": sample.group,
-        "prompt": prompt.text,
-        **{medium: [item.name for item in items] for medium, items in prompt.multi_modal.items()},
-        "response": sample.text,
-        "label": prompt.columns.get("label"),
-        "reward": sample.reward,
-        "finish_reason": sample.finish_reason,
-        "length": len(sample.token_ids),
-        PROMPT_IDS: list(prompt.token_ids),
-        RESPONSE_IDS: sample.token_ids,
-        **(_episode(sample.episode) if sample.episode else {}),
-        **({THUMBNAILS: pictures} if pictures else {}),
-        **({SOUNDS: sounds} if sounds else {}),
-    }
+    plan: RolloutPlan
+    groups: dict[int, Group]
+    """Group number -> group."""
+    requests: Requests
 
 
-def _episode(episode: Episode) -> dict[str, Any]:
-    branches = [branch.episode.messages for branch in episode.branches]
-    return {"messages": episode.messages, "problem": episode.problem} | (
-        {BRANCHES: branches} if branches else {}
-    )
+class FixedBatch:
+    """Takes the next `rollout_batch_size` prompts of the data in each step."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        rewards: RewardRunner,
+        prompts: Sequence[Prompt],
+        *,
+        section: RolloutSection,
+        data: Axis,
+        seed: int,
+        greedy: bool = False,
+        order: Order | Blend | None = None,
+        expander: Expander | None = None,
+        trace: Untraced | None = None,
+    ):
+        """Set up the scheduler.
+
+        With `greedy` each group also gets the greedy response to the prompt. `order` is the order
+        of the prompts; by default the seed shuffles them. `expander` expands prompts with media
+        for the trained model; None for text. `trace` measures how long this rank waits for others.
+        """
+        self.sampler = sampler
+        self.rewards = rewards
+        self.prompts = prompts
+        self.section = section
+        self.data = data
+        self.seed = seed
+        self.greedy = greedy
+        self.order = order or Order(len(prompts), seed)
+        self.expander = expander
+        self.trace = trace or Untraced()
+        self.history = History(len(prompts))
+        self.place = 0
+        """How many prompts have been drawn or passed over, in the order of the data."""
+        self.number = 0
+        """How many groups have begun."""
+        self.deferred: list[tuple[int, int, int]] = []
+        """(times deferred, group number, row) of groups that begin anew, the same on every rank."""
+        self._prepared: PreparedRequests | None = None
+        self._groups: list[Group] = []
+        """This rank's groups of the step."""
+
+    # -- a step
+
+    def generate(self, step: int) -> Iterator[Group]:
+        loop = self.sampler.open(self._seed(step, 0))
+        prepared, self._prepared = self._prepared, None
+        plan = prepared.plan if prepared else self._plan()
+        groups = prepared.groups if prepared else self._local_groups(plan)
+        self._groups = list(groups.values())
+
+        # The groups of the plan are drawn now.
+        self.place = plan.place
+        self.number = plan.number
+        self.deferred = self.deferred[len(plan.drawn) :]
+
+        loop.add(
+            [(group, group.places) for group in self._groups],
+            prepared.requests if prepared else {},
+        )
+        yield from loop.steps()
+
+        # Ranks wait here for the slowest one, where the trace counts the time as idle.
+        with self.trace.phase("wait", idle=True):
+            self.data.sum(torch.zeros(()))
+        yield from loop.finish()
+
+    def selected(self, metrics: Metrics) -> list[Group]:
+        metrics.max("rollout/groups_carried", 0)
+        return self._groups
+
+    def finish_rewards(self, groups: list[Group]) -> list[GroupOutcome]:
+        self.rewards.finish([sample for group in groups for sample in group.responses])
+        if self.greedy:
+            for group in groups:
+                group.compare_with_greedy()
+
+        parts = self.data.gather([GroupOutcome.of(group) for group in groups])
+        outcomes = sorted(chain.from_iterable(parts), key=lambda outcome: outcome.number)
+        epoch = self.place // self.order.num_rows
+        self.history.record(outcomes, epoch)
+        return outcomes
+
+    # -- choosing the prompts
+
+    def _plan(self) -> RolloutPlan:
+        """Choose the groups of a round and balance them over the ranks; nothing is drawn yet."""
+        size = self.section.rollout_batch_size
+        again = [(number, row) for _, number, row in self.deferred[:size]]
+        count = size - len(again)
+        rows = self.order.rows(self.place, count) if count else []
+        drawn = [*again, *enumerate(rows, self.number + 1)]
+
+        lengths = self.history.expected_lengths([row for _, row in drawn])
+        responses = self.section.n_samples_per_prompt + self.greedy
+        ranks = fair_owners(self.data.size, [length * responses for length in lengths])
+        return RolloutPlan(drawn, ranks, self.place + count, self.number + count)
+
+    def _local_groups(self, plan: RolloutPlan) -> dict[int, Group]:
+        """Return group number -> group for the groups of a plan that begin on this rank."""
+        return {
+            number: self._group(number, row) for number, row, _ in plan.parts_of(self.data.rank)
+        }
+
+    def _group(self, number: int, row: int) -> Group:
+        count = self.section.n_samples_per_prompt
+        return Group.begin(number, row, self.prompts[row], count=count, greedy=self.greedy)
+
+    def _seed(self, step: int, round: int) -> int:
+        return derived_seed(self.seed, step, round, 0)
+
+    # -- preparing
+
+    @contextmanager
+    def preparing(self, step: int) -> Iterator[None]:
+        """Prepare the first round of a step in a thread: prompts, media, and requests.
+
+        Which prompts come next is known once the step before is scored. Nothing is drawn
+        meanwhile, and the engine must do nothing else.
+        """
+        with ThreadPoolExecutor(1, "prepare") as thread:
+            future = thread.submit(self._prepare, step)
+            yield
+            with self.trace.phase("prepare"):
+                self._prepared = future.result()
+
+    def _prepare(self, step: int) -> PreparedRequests:
+        began = time.perf_counter()
+        plan = self._plan()
+        prepared = self._prepared_round(plan, self._seed(step, 0))
+        self.trace.record("prepare", f"step {step}", began)
+        return prepared
+
+    def _prepared_round(self, plan: RolloutPlan, seed: int) -> PreparedRequests:
+        groups = self._local_groups(plan)
+        parts = [
+            (groups[number], places or groups[number].places)
+            for number, _, places in plan.parts_of(self.data.rank)
+        ]
+        requests = self.sampler.prepare(parts, seed)
+        if self.expander is not None:
+            self.expander.prepare([group.prompt for group in groups.values()])
+        return PreparedRequests(plan, groups, requests)
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, the same on all ranks. Every other scheduler can continue from it."""
+        return {
+            "place": self.place,
+            "number": self.number,
+            "parked": self.deferred,
+            "history": self.history.state_dict(),
+            "carried": [],
+            "ranks": [],
+            "num_ranks": self.data.size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state. Groups that another scheduler had begun start again."""
+        begun = [(0, group["number"], group["row"]) for group in state["carried"]]
+        self._restore(state["place"], state["number"], [*begun, *state.get("parked", ())])
+        self.history.load_state_dict(state["history"])
+
+    def snapshot(self) -> Callable[[], None]:
+        position = self.place, self.number, self.deferred
+        restore_history = self.history.snapshot()
+
+        def rollback() -> None:
+            self._restore(*position)
+            restore_history()
+
+        return rollback
+
+    def _restore(self, place: int, number: int, deferred: Sequence[tuple[int, int, int]]) -> None:
+        self._prepared = None
+        self.place = place
+        self.number = number
+        self.deferred = [tuple(each) for each in deferred]

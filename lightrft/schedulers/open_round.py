@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lightrft.observe.metrics import Untraced
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.fixed_batch import PreparedRequests
 from lightrft.rollout.groups import Group
+from lightrft.rollout.rollout import PreparedRequests
 from lightrft.rollout.sampler import RolloutLoop, Sampler
 from lightrft.schedulers.assignment import Assignment
 from lightrft.schedulers.divided import move_responses

@@ -32,8 +32,8 @@ from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import fair_owners
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
-from lightrft.rollout.fixed_batch import FixedBatch, PreparedRequests, RolloutPlan
 from lightrft.rollout.groups import Group
+from lightrft.rollout.rollout import FixedBatch, PreparedRequests, RolloutPlan
 from lightrft.rollout.sampler import RolloutLoop
 from lightrft.schedulers.assignment import Assignment
 from lightrft.schedulers.curriculum import Curriculum

@@ -42,10 +42,9 @@ from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.experience import ExperienceMaker, flatten
-from lightrft.rollout.fixed_batch import FixedBatch
 from lightrft.rollout.groups import Group
 from lightrft.rollout.media_expansion import Expander
-from lightrft.rollout.rollout import JudgedRollout, Rollout, Scheduler
+from lightrft.rollout.rollout import FixedBatch, JudgedRollout, Rollout, Scheduler
 from lightrft.rollout.sampler import Sampler, sampling_of
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config

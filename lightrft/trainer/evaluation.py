@@ -19,8 +19,7 @@ from lightrft.observe.metrics import Metrics
 from lightrft.observe.sinks import encode_row
 from lightrft.observe.text import short
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.groups import Group
-from lightrft.rollout.rollout import sample_rows
+from lightrft.rollout.groups import Group, sample_rows
 from lightrft.rollout.sampler import Sampler
 from lightrft.rollout.scores import Estimate
 from lightrft.strategy.strategy import Strategy

@@ -14,8 +14,9 @@ from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import Objective, Role
 from lightrft.rollout.experience import ExperienceMaker
+from lightrft.rollout.groups import measure_samples, sample_rows
 from lightrft.rollout.plan import TrainingPlan
-from lightrft.rollout.rollout import Rollout, measure_samples, sample_rows
+from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Sampler
 from lightrft.run.digests import StepRecord
 from lightrft.run.interruption import Interrupted

@@ -75,8 +75,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
+    from lightrft.batching.micro_batches import get_batch, put_batch
     from lightrft.batching.planner import plan
-    from lightrft.batching.redistribute import get_batch, put_batch
     from lightrft.batching.sample_store import MemoryStore
     from lightrft.parallel.collectives import Axis
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor, nn
 
-from lightrft.algorithms.truncation import Truncation
+from lightrft.algorithms.truncation import Truncation, without_padding
 from lightrft.config.sections import EngineSection, ModelSection
 from lightrft.engine.base import Engine, EngineSetup
 from lightrft.engine.hf import HFEngine
@@ -68,7 +68,7 @@ class TorchLogprobs(ExactHead):
         self, hidden: Tensor, temperature: float, uniform: Tensor, truncation: Truncation
     ) -> tuple[Tensor, Tensor]:
         tokens, _ = super().sample(hidden, temperature, uniform, truncation)
-        size, part = truncation.cut(len(self.model.get_output_embeddings().weight))
+        size, part = without_padding(truncation, len(self.model.get_output_embeddings().weight))
         logits = part(self.logits(hidden, size, temperature)[: len(tokens)], tokens[:, None])
         return tokens, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 

@@ -31,7 +31,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from lightrft.batching.redistribute import redistribute
+    from lightrft.batching.micro_batches import redistribute
     from lightrft.batching.sample_store import MemoryStore
     from lightrft.parallel.collectives import Axis
     from lightrft.types import Batch

@@ -56,8 +56,8 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
+from lightrft.batching.micro_batches import get_batch, put_batch  # noqa: E402
 from lightrft.batching.planner import plan  # noqa: E402
-from lightrft.batching.redistribute import get_batch, put_batch  # noqa: E402
 from lightrft.batching.sample_store import MemoryStore  # noqa: E402
 from lightrft.checkpoint import manager  # noqa: E402
 from lightrft.checkpoint.model_state import ModelState  # noqa: E402

@@ -20,9 +20,8 @@ from lightrft.engine.build import build_engine
 from lightrft.engine.requests import derived_seed
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.fixed_batch import FixedBatch
 from lightrft.rollout.groups import Group
-from lightrft.rollout.rollout import Rollout
+from lightrft.rollout.rollout import FixedBatch, Rollout
 from lightrft.rollout.sampler import Pending, Sampler
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from lightrft.strategy.shared_session import Finished, SharedSession

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightrft.batching.redistribute import get_batch, put_batch, share
+from lightrft.batching.micro_batches import get_batch, put_batch, share
 from lightrft.batching.sample_store import MemoryStore
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Experience, token_index

@@ -24,7 +24,7 @@ from lightrft.data.readers import DataError
 from lightrft.observe.sample_table import sample_table
 from lightrft.observe.sinks import encode_row
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.rollout import sample_rows
+from lightrft.rollout.groups import sample_rows
 from lightrft.types import Sample
 from tiny import byte_tokenizer
 

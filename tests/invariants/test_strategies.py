@@ -26,9 +26,8 @@ from invariants.test_layouts import (
     sequence_loss,
 )
 from lightrft.algorithms.objectives import PolicyObjective
-from lightrft.batching.micro_batches import micro_batches
+from lightrft.batching.micro_batches import get_batch, micro_batches, put_batch
 from lightrft.batching.planner import plan
-from lightrft.batching.redistribute import get_batch, put_batch
 from lightrft.config import Config, ModelSection
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer

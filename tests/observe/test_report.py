@@ -22,7 +22,7 @@ from lightrft.observe.curves import curves, smooth
 from lightrft.observe.report import TEMPLATE, write_report
 from lightrft.observe.scoreboard import scoreboard
 from lightrft.observe.sinks import JsonLines, read_rows, readable
-from lightrft.rollout.rollout import sample_rows
+from lightrft.rollout.groups import sample_rows
 from lightrft.types import Prompt, Sample
 
 ATTACK = "<script>alert(1)</script>"

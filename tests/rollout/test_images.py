@@ -23,7 +23,7 @@ from transformers import (
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.objectives import sft
 from lightrft.algorithms.reduce import Denominator, share_of_mean
-from lightrft.batching.redistribute import redistribute
+from lightrft.batching.micro_batches import redistribute
 from lightrft.config import ConfigError, ModelSection
 from lightrft.data.media_files import IMAGES, ImageFile
 from lightrft.models.heads import Actor, Scorer

@@ -7,8 +7,7 @@ import torch
 
 from lightrft.observe.metrics import Metrics
 from lightrft.rollout.experience import measure_experience
-from lightrft.rollout.groups import SOLVED, measure_groups
-from lightrft.rollout.rollout import measure_samples
+from lightrft.rollout.groups import SOLVED, measure_groups, measure_samples
 from lightrft.types import Drafts, Experience, Prompt, Sample
 
 

@@ -18,9 +18,8 @@ from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.fixed_batch import FixedBatch
 from lightrft.rollout.groups import Group, GroupOutcome, History
-from lightrft.rollout.rollout import Rollout
+from lightrft.rollout.rollout import FixedBatch, Rollout
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from lightrft.types import Prompt, Sample
 from ranks import run_cases, run_ranks

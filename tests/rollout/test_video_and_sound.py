@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from lightrft.algorithms.objectives import sft
-from lightrft.batching.redistribute import redistribute
+from lightrft.batching.micro_batches import redistribute
 from lightrft.checkpoint.hf_export import export_whole
 from lightrft.config import ModelSection
 from lightrft.data.media_files import (

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightrft.algorithms.truncation import without_padding
 from lightrft.engine.base import EngineError
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.model_info import Vocabulary
@@ -178,7 +179,7 @@ class Samples:
 
     def _parameters(self, request: Request, seed: int) -> dict[str, Any]:
         sampling = request.sampling
-        size, part = sampling.truncation.cut(self.vocabulary.size)
+        size, part = without_padding(sampling.truncation, self.vocabulary.size)
         return {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,

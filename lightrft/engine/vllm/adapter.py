@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import MultiModalInput, tokens_input
 from vllm.v1.engine import EngineCoreRequest
 
-from lightrft.algorithms.truncation import Truncation
+from lightrft.algorithms.truncation import Truncation, without_padding
 from lightrft.engine.base import EngineError, EngineSetup, Part
 from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
@@ -114,8 +114,8 @@ class VLLMEngine(LibraryEngine):
                 self.limits.pop("images", None)
             self._shim = VLLMShim(self._llm, self.names, self.draft_names, self.adapters)
             # With hundreds of banned ids, vLLM would build a list for each request in each step.
-            self._num_ids, _ = Truncation(banned=self.vocabulary.unknown_token_ids).cut(
-                self.vocabulary.size
+            self._num_ids, _ = without_padding(
+                Truncation(banned=self.vocabulary.unknown_token_ids), self.vocabulary.size
             )
             if self._num_ids < self.vocabulary.size:
                 self._shim.limit_vocabulary(self._num_ids)

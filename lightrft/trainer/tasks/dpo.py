@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightrft.algorithms.preferences.dpo import DPOObjective
 from lightrft.algorithms.reduce import sequence_sums
-from lightrft.batching.redistribute import share
+from lightrft.batching.micro_batches import share
 from lightrft.config.sections import PreferenceSection, TrainSection
 from lightrft.data.preferences import CHOSEN, REJECTED
 from lightrft.roles.policy import Policy

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightrft.algorithms.preferences.kto import KTOObjective, reference_point
 from lightrft.algorithms.reduce import sequence_sums
-from lightrft.batching.micro_batches import MicroBatchIndices
-from lightrft.batching.redistribute import share
+from lightrft.batching.micro_batches import MicroBatchIndices, share
 from lightrft.config.sections import PreferenceSection, TrainSection
 from lightrft.data.preferences import judged_batch, mismatched
 from lightrft.roles.policy import Policy
