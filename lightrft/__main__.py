@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from lightrft import __version__
 
-COMMANDS = {
+SUMMARIES = {
     "train_ppo": "train a policy against a reward",
     "train_sft": "train a model on answers (supervised fine-tuning)",
     "train_rm": "train a reward model on pairs of answers",
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
             "Reinforcement fine-tuning. For several processes: torchrun --nproc-per-node N -m"
             " lightrft.cli.COMMAND ..."
         ),
-        epilog="\n".join(f"  {command:<12} {meaning}" for command, meaning in COMMANDS.items()),
+        epilog="\n".join(f"  {command:<12} {meaning}" for command, meaning in SUMMARIES.items()),
     )
     parser.add_argument("--version", action="version", version=f"lightrft {__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND")
@@ -69,9 +69,9 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     chosen.command = chosen.command.replace("-", "_")
-    if chosen.command not in COMMANDS:
+    if chosen.command not in SUMMARIES:
         near = "".join(
-            f"; did you mean {name}" for name in get_close_matches(chosen.command, COMMANDS, n=1)
+            f"; did you mean {name}" for name in get_close_matches(chosen.command, SUMMARIES, n=1)
         )
         parser.error(f"there is no command {chosen.command!r}{near}. All commands: lightrft --help")
 

@@ -38,7 +38,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-SIZES = (
+POSITIVE_SIZES = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -134,7 +134,7 @@ def load_config(name: str, **options: Any) -> PretrainedConfig:
     """
     try:
         config = trained_part(AutoConfig.from_pretrained(name, **options))
-        sizes = {size: getattr(config.get_text_config(), size, None) for size in SIZES}
+        sizes = {size: getattr(config.get_text_config(), size, None) for size in POSITIVE_SIZES}
     except (OSError, ValueError):
         raise
     except Exception as error:  # transformers takes the content for what it should be

@@ -24,14 +24,14 @@ CORE = {
 }
 """Packages that are always required."""
 
-ENGINES = {"vllm": ">=0.32,<0.34", "sglang": ">=0.5.21,<0.5.24"}
+ENGINE_VERSIONS = {"vllm": ">=0.32,<0.34", "sglang": ">=0.5.21,<0.5.24"}
 """Tested versions of each engine; pip installs these.
 
 Other versions are accepted with a warning when the engine starts: version-dependent code is in the
 engine's shim.
 """
 
-TRACKERS = {
+TRACKER_VERSIONS = {
     "wandb": ">=0.20",
     "mlflow": ">=3.17",
     "swanlab": ">=0.10",
@@ -41,7 +41,7 @@ TRACKERS = {
 """Trackers of --report_to."""
 
 EXTRAS = {
-    **{name: {name: tested} for name, tested in ENGINES.items()},
+    **{name: {name: tested} for name, tested in ENGINE_VERSIONS.items()},
     "deepspeed": {"deepspeed": ">=0.19.8"},
     "lora": {"peft": ">=0.18"},
     "qlora": {"bitsandbytes": ">=0.50,<0.51"},
@@ -54,7 +54,7 @@ EXTRAS = {
     "harbor": {"starlette": ">=0.40", "uvicorn": ">=0.30"},  # Harbor has its own interpreter
     "tinker": {"tinker": ">=0.38,<0.39", "starlette": ">=0.40", "uvicorn": ">=0.30"},
     "http": {"httpx": ">=0.27", "tenacity": ">=9.0"},
-    **{name.removesuffix("_ml"): {name: versions} for name, versions in TRACKERS.items()},
+    **{name.removesuffix("_ml"): {name: versions} for name, versions in TRACKER_VERSIONS.items()},
     "media": {"av": ">=14"},
     "math": {"math-verify": ">=0.9,<0.10"},
     "json": {"jsonschema": ">=4.18"},
@@ -71,7 +71,7 @@ EXTRAS = {
 }
 """Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""
 
-TENSOR_PARALLEL = {"torch": "==2.13.*", "transformers": ">=5.12,<5.25"}
+TENSOR_PARALLEL_VERSIONS = {"torch": "==2.13.*", "transformers": ">=5.12,<5.25"}
 """Versions that --tp_size was tested with, including the ends of the ranges.
 
 Its plan depends on internals of both packages.
@@ -152,6 +152,6 @@ def check_versions() -> list[str]:
         f"{problem}: pip install"
         f" {' '.join(repr(requirement) for requirement in requirements(table))}"
         for extra, table in EXTRAS.items()
-        if extra not in ("docs", "dev", *ENGINES)
+        if extra not in ("docs", "dev", *ENGINE_VERSIONS)
         for problem in version_problems(table, optional=True)
     ]

@@ -35,13 +35,13 @@ from lightrft.config import (
     summary,
 )
 from lightrft.config.command_line import help_text
-from lightrft.config.effects import COMPUTED
+from lightrft.config.effects import COMPUTED_NEEDS
 from lightrft.config.facts import RunFacts
 from lightrft.config.paths import evaluated_training_data
-from lightrft.config.presets import DEFAULTS
+from lightrft.config.presets import COMMAND_DEFAULTS
 from lightrft.config.references import DataSource, data_sources, reward_terms
 from lightrft.config.resolve import range_problems
-from lightrft.config.rules import DEEPSPEED, LAYOUT, RULES, Rule
+from lightrft.config.rules import DEEPSPEED, LAYOUT_RULES, RULES, Rule
 from lightrft.config.sections import field_types, options
 from lightrft.config.values import CommaSeparated
 from lightrft.parallel.device import has_bf16
@@ -916,7 +916,7 @@ def test_a_rule_says_what_it_found(message, found, said):
 def test_every_placeholder_of_a_rule_has_a_value():
     """A misspelt one would show only when the rule is broken."""
     run = RunFacts(Config(), "train_ppo", 2)
-    every = [*DEEPSPEED, *LAYOUT, *(rule for _, rules in RULES for rule in rules)]
+    every = [*DEEPSPEED, *LAYOUT_RULES, *(rule for _, rules in RULES for rule in rules)]
     names = {name for rule in every for _, name, *_ in Formatter().parse(rule.message) if name}
     assert len(every) > 90 and len(names) > 20
     assert all(run[name] is not Ellipsis for name in names - {"found"})
@@ -929,8 +929,8 @@ def test_every_need_names_fields():
         needs = [option.needs] if isinstance(option.needs, str) else option.needs.values()
         texts |= {*needs, option.unless} - {""}
 
-    assert len(texts) > 40 and COMPUTED.keys() <= texts
-    for text in texts - COMPUTED.keys():
+    assert len(texts) > 40 and COMPUTED_NEEDS.keys() <= texts
+    for text in texts - COMPUTED_NEEDS.keys():
         assert re.fullmatch(r"--\w+( \w+)?((, | or )(--)?\w+( \w+)?)*", text)
         assert set(re.findall(r"--(\w+)", text)) <= set(section_of_field())
 
@@ -1728,15 +1728,17 @@ def test_arguments_of_the_engine_are_json_or_a_mapping(file):
     assert "--engine_args are arguments of vLLM or SGLang, and the engine is hf: omit them" in said
 
 
-@pytest.mark.parametrize("command", sorted(DEFAULTS))
+@pytest.mark.parametrize("command", sorted(COMMAND_DEFAULTS))
 def test_a_command_has_defaults_of_its_own(command, capsys):
     """What is written wins, and the help of the command shows its own value."""
     data = "rows.jsonl"
     config = Config.of(pretrain="model", prompt_data=data)
     resolve(config, command, world_size=1)
     owners = section_of_field()
-    values = {name: getattr(getattr(config, owners[name]), name) for name in DEFAULTS[command]}
-    assert values == DEFAULTS[command]
+    values = {
+        name: getattr(getattr(config, owners[name]), name) for name in COMMAND_DEFAULTS[command]
+    }
+    assert values == COMMAND_DEFAULTS[command]
     if "learning_rate" not in values:
         return
 
@@ -1744,9 +1746,11 @@ def test_a_command_has_defaults_of_its_own(command, capsys):
     resolve(config, command, world_size=1)
     assert (config.optim.learning_rate, config.train.train_batch_size) == (
         1e-3,
-        DEFAULTS[command]["train_batch_size"],
+        COMMAND_DEFAULTS[command]["train_batch_size"],
     )
-    assert f"Default: {DEFAULTS[command]['learning_rate']}." in help_text(command, "learning_rate")
+    assert f"Default: {COMMAND_DEFAULTS[command]['learning_rate']}." in help_text(
+        command, "learning_rate"
+    )
 
 
 def test_the_learning_rate_has_another_name(file):

@@ -16,7 +16,7 @@ from lightrft.cli import doctor, export, plan
 from lightrft.cli.debug import bundle, forecast, replay, test_rewards
 from lightrft.compat import openrlhf, renamed
 from lightrft.compat.command_line import parse
-from lightrft.compat.openrlhf import DOTTED, IGNORED
+from lightrft.compat.openrlhf import DOTTED, OPENRLHF_IGNORED
 from lightrft.compat.trl import TRL_FLAGS
 from lightrft.config import COMMANDS, ConfigError, resolve
 from lightrft.config.resolve import range_problems
@@ -264,7 +264,7 @@ def test_printed_flags_and_their_values_are_accepted(page, code):
         missing = [flag for flag, *_ in groups if f'"{flag}"' not in scripts]
         assert not missing, f"no script has {missing}"
     elif code.endswith("*"):
-        assert any(f"--{name}".startswith(code.rstrip("*")) for name in IGNORED)
+        assert any(f"--{name}".startswith(code.rstrip("*")) for name in OPENRLHF_IGNORED)
     elif not all(flag in OTHER_FLAGS or flag in options_of_tools() for flag, *_ in groups):
         refused = [
             flag for flag, *_ in groups if flag in REFUSED or flag.removeprefix("--") in TRL_FLAGS
@@ -334,7 +334,7 @@ def current(flag: str) -> str:
     """Return the name of the field that a flag sets, also for a flag of another tool."""
     name = flag.removeprefix("--")
     name = DOTTED.get(name, name)
-    name = openrlhf.RENAMED.get(name, name)
+    name = openrlhf.OPENRLHF_NAMES.get(name, name)
     return renamed.RENAMED.get(name, aliases().get(name, name))
 
 

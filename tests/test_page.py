@@ -80,13 +80,10 @@ def texts(source: str) -> Iterator[str]:
 def constants(source: str) -> Iterator[tuple[str, str]]:
     """Return name and value of each constant of a module; type variables are none."""
     for node in nodes(source)[0].body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if (
-            isinstance(target, ast.Name)
-            and target.id.isupper()
-            and len(target.id) > 1
-            and node.value
-        ):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if isinstance(target, ast.Name) and target.id.isupper() and len(target.id) > 1:
             yield target.id, ast.dump(node.value)
 
 

@@ -18,7 +18,7 @@ OPERATORS = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-MAX_RESULT = 10**60
+LARGEST_NUMBER = 10**60
 """Largest absolute result, so that no power takes long."""
 
 
@@ -50,7 +50,7 @@ def _value(node: ast.AST) -> Fraction:
                 )
 
             result = Fraction(OPERATORS[type(op)](first, second))
-            if abs(result) > MAX_RESULT:
+            if abs(result) > LARGEST_NUMBER:
                 raise ValueError("the result is too large")
             return result
 

@@ -37,7 +37,7 @@ FAILURES_IN_A_ROW = 32
 """Number of failed episodes in a row that end a run: the environment itself must be broken."""
 LOGGED = 5
 """Number of failed episodes of a step to log; others are only counted."""
-BYTES_PER_TOKEN = 64
+MESSAGE_BYTES_PER_TOKEN = 64
 """Bytes that a message of a program may have for each token of its limits.
 
 This leaves room for JSON.
@@ -75,7 +75,7 @@ class Episodes:
         self.format = format
         self.parse = parse
         self.longest = longest
-        self._max_message_bytes = MESSAGE_BYTES + BYTES_PER_TOKEN * (
+        self._max_message_bytes = MESSAGE_BYTES + MESSAGE_BYTES_PER_TOKEN * (
             longest + format.section.prompt_max_len
         )
         self._forks = Forks(setup)

@@ -9,7 +9,7 @@
 | | | `await engine.turn(...)` |
 | agent | an async function `(client, row)`, of --agent | what the function asks the |
 | | | OpenAI-compatible server of its episode |
-| another framework's | `prefix:name`, of ADAPTERS | what the module's `program(name, served)` |
+| another framework's | `prefix:name`, of ADAPTER_MODULES | what the module's `program(name, served)` |
 | | | does, as a program |
 """
 
@@ -36,7 +36,7 @@ environments.register_deferred("guess_number", "lightrft.agents.games:GuessNumbe
 environments.register_deferred(
     "reasoning_gym", "lightrft.agents.adapters.reasoning_gym:SeveralAttempts", "reasoning-gym"
 )
-ADAPTERS = {
+ADAPTER_MODULES = {
     "harbor": "lightrft.agents.adapters.harbor.trials",
     "openenv": "lightrft.agents.adapters.openenv",
     "verifiers": "lightrft.agents.adapters.verifiers",
@@ -87,10 +87,10 @@ class ProgramSetup:
 
     def _environment(self) -> Any:
         prefix, _, name = self.environment.partition(":")
-        if prefix not in ADAPTERS or not name:
+        if prefix not in ADAPTER_MODULES or not name:
             return environments[self.environment]
         try:
-            return importlib.import_module(ADAPTERS[prefix]).program(name, self.served)
+            return importlib.import_module(ADAPTER_MODULES[prefix]).program(name, self.served)
         except ModuleNotFoundError as error:
             raise ValueError(
                 f"--environment {prefix}: needs {error.name}: pip install '.[{prefix}]'"

@@ -28,11 +28,11 @@ class DescribedTool:
 
 Tools = Mapping[str, Callable[..., Any]]
 """Functions by name, sync or async."""
-RESERVED = ("reset", "step", "get_reward", "close")
+ENVIRONMENT_METHODS = ("reset", "step", "get_reward", "close")
 """Methods of an environment that are no tools."""
 RUNNING: set[asyncio.Future[Any]] = set()
 """Calls of sync functions that have not returned, perhaps after the time limit."""
-MAX_RESULT = 20_000
+MAX_RESULT_CHARACTERS = 20_000
 """Characters of a result that the model reads; the middle of a longer one is left out."""
 
 
@@ -50,7 +50,11 @@ def tools_of(owner: Any) -> dict[str, Callable[..., Any]]:
             if not name.startswith("_") and one.__module__ == owner.__name__
         }
     methods = inspect.getmembers(owner, callable)
-    return {name: one for name, one in methods if not name.startswith("_") and name not in RESERVED}
+    return {
+        name: one
+        for name, one in methods
+        if not name.startswith("_") and name not in ENVIRONMENT_METHODS
+    }
 
 
 def schemas(tools: Tools) -> list[dict[str, Any]]:
@@ -153,7 +157,7 @@ async def _answer(tools: Tools, call: ToolCall, count: CountCall, seconds: float
     except TimeoutError:
         content = f"Error: {call.name} took more than {seconds:g} s"
     except Exception as error:
-        content = f"Error: {type(error).__name__}: {error}"[:MAX_RESULT]
+        content = f"Error: {type(error).__name__}: {error}"[:MAX_RESULT_CHARACTERS]
 
     count(began, failed=failed)
     # Names of files, and the text of others, may have what no tokenizer reads.
@@ -172,10 +176,10 @@ def text_of(result: Any) -> str:
         except (TypeError, ValueError):
             result = str(result)
 
-    if len(result) > MAX_RESULT:
-        half = MAX_RESULT // 2
+    if len(result) > MAX_RESULT_CHARACTERS:
+        half = MAX_RESULT_CHARACTERS // 2
         result = (
-            f"{result[:half]}\n... {len(result) - MAX_RESULT} characters are left out"
+            f"{result[:half]}\n... {len(result) - MAX_RESULT_CHARACTERS} characters are left out"
             f" ...\n{result[-half:]}"
         )
 

@@ -31,7 +31,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import AlgorithmSection
 from lightrft.types import Batch, Experience
 
-GIVEN = {"batch", "marked"}
+LOSS_INPUTS = {"batch", "marked"}
 """Options of a policy loss that come from the samples, not from the configuration."""
 DRIFT = ("train/drift_k1", "train/drift_k3")
 """Names of the reports of drift()."""
@@ -184,9 +184,11 @@ class PolicyObjective:
         self.section = section
         self.kl_coefficient = kl_coefficient or KLCoefficient(section.init_kl_coef)
         self.entropy_coefficient = entropy_coefficient or EntropyCoefficient(section.entropy_coef)
-        self.policy_loss: PolicyLoss = resolve(policy_losses, section.policy_loss, extra=GIVEN)
+        self.policy_loss: PolicyLoss = resolve(
+            policy_losses, section.policy_loss, extra=LOSS_INPUTS
+        )
         self.options = options_of(self.policy_loss, section)
-        self.given = keywords(self.policy_loss).keys() & GIVEN
+        self.given = keywords(self.policy_loss).keys() & LOSS_INPUTS
         self.needed = ["advantages", "engine_logprobs"]
         """Columns that a batch must have."""
         if "marked" in self.given:

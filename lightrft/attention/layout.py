@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
 from lightrft.types import SharedPrefix, to_device
 
-ALONE = 64
+LONG_SEQUENCE = 64
 """Sequences above this length share a block only with sequences of the same length.
 
 For them a call costs less than padding.
@@ -479,7 +479,7 @@ def blocks(lengths: Tensor, device: torch.device) -> Blocks:
         0, kind, torch.arange(len(lengths)), "amin"
     )
     # Long sequences of one length are a block, named by its first one, above every exponent.
-    similar[lengths > ALONE] = 64 + first[kind][lengths > ALONE]
+    similar[lengths > LONG_SEQUENCE] = 64 + first[kind][lengths > LONG_SEQUENCE]
     _, block, sizes = similar.unique(return_inverse=True, return_counts=True)
     widths = torch.zeros_like(sizes).scatter_reduce(0, block, lengths, "amax")
     shapes = list(zip(sizes.tolist(), widths.tolist(), strict=True))

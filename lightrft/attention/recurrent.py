@@ -55,8 +55,8 @@ class Scan:
     """Kernel that computes concatenated runs, given where they begin; empty if there is none."""
 
 
-CONVOLUTION = "causal_conv1d_fn"
-DELTA_RULE = Scan(
+CONVOLUTION_KERNEL = "causal_conv1d_fn"
+DELTA_RULE_SCAN = Scan(
     ("query", "key", "value", "g", "beta"),
     "value",
     "initial_state",
@@ -65,9 +65,9 @@ DELTA_RULE = Scan(
 )
 SCANS = {
     # gated delta networks, Yang et al., arXiv 2412.06464: Qwen3-Next, Qwen3.5, OLMo Hybrid
-    "torch_chunk_gated_delta_rule": DELTA_RULE,
+    "torch_chunk_gated_delta_rule": DELTA_RULE_SCAN,
     # Kimi Linear, arXiv 2510.26692
-    "chunk_kimi_delta_attention": replace(DELTA_RULE, kernel="fla.ops.kda.chunk_kda"),
+    "chunk_kimi_delta_attention": replace(DELTA_RULE_SCAN, kernel="fla.ops.kda.chunk_kda"),
     # Mamba 2, Dao and Gu, arXiv 2405.21060: Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba 2
     "mamba2_chunk_scan": Scan(
         ("hidden_states", "dt"),
@@ -79,7 +79,7 @@ SCANS = {
         always_pair=False,
     ),
 }
-FUSED = ("mamba2_split_conv1d_scan_combined",)
+FUSED_SCANS = ("mamba2_split_conv1d_scan_combined",)
 """Kernels for convolution and scan at once; a model computes both apart if they return None."""
 UNKNOWN = ("mamba_selective_scan",)
 """Functions that carry a state in a form that flat batches do not support."""
@@ -91,15 +91,17 @@ def install(model: PreTrainedModel) -> bool:
     Other calls of the functions, without a layout, are as before.
     """
     family = sys.modules[type(model.get_decoder()).__module__]
-    functions = [name for name in (CONVOLUTION, *SCANS, *FUSED) if hasattr(family, name)]
-    if CONVOLUTION not in functions or any(hasattr(family, name) for name in UNKNOWN):
+    functions = [
+        name for name in (CONVOLUTION_KERNEL, *SCANS, *FUSED_SCANS) if hasattr(family, name)
+    ]
+    if CONVOLUTION_KERNEL not in functions or any(hasattr(family, name) for name in UNKNOWN):
         return False
 
     for name in functions:
         function = getattr(family, name)
         if hasattr(function, "flat"):
             continue
-        if name in FUSED:
+        if name in FUSED_SCANS:
             flat = _unfused(function)
         elif name in SCANS:
             flat = _flat_scan(function, SCANS[name])

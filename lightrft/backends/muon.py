@@ -32,7 +32,7 @@ EPSILON = 1e-7
 """These four are the published values (https://kellerjordan.github.io/posts/muon)."""
 RMS = 0.2
 """Root mean square of an update of AdamW, which updates here are scaled to (arXiv 2502.16982)."""
-BUCKET = 2**25
+MUON_BUCKET = 2**25
 """Elements of whole matrices that a rank orthogonalises at a time, unless one matrix has more."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Linear layers that choose experts; AdamW trains them."""
@@ -284,7 +284,7 @@ def _matrices(parameter: nn.Parameter, momentum: Tensor) -> Iterator[Matrices]:
     ]
     # Divided experts have different owners, and no bucket has to be larger than others.
     of_owner = math.ceil(len(stacks[0]) / _num_ranks(shards))
-    count = max(1, min(of_owner, BUCKET // (height * width)))
+    count = max(1, min(of_owner, MUON_BUCKET // (height * width)))
     scale = RMS * math.sqrt(max(height, width))
     for parts in zip(*(stack.split(count) for stack in stacks), strict=True):
         yield Matrices(*parts, shards, len(parts[0]) * height * width, scale)
@@ -293,13 +293,13 @@ def _matrices(parameter: nn.Parameter, momentum: Tensor) -> Iterator[Matrices]:
 def _buckets(alike: list[Matrices]) -> Iterator[list[Matrices]]:
     """Yield matrices of the same shards, the largest ones first, so that owners have equal work.
 
-    An owner gets about BUCKET elements of a bucket, or one larger matrix.
+    An owner gets about MUON_BUCKET elements of a bucket, or one larger matrix.
     """
     num_ranks = _num_ranks(alike[0].shards)
     bucket: list[Matrices] = []
     size = 0
     for matrices in sorted(alike, key=lambda each: each.numel, reverse=True):
-        if bucket and size + matrices.numel > num_ranks * max(BUCKET, bucket[0].numel):
+        if bucket and size + matrices.numel > num_ranks * max(MUON_BUCKET, bucket[0].numel):
             yield bucket
             bucket = []
             size = 0

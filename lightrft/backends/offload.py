@@ -19,7 +19,7 @@ from lightrft.config.sections import Config
 from lightrft.parallel.device import local_part, release_cached_memory, synchronize
 from lightrft.parallel.mesh import Mesh
 
-BLOCK = 2**28
+PINNED_BLOCK = 2**28
 """Bytes of a buffer in host memory. torch rounds each pinned allocation up to a power of two, so a
 few equal buffers waste less than one large one."""
 
@@ -60,7 +60,7 @@ class HostCopies:
         tensors = [tensor.detach() for tensor in tensors]
         total = sum(tensor.nbytes for tensor in tensors)
         pinned = any(tensor.device.type != "cpu" for tensor in tensors)
-        sizes = [min(BLOCK, total - start) for start in range(0, total, BLOCK)]
+        sizes = [min(PINNED_BLOCK, total - start) for start in range(0, total, PINNED_BLOCK)]
         self.blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
 
         for source, pieces in self._places(tensors):
@@ -93,7 +93,7 @@ class HostCopies:
             end = start + tensor.nbytes
             pieces = []
             while start < end:
-                block, offset = divmod(start, BLOCK)
+                block, offset = divmod(start, PINNED_BLOCK)
                 pieces.append(self.blocks[block][offset : offset + end - start])
                 start += len(pieces[-1])
             yield tensor, pieces

@@ -22,11 +22,11 @@ Axes = frozenset[str]
 """Names of the process groups that shard a tensor; empty if every rank has the whole tensor."""
 FUSED_ON = ("cpu", "cuda", "xpu")
 """Devices with a fused AdamW; on others torch chooses the implementation."""
-BLOCK = 2**21
+SUM_BLOCK = 2**21
 """Words that sum_of_bits() multiplies at a time."""
 SHORT = 2**14
 """Elements of a tensor that is joined with others to be summed."""
-ODD = 0x2545F4914F6CDD1D
+MIXING_FACTOR = 0x2545F4914F6CDD1D
 """Factor between blocks of words."""
 FLOOR = 0.1
 """Final learning rate of the cosine as a fraction of the peak."""
@@ -232,7 +232,7 @@ class BitSums:
         self._update = 0
         self._stepped: set[Tensor] = set()
         """Parameters of this update so far: step() takes one mesh at a time."""
-        self._factors = odd_numbers(BLOCK).to(device)
+        self._factors = odd_numbers(SUM_BLOCK).to(device)
         optimizer.register_step_pre_hook(partial(self._add, "gradient"))
         optimizer.register_step_post_hook(partial(self._add, "weights"))
 
@@ -304,7 +304,7 @@ def sum_of_bits(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
             odd = factors[: words.numel()]
             # CUDA has no inner product of integers.
             product = words.dot(odd) if words.is_cpu else (words * odd).sum()
-            total = product if total is None else total * ODD + product
+            total = product if total is None else total * MIXING_FACTOR + product
 
     return torch.zeros((), dtype=torch.int64, device=factors.device) if total is None else total
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightrft.parallel.collectives import Axis
 
-BUCKET = 32 * 2**20
+GRADIENT_BUCKET = 32 * 2**20
 """Bytes of gradients that are summed together."""
 
 
@@ -69,7 +69,7 @@ class Replicas:
     ranks start the sums in the same order.
     """
 
-    def __init__(self, module: nn.Module, axis: Axis, bucket: int = BUCKET):
+    def __init__(self, module: nn.Module, axis: Axis, bucket: int = GRADIENT_BUCKET):
         """Assign the trained parameters to buckets of about `bucket` bytes."""
         self.axis = axis
         self.buckets: list[Bucket] = []

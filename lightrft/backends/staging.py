@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
-from lightrft.backends.offload import BLOCK
+from lightrft.backends.offload import PINNED_BLOCK
 from lightrft.checkpoint.zero_fragment import Fragment
 from lightrft.parallel.device import synchronize
 
-ALIGNMENT = 64
+TENSOR_ALIGNMENT = 64
 """Bytes; each tensor in a block begins at a multiple of this."""
 
 
@@ -90,10 +90,10 @@ def _pinned_like(tensors: list[Tensor]) -> list[Tensor]:
     used: list[int] = []
     places: dict[int, tuple[int, int]] = {}
     for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].nbytes):
-        size = -(-tensors[index].nbytes // ALIGNMENT) * ALIGNMENT
+        size = -(-tensors[index].nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
         block = next((b for b, room in enumerate(rooms) if used[b] + size <= room), len(rooms))
         if block == len(rooms):
-            rooms.append(max(BLOCK, 1 << (size - 1).bit_length()))
+            rooms.append(max(PINNED_BLOCK, 1 << (size - 1).bit_length()))
             used.append(0)
         places[index] = block, used[block]
         used[block] += size

@@ -13,7 +13,7 @@ from lightrft.checkpoint.model_state import ModelState, frozen_names
 from lightrft.checkpoint.zero_fragment import Fragment
 from lightrft.config.sections import StrategySection
 
-BUCKET = 50_000_000
+ZERO_BUCKET = 50_000_000
 """Gradient elements per reduction, and parameter elements per prefetch."""
 
 
@@ -46,8 +46,8 @@ def engine_config(
         "zero_optimization": {
             "stage": config.zero_stage,
             "overlap_comm": config.overlap_comm,
-            "reduce_bucket_size": BUCKET,
-            "stage3_prefetch_bucket_size": BUCKET,
+            "reduce_bucket_size": ZERO_BUCKET,
+            "stage3_prefetch_bucket_size": ZERO_BUCKET,
             "stage3_param_persistence_threshold": max(vectors, default=0),
             "zero_hpz_partition_size": config.zpg,
             **{

@@ -31,7 +31,7 @@ MIN_SAVING = 1 / 32
 """Smallest saving that justifies a separate call of attention, as a fraction of the tokens after
 the prefix."""
 
-PARTS = (1, 2, 4)
+PROMPT_SPLITS = (1, 2, 4)
 """How many parts the rows of a prompt are split into. Few parts share more work, and many parts are
 easier to balance."""
 MAX_UNIT = 256
@@ -219,7 +219,7 @@ class _Step:
         tokens = self.prompts[:, 1:].sum(1)
         saved = tokens.sum() - tokens[self.by_prompt[self.first]].sum()
         if saved > MIN_SAVING * self.lengths.sum():
-            for parts in PARTS if self.first.sum() <= MANY_PROMPTS else PARTS[:1]:
+            for parts in PROMPT_SPLITS if self.first.sum() <= MANY_PROMPTS else PROMPT_SPLITS[:1]:
                 yield self._together(parts, limits)
 
     def _together(self, parts: int, limits: Limits) -> np.ndarray:

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightrft.parallel.collectives import Axis
 from lightrft.types import token_index
 
-ALIGNMENT = 8
+BUFFER_ALIGNMENT = 8
 """Each part of a buffer begins at a multiple of so many bytes."""
 
 
@@ -517,10 +517,10 @@ def check_owners(ids: Tensor, owners: Sequence[Sequence[int]]) -> None:
 
 
 def pack_columns(columns: list[Column]) -> Tensor:
-    """Pack columns, widest elements first, into [bytes] uint8, a multiple of ALIGNMENT."""
+    """Pack columns, widest elements first, into [bytes] uint8, a multiple of BUFFER_ALIGNMENT."""
     parts = [column.values.contiguous().flatten().view(torch.uint8) for column in columns]
     flat = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-    return F.pad(flat, (0, -len(flat) % ALIGNMENT))
+    return F.pad(flat, (0, -len(flat) % BUFFER_ALIGNMENT))
 
 
 def packed_size(columns: list[Column], rows: SampleRows) -> int:
@@ -530,7 +530,7 @@ def packed_size(columns: list[Column], rows: SampleRows) -> int:
         num[column.per_token] * math.prod(column.values.shape[1:]) * column.values.itemsize
         for column in columns
     )
-    return size + -size % ALIGNMENT
+    return size + -size % BUFFER_ALIGNMENT
 
 
 def unpack_columns(

@@ -17,17 +17,17 @@ from torch import Tensor
 from lightrft.checkpoint.atomic import sync_file, write_file, write_folder
 from lightrft.checkpoint.shard_writer import ShardWriter
 from lightrft.config.errors import ConfigError
-from lightrft.models.weight_files import INDEX, INTEGERS, WEIGHTS, WeightFiles
+from lightrft.models.weight_files import INDEX, INTEGERS, WEIGHT_ENDINGS, WeightFiles
 from lightrft.parallel.collectives import Axis
 
 FILE_BYTES = 2**31
 """Size of the files that are written. One file is in memory at a time."""
 FP8 = ("F8_E4M3", "F8_E5M2")
-SCALES = ("_scale_inv", "_scale")
+SCALE_ENDINGS = ("_scale_inv", "_scale")
 """What is appended to the name of an FP8 tensor for its scales; both are factors."""
 UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")
 """Endings of scales for activations and caches."""
-BLOCKS = "_blocks"
+BLOCKS_ENDING = "_blocks"
 MXFP4_SCALES = "_scales"
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers with three bits, E2M1; the fourth bit is the sign."""
@@ -84,9 +84,16 @@ def _kinds(files: WeightFiles, source: Path, method: str) -> dict[str, str]:
     """
     kinds = {name: kind for name, kind in files.dtypes().items() if not name.endswith(UNUSED)}
     for name, kind in kinds.items():
-        scaled = any(name + suffix in kinds for suffix in SCALES)
-        mxfp4 = name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + MXFP4_SCALES in kinds
-        packed = name.endswith((*WEIGHTS, "_packed", "qweight", BLOCKS)) and kind in INTEGERS
+        scaled = any(name + suffix in kinds for suffix in SCALE_ENDINGS)
+        mxfp4 = (
+            name.endswith(BLOCKS_ENDING)
+            and name.removesuffix(BLOCKS_ENDING) + MXFP4_SCALES in kinds
+        )
+        packed = (
+            name.endswith((*WEIGHT_ENDINGS, "_packed", "qweight", BLOCKS_ENDING))
+            and kind in INTEGERS
+        )
+
         if (kind in FP8 and not scaled) or (packed and not mxfp4):
             raise ConfigError(
                 f"{source} is quantized ({method}): training reads FP8 with scales for blocks, rows"
@@ -101,13 +108,13 @@ def _plain(
     """Yield all tensors, one at a time, in bfloat16 where they are quantized."""
     for name, kind in sorted(kinds.items()):
         if kind in FP8:
-            scale = next(name + suffix for suffix in SCALES if name + suffix in kinds)
+            scale = next(name + suffix for suffix in SCALE_ENDINGS if name + suffix in kinds)
             yield name, from_fp8(files.read(name, ()), files.read(scale, ()), block)
             continue
 
-        blocks = name.removesuffix(MXFP4_SCALES) + BLOCKS
-        if name.endswith(BLOCKS):
-            plain = name.removesuffix(BLOCKS)
+        blocks = name.removesuffix(MXFP4_SCALES) + BLOCKS_ENDING
+        if name.endswith(BLOCKS_ENDING):
+            plain = name.removesuffix(BLOCKS_ENDING)
             yield plain, from_mxfp4(files.read(name, ()), files.read(plain + MXFP4_SCALES, ()))
         elif not (name.endswith(MXFP4_SCALES) and blocks in kinds) and not _is_scale(name, kinds):
             yield name, files.read(name, ())
@@ -115,7 +122,8 @@ def _plain(
 
 def _is_scale(name: str, kinds: dict[str, str]) -> bool:
     return any(
-        name.endswith(suffix) and kinds.get(name.removesuffix(suffix)) in FP8 for suffix in SCALES
+        name.endswith(suffix) and kinds.get(name.removesuffix(suffix)) in FP8
+        for suffix in SCALE_ENDINGS
     )
 
 

@@ -26,8 +26,8 @@ from lightrft.models.load import (
     load_scorer,
     load_tokenizer,
 )
-from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
-from lightrft.models.lora import WEIGHTS as ADAPTER_WEIGHTS
+from lightrft.models.lora import ADAPTER_CONFIG_FILE as ADAPTER_CONFIG
+from lightrft.models.lora import ADAPTER_WEIGHTS_FILE as ADAPTER_WEIGHTS
 from lightrft.models.lora import (
     base_model_of_adapter,
     freeze_parameters,
@@ -39,8 +39,8 @@ from lightrft.parallel.collectives import Axis
 from lightrft.thinker import load_generation_config
 from lightrft.weight_sync.stream import unwrap
 
-ALONE = Axis("export", 1, 0, None)
-CHECKPOINTS = "checkpoints"
+ONE_RANK = Axis("export", 1, 0, None)
+CHECKPOINT_FOLDER = "checkpoints"
 """Folder of a run that contains the checkpoints, unless --ckpt_path is another one."""
 MERGED = "merged_pretrain"
 SOURCE = "merged_from.json"
@@ -89,13 +89,13 @@ def export_checkpoint(
     model = unwrap(role)
     _check_base(model.name_or_path, identity, name, frozen=bool(frozen_names(model)))
     # The checkpoint is read into the sharded state of one rank that has everything.
-    model_state = ModelState(role, None, None, ALONE, torch.device("cpu"))
-    contents = manager.CheckpointState({name: model_state}, {}, ALONE, model_state.device)
+    model_state = ModelState(role, None, None, ONE_RANK, torch.device("cpu"))
+    contents = manager.CheckpointState({name: model_state}, {}, ONE_RANK, model_state.device)
     manager.load(contents, path, manifest.world_size, strict=True, module_only=True)
     end_generation_at(model, _learned_ends(identity["settings"], tokenizer))
 
     if adapter_only:
-        return export_adapter(model, model.named_parameters(), tokenizer, folder, ALONE)
+        return export_adapter(model, model.named_parameters(), tokenizer, folder, ONE_RANK)
     return export_whole(model, tokenizer, folder, torch.bfloat16 if bf16 else torch.float32)
 
 
@@ -231,9 +231,9 @@ def _newest_checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
 
     In a folder of checkpoints, or of a run, the newest complete one is taken.
     """
-    path = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    path = path / CHECKPOINT_FOLDER if (path / CHECKPOINT_FOLDER).is_dir() else path
     tag = path.name if (path / MANIFEST).is_file() else None
-    return manager.find(path.parent if tag else path, tag, ALONE)
+    return manager.find(path.parent if tag else path, tag, ONE_RANK)
 
 
 def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[ModelSection, bool]:

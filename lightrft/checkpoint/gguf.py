@@ -32,7 +32,10 @@ from lightrft.checkpoint.hf_export import export_whole
 from lightrft.config.errors import ConfigError
 from lightrft.models.weight_files import check_finite, stored_tensors
 
-SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
+GGUF_SETTINGS = {
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 """Settings that transformers ignores in some families -> fields of the configuration."""
 LLAMA_FREQUENCIES = "rope_freqs.weight"
 """Tensor with the divisors of the rotary frequencies; llama.cpp computes it from Llama 3's
@@ -106,7 +109,7 @@ def _model(
     family = settings["general.architecture"]
     sizes = {
         field: settings[f"{family}.{key}"]
-        for key, field in SIZES.items()
+        for key, field in GGUF_SETTINGS.items()
         if f"{family}.{key}" in settings
     }
     config = AutoConfig.from_pretrained(folder, gguf_file=name, **sizes)

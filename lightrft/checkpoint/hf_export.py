@@ -37,7 +37,7 @@ from lightrft.checkpoint.atomic import (
 from lightrft.checkpoint.shard_writer import ShardWriter
 from lightrft.config.errors import ConfigError
 from lightrft.models.four_bits.linear import dense_stream
-from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
+from lightrft.models.lora import ADAPTER_CONFIG_FILE as ADAPTER_CONFIG
 from lightrft.models.lora import adapted_layers, is_adapter, merge_adapters, save_adapter
 from lightrft.models.weight_files import WeightFiles, cached_folder
 from lightrft.parallel.collectives import Axis
@@ -52,7 +52,7 @@ LOADING_SETTINGS = ("is_local", "local_files_only")
 """Settings of a tokenizer that say how it was loaded; transformers would write them into the
 folder.
 """
-GENERATION = "generation_config.json"
+GENERATION_FILE = "generation_config.json"
 PREDICTS_SEVERAL = ("mtp.",)
 """Names of layers that predict several tokens: transformers has none, but engines draft by them."""
 COPIED_FILES = (
@@ -157,7 +157,7 @@ def _read_back(
     config = AutoConfig.from_pretrained(folder, **options)
     for reference in (getattr(config, "auto_map", None) or {}).values():
         get_class_from_dynamic_module(reference, folder, local_files_only=True)
-    if (folder / GENERATION).is_file():
+    if (folder / GENERATION_FILE).is_file():
         GenerationConfig.from_pretrained(folder)
 
     if tokenizer is not None:
@@ -312,7 +312,7 @@ def _write_generation(model: PreTrainedModel, part: Path) -> None:
     if model.can_generate():
         # Published settings may contradict each other, such as a temperature beside greedy
         # decoding. save_pretrained() would refuse to write them.
-        model.generation_config.to_json_file(part / GENERATION)
+        model.generation_config.to_json_file(part / GENERATION_FILE)
 
 
 def _code_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[Path]:

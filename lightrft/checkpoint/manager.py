@@ -38,7 +38,7 @@ from lightrft.parallel.collectives import Axis
 
 STATE = "state.json"
 SCHEDULERS = "schedulers.pt"
-PARTS = "parts.pt"
+PARTS_FILE = "parts.pt"
 HF = "hf"
 
 
@@ -95,7 +95,7 @@ def snapshot(
         files |= {
             STATE: json.dumps(state).encode(),
             SCHEDULERS: _bytes(schedulers),
-            PARTS: _checked_bytes(parts),
+            PARTS_FILE: _checked_bytes(parts),
         }
 
     return Snapshot(tensors, files)
@@ -296,7 +296,9 @@ def _forget_untouched(
 
 
 def _read_small_files(contents: CheckpointState, path: Path) -> None:
-    schedulers, parts = (torch.load(path / name, weights_only=True) for name in (SCHEDULERS, PARTS))
+    schedulers, parts = (
+        torch.load(path / name, weights_only=True) for name in (SCHEDULERS, PARTS_FILE)
+    )
     scheduled = {
         name: model.scheduler for name, model in contents.models.items() if model.scheduler
     }

@@ -26,7 +26,7 @@ FORMAT = 1
 """Version of what convert() writes: a change makes new folders."""
 NEEDED = {"transformers": ">=5.19"} | EXTRAS["gguf"]
 """Versions that read GGUF files with the pre-tokenizers of their models."""
-MODELS = ("pretrain", "critic_pretrain")
+MODEL_FIELDS = ("pretrain", "critic_pretrain")
 
 
 def name_folders(config: Config) -> None:
@@ -37,7 +37,7 @@ def name_folders(config: Config) -> None:
     convert_values(config)
     model = config.model
     engine = config.engine
-    for flag in MODELS:
+    for flag in MODEL_FIELDS:
         model.put(flag, converted_folder(getattr(model, flag), f"--{flag}"))
     engine.put("draft_pretrain", converted_folder(engine.draft_pretrain, "--draft_pretrain"))
 

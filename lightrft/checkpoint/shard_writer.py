@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightrft.checkpoint.atomic import naming, sync_file, write_file
-from lightrft.models.weight_files import INDEX, NAME
+from lightrft.models.weight_files import INDEX, WEIGHTS_FILE
 from lightrft.parallel.collectives import Axis
 
 
@@ -67,7 +67,7 @@ class ShardWriter:
         """
         count = len(self.files)
         names = (
-            [NAME]
+            [WEIGHTS_FILE]
             if count == 1
             else [
                 f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)

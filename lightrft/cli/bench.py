@@ -19,7 +19,7 @@ from lightrft.cli import run_command
 from lightrft.observe.scoreboard import scoreboard
 from lightrft.observe.sinks import read_rows
 
-STEPS = 10
+BENCH_STEPS = 10
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
         )
 
     flags = [
-        f"--max_steps={STEPS}",
+        f"--max_steps={BENCH_STEPS}",
         *flags,
         f"--save_path={folder}",
         "--save_steps=-1",

@@ -30,7 +30,7 @@ from lightrft.config.sections import (
     StrategySection,
     TrainSection,
 )
-from lightrft.engine.probe import MISMATCH
+from lightrft.engine.probe import MAX_MISMATCH
 from lightrft.models.load import load_tokenizer
 from lightrft.run.logs import set_up_logging
 from lightrft.run.prepare import quiet_libraries
@@ -41,14 +41,14 @@ from lightrft.tools.checkup import Check, checkup
 from lightrft.tools.diagnosis import Diagnosis, diagnose
 from lightrft.tools.selfcheck import (
     GRADIENTS,
-    LOGPROBS,
+    LOGPROB_TOLERANCE,
     Comparison,
     ImpossibleError,
     compare_small_copy,
     resumed_gap,
 )
 
-SHOWN = 8
+PARTS_SHOWN = 8
 """Number of parts of the model to show, around the first that differs."""
 
 
@@ -234,7 +234,7 @@ def _copies(comparisons: list[Comparison], resumed: float | None) -> Table:
     for each in comparisons:
         table.add_row(
             each.name,
-            _coloured(each.logprobs, LOGPROBS),
+            _coloured(each.logprobs, LOGPROB_TOLERANCE),
             _coloured(each.gradients, GRADIENTS),
             escape(each.finding) if each.differs else "",
         )
@@ -267,7 +267,7 @@ def _gaps(diagnosis: Diagnosis, strategy: str) -> Table:
     )
 
     for name, gap in diagnosis.gaps.items():
-        allowed = 0.0 if diagnosis.exact else MISMATCH[diagnosis.dtype]
+        allowed = 0.0 if diagnosis.exact else MAX_MISMATCH[diagnosis.dtype]
         colour = "green" if gap.mean <= allowed else "red"
         mean = f"[{colour}]{gap.mean:.1e}[/]"
         table.add_row(
@@ -287,9 +287,9 @@ def _parts(diagnosis: Diagnosis) -> Table:
     differs.
     """
     first = diagnosis.parts.index(diagnosis.first) if diagnosis.first else len(diagnosis.parts) - 1
-    start = max(0, first - SHOWN // 2)
+    start = max(0, first - PARTS_SHOWN // 2)
     title = (
-        f"Parts of the model, {start + 1} to {min(start + SHOWN, len(diagnosis.parts))} of"
+        f"Parts of the model, {start + 1} to {min(start + PARTS_SHOWN, len(diagnosis.parts))} of"
         f" {len(diagnosis.parts)}"
     )
     table = Table(
@@ -301,7 +301,7 @@ def _parts(diagnosis: Diagnosis) -> Table:
         title_justify="left",
     )
 
-    for part in diagnosis.parts[start : start + SHOWN]:
+    for part in diagnosis.parts[start : start + PARTS_SHOWN]:
         mark = " [bold red]<- first difference[/]" if part is diagnosis.first else ""
         colour = "red" if part.differs else "green"
         table.add_row(part.name + mark, f"[{colour}]{part.relative:.1e}[/]", f"{part.allowed:.1e}")

@@ -21,7 +21,7 @@ from lightrft.models.lora import is_adapter_folder
 from lightrft.run.logs import set_up_logging
 from lightrft.run.prepare import quiet_libraries
 
-MODELS = ("actor", "ema", "critic", "draft", "reward_model", "reward_model_ema")
+EXPORTED_MODELS = ("actor", "ema", "critic", "draft", "reward_model", "reward_model_ema")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, help="folder to write the model to")
 
     parser.add_argument(
-        "--name", default="actor", choices=MODELS, help="model of the checkpoint to export"
+        "--name", default="actor", choices=EXPORTED_MODELS, help="model of the checkpoint to export"
     )
     parser.add_argument(
         "--pretrain",

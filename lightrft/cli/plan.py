@@ -38,7 +38,7 @@ from lightrft.run.prepare import quiet_libraries
 from lightrft.tools.planning import RunPlan, plan_of
 from lightrft.tools.step_time import DECODING, LINK, MFU
 
-TRAINING = ("train_ppo", "train_sft", "train_rm", "train_prm", "train_dpo", "train_kto")
+PLANNED_COMMANDS = ("train_ppo", "train_sft", "train_rm", "train_prm", "train_dpo", "train_kto")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -198,7 +198,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--command", choices=TRAINING, default="train_ppo", help="the command that the run uses"
+        "--command",
+        choices=PLANNED_COMMANDS,
+        default="train_ppo",
+        help="the command that the run uses",
     )
     parser.add_argument(
         "--ranks", type=int, required=True, help="number of devices, each with one process"

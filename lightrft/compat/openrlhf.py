@@ -134,7 +134,7 @@ DOTTED |= {
 }
 """OpenRLHF's flags of 2026 -> earlier names there, or flags of this program."""
 
-RENAMED = {
+OPENRLHF_NAMES = {
     "max_new_tokens": "generate_max_len",
     "vllm_tensor_parallel_size": "engine_tp_size",
     "vllm_gpu_memory_utilization": "engine_mem_util",
@@ -150,7 +150,7 @@ RENAMED = {
 }
 """Flags of other tools -> flags of this program with the same values."""
 
-SWITCHES: dict[str, list[str]] = {
+OPENRLHF_SWITCHES: dict[str, list[str]] = {
     "disable_engine_sleep": ["--no_enable_engine_sleep"],
     "packing_samples": ["--batching=packed"],
     "use_dynamic_batch": ["--batching=packed"],
@@ -170,7 +170,7 @@ ALWAYS = "always enabled"
 PLACEMENT = (
     "torchrun or srun sets the number of processes, and models and engine share their devices"
 )
-IGNORED = {
+OPENRLHF_IGNORED = {
     **dict.fromkeys(
         (
             "flash_attn",
@@ -241,7 +241,7 @@ IGNORED = {
 }
 """Flags of other tools that are ignored -> the reason."""
 
-REFUSED = {
+OPENRLHF_REFUSED = {
     "async_train": (
         "each step trains on samples of the newest weights; --rollout_ranks N --max_staleness K"
         " generates beside it"
@@ -286,7 +286,7 @@ VALUES = {"lr_scheduler": {"cosine_with_min_lr": "cosine"}}
 BOOLEAN = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
-DEFAULTS = {
+OPENRLHF_DEFAULTS = {
     "advantage_estimator": "gae",
     "init_kl_coef": "0.01",
     "kl_estimator": "k1",
@@ -328,14 +328,14 @@ def translate(written: Flags) -> Translation:
     understood: list[str] = []
 
     for name, words in written.items():
-        if name in REFUSED:
-            result.refused.append(f"--{name}: {REFUSED[name]}")
-        elif name in IGNORED or _means_nothing(name, words):
+        if name in OPENRLHF_REFUSED:
+            result.refused.append(f"--{name}: {OPENRLHF_REFUSED[name]}")
+        elif name in OPENRLHF_IGNORED or _means_nothing(name, words):
             continue
-        elif name in RENAMED:
-            result.flags[RENAMED[name]] = words
-            understood.append(f"--{name} is --{RENAMED[name]}")
-        elif name in SWITCHES or name in SPECIAL:
+        elif name in OPENRLHF_NAMES:
+            result.flags[OPENRLHF_NAMES[name]] = words
+            understood.append(f"--{name} is --{OPENRLHF_NAMES[name]}")
+        elif name in OPENRLHF_SWITCHES or name in SPECIAL:
             try:
                 tokens = _tokens(name, words, written)
             except ConfigError as error:
@@ -368,7 +368,7 @@ def _tokens(name: str, words: list[str], written: Flags) -> list[str]:
             raise ConfigError(f": {error}") from error
     if words and words[0].lower() not in ("true", "false"):
         raise ConfigError(f" {words[0]}: the flag takes no value, or true or false")
-    return [] if words[:1] == ["false"] else SWITCHES[name]
+    return [] if words[:1] == ["false"] else OPENRLHF_SWITCHES[name]
 
 
 def _means_nothing(name: str, words: list[str]) -> bool:
@@ -381,8 +381,8 @@ def _means_nothing(name: str, words: list[str]) -> bool:
 def _ignored(written: Flags) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for name in written:
-        if name in IGNORED:
-            reasons.setdefault(IGNORED[name], []).append(f"--{name}")
+        if name in OPENRLHF_IGNORED:
+            reasons.setdefault(OPENRLHF_IGNORED[name], []).append(f"--{name}")
     left_out = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
     return [f"ignored flags: {'; '.join(left_out)}"] if left_out else []
 
@@ -391,7 +391,9 @@ def _other_defaults(written: Flags) -> list[str]:
     """Return a sentence about the flags that a script leaves out and that have another default in
     OpenRLHF.
     """
-    left_out = [f"--{name} ({value})" for name, value in DEFAULTS.items() if name not in written]
+    left_out = [
+        f"--{name} ({value})" for name, value in OPENRLHF_DEFAULTS.items() if name not in written
+    ]
     start = "flags that are not set and have another default in OpenRLHF (theirs): "
     return [start + ", ".join(left_out)] if left_out else []
 

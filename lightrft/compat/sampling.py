@@ -6,8 +6,8 @@ from typing import Any
 
 from lightrft.engine.requests import Sampling
 
-RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-IGNORED = (
+SAMPLING_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+PRESENTATION = (
     "detokenize",
     "skip_special_tokens",
     "include_stop_str_in_output",
@@ -34,7 +34,9 @@ def sampling_from_dict(parameters: Mapping[str, Any], seed: int) -> Sampling:
     engines here do not support.
     """
     renamed = {
-        RENAMED.get(name, name): value for name, value in parameters.items() if name not in IGNORED
+        SAMPLING_NAMES.get(name, name): value
+        for name, value in parameters.items()
+        if name not in PRESENTATION
     }
     names = {field.name for field in fields(Sampling)}
     wrong = [

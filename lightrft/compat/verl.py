@@ -5,8 +5,8 @@ An answer is the name of a flag, or a sentence if more than the name differs.
 
 import re
 
-LAUNCHER = "torchrun or srun sets the number of processes"
-ALWAYS = "this is so without a setting"
+BY_LAUNCHER = "torchrun or srun sets the number of processes"
+WITHOUT_SETTING = "this is so without a setting"
 LOG_PROBS = "max_tokens_per_logprob_microbatch"
 
 VERL_KEYS = {
@@ -24,15 +24,15 @@ VERL_KEYS = {
     "data.val_max_samples": "max_eval_samples",
     "data.filter_overlong_prompts": "write --bad_rows skip",
     "data.truncation": "a prompt that is too long is a bad row: --bad_rows skip omits it",
-    "data.shuffle": ALWAYS,
+    "data.shuffle": WITHOUT_SETTING,
     "data.seed": "seed",
     "data.trust_remote_code": "trust_remote_code",
     "data.apply_chat_template_kwargs": "chat_template_kwargs",
-    "actor_rollout_ref.hybrid_engine": ALWAYS,
+    "actor_rollout_ref.hybrid_engine": WITHOUT_SETTING,
     "actor_rollout_ref.model.path": "pretrain",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing",
-    "actor_rollout_ref.model.use_remove_padding": ALWAYS,
-    "actor_rollout_ref.model.use_fused_kernels": ALWAYS,
+    "actor_rollout_ref.model.use_remove_padding": WITHOUT_SETTING,
+    "actor_rollout_ref.model.use_fused_kernels": WITHOUT_SETTING,
     "actor_rollout_ref.model.use_liger": "write --fused_kernels liger",
     "actor_rollout_ref.model.lora_rank": "lora_rank",
     "actor_rollout_ref.model.lora_alpha": "lora_alpha",
@@ -57,7 +57,7 @@ VERL_KEYS = {
     "actor_rollout_ref.actor.ppo_micro_batch_size": "micro_train_batch_size",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "micro_train_batch_size",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "max_tokens_per_microbatch",
-    "actor_rollout_ref.actor.use_dynamic_bsz": ALWAYS,
+    "actor_rollout_ref.actor.use_dynamic_bsz": WITHOUT_SETTING,
     "actor_rollout_ref.actor.ppo_epochs": "max_epochs",
     "actor_rollout_ref.actor.clip_ratio": "eps_clip",
     "actor_rollout_ref.actor.clip_ratio_low": "eps_clip_low",
@@ -83,9 +83,9 @@ VERL_KEYS = {
     "actor_rollout_ref.ref.log_prob_micro_batch_size": LOG_PROBS,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": LOG_PROBS,
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": LOG_PROBS,
-    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": ALWAYS,
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": WITHOUT_SETTING,
     "actor_rollout_ref.rollout.name": "engine_type",
-    "actor_rollout_ref.rollout.mode": ALWAYS,
+    "actor_rollout_ref.rollout.mode": WITHOUT_SETTING,
     "actor_rollout_ref.rollout.n": "n_samples_per_prompt",
     "actor_rollout_ref.rollout.temperature": "temperature",
     "actor_rollout_ref.rollout.top_p": "top_p",
@@ -94,14 +94,14 @@ VERL_KEYS = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": "engine_mem_util",
     "actor_rollout_ref.rollout.enforce_eager": "engine_enforce_eager",
     "actor_rollout_ref.rollout.free_cache_engine": "enable_engine_sleep",
-    "actor_rollout_ref.rollout.calculate_log_probs": ALWAYS,
-    "actor_rollout_ref.rollout.enable_chunked_prefill": ALWAYS,
-    "actor_rollout_ref.rollout.load_format": ALWAYS,
-    "actor_rollout_ref.rollout.layered_summon": ALWAYS,
+    "actor_rollout_ref.rollout.calculate_log_probs": WITHOUT_SETTING,
+    "actor_rollout_ref.rollout.enable_chunked_prefill": WITHOUT_SETTING,
+    "actor_rollout_ref.rollout.load_format": WITHOUT_SETTING,
+    "actor_rollout_ref.rollout.layered_summon": WITHOUT_SETTING,
     "actor_rollout_ref.rollout.log_prob_micro_batch_size": LOG_PROBS,
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": LOG_PROBS,
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": LOG_PROBS,
-    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": ALWAYS,
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": WITHOUT_SETTING,
     "actor_rollout_ref.rollout.val_kwargs.n": "eval_n_samples",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "eval_temperature",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": (
@@ -149,13 +149,13 @@ VERL_KEYS = {
     "trainer.default_local_dir": "save_path",
     "trainer.resume_mode": "load_checkpoint",
     "trainer.max_actor_ckpt_to_keep": "max_ckpt_num",
-    "trainer.balance_batch": ALWAYS,
-    "trainer.device": ALWAYS,
-    "trainer.n_gpus_per_node": LAUNCHER,
-    "trainer.nnodes": LAUNCHER,
+    "trainer.balance_batch": WITHOUT_SETTING,
+    "trainer.device": WITHOUT_SETTING,
+    "trainer.n_gpus_per_node": BY_LAUNCHER,
+    "trainer.nnodes": BY_LAUNCHER,
 }
 
-KEY = re.compile(
+SETTING_KEY = re.compile(
     r"\+{0,2}~?((?:data|actor_rollout_ref|critic|reward_model|reward|algorithm|trainer"
     r"|custom_reward_function|global_profiler|ray_kwargs)\.[\w.]+)=(.*)",
     re.DOTALL,
@@ -164,13 +164,13 @@ KEY = re.compile(
 
 def is_verl_key(token: str) -> bool:
     """Return True for `data.train_batch_size=1024` and the like."""
-    return KEY.fullmatch(token) is not None
+    return SETTING_KEY.fullmatch(token) is not None
 
 
 def verl_problems(tokens: list[str]) -> list[str]:
     """Return what to write instead of each key of verl."""
     answers = []
-    for key, value in (match.groups() for match in map(KEY.fullmatch, tokens) if match):
+    for key, value in (match.groups() for match in map(SETTING_KEY.fullmatch, tokens) if match):
         answer = VERL_KEYS.get(key, "no flag has this meaning")
         answers.append(f"{key}: {answer}" if " " in answer else f"{key}: write --{answer} {value}")
     return answers

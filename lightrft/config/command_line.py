@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from lightrft.config.errors import ConfigError
-from lightrft.config.presets import DEFAULTS, PRESETS, recipe
+from lightrft.config.presets import COMMAND_DEFAULTS, PRESETS, recipe
 from lightrft.config.sections import (
     COMMANDS,
     SECTIONS,
@@ -336,7 +336,7 @@ def _heading(group: str) -> str:
 
 def _help_of_flags(command: str, names: Iterable[str]) -> str:
     defaults = Config()
-    defaults.expand(DEFAULTS.get(command, {}))
+    defaults.expand(COMMAND_DEFAULTS.get(command, {}))
     return "".join(_help_of_flag(name, getattr(defaults, name)) for name in names)
 
 

@@ -16,7 +16,7 @@ from lightrft.config.sections import (
     section_of_field,
 )
 
-ELSEWHERE = {("train_ppo", "beta"): "; the coefficient of the KL penalty is --init_kl_coef"}
+OTHER_NAMES = {("train_ppo", "beta"): "; the coefficient of the KL penalty is --init_kl_coef"}
 """Command and flag -> the flag here that means what other tools mean by it."""
 
 
@@ -28,7 +28,7 @@ def flags_without_effect(config: Config, command: str) -> list[str]:
     ]
     read = fields_read(command)
     unread = [
-        f"--{name} has no effect in {command}{ELSEWHERE.get((command, name), '')}"
+        f"--{name} has no effect in {command}{OTHER_NAMES.get((command, name), '')}"
         for name in sorted(set(changed) - read)
     ]
 
@@ -69,8 +69,8 @@ def _holds(run: RunFacts, need: str) -> bool:
 
     A command that reads none of them does without.
     """
-    if need in COMPUTED:
-        return COMPUTED[need](run)
+    if need in COMPUTED_NEEDS:
+        return COMPUTED_NEEDS[need](run)
 
     holds = []
     flag = ""
@@ -107,7 +107,7 @@ def _computes_early(run: RunFacts) -> bool:
     return bool(updates or entropy or marked or distills or models)
 
 
-COMPUTED: dict[str, Callable[[RunFacts], bool]] = {
+COMPUTED_NEEDS: dict[str, Callable[[RunFacts], bool]] = {
     A_JUDGE: lambda run: JUDGE in run.rewards,
     EARLY_OUTPUTS: _computes_early,
     OWN_FORMATS: lambda run: any(not each.benchmark for each in run.eval_sets),

@@ -7,9 +7,9 @@ from typing import Any
 
 Recipe = dict[str, Any]
 
-PPO: Recipe = {"policy_loss": "ppo", "eps_clip_low": 0.2, "eps_clip_high": 0.2}
+PPO_PRESET: Recipe = {"policy_loss": "ppo", "eps_clip_low": 0.2, "eps_clip_high": 0.2}
 SAPO: Recipe = {"policy_loss": "sapo", "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}
-CRITIC: Recipe = {"gamma": 1.0, "lambd": 0.95, "value_clip": 0.2, "advantages_norm": True}
+CRITIC_PRESET: Recipe = {"gamma": 1.0, "lambd": 0.95, "value_clip": 0.2, "advantages_norm": True}
 NO_KL: Recipe = {"use_kl_loss": False, "init_kl_coef": 0.0}
 
 
@@ -24,18 +24,18 @@ def aggregate(mode: str) -> Recipe:
 PRESETS: dict[str, Recipe] = {
     # arXiv 1707.06347, as InstructGPT (arXiv 2203.02155) and before it arXiv 2009.01325 use it for
     # language models
-    "ppo": PPO | aggregate("token-mean") | kl(0.02, "k1", in_loss=False) | CRITIC,
+    "ppo": PPO_PRESET | aggregate("token-mean") | kl(0.02, "k1", in_loss=False) | CRITIC_PRESET,
     # DeepSeekMath, arXiv 2402.03300
-    "grpo": PPO | aggregate("seq-mean-token-mean") | kl(0.04, "k3", in_loss=True),
+    "grpo": PPO_PRESET | aggregate("seq-mean-token-mean") | kl(0.04, "k3", in_loss=True),
     # arXiv 2503.14476; the penalty begins a fifth before the longest response and is at most 1
     # where rewards are 1 and -1: with rewards of 1 and 0, --overlong_buffer_penalty_factor 0.5 has
     # the same weight
-    "dapo": PPO
+    "dapo": PPO_PRESET
     | {"eps_clip_high": 0.28, "dynamic_sampling": True, "overlong_buffer": True}
     | aggregate("token-mean")
     | NO_KL,
     # arXiv 2503.20783
-    "dr_grpo": PPO | aggregate("seq-mean-token-sum-norm") | NO_KL,
+    "dr_grpo": PPO_PRESET | aggregate("seq-mean-token-sum-norm") | NO_KL,
     # arXiv 2507.18071
     "gspo": {"policy_loss": "gspo", "eps_clip_low": 3e-4, "eps_clip_high": 4e-4}
     | aggregate("seq-mean-token-mean")
@@ -53,11 +53,11 @@ PRESETS: dict[str, Recipe] = {
     | aggregate("seq-mean-token-sum")
     | kl(0.05, "k1", in_loss=False),
     # arXiv 2501.03262; the coefficients depend on the task there
-    "reinforce++": PPO
+    "reinforce++": PPO_PRESET
     | aggregate("token-mean")
     | kl(0.01, "k1", in_loss=False)
     | {"advantages_norm": True},
-    "reinforce++_baseline": PPO
+    "reinforce++_baseline": PPO_PRESET
     | aggregate("token-mean")
     | kl(0.001, "k2", in_loss=True)
     | {"advantages_norm": True},
@@ -70,7 +70,7 @@ PRESETS: dict[str, Recipe] = {
     # arXiv 2511.20347
     "sapo": SAPO | aggregate("seq-mean-token-mean") | NO_KL,
     # arXiv 2505.12504; the clip of the drift is from the authors' code
-    "cpgd": PPO
+    "cpgd": PPO_PRESET
     | {"policy_loss": "cpgd", "policy_drift_coef": 0.01, "policy_drift_clip": 0.2}
     | aggregate("token-mean")
     | NO_KL,
@@ -83,28 +83,31 @@ PRESETS: dict[str, Recipe] = {
     | aggregate("seq-mean-token-sum")
     | NO_KL,
     # arXiv 2505.02835, with the divergence of REINFORCE++
-    "stable_reinforce": PPO
+    "stable_reinforce": PPO_PRESET
     | {"policy_loss": "stable_reinforce", "advantages_norm": True}
     | aggregate("seq-mean-token-mean")
     | kl(0.01, "k1", in_loss=False),
     # arXiv 2601.05242
-    "gdpo": PPO | aggregate("token-mean") | NO_KL,
+    "gdpo": PPO_PRESET | aggregate("token-mean") | NO_KL,
     # arXiv 2602.02710: the sum over the tokens of a response
-    "maxrl": PPO | aggregate("seq-mean-token-sum") | NO_KL,
+    "maxrl": PPO_PRESET | aggregate("seq-mean-token-sum") | NO_KL,
     # arXiv 2508.08221
-    "lite_ppo": PPO | aggregate("token-mean") | NO_KL,
+    "lite_ppo": PPO_PRESET | aggregate("token-mean") | NO_KL,
     # arXiv 2504.02546: exactly on policy
     "gpg": {"policy_loss": "reinforce"} | aggregate("token-mean") | NO_KL,
     # arXiv 2306.13649 with samples of the actor only and the reverse divergence
-    "distill": PPO | aggregate("token-mean") | NO_KL | {"distill_coef": 1.0},
+    "distill": PPO_PRESET | aggregate("token-mean") | NO_KL | {"distill_coef": 1.0},
     # the same paper with the divergence of its main experiments over whole distributions
-    "gkd": PPO | aggregate("token-mean") | NO_KL | {"distill_coef": 1.0, "distill_top_k": 64},
+    "gkd": PPO_PRESET
+    | aggregate("token-mean")
+    | NO_KL
+    | {"distill_coef": 1.0, "distill_top_k": 64},
 }
 """--advantage_estimator name -> configuration fields."""
 PRESETS["group_norm"] = PRESETS["grpo"]
 PRESETS["reinforce_baseline"] = PRESETS["reinforce++_baseline"]
 
-DEFAULTS: dict[str, Recipe] = {
+COMMAND_DEFAULTS: dict[str, Recipe] = {
     # LIMA, arXiv 2305.11206: 1e-5, batches of 32 for the largest model and of 64 for smaller ones
     "train_sft": {"learning_rate": 1e-5, "train_batch_size": 64},
     # InstructGPT, arXiv 2203.02155

@@ -27,7 +27,7 @@ JUDGE_KEY = "JUDGE_API_KEY"
 """Environment variable with the key of that server."""
 SERVER = ("http://", "https://")
 """Beginnings of the address of a server."""
-LABELLED = re.compile(r"(?:(?P<label>[A-Za-z_]\w*)=)?(?P<reference>.+)")
+LABELLED_REFERENCE = re.compile(r"(?:(?P<label>[A-Za-z_]\w*)=)?(?P<reference>.+)")
 WEIGHTED = re.compile(r"(?P<name>.+):(?P<weight>-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)")
 SEPARATOR = re.compile(r",(?![^\[]*\])")
 """Comma between two data sets; one inside of brackets belongs to an option of a task."""
@@ -73,7 +73,7 @@ def teacher_terms(text: str) -> list[tuple[str, str]]:
     or for two with one label.
     """
     entries = [entry.strip() for entry in text.split(",")] if text else []
-    parts = [LABELLED.fullmatch(entry) for entry in entries]
+    parts = [LABELLED_REFERENCE.fullmatch(entry) for entry in entries]
     if not all(parts):
         raise ValueError(f"--teacher_pretrain {text} has an empty entry")
 
@@ -105,7 +105,7 @@ def reward_model_terms(section: NamedRewardModels) -> list[tuple[str, RewardTerm
     for flag, value in [
         (name, value) for name in REWARD_MODELS for value in getattr(section, name)
     ]:
-        if not (parts := LABELLED.fullmatch(value.strip())):
+        if not (parts := LABELLED_REFERENCE.fullmatch(value.strip())):
             raise ValueError(
                 f"--{flag} has an empty entry: name reward models as PATH, PATH:WEIGHT or"
                 " LABEL=PATH:WEIGHT"
@@ -148,7 +148,7 @@ def chosen_labels(columns: Mapping[str, Any], key: str | None, everything: set[s
 
 
 def _reward_term(text: str) -> RewardTerm:
-    if not (parts := LABELLED.fullmatch(text)):
+    if not (parts := LABELLED_REFERENCE.fullmatch(text)):
         raise ValueError(
             "--reward has an empty term: name rewards as NAME or NAME:WEIGHT, separated by commas"
         )
@@ -237,7 +237,7 @@ def data_problems(flag: str, text: str, probabilities: list[float]) -> list[str]
 
 TRACKERS = ("wandb", "mlflow", "swanlab", "trackio", "comet_ml")
 """Trackers of --report_to; each name is also the package."""
-FILES = ("tensorboard", "jsonl", "none")
+FILE_DESTINATIONS = ("tensorboard", "jsonl", "none")
 """Destinations of --report_to that need no further package; none is jsonl alone."""
 
 
@@ -247,7 +247,7 @@ def report_names(text: str) -> list[str]:
     Raises ValueError for an unknown or repeated one.
     """
     names = [name.strip() for name in text.split(",")]
-    known_names = (*TRACKERS, *FILES)
+    known_names = (*TRACKERS, *FILE_DESTINATIONS)
     if wrong := [name for name in names if name not in known_names]:
         raise ValueError(
             f"--report_to {wrong[0]!r}: unknown{nearest(wrong[0], known_names)} (choices:"

@@ -12,8 +12,8 @@ from typing import Any
 from lightrft.config.effects import flags_without_effect
 from lightrft.config.errors import ConfigError, refuse
 from lightrft.config.facts import RunFacts
-from lightrft.config.presets import DEFAULTS, correction_bounds, recipe
-from lightrft.config.rules import DEEPSPEED, LAYOUT, RULES, STRATEGY, problems_of
+from lightrft.config.presets import COMMAND_DEFAULTS, correction_bounds, recipe
+from lightrft.config.rules import DEEPSPEED, LAYOUT_RULES, RULES, STRATEGY, problems_of
 from lightrft.config.sections import (
     PPO,
     SECTIONS,
@@ -93,7 +93,7 @@ def resolve(
         return []
 
     convert_values(config)
-    config.expand(DEFAULTS.get(command, {}))
+    config.expand(COMMAND_DEFAULTS.get(command, {}))
 
     algorithm = config.algorithm
     if config.engine.rollout_quantization != "none" and command in PPO:
@@ -198,7 +198,7 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
     if run.strategy == "deepspeed":
         problems += problems_of(DEEPSPEED, run)
     if run.has_positive_sizes:
-        problems += problems_of(LAYOUT, run)
+        problems += problems_of(LAYOUT_RULES, run)
 
     refuse(problems)
 

@@ -250,7 +250,7 @@ def _too_long(run: RunFacts) -> int:
     return 0 if fits else longest
 
 
-GENERATION = (
+GENERATION_RULES = (
     Rule(
         f"--temperature, --eval_temperature and --first_token_temperature must be at least"
         f" {COLDEST:g}",
@@ -726,7 +726,7 @@ PREFERENCE = (
     ),
 )
 
-MEDIA = (
+MEDIA_RULES = (
     Rule(
         "--no_freeze_vision_tower needs --images_key, --videos_key or --audios_key: only media"
         " train a tower",
@@ -1013,7 +1013,7 @@ def _layers_not_exact(run: RunFacts) -> str:
     return ""
 
 
-EXACT = (
+EXACT_RULES = (
     Rule(
         "--exact needs --engine_type hf or vllm: {engine_type} computes with kernels of its own,"
         " whose bits differ from the trainer's; `lightrft doctor --exact` names the first part that"
@@ -1078,7 +1078,7 @@ EXACT = (
 )
 """What --exact cannot promise, or was not tested with."""
 
-LAYOUT = (
+LAYOUT_RULES = (
     Rule(
         "--rollout_ranks {rollout_ranks} leaves none of the {world_size} processes for training",
         lambda run: run.rollout_ranks >= run.world_size,
@@ -1120,12 +1120,12 @@ LAYOUT = (
 
 RULES = (
     (EVERY, INPUTS),
-    (WITH_ENGINE, GENERATION),
+    (WITH_ENGINE, GENERATION_RULES),
     (PPO, ALGORITHM),
     (PPO, ROLLOUT),
-    (PPO, EXACT),
+    (PPO, EXACT_RULES),
     (SUPERVISED, PREFERENCE),
-    (TRAINING, MEDIA),
+    (TRAINING, MEDIA_RULES),
     (EVERY, STRATEGY),
 )
-"""Commands, and the rules for them. DEEPSPEED and LAYOUT depend on the strategy and the sizes."""
+"""Commands, and the rules for them. DEEPSPEED and LAYOUT_RULES depend on the strategy and the sizes."""

@@ -18,12 +18,12 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.values import (
     ABOVE_1,
     COUNT,
+    LEARNING_RATE,
     MINUTES,
     NOT_NEGATIVE,
     NUMBER,
     PORT,
     POSITIVE,
-    RATE,
     SECONDS,
     SEED,
     SHARE,
@@ -955,14 +955,14 @@ class ServerSection(Section, commands=SERVERS):
 class OptimSection(Section, commands=TRAINING):
     """Learning rates and the optimizer."""
 
-    learning_rate: float = option(1e-6, RATE, alias="actor_learning_rate")
+    learning_rate: float = option(1e-6, LEARNING_RATE, alias="actor_learning_rate")
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo,
     1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and
     train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in
     train_prm (as in TRL)."""
-    critic_learning_rate: float = option(9e-6, RATE, needs=CRITIC, commands=PPO)
+    critic_learning_rate: float = option(9e-6, LEARNING_RATE, needs=CRITIC, commands=PPO)
     """Peak learning rate of the critic, if there is one."""
-    draft_learning_rate: float = option(0.0, RATE, commands=PPO)
+    draft_learning_rate: float = option(0.0, LEARNING_RATE, commands=PPO)
     """Peak learning rate of the model of --speculative draft. It learns from the responses of each
     step, so that more drafts are accepted. 0: --draft_pretrain is not trained."""
     lr_scheduler: Literal["cosine", "constant"] = "cosine"

@@ -15,7 +15,7 @@ TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
 SHORTEST_PART = 5
 """Number of letters of a part that is enough to find a name."""
-LARGEST = 2**63 - 1
+LARGEST_INTEGER = 2**63 - 1
 """Largest whole number: larger ones fit into no tensor and no file format."""
 COLDEST = 1e-6
 HOTTEST = 1e6
@@ -58,13 +58,13 @@ MINUTES = Bound("must be above 0", lambda value: value > 0, most=525_600)
 """At most a year."""
 SECONDS = Bound("must be above 0", lambda value: value > 0, most=31_536_000)
 PORT = Bound("must not be negative", lambda value: value >= 0, most=65_535)
-SEED = Bound("must be a whole number", lambda value: True, most=LARGEST)
+SEED = Bound("must be a whole number", lambda value: True, most=LARGEST_INTEGER)
 COUNT = Bound("must be at least 1", lambda value: value >= 1)
 ABOVE_1 = Bound("must be above 1", lambda value: value > 1)
 POSITIVE = Bound("must be above 0", lambda value: value > 0)
 NOT_NEGATIVE = Bound("must not be negative", lambda value: value >= 0)
 SHARE = Bound("must be between 0 and 1", lambda value: 0 <= value <= 1)
-RATE = SHARE.hint("; 1e-6 is usual for all weights of a model, and 1e-4 for adapters")
+LEARNING_RATE = SHARE.hint("; 1e-6 is usual for all weights of a model, and 1e-4 for adapters")
 """Learning rate. AdamW changes each weight by about as much in a step, so one above 1 is a slip."""
 
 
@@ -210,8 +210,8 @@ def _int(value: Any) -> int:
             raise ValueError(f"expected an integer, not {value!r}") from None
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"expected an integer, not {value!r}")
-    if abs(value) > LARGEST:
-        raise ValueError(f"{str(value)[:20]}... is too large: the maximum is {LARGEST}")
+    if abs(value) > LARGEST_INTEGER:
+        raise ValueError(f"{str(value)[:20]}... is too large: the maximum is {LARGEST_INTEGER}")
     return value
 
 

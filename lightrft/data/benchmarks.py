@@ -17,7 +17,7 @@ from lightrft.config.sections import DataSection
 from lightrft.data.prompts import Make, make_prompt
 from lightrft.types import Prompt
 
-INPUT = "input"
+INPUT_FORM = "input"
 LABEL = "label"
 """Columns that a benchmark adds to the rows: the prompt and the right answer."""
 LETTERS = "ABCD"
@@ -49,7 +49,7 @@ def with_own_columns(section: DataSection) -> DataSection:
     Chat template and limits stay the same as for other prompts.
     """
     keys = {
-        "eval_input_key": INPUT,
+        "eval_input_key": INPUT_FORM,
         "eval_label_key": LABEL,
         "reference_key": None,
         "images_key": None,
@@ -68,7 +68,7 @@ def _make_prompt(
     return make_prompt(
         section,
         tokenizer,
-        row | {INPUT: f"{question}\n\n{benchmark.instruction}", LABEL: answer},
+        row | {INPUT_FORM: f"{question}\n\n{benchmark.instruction}", LABEL: answer},
         **options,
     )
 

@@ -13,7 +13,7 @@ import torch
 
 from lightrft.config.errors import DataError
 
-BLOCK = 4096
+DRAWS_AT_ONCE = 4096
 """Number of draws that a Blend makes at once."""
 
 
@@ -91,9 +91,12 @@ class Blend:
 
         Positions are counted from 0 over all epochs.
         """
-        block, before = divmod(first, BLOCK)
+        block, before = divmod(first, DRAWS_AT_ONCE)
         line = torch.cat(
-            [self._block(number) for number in range(block, (first + count - 1) // BLOCK + 1)]
+            [
+                self._block(number)
+                for number in range(block, (first + count - 1) // DRAWS_AT_ONCE + 1)
+            ]
         )
         # A data set continues where its draws before this position ended.
         drawn = self._counts_before(block) + torch.bincount(
@@ -111,9 +114,11 @@ class Blend:
         return rows.tolist()
 
     def _block(self, number: int) -> torch.Tensor:
-        """Return the data set of each draw of a block, [BLOCK] int64."""
+        """Return the data set of each draw of a block, [DRAWS_AT_ONCE] int64."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % 2**63)
-        return torch.multinomial(self.probabilities, BLOCK, replacement=True, generator=generator)
+        return torch.multinomial(
+            self.probabilities, DRAWS_AT_ONCE, replacement=True, generator=generator
+        )
 
     def _counts_before(self, block: int) -> torch.Tensor:
         while len(self._counts) <= block:

@@ -34,7 +34,7 @@ IMAGES = "images"
 VIDEOS = "videos"
 AUDIOS = "audios"
 """Keys of the media in prompts and requests."""
-KINDS = {IMAGES: "image", VIDEOS: "video", AUDIOS: "audio"}
+PART_TYPES = {IMAGES: "image", VIDEOS: "video", AUDIOS: "audio"}
 """Key of a medium -> the type in the parts of a chat message.
 
 <image>, <video> and <audio> stand for them in a message's text.
@@ -57,9 +57,9 @@ UNREADABLE = (
 PLAYER_RATE = 8000
 PLAYER_SAMPLES = 64_000
 """Samples per second, and number of samples of one byte, of the sound that a report plays."""
-FIRST = 64
+FIRST_ROWS = 64
 """Number of rows whose media --check_media first reads."""
-WINDOW = 1024
+ROWS_AHEAD = 1024
 """Number of rows whose media are read ahead by --check_media all."""
 FETCH_TIMEOUT = 60.0
 """Seconds that a server may take to answer."""
@@ -67,7 +67,7 @@ RIFF = b"RIFF"
 """First bytes of a .wav file."""
 WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
 """Bytes of a sample -> the type."""
-SOURCES = (
+SOURCE_KEYS = (
     "path",
     "url",
     "image",
@@ -365,7 +365,7 @@ def items_in(medium: str, messages: Iterable[Mapping[str, Any]]) -> list[Any]:
     An example is {"type": "image", "image": path}.
     """
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
-    parts = [part for content in contents for part in content if part["type"] == KINDS[medium]]
+    parts = [part for content in contents for part in content if part["type"] == PART_TYPES[medium]]
     return [item for part in parts if (item := named(part)) is not part]
 
 
@@ -383,7 +383,7 @@ def named(item: Any) -> Any:
     """
     if not isinstance(item, dict) or item.get("bytes"):
         return item["bytes"] if isinstance(item, dict) and isinstance(item["bytes"], str) else item
-    return next((named(item[key]) for key in SOURCES if item.get(key) is not None), item)
+    return next((named(item[key]) for key in SOURCE_KEYS if item.get(key) is not None), item)
 
 
 def decoded(text: str) -> bytes | None:
@@ -565,7 +565,7 @@ def media_checked(
         for where, prompt in rows:
             yield where, prompt, unreadable(prompt)
             count += bool(prompt.multi_modal)
-            if count == FIRST:
+            if count == FIRST_ROWS:
                 break
     elif mode == "all":
         yield from _checked_by_processes(rows)
@@ -585,7 +585,7 @@ def unreadable(prompt: Prompt) -> str:
 def _checked_by_processes(rows: Iterator[tuple[str, Prompt]]) -> Iterator[tuple[str, Prompt, str]]:
     processes = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        while window := list(islice(rows, WINDOW)):
+        while window := list(islice(rows, ROWS_AHEAD)):
             media = [replace(prompt, text="", token_ids=(), columns={}) for _, prompt in window]
             some = any(each.multi_modal for each in media)
             problems = pool.map(unreadable, media, chunksize=16) if some else [""] * len(window)
@@ -605,7 +605,7 @@ def with_parts(messages: list[dict[str, Any]], counts: Mapping[str, int]) -> lis
     of the same kind in the texts; items of a kind without marks precede the text of the first user
     message. Raise ValueError for content of another type.
     """
-    kinds = [KINDS[medium] for medium in counts]
+    kinds = [PART_TYPES[medium] for medium in counts]
     messages = [
         message | {"content": _parts(message.get("content"), kinds)} for message in messages
     ]
@@ -614,9 +614,9 @@ def with_parts(messages: list[dict[str, Any]], counts: Mapping[str, int]) -> lis
     first = next((message for message in messages if message.get("role") == "user"), None)
     if first is not None:
         unmarked = [
-            {"type": KINDS[medium]}
+            {"type": PART_TYPES[medium]}
             for medium, count in counts.items()
-            if KINDS[medium] not in marked
+            if PART_TYPES[medium] not in marked
             for _ in range(count)
         ]
         first["content"] = unmarked + first["content"]

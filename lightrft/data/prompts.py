@@ -20,7 +20,7 @@ from lightrft.data.duplicates import Duplicates
 from lightrft.data.media_files import (
     AUDIOS,
     IMAGES,
-    KINDS,
+    PART_TYPES,
     VIDEOS,
     MediaFile,
     Places,
@@ -67,7 +67,7 @@ The variables replace the run's.
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a row's own system message. Such a message takes the place of --system_prompt."""
 
-SOURCES = {
+DATA_FIELDS = {
     "prompt_data": ("prompt_split", "max_samples"),
     "eval_data": ("eval_split", "max_eval_samples"),
     "pretrain_data": ("pretrain_split", None),
@@ -123,7 +123,7 @@ def load_prompts(
 
     parts = [_usable(section, source, name, **options) for name in names]
     if section.data_cache:
-        split, most = SOURCES[source]
+        split, most = DATA_FIELDS[source]
         limit = most and getattr(section, most)
         others = [requirements, make.__qualname__ if make else None, mode, keep_input]
         key = cache_key(section, names, getattr(section, split), limit, tokenizer, others)
@@ -182,7 +182,7 @@ def _usable(
     keep_input: bool,
 ) -> Iterator[Prompt]:
     """Yield the usable prompts of one data set, numbered by `numbers`."""
-    split, most = SOURCES[source]
+    split, most = DATA_FIELDS[source]
     limit = most and getattr(section, most)
     count = 0
     num_chats = 0
@@ -434,7 +434,7 @@ def complete_chat(
         parts = message["content"] if isinstance(message["content"], list) else ()
         kinds = {str(part["type"]) for part in parts} - {
             "text",
-            *(KINDS[medium] for medium in counts),
+            *(PART_TYPES[medium] for medium in counts),
         }
         if kinds:
             raise ValueError(

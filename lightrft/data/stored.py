@@ -64,7 +64,7 @@ SCHEMA = pa.schema(
     }
 )
 """Columns of the file. `columns` is a JSON object of the row's columns that are no Answer."""
-CLASSES = {IMAGES: ImageFile, VIDEOS: VideoFile, AUDIOS: AudioFile}
+MEDIA_CLASSES = {IMAGES: ImageFile, VIDEOS: VideoFile, AUDIOS: AudioFile}
 ROWS_OF_BATCH = 1024
 """Number of rows in each record batch except the last."""
 
@@ -127,7 +127,9 @@ class StoredPrompts(Sequence[Prompt]):
         for each in media.as_py() or ():
             source = each["name"], each["content"] or Path(each["path"])
             options = (each["fps"], each["most"]) if each["medium"] == VIDEOS else ()
-            files.setdefault(each["medium"], []).append(CLASSES[each["medium"]](*source, *options))
+            files.setdefault(each["medium"], []).append(
+                MEDIA_CLASSES[each["medium"]](*source, *options)
+            )
 
         return Prompt(
             row,

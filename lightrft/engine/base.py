@@ -14,7 +14,7 @@ from torch import Tensor
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EngineSection
 from lightrft.engine.loop import RequestLoop
-from lightrft.engine.media import MEDIA, digest, read
+from lightrft.engine.media import MEDIA_NAMES, digest, read
 from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import Expanded, Request, Sampling, derived_seed, out_of_vocabulary
 from lightrft.engine.stops import StopStrings
@@ -22,7 +22,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.types import Completion
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.names import PublishedNames
-from lightrft.weight_sync.verify import ROUNDS, Fingerprints
+from lightrft.weight_sync.verify import FULL_EVERY, Fingerprints
 
 if TYPE_CHECKING:
     from lightrft.weight_sync.quantized import Quantization
@@ -67,7 +67,7 @@ class Engine(ABC):
     engine (`axis`) make the same calls with the same arguments.
     """
 
-    media: ClassVar[tuple[str, ...]] = tuple(MEDIA)
+    media: ClassVar[tuple[str, ...]] = tuple(MEDIA_NAMES)
     """Media that this engine supports in prompts, if the model does."""
     quantizes: ClassVar[bool] = False
     """True if the engine can compute with the formats of --rollout_quantization."""
@@ -239,9 +239,9 @@ class Engine(ABC):
         A wrong, missing or repeated name raises ValueError, and the engine refuses to generate
         until a complete stream has arrived. Caches of the old weights are dropped. Raises
         EngineError on all ranks of the engine if the engine's weights differ from the streamed
-        ones, or a cache is left. The first sync, every ROUNDS-th one, and one after a failure is
+        ones, or a cache is left. The first sync, every FULL_EVERY-th one, and one after a failure is
         verified completely. The others verify a sample (weight_sync/verify.py). Adapters are always
-        verified completely; every ROUNDS-th sync of them also compares the other weights with those
+        verified completely; every FULL_EVERY-th sync of them also compares the other weights with those
         that were sent once.
 
         While requests run, only their loop may load, with RequestLoop.load_weights(), and passes
@@ -284,7 +284,7 @@ class Engine(ABC):
                 sent.append(self._sent_base)
                 self.has_base = False  # until that is verified
             self._verify(*sent, empty_cache=loop is None)
-            self.verify_round = ((round or 0) + 1) % ROUNDS
+            self.verify_round = ((round or 0) + 1) % FULL_EVERY
 
         self.version = version
         self.weights_valid = True
@@ -581,9 +581,9 @@ class Engine(ABC):
             return f"carries {', '.join(others)}: {self._reads()}"
         for name, limit in self.limits.items():
             count = len(request.multi_modal.get(name, []))
-            places = self.vocabulary.num_placeholders(request.token_ids, MEDIA[name])
+            places = self.vocabulary.num_placeholders(request.token_ids, MEDIA_NAMES[name])
             if count > limit:
-                return f"has {count} {name}, more than --limit_mm_{MEDIA[name]}_per_prompt {limit}"
+                return f"has {count} {name}, more than --limit_mm_{MEDIA_NAMES[name]}_per_prompt {limit}"
             if count != places:
                 return f"has {count} {name} and {places} placeholders for {name}"
         return None

@@ -30,7 +30,7 @@ TOOL_PARSERS = {
     name: f"lightrft.engine.{name}.tool_parsers:tool_parser" for name in ("vllm", "sglang")
 }
 """Engine -> function that returns one of the engine's parsers of tool calls by name."""
-EXACT = {
+EXACT_ENGINES = {
     "hf": "lightrft.exact.hf:ExactHFEngine",
     "vllm": "lightrft.exact.vllm:ExactVLLMEngine",
 }
@@ -59,6 +59,7 @@ def build_engine(section: EngineSection, **setup) -> Engine:
         _check_nodes(name, setup["axis"])
     exact = exact_adapter(name, setup["device"]) if section.exact else None
     adapter: type[Engine] = _adapter(exact or ENGINES[name])
+
     if section.rollout_quantization != "none":
         if not adapter.quantizes:
             raise ConfigError(f"--rollout_quantization needs --engine_type vllm, and not {name}")
@@ -68,6 +69,7 @@ def build_engine(section: EngineSection, **setup) -> Engine:
             setup["device"],
             trust_remote_code=setup.get("trust_remote_code", False),
         )
+
     complete = _with_possible_adapters(name, adapter, EngineSetup(section=section, **setup))
     engine = adapter(complete)
     engine.verify_dtype = setup["dtype"] if section.verify_weight_sync else None
@@ -76,7 +78,7 @@ def build_engine(section: EngineSection, **setup) -> Engine:
 
 def exact_adapter(name: str, device: torch.device) -> str | None:
     """Return the adapter under --exact; None for an engine without exact mode on this device."""
-    return None if name == "vllm" and device.type != "cpu" else EXACT.get(name)
+    return None if name == "vllm" and device.type != "cpu" else EXACT_ENGINES.get(name)
 
 
 def check_exact(section: EngineSection, device: torch.device) -> None:

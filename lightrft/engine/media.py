@@ -17,14 +17,14 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor, ProcessorMixin
 
-from lightrft.engine.requests import MEDIA, Request
+from lightrft.engine.requests import MEDIA_NAMES, Request
 from lightrft.types import Expanded
 
 FRAMES_ALONE = ("Qwen2_5OmniProcessor",)
 """Processors of models that compute only the frames that a clip has. Clips are padded to the
 longest of them. Padding to the 300 s that such a model accepts would take a hundred times as long.
 """
-SAMPLE_BYTES = {1: np.uint8, 2: np.int16, 4: np.int32}
+SOUND_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,11 +110,11 @@ class Clip:
         """Read a .wav file as the mean of the channels."""
         try:
             with wave.open(str(path)) as file:
-                kind = SAMPLE_BYTES.get(file.getsampwidth())
+                kind = SOUND_TYPES.get(file.getsampwidth())
                 if kind is None:
                     raise ValueError(
                         f"{path} has samples of {file.getsampwidth()} bytes, but must have samples"
-                        f" of {list(SAMPLE_BYTES)}"
+                        f" of {list(SOUND_TYPES)}"
                     )
                 samples = np.frombuffer(file.readframes(file.getnframes()), kind).astype(np.float32)
                 channels = file.getnchannels()
@@ -144,7 +144,11 @@ def _image(value: Any) -> Image.Image:
     return value.convert("RGB")
 
 
-FORMS: dict[str, Callable[[Any], Any]] = {"images": _image, "videos": Video.of, "audios": Clip.of}
+COMMON_FORMS: dict[str, Callable[[Any], Any]] = {
+    "images": _image,
+    "videos": Video.of,
+    "audios": Clip.of,
+}
 """Functions that turn what users pass into the common form, by medium."""
 
 
@@ -153,7 +157,7 @@ def read(multi_modal: Mapping[str, Iterable[Any]]) -> dict[str, list]:
     media: dict[str, list] = {}
     for name, items in multi_modal.items():
         try:
-            media[name] = [FORMS[name](item) for item in items]
+            media[name] = [COMMON_FORMS[name](item) for item in items]
         except (ValueError, OSError) as error:  # PIL reads an image at its first use
             raise ValueError(f"{name}: {error}") from error
     return media
@@ -225,7 +229,7 @@ class MediaReader:
             if items:
                 with self._lock:
                     of_items, tensors = self._processed(name, items)
-                texts |= dict.fromkeys(self.placeholders[MEDIA[name]], iter(of_items))
+                texts |= dict.fromkeys(self.placeholders[MEDIA_NAMES[name]], iter(of_items))
                 features |= tensors
         return Expanded(self.splice(request.token_ids, texts), features)
 
@@ -287,7 +291,7 @@ class MediaReader:
 
     def _processed(self, name: str, items: list) -> tuple[list[list[int]], dict[str, Tensor]]:
         """Return the tokens of each item, and the tensors of all items."""
-        token = getattr(self.processor, f"{MEDIA[name]}_token")
+        token = getattr(self.processor, f"{MEDIA_NAMES[name]}_token")
         output = self.processor(
             text=[token] * len(items),
             add_special_tokens=False,

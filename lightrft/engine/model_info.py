@@ -16,12 +16,12 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from lightrft.config.sections import EngineSection
-from lightrft.engine.requests import MEDIA
+from lightrft.engine.requests import MEDIA_NAMES
 from lightrft.thinker import generating_class, load_config, load_generation_config
 from lightrft.weight_sync.names import DRAFT, PublishedNames
 
 PLACEHOLDERS = {
-    medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in MEDIA.values()
+    medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in MEDIA_NAMES.values()
 }
 """Medium -> fields of a model configuration that may contain the medium's placeholder token."""
 HEARS_ONLY = ("qwen2_5_omni_thinker",)
@@ -140,7 +140,7 @@ def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, 
         "audios": section.limit_mm_audio_per_prompt,
     }
     media_tokens = placeholders(config)
-    reads = [name for name, medium in MEDIA.items() if media_tokens[medium]]
+    reads = [name for name, medium in MEDIA_NAMES.items() if media_tokens[medium]]
 
     return {
         name: flags[name]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PARTS = (
+OBSERVED_PARTS = (
     *(
         "embed_tokens",
         "input_layernorm",
@@ -39,9 +39,9 @@ LOGITS = "lm_head"
 BESIDE_TOWERS = {"language_model", "text_model"}
 """Names of the language part in multimodal models. Implementations put it at different places in
 the path."""
-MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+MAX_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Mean difference between an engine's and a trainer's log-probs that rounding explains."""
-ELSEWHERE = {"block_sparse_moe": "mlp"}
+TRANSFORMERS_NAMES = {"block_sparse_moe": "mlp"}
 """Engines' name of a part of the model -> transformers' name."""
 
 
@@ -81,11 +81,13 @@ class Probe:
         handles = []
         for path, module in model.named_modules():
             parts = [
-                ELSEWHERE.get(part, part) for part in path.split(".") if part not in BESIDE_TOWERS
+                TRANSFORMERS_NAMES.get(part, part)
+                for part in path.split(".")
+                if part not in BESIDE_TOWERS
             ]
             # A thinker's decoder is called model.model.
             name = ".".join(part for part, _ in groupby(parts))
-            if name.rpartition(".")[2] in PARTS:
+            if name.rpartition(".")[2] in OBSERVED_PARTS:
                 handles.append(module.register_forward_hook(self._hook(name)))
 
             if name.endswith("layers.0.input_layernorm"):

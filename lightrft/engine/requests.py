@@ -9,7 +9,7 @@ from lightrft.algorithms.truncation import Truncation
 from lightrft.config.values import COLDEST, HOTTEST
 from lightrft.samples import Expanded
 
-MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
+MEDIA_NAMES = {"images": "image", "videos": "video", "audios": "audio"}
 """Key of a medium in a request -> name in placeholders, flags, and prompts for one engine."""
 
 

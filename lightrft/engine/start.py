@@ -22,9 +22,9 @@ from lightrft.engine.model_info import (
     with_prefix,
 )
 from lightrft.thinker import load_config
-from lightrft.versions import ENGINES
+from lightrft.versions import ENGINE_VERSIONS
 
-MEMORY = (
+MEMORY_ADVICE = (
     "If memory is the cause: --engine_mem_util is the engine's share of an accelerator,"
     " --engine_kv_cache_gb its cache on a CPU, --prompt_max_len + --generate_max_len its longest"
     " sequence, and --engine_tp_size ranks share one engine's weights."
@@ -92,7 +92,7 @@ def starting(name: str, setup: EngineSetup) -> Iterator[None]:
     except Exception as error:
         message = (
             f"--engine_type {name} does not start with {setup.model_path}: {type(error).__name__}:"
-            f" {error}\n{MEMORY}"
+            f" {error}\n{MEMORY_ADVICE}"
         )
         raise (
             ValueError(message) if isinstance(error, ValueError) else EngineError(message)
@@ -127,5 +127,7 @@ def with_users_arguments(
 
 def warn_if_untested(name: str, version: str) -> None:
     """Log a warning if the library's version is outside of the tested range."""
-    if not SpecifierSet(ENGINES[name]).contains(Version(version).base_version):
-        logger.warning("{} {} is outside the tested range, {}", name, version, ENGINES[name])
+    if not SpecifierSet(ENGINE_VERSIONS[name]).contains(Version(version).base_version):
+        logger.warning(
+            "{} {} is outside the tested range, {}", name, version, ENGINE_VERSIONS[name]
+        )

@@ -19,7 +19,7 @@ from lightrft.parallel.device import float32_product
 
 LEAST = 8
 """Rows from which on kernels usually agree."""
-BLOCK = 32
+ROW_BLOCK = 32
 """Rows of a block where they do not."""
 COUNTS = (1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 31, 32, 33, 64, 65, 127, 128, 200)
 """Numbers of rows that a probe compares with LARGEST."""
@@ -112,7 +112,7 @@ def chosen_products(shapes: ProductShapes, device: torch.device, threads: int) -
     too.
     """
     problems = []
-    for products in (Products(), Products(BLOCK)):
+    for products in (Products(), Products(ROW_BLOCK)):
         problem = next(_problems(products, shapes, device), "")
         if not problem:
             return products

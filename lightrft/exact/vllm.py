@@ -39,7 +39,7 @@ from lightrft.exact.install import make_exact
 from lightrft.thinker import load_config
 from lightrft.weight_sync.names import NamedTensor
 
-SAMPLING = "lightrft"
+SAMPLING_KEY = "lightrft"
 """Key of a request's temperature and truncation among vLLM's extra arguments."""
 
 
@@ -67,7 +67,7 @@ class ExactVLLMEngine(VLLMEngine):
 
     def _parameters(self, sampling: Sampling, seed: int) -> SamplingParams:
         parameters = super()._parameters(sampling, seed)
-        parameters.extra_args = {SAMPLING: (sampling.temperature, sampling.truncation)}
+        parameters.extra_args = {SAMPLING_KEY: (sampling.temperature, sampling.truncation)}
         return parameters
 
     @torch.inference_mode()
@@ -210,7 +210,7 @@ class ExactSampler(nn.Module):
         """Sample from hidden states [R, H], which the model returns instead of logits."""
         rows_of: dict[tuple, list[int]] = {}
         for row, name in enumerate(self.runner.input_batch.req_ids):
-            sampling = self.runner.requests[name].sampling_params.extra_args[SAMPLING]
+            sampling = self.runner.requests[name].sampling_params.extra_args[SAMPLING_KEY]
             rows_of.setdefault(sampling, []).append(row)
 
         tokens = torch.empty(len(logits), 1, dtype=torch.int32)

@@ -17,7 +17,7 @@ process that dies closes all connections at once, whatever kills it; this limit 
 machines and networks."""
 PENDING = 65536
 """Maximum bytes of a line, and of messages to a receiver that does not read; more are dropped."""
-FIRST = 1024
+MAX_FIRST_LINE = 1024
 """Maximum number of bytes of a line from a peer that has not been authenticated yet."""
 
 _open: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()

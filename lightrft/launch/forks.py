@@ -32,7 +32,7 @@ FORK = 0
 """Request for a worker; any other number is the process id of a worker that has ended."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-HEAD = struct.Struct("!i")
+LENGTH_HEADER = struct.Struct("!i")
 """Length of a message, as a multiprocessing.Connection writes it."""
 LARGEST_MESSAGE = (1 << 31) - 1
 STACK_SIGNAL = signal.SIGUSR1
@@ -83,7 +83,7 @@ class Mailbox:
 
     def send(self, content: bytes) -> None:
         """Send a message, now or when the worker reads. Raises OSError if the worker has ended."""
-        self._unsent += HEAD.pack(len(content)) + content
+        self._unsent += LENGTH_HEADER.pack(len(content)) + content
         self.flush()
 
     def flush(self) -> None:
@@ -107,16 +107,16 @@ class Mailbox:
 
         # The size is checked before the content is there: a worker could announce any number.
         messages = []
-        while len(self._unread) >= HEAD.size:
-            (size,) = HEAD.unpack_from(self._unread)
+        while len(self._unread) >= LENGTH_HEADER.size:
+            (size,) = LENGTH_HEADER.unpack_from(self._unread)
             if not 0 <= size <= self.longest:
                 raise ValueError(
                     f"it claims to have {size} bytes, but at most {self.longest} are possible"
                 )
-            if len(self._unread) < HEAD.size + size:
+            if len(self._unread) < LENGTH_HEADER.size + size:
                 break
-            messages.append(bytes(self._unread[HEAD.size : HEAD.size + size]))
-            del self._unread[: HEAD.size + size]
+            messages.append(bytes(self._unread[LENGTH_HEADER.size : LENGTH_HEADER.size + size]))
+            del self._unread[: LENGTH_HEADER.size + size]
         return messages
 
 

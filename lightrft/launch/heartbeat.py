@@ -22,7 +22,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from lightrft.launch.connection import Connection, ConnectionLost
-from lightrft.launch.monitor import ARRIVAL, OUTSIDE, PATIENCE, Monitor, death, when
+from lightrft.launch.monitor import ARRIVAL, OUTSIDE, REPORT_SECONDS, Monitor, death, when
 from lightrft.launch.rendezvous import tell_launcher
 from lightrft.parallel.mesh import collectives_begun
 from lightrft.parallel.processes import RunProcesses
@@ -34,13 +34,13 @@ GRACE = 3.0
 one end first. Ranks of other nodes do not wait: a launcher reports nothing about its ranks if the
 launcher of another node ends before them."""
 LOOPBACK = "127.0.0.1"
-MARGIN = timedelta(seconds=60)
+COLLECTIVE_MARGIN = timedelta(seconds=60)
 """Time that collectives have beyond the limit, because the timeout of a collective says less."""
 PACKAGE = str(Path(__file__).parents[1])
 STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 LIBRARIES = {"site-packages", "dist-packages"}
 """Names of folders with installed packages, of this environment or another."""
-END = os._exit
+EXIT = os._exit
 """Kept here, because code of the user that calls os._exit must not end a run (registry.py)."""
 _count = 0
 
@@ -110,9 +110,9 @@ class Watchdog:
         self._connection.send(
             {"failed": {"error": summary, "code": code, "brief": brief, "echo": echo}}
         )
-        self._decided.wait(2 * PATIENCE)
+        self._decided.wait(2 * REPORT_SECONDS)
         if self._failure is not None and self._failure["root"] != self.rank:
-            time.sleep(GRACE + PATIENCE)  # the thread ends this process meanwhile
+            time.sleep(GRACE + REPORT_SECONDS)  # the thread ends this process meanwhile
         if self._failure is not None and echo:
             message = f"{message}\n{self._failure['cause']}"
         logger.error(message)
@@ -188,7 +188,7 @@ class Watchdog:
         self._decided.set()
         is_root = failure["root"] == self.rank
         if is_root and self._failed:
-            time.sleep(GRACE + PATIENCE)  # the failing thread ends this process meanwhile
+            time.sleep(GRACE + REPORT_SECONDS)  # the failing thread ends this process meanwhile
 
         if failure["brief"]:
             # Most user errors occur on all ranks, so this one may be about to report the same.
@@ -272,7 +272,7 @@ def exit_process(cause: str, code: int) -> NoReturn:
         sys.__stderr__.write("\x1b[?25h")  # show the cursor, which a live display hides
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    END(code)
+    EXIT(code)
 
 
 def place() -> str:

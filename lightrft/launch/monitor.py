@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.launch.connection import (
-    FIRST,
+    MAX_FIRST_LINE,
     PENDING,
     Connection,
     ConnectionLost,
     keep_from_children,
 )
 
-PATIENCE = 5.0
+REPORT_SECONDS = 5.0
 """Seconds that the report of a failed collective waits for a rank that failed by itself or died."""
-BACKLOG = 128
+CONNECTION_BACKLOG = 128
 """Fewest connections that may wait to be accepted, so that a few strangers keep no rank out."""
 RELAY = 0.1
 """Fewest seconds between two reports of rank 0's phase to the others: short steps have many."""
@@ -96,7 +96,7 @@ class Monitor:
         self._senders: dict[Connection, RankStatus] = {}
         self._strangers: dict[Connection, float] = {}
         """Connections that have not said who they are -> when they were accepted."""
-        self._listening = listening_socket(address, max(world_size, BACKLOG))
+        self._listening = listening_socket(address, max(world_size, CONNECTION_BACKLOG))
         keep_from_children(self._listening)
         self.port: int = self._listening.getsockname()[1]
         self._began = time.monotonic()
@@ -107,6 +107,7 @@ class Monitor:
         self.closing = threading.Event()
         """Event to set before rank 0 leaves; the other ranks are then informed that the monitor has
         ended."""
+
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
@@ -116,7 +117,7 @@ class Monitor:
         self._thread.join(2 * self.beat)
 
     def _run(self) -> None:
-        look = min(self.beat, PATIENCE / 5)
+        look = min(self.beat, REPORT_SECONDS / 5)
         next_look = 0.0
         next_beat = 0.0
         next_relay = 0.0
@@ -153,7 +154,7 @@ class Monitor:
     def _accept(self) -> None:
         """Accept a connection, or try again in a moment if no more files can be opened."""
         try:
-            connection = Connection(self._listening.accept()[0], longest=FIRST)
+            connection = Connection(self._listening.accept()[0], longest=MAX_FIRST_LINE)
         except OSError:
             time.sleep(RETRY)
             return
@@ -225,7 +226,7 @@ class Monitor:
         if not report["echo"]:
             self._end(**failure)
         elif self._echo is None:
-            self._echo = time.monotonic() + PATIENCE, failure
+            self._echo = time.monotonic() + REPORT_SECONDS, failure
             self._tell_all({"ask": "state"})
 
     def _check(self, now: float) -> None:
@@ -248,6 +249,7 @@ class Monitor:
             )
             root = min(waiting, default=0)
             self._end(f"{headline}. {self._report(late, now)}", root=root)
+
         elif phases := self._endless(now):
             headline = (
                 f"phase {', '.join(phases)} has taken all ranks more than {self.phase_limit:.0f} s"

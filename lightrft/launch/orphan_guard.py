@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-BEAT = 0.5
+LOOK_SECONDS = 0.5
 """Seconds between two checks."""
 CLEANUP = 2.0
 """Seconds that the processes of a rank have to end by themselves and free shared resources."""
@@ -22,7 +22,7 @@ CLEANUP = 2.0
 def main(rank: int, launcher: int) -> None:
     """Watch two processes by id, `rank` being the parent of this one; clean up if one ends."""
     while os.getppid() == rank and _parent(rank) == launcher:
-        time.sleep(BEAT)
+        time.sleep(LOOK_SECONDS)
     if os.getppid() == rank:
         number = os.environ.get("RANK", "")
         sys.stderr.write(

@@ -24,7 +24,7 @@ from lightrft.parallel.device import collective_backend
 from lightrft.parallel.gloo import INTERFACE, RANKS_IN_ADDRESSES, share_gloo_device
 from lightrft.parallel.processes import RunProcesses
 
-LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = {
     "RANK": "SLURM_PROCID",
     "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
@@ -46,7 +46,7 @@ NOTICE = timedelta(seconds=30)
 FEW_RANKS = 8
 """Up to so many ranks share one gloo device in all groups; more publish one address each instead,
 see parallel/gloo.py."""
-ADVICE = (
+LAUNCH_ADVICE = (
     "start the run with `torchrun --standalone --nproc-per-node=N ...`, or unset all of these"
     " variables to run one process"
 )
@@ -77,10 +77,12 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
 
 def check_environment(environment: Mapping[str, str]) -> None:
     """Raise ConfigError for variables of a launcher that are incomplete."""
-    present = [name for name in LAUNCHER if name in environment]
-    absent = [name for name in LAUNCHER if name not in environment]
+    present = [name for name in LAUNCHER_VARIABLES if name in environment]
+    absent = [name for name in LAUNCHER_VARIABLES if name not in environment]
     if present and absent:
-        raise ConfigError(f"{', '.join(present)} is set, but {', '.join(absent)} is not: {ADVICE}")
+        raise ConfigError(
+            f"{', '.join(present)} is set, but {', '.join(absent)} is not: {LAUNCH_ADVICE}"
+        )
 
 
 def check_launched(environment: Mapping[str, str]) -> None:
@@ -91,7 +93,7 @@ def check_launched(environment: Mapping[str, str]) -> None:
     """
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if name in environment and not environment[name].isdecimal():
-            raise ConfigError(f"{name}={environment[name]!r} is not a number: {ADVICE}")
+            raise ConfigError(f"{name}={environment[name]!r} is not a number: {LAUNCH_ADVICE}")
 
     if "RANK" in environment:
         return

@@ -38,7 +38,7 @@ from lightrft.types import (
     unpadded,
 )
 
-SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2", "cohere2_moe", "falcon_h1", "hyperclovax"}
 DIVIDED = {
     "granite",
@@ -49,7 +49,7 @@ DIVIDED = {
     "granitemoeshared",
     "minicpm3",
 }
-"""Model types that divide logits by an entry of SCALES; MULTIPLIED multiply by it."""
+"""Model types that divide logits by an entry of LOGIT_SCALES; MULTIPLIED multiply by it."""
 
 
 class Actor(SequenceParallelModule):
@@ -539,7 +539,9 @@ def logit_scale(model: PreTrainedModel) -> float:
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         problems.append("its output layer has a bias")
     scaled = {
-        name: getattr(config, name) for name in SCALES if getattr(config, name, None) is not None
+        name: getattr(config, name)
+        for name in LOGIT_SCALES
+        if getattr(config, name, None) is not None
     }
     if scaled and (config.model_type not in MULTIPLIED | DIVIDED or logit_softcap(model)):
         problems.append(f"its logits are scaled ({', '.join(scaled)})")

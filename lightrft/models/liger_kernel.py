@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-FAMILIES = {
+LIGER_FAMILIES = {
     "exaone4": "swiglu",
     "gemma": "geglu",
     "gemma3_text": "geglu",
@@ -55,7 +55,7 @@ def fuse(module: nn.Module, device: torch.device) -> None:
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     family = module.config.model_type
-    feed_forward = FAMILIES[family]
+    feed_forward = LIGER_FAMILIES[family]
     options = {feed_forward: True} if feed_forward else {"swiglu": False}
     # The trainer has fused log-probs of its own, so the package's losses stay off.
     MODEL_TYPE_TO_APPLY_LIGER_FN[family](
@@ -72,9 +72,11 @@ def model_problems(model: PreTrainedModel, device: torch.device) -> list[str]:
     """Return all reasons why the kernels cannot compute this model on this device."""
     problems = []
     config = model.config
-    feed_forward = FAMILIES.get(config.model_type)
+    feed_forward = LIGER_FAMILIES.get(config.model_type)
     if feed_forward is None:
-        problems.append(f"its family {config.model_type!r} is not one of {', '.join(FAMILIES)}")
+        problems.append(
+            f"its family {config.model_type!r} is not one of {', '.join(LIGER_FAMILIES)}"
+        )
     elif feed_forward:
         # Gemma's configuration has another name.
         activation = getattr(config, "hidden_activation", None) or config.hidden_act

@@ -29,11 +29,11 @@ from lightrft.weight_sync.adapters import names_of
 
 ADAPTER = "default"
 BASE = ".base_layer.weight"
-A = f".lora_A.{ADAPTER}.weight"
-B = f".lora_B.{ADAPTER}.weight"
+FACTOR_A = f".lora_A.{ADAPTER}.weight"
+FACTOR_B = f".lora_B.{ADAPTER}.weight"
 ALL_LINEAR = "all-linear"
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 
 Value = TypeVar("Value")
 
@@ -235,10 +235,10 @@ def fold_adapters(
     """
     factors: list[Value] = []
     for name, value in named:
-        if name.endswith((BASE, A)):
+        if name.endswith((BASE, FACTOR_A)):
             factors.append(value)
-        elif name.endswith(B):
-            layer = name.removesuffix(B)
+        elif name.endswith(FACTOR_B):
+            layer = name.removesuffix(FACTOR_B)
             base, a = factors
             factors = []
             yield f"{layer}.weight", join(layer, base, a, value)
@@ -268,10 +268,10 @@ def split_adapters(
     for name, tensor in stream:
         if not is_adapter(name):
             yield plain_name(name), tensor
-        elif name.endswith(A):
+        elif name.endswith(FACTOR_A):
             yield _peft_name(name), tensor
         else:
-            yield _peft_name(name), tensor * scalings[name.removesuffix(B)]
+            yield _peft_name(name), tensor * scalings[name.removesuffix(FACTOR_B)]
 
 
 def keep_adapters_apart(model: nn.Module) -> None:
@@ -284,8 +284,8 @@ def keep_adapters_apart(model: nn.Module) -> None:
 
 
 def _peft_name(name: str) -> str:
-    a, b = names_of(name.removesuffix(A).removesuffix(B))
-    return a if name.endswith(A) else b
+    a, b = names_of(name.removesuffix(FACTOR_A).removesuffix(FACTOR_B))
+    return a if name.endswith(FACTOR_A) else b
 
 
 def plain_name(name: str) -> str:
@@ -294,7 +294,7 @@ def plain_name(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    return name.endswith((A, B))
+    return name.endswith((FACTOR_A, FACTOR_B))
 
 
 def adapter_parameters(
@@ -313,7 +313,7 @@ def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> 
 
     save_file(
         {_peft_name(name): tensor.cpu().contiguous() for name, tensor in tensors.items()},
-        folder / WEIGHTS,
+        folder / ADAPTER_WEIGHTS_FILE,
         {"format": "pt"},
     )
     model.peft_config[ADAPTER].save_pretrained(folder)
@@ -321,7 +321,9 @@ def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> 
 
 def is_adapter_folder(folder: Path | str) -> bool:
     """Return True if a folder has an adapter in peft's format and no whole model."""
-    return (Path(folder) / CONFIG).is_file() and not (Path(folder) / "config.json").is_file()
+    return (Path(folder) / ADAPTER_CONFIG_FILE).is_file() and not (
+        Path(folder) / "config.json"
+    ).is_file()
 
 
 def base_model_of_adapter(folder: Path | str) -> str:
@@ -329,10 +331,12 @@ def base_model_of_adapter(folder: Path | str) -> str:
 
     Raise ConfigError if the folder does not name it.
     """
-    base = json.loads((Path(folder) / CONFIG).read_text()).get("base_model_name_or_path")
+    base = json.loads((Path(folder) / ADAPTER_CONFIG_FILE).read_text()).get(
+        "base_model_name_or_path"
+    )
     if not base:
         raise ConfigError(
-            f"{Path(folder) / CONFIG} names no base model: add it as base_model_name_or_path"
+            f"{Path(folder) / ADAPTER_CONFIG_FILE} names no base model: add it as base_model_name_or_path"
         )
     return base
 
@@ -352,8 +356,8 @@ def merge_adapter(model: PreTrainedModel, folder: Path | str) -> PreTrainedModel
             f"the adapter in {folder} needs peft, which is not installed: pip install peft"
         ) from None
 
-    if not (Path(folder) / WEIGHTS).is_file():
-        raise ConfigError(f"{folder} has no {WEIGHTS}")
+    if not (Path(folder) / ADAPTER_WEIGHTS_FILE).is_file():
+        raise ConfigError(f"{folder} has no {ADAPTER_WEIGHTS_FILE}")
 
     try:
         return PeftModel.from_pretrained(model, folder).merge_and_unload()

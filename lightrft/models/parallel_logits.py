@@ -24,7 +24,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.sequence_parallel import Gather
 from lightrft.parallel.zigzag import Zigzag
 
-IGNORED = -100
+IGNORED_TARGET = -100
 
 
 def from_parallel_logits_to_logprobs(
@@ -57,7 +57,9 @@ def from_parallel_logits_to_logprobs(
 
     # A position's logits predict the next token, which may lie in another rank's chunk. So targets
     # are shifted before they are split.
-    following = torch.nn.functional.pad(target[:, 1:], (0, width - num_tokens + 1), value=IGNORED)
+    following = torch.nn.functional.pad(
+        target[:, 1:], (0, width - num_tokens + 1), value=IGNORED_TARGET
+    )
     following = (
         following if sequence is None else following[:, sequence.positions(width, target.device)]
     )
@@ -116,7 +118,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     )
     following = target.flatten().roll(-1)
     # the last token predicts nothing
-    following[[end - 1 for begin, end in spans if end > begin]] = IGNORED
+    following[[end - 1 for begin, end in spans if end > begin]] = IGNORED_TARGET
 
     own = places[sequence.axis.rank].to(target.device)
     part = vocabulary_part(vocab_parallel_logits, vocab_start_index, vocab_end_index, group)

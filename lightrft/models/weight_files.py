@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-NAME = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SAMPLES = 4
-SAMPLE_BYTES = 1024
+FINGERPRINT_RANGES = 4
+FINGERPRINT_BYTES = 1024
 """How many byte ranges of each tensor enter a fingerprint, and how long each range is in bytes."""
 
 
@@ -32,7 +32,7 @@ NOT_THE_MODEL = {
 }
 """Entries of a model's configuration that may differ between folders of the same model."""
 INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
-WEIGHTS = ("weight", "bias", "_proj")
+WEIGHT_ENDINGS = ("weight", "bias", "_proj")
 """Name endings of tensors that are weights, not buffers."""
 
 
@@ -60,9 +60,9 @@ class WeightFiles:
                     f"{folder / INDEX} is not an index of safetensors files ({reason})"
                 ) from error
 
-        if (folder / NAME).is_file():
-            with _open(folder / NAME) as file:
-                return cls(dict.fromkeys(file.keys(), folder / NAME))
+        if (folder / WEIGHTS_FILE).is_file():
+            with _open(folder / WEIGHTS_FILE) as file:
+                return cls(dict.fromkeys(file.keys(), folder / WEIGHTS_FILE))
 
         return None
 
@@ -84,7 +84,7 @@ class WeightFiles:
 
                 for name in file.keys():
                     dtype = file.get_slice(name).get_dtype()
-                    if name.endswith(WEIGHTS) and dtype in INTEGERS:
+                    if name.endswith(WEIGHT_ENDINGS) and dtype in INTEGERS:
                         raise ValueError(
                             f"{path}: {name} is of dtype {dtype}: the weights are quantized, but"
                             " config.json has no quantization settings; use the unquantized model"
@@ -174,11 +174,13 @@ def fingerprint(folder: Path | str) -> str:
             for name, entry in sorted(header.items()):
                 begin, end = entry["data_offsets"]
                 hasher.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
-                for part in range(SAMPLES):
+                for part in range(FINGERPRINT_RANGES):
                     file.seek(
-                        start + begin + max(0, end - begin - SAMPLE_BYTES) * part // (SAMPLES - 1)
+                        start
+                        + begin
+                        + max(0, end - begin - FINGERPRINT_BYTES) * part // (FINGERPRINT_RANGES - 1)
                     )
-                    hasher.update(file.read(min(SAMPLE_BYTES, end - begin)))
+                    hasher.update(file.read(min(FINGERPRINT_BYTES, end - begin)))
 
     return hasher.hexdigest()[:16] if files else ""
 

@@ -56,7 +56,7 @@ HELD_OUT = {
 
 NARROWEST = 6
 LINES_PER_HEADER = 20
-BLOCKS = "▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def headlines(metrics: Mapping[str, Any]) -> dict[str, str]:
@@ -236,11 +236,10 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
     finite = [value for value in means if abs(value) < float("inf")]
     low = min(finite, default=0.0)
     high = max(finite, default=0.0)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
 
     return "".join(
-        BLOCKS[round((value - low) * scale)] if abs(value) < float("inf") else " "
-        for value in means
+        BARS[round((value - low) * scale)] if abs(value) < float("inf") else " " for value in means
     )
 
 

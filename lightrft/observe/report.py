@@ -25,19 +25,19 @@ from lightrft.observe.scoreboard import scoreboard
 from lightrft.observe.sinks import read_ends, read_rows
 from lightrft.observe.text import duration, is_number, percent, short, visible
 
-FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
+RUN_FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
 
 MOST_BARS = 60
-TEMPLATE = Path(__file__).with_name("report.html")
+PAGE_TEMPLATE = Path(__file__).with_name("report.html")
 Fact = tuple[str, str]
 
 FACTS = {"world_size": "processes", "engine_tp_size": "processes of an engine", "seed": "seed"}
 """Numbers of the summary that describe the setup of the run instead of the results."""
 
-RESULTS = ("eval", "reward", "accuracy")
+RESULT_PREFIXES = ("eval", "reward", "accuracy")
 """What the names of numbers begin with that say how good the model is. They come first."""
 
-KINDS = {
+RUN_TITLES = {
     "train_ppo": "Reinforcement fine-tuning",
     "train_sft": "Supervised fine-tuning",
     "train_dpo": "Direct preference optimisation",
@@ -51,9 +51,9 @@ KINDS = {
 def write_report(folder: Path) -> Path:
     """Write `report.html` into the run's folder; return the path."""
     folder = Path(folder)
-    if not any((folder / name).exists() for name in FILES):
+    if not any((folder / name).exists() for name in RUN_FILES):
         raise FileNotFoundError(
-            f"{folder} is not the folder of a run: it contains none of {', '.join(FILES)}"
+            f"{folder} is not the folder of a run: it contains none of {', '.join(RUN_FILES)}"
         )
 
     history = read_history(folder / "metrics.jsonl")
@@ -87,7 +87,7 @@ def write_page(path: Path, data: dict[str, Any]) -> Path:
     The content security policy in the head allows this one script, identified by a hash, and loads
     nothing, because images are inside the page.
     """
-    template = TEMPLATE.read_text(encoding="utf-8")
+    template = PAGE_TEMPLATE.read_text(encoding="utf-8")
     script = template.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Without "<" no text of the data can end the element that the data are in.
@@ -138,7 +138,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _lead(history: History, summary: dict[str, Any]) -> str:
     kind = (
-        KINDS.get(summary.get("command", ""))
+        RUN_TITLES.get(summary.get("command", ""))
         or ("Reinforcement" if _from_rewards(history) else "Supervised") + " fine-tuning"
     )
     steps = max((points[-1][0] for points in history.values()), default=0)
@@ -187,9 +187,9 @@ def _tiles(history: History, summary: dict[str, Any]) -> list[tuple[str, str, st
     text = " ".join(summary)
 
     # A topic that any name of the summary mentions is not computed again from the metrics.
-    tiles = [tile for key, tile in of_summary.items() if key.startswith(RESULTS)]
+    tiles = [tile for key, tile in of_summary.items() if key.startswith(RESULT_PREFIXES)]
     tiles += [tile[1:] for tile in _headline_numbers(history) if tile[0] not in text]
-    tiles += [tile for key, tile in of_summary.items() if not key.startswith(RESULTS)]
+    tiles += [tile for key, tile in of_summary.items() if not key.startswith(RESULT_PREFIXES)]
     return tiles
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from lightrft.observe.text import percent, short
 from lightrft.parallel.peaks import DEVICES, known_device
 
-ADVICE = {
+PHASE_ADVICE = {
     "generate": (
         "more sequences at once (--engine_mem_util), a smaller --engine_tp_size, or --speculative"
         " group"
@@ -110,7 +110,7 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
         if bottleneck == "generate" and typical(name) > typical("time/generate") / 2:
             bottleneck = part
 
-    advice = ADVICE.get(bottleneck, "")
+    advice = PHASE_ADVICE.get(bottleneck, "")
     if run.get("engine_tp_size") == 1:
         advice = advice.replace(" a smaller --engine_tp_size,", "")
     board = Scoreboard(

@@ -28,7 +28,7 @@ BRANCHES = "branches"
 """Column with the other conversations of an episode, each a list of messages."""
 TAIL_BYTES = 2**24
 """Bytes at the end of a long file that are read to find the last rows."""
-BACKLOG = 16
+WRITER_BACKLOG = 16
 """Most calls that wait for a writer, so that a slow disk does not fill the memory."""
 
 
@@ -46,8 +46,8 @@ class Writer:
         """Error of the call that failed."""
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Make a call after all earlier ones; wait while BACKLOG calls have not been made."""
-        while len(self._pending) >= BACKLOG or self._pending and self._pending[0].done():
+        """Make a call after all earlier ones; wait while WRITER_BACKLOG calls have not been made."""
+        while len(self._pending) >= WRITER_BACKLOG or self._pending and self._pending[0].done():
             self._pending.popleft().result()
         if self.error is not None:
             raise self.error

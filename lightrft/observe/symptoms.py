@@ -11,9 +11,9 @@ from statistics import fmean, median
 
 from lightrft.observe.curves import History
 
-LEAST_STEPS = 10
+SYMPTOM_STEPS = 10
 """Number of steps below which a run shows no symptom."""
-WINDOW = 5
+COMPARED_SHARE = 5
 """The first and the last fifth of the steps are compared."""
 METRICS = (
     "rollout/reward",
@@ -31,7 +31,7 @@ METRICS = (
     "eval/reward",
 )
 """Metrics that symptoms are found in."""
-PARTS = "rollout/reward_of_"
+REWARD_PART_PREFIX = "rollout/reward_of_"
 """Beginning of the names of metrics that are parts of the reward."""
 
 
@@ -85,17 +85,17 @@ class Course:
 
     @staticmethod
     def _width(values: list[float]) -> int:
-        return -(-len(values) // WINDOW)
+        return -(-len(values) // COMPARED_SHARE)
 
     def parts(self) -> list[str]:
         """Return the metrics of the parts of the reward."""
-        return [name for name in self._values if name.startswith(PARTS)]
+        return [name for name in self._values if name.startswith(REWARD_PART_PREFIX)]
 
 
 def find_symptoms(history: History) -> list[Symptom]:
     """Return the symptoms of a run of train_ppo; none while it is too short to tell."""
     course = Course(history)
-    if course.num_steps < LEAST_STEPS:
+    if course.num_steps < SYMPTOM_STEPS:
         return []
     return [symptom for check in CHECKS for symptom in check(course)]
 

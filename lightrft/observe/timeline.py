@@ -8,8 +8,8 @@ from typing import Any
 
 from lightrft.observe.metrics import Span
 
-BEGINNING = "[\n"
-END = "\n]\n"
+OPENING = "[\n"
+CLOSING = "\n]\n"
 
 
 def extend_timeline(path: Path, step: int, spans_of_ranks: Sequence[Sequence[Span]]) -> None:
@@ -25,14 +25,14 @@ def extend_timeline(path: Path, step: int, spans_of_ranks: Sequence[Sequence[Spa
         for rank, spans in enumerate(spans_of_ranks)
         for event in _events(step, rank, spans, numbers)
     ]
-    text = ",\n".join(map(json.dumps, events)) + END
+    text = ",\n".join(map(json.dumps, events)) + CLOSING
     if not path.is_file():
-        path.write_text(BEGINNING + text)
+        path.write_text(OPENING + text)
         return
 
     # Only the end of the array is overwritten, so the cost does not grow with the file.
     with path.open("r+") as file:
-        file.seek(path.stat().st_size - len(END))
+        file.seek(path.stat().st_size - len(CLOSING))
         file.write(",\n" + text)
 
 

@@ -24,7 +24,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ObserveSection
 from lightrft.observe.sinks import Sink, readable
 
-START_SECONDS = 300.0
+TRACKER_START_SECONDS = 300.0
 CLOSE_SECONDS = 120.0
 """Time limits: for starting a tracker, and at the end for sending what it has not sent yet."""
 SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
@@ -95,12 +95,14 @@ class Tracker(Sink):
         # Only the start is awaited: a tracker that cannot start should end the run at once.
         try:
             id_file.write_text(
-                self._submit(partial(self._open, flat(config), run_id)).result(START_SECONDS)
+                self._submit(partial(self._open, flat(config), run_id)).result(
+                    TRACKER_START_SECONDS
+                )
             )
         except TimeoutError as error:
             self._calls.put(None)
             raise ConfigError(
-                f"--report_to {self._name}: no answer within {START_SECONDS:g} seconds"
+                f"--report_to {self._name}: no answer within {TRACKER_START_SECONDS:g} seconds"
             ) from error
         except Exception as error:
             self._calls.put(None)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Op = Literal["mean", "sum", "max", "min"]
-AT_ONCE = 2048
+FIRST_BYTES = 2048
 """Bytes of an object that gather() sends before the ranks know the sizes of all objects."""
 SIZE_BYTES = 8
 
@@ -60,17 +60,17 @@ class Axis:
         """Return every rank's picklable object, in rank order.
 
         For small objects only: numbers, names, plans. It takes one collective, or two if the object
-        of a rank has more than AT_ONCE bytes.
+        of a rank has more than FIRST_BYTES bytes.
         """
         if self.size == 1:
             return [value]
 
         content = pickle.dumps(value)
         # Ranks have to agree on a size, so the beginning of each object travels with its size.
-        first = len(content).to_bytes(SIZE_BYTES) + content[:AT_ONCE]
-        parts = self._gather_bytes(first.ljust(SIZE_BYTES + AT_ONCE, b"\0"))
+        first = len(content).to_bytes(SIZE_BYTES) + content[:FIRST_BYTES]
+        parts = self._gather_bytes(first.ljust(SIZE_BYTES + FIRST_BYTES, b"\0"))
         most = max(int.from_bytes(part[:SIZE_BYTES]) for part in parts)
-        if most <= AT_ONCE:
+        if most <= FIRST_BYTES:
             parts = [part[SIZE_BYTES:] for part in parts]
         else:
             parts = self._gather_bytes(content.ljust(most, b"\0"))

@@ -81,16 +81,16 @@ FAMILIES = (
 The plan follows from the names and shapes of a block's modules, so another family with the same
 ones needs only an entry here, once the tests have compared its gradients.
 """
-ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj")
 """Layers that read the residual stream, where a block has them."""
-FUSED = ("glm4", "phi3")
+FUSED_FAMILIES = ("glm4", "phi3")
 """Families with fused layers. Ranks need equally many rows of these."""
 NORMS_OF_ALL_HEADS = ("Olmo2RMSNorm", "Olmo3RMSNorm")
 """Norms of queries and keys that may be over all heads together."""
-OPERATORS = torch.library.Library("lightrft", "FRAGMENT")
-OPERATORS.define("sum_(Tensor(a!) parts, str group) -> ()")
-OPERATORS.define("reduce_scatter_(Tensor(a!) parts, str group) -> ()")
+LIBRARY = torch.library.Library("lightrft", "FRAGMENT")
+LIBRARY.define("sum_(Tensor(a!) parts, str group) -> ()")
+LIBRARY.define("reduce_scatter_(Tensor(a!) parts, str group) -> ()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ def part_problems(size: int, name: str, tp: int) -> list[str]:
 def fused_problems(config: PretrainedConfig, tp: int) -> list[str]:
     """Return why ranks cannot exchange the rows of fused feed-forward layers."""
     columns = config.intermediate_size
-    if config.model_type in FUSED and columns % tp:
+    if config.model_type in FUSED_FAMILIES and columns % tp:
         return [f"tp_size {tp} does not divide its {columns} fused columns"]
     return []
 
@@ -395,7 +395,7 @@ class _SumBothWays(torch.autograd.Function):
         return ctx.axis.sum(gradient), None
 
 
-@torch.library.impl(OPERATORS, "sum_", "CompositeExplicitAutograd")
+@torch.library.impl(LIBRARY, "sum_", "CompositeExplicitAutograd")
 def _sum(parts: Tensor, group: str) -> None:
     """Sum a tensor over the ranks, in place.
 
@@ -405,7 +405,7 @@ def _sum(parts: Tensor, group: str) -> None:
     dist.all_reduce(parts, group=_resolve_process_group(group))
 
 
-@torch.library.impl(OPERATORS, "reduce_scatter_", "CompositeExplicitAutograd")
+@torch.library.impl(LIBRARY, "reduce_scatter_", "CompositeExplicitAutograd")
 def _reduce_scatter(parts: Tensor, group: str) -> None:
     """Sum [T, H] over the ranks, in place, but only the T / ranks rows of this rank."""
     ranks = _resolve_process_group(group)
@@ -552,7 +552,11 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
             _count_own_heads(block.self_attn, axis)
 
         _Branch(
-            block.self_attn, _present(block.self_attn, ATTENTION), axis, fused, sequence=sequence
+            block.self_attn,
+            _present(block.self_attn, ATTENTION_INPUTS),
+            axis,
+            fused,
+            sequence=sequence,
         )
         if _splits_feed_forward(block):
             layers = _present(block.mlp, FEED_FORWARD)
@@ -639,7 +643,7 @@ def _block_plan(
     rows = partial(_split_rows, sequence=sequence)
     attention = block.self_attn
     linear: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
-        f"self_attn.{layer}": columns for layer in _present(attention, ATTENTION)
+        f"self_attn.{layer}": columns for layer in _present(attention, ATTENTION_INPUTS)
     }
     linear["self_attn.o_proj"] = rows
     plan: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {}

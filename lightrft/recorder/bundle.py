@@ -35,9 +35,9 @@ from lightrft.run.digests import FILE, read_digests
 from lightrft.run.run_folder import DESCRIPTION, checkpoints_of
 
 CONTENT = "bundle.json"
-CONFIG = "config.yaml"
-SAMPLES = "samples.jsonl"
-MODELS = {"pretrain": "model", "critic_pretrain": "critic"}
+CONFIG_FILE = "config.yaml"
+SAMPLES_FILE = "samples.jsonl"
+MODEL_FOLDERS = {"pretrain": "model", "critic_pretrain": "critic"}
 """Field with a model's folder -> folder of the bundle."""
 TEACHER = "teacher"
 OF_DESCRIPTION = ("run", "world_size", "strategy", "device", "versions", "machine", "total_steps")
@@ -61,8 +61,8 @@ def write_bundle(folder: Path, step: int, path: Path) -> Path:
 
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr(CONTENT, json.dumps(content, indent=2, default=str))
-        file.write(folder / CONFIG, CONFIG)
-        file.writestr(SAMPLES, "".join(json.dumps(row) + "\n" for row in samples))
+        file.write(folder / CONFIG_FILE, CONFIG_FILE)
+        file.writestr(SAMPLES_FILE, "".join(json.dumps(row) + "\n" for row in samples))
         for source, name in _files(config, checkpoint):
             file.write(source, name)
     return path
@@ -70,9 +70,9 @@ def write_bundle(folder: Path, step: int, path: Path) -> Path:
 
 def _checked(folder: Path, step: int) -> tuple[Config, list[dict[str, Any]], Path | None]:
     """Return the configuration, the samples of the step, and the checkpoint before it."""
-    if not (folder / CONFIG).is_file():
-        raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG}")
-    config = load(folder / CONFIG)
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}")
+    config = load(folder / CONFIG_FILE)
     if (
         media_columns(config.data)
         or has_episodes(config.environment)
@@ -126,7 +126,7 @@ def _columns(config: Config, samples: list[dict[str, Any]]) -> dict[str, dict[st
 
 
 def _files(config: Config, checkpoint: Path | None) -> Iterator[tuple[Path, str]]:
-    models = {name: getattr(config.model, field) for field, name in MODELS.items()}
+    models = {name: getattr(config.model, field) for field, name in MODEL_FOLDERS.items()}
     models |= {
         f"{TEACHER}{number}": path
         for number, (_, path) in enumerate(teacher_terms(config.model.teacher_pretrain))
@@ -169,12 +169,12 @@ class Bundle:
             with zipfile.ZipFile(path) as file:
                 file.extractall(folder)
             content = json.loads((folder / CONTENT).read_text())
-            lines = (folder / SAMPLES).read_text().splitlines()
+            lines = (folder / SAMPLES_FILE).read_text().splitlines()
         except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
             raise ConfigError(f"{path} is not a bundle of `lightrft bundle`: {error}") from error
 
-        config = load(folder / CONFIG)
-        for field, name in MODELS.items():
+        config = load(folder / CONFIG_FILE)
+        for field, name in MODEL_FOLDERS.items():
             if (folder / name).is_dir():
                 config.update({field: str(folder / name)})
         teachers = [

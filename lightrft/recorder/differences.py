@@ -37,19 +37,19 @@ MEANINGS = {
     "weights": "the weights after the update",
 }
 REWARD_FIELDS = ("reward", "reward_parts", "token_rewards", "masked")
-SAMPLE_FIELDS = {"samples": ("token_ids",), "logprobs": ("logprobs",), "rewards": REWARD_FIELDS}
+FIELDS_OF_PHASES = {"samples": ("token_ids",), "logprobs": ("logprobs",), "rewards": REWARD_FIELDS}
 """Phase -> fields of a recorded sample that it is the first to have."""
 OF_RUN = ("world_size", "rollout_ranks", "engine", "engine_tp_size", "strategy", "device")
-LAYOUT = (
+LAYOUT_SETTINGS = (
     *("strategy", "zero_stage", "zpg", "dp_replicate", "tp_size", "ep_size"),
     *("sp_size", "sp_impl", "cp_size"),
 )
 """Settings, beside the number of ranks, of what a rank has of the models and the sequences."""
-MISMATCH = "engine/logprob_mismatch"
-STEP = re.compile(r"step(\d+)")
+MISMATCH_METRIC = "engine/logprob_mismatch"
+STEP_NAME = re.compile(r"step(\d+)")
 """Name of the checkpoint of a step."""
 FAR = 10.0
-LEAST = 1e-2
+LEAST_MISMATCH = 1e-2
 """A mean mismatch that is so many times the other run's, and at least so large, is no rounding."""
 
 
@@ -117,7 +117,7 @@ def _has_other_layout(folders: Sequence[Path]) -> bool:
         map(read_settings, folders), map(_description, folders), strict=True
     ):
         ranks = description.get("world_size"), description.get("rollout_ranks")
-        layouts.append([*ranks, *(settings.get(name) for name in LAYOUT)])
+        layouts.append([*ranks, *(settings.get(name) for name in LAYOUT_SETTINGS)])
     return layouts[0] != layouts[1]
 
 
@@ -192,10 +192,10 @@ def _measured(folders: Sequence[Path], found: Difference) -> Iterator[str]:
         of_step = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] == found.step]
         rows.append(of_step[-1] if of_step else {})
 
-    gaps = [row.get(MISMATCH) for row in rows]
+    gaps = [row.get(MISMATCH_METRIC) for row in rows]
     if found.phase in ("samples", "logprobs") and None not in gaps:
         for name, gap, usual in (("first", *gaps), ("second", *reversed(gaps))):
-            if gap > max(FAR * usual, LEAST):
+            if gap > max(FAR * usual, LEAST_MISMATCH):
                 yield (
                     f"in the {name} run the engine's log-probs differ from the trainer's by"
                     f" {gap:.2g}, in the other by {usual:.2g}: its engine has other weights than"
@@ -242,7 +242,7 @@ def _of_samples(folders: Sequence[Path], found: Difference) -> Iterator[str]:
                 f" {texts[1]!r:.200}"
             )
             return
-        for name in SAMPLE_FIELDS.get(found.phase, ()):
+        for name in FIELDS_OF_PHASES.get(found.phase, ()):
             if one.get(name) != other.get(name):
                 yield f"{sample}: {_element(name, one.get(name), other.get(name))}"
                 return
@@ -273,7 +273,9 @@ def _of_checkpoints(folders: Sequence[Path], step: int) -> Iterator[str]:
     saved: list[dict[int, Path]] = []
     for folder in folders:
         paths = (path for _, path in checkpoints(checkpoints_of(folder)))
-        saved.append({int(tag[1]): path for path in paths if (tag := STEP.fullmatch(path.name))})
+        saved.append(
+            {int(tag[1]): path for path in paths if (tag := STEP_NAME.fullmatch(path.name))}
+        )
 
     common = [number for number in saved[0].keys() & saved[1].keys() if number >= step]
     if not common:

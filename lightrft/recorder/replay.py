@@ -16,7 +16,7 @@ from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.reduce import Denominator, Report
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.backends.optim import own_settings
-from lightrft.checkpoint.manager import PARTS
+from lightrft.checkpoint.manager import PARTS_FILE
 from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import moves_reference
 from lightrft.data.prompt_set import PromptSet
@@ -295,7 +295,7 @@ class _Step:
         if not saved:
             return  # the first step begins with --pretrain
 
-        names = torch.load(saved[0] / PARTS, weights_only=True)
+        names = torch.load(saved[0] / PARTS_FILE, weights_only=True)
         parts = {name: parts.get(name, _Unused()) for name in names}
         models = {
             name: (role.module, role.optimizer, role.scheduler) for name, role in self.roles.items()

@@ -51,6 +51,7 @@ class EngineJudge:
             for sample in samples
             if self._is_chosen(sample) and id(sample) not in self._replies
         ]
+
         for attempt in range(ATTEMPTS):
             # Ranks leave the loop together, because generating is collective.
             count = torch.tensor(float(len(left)))

@@ -39,12 +39,12 @@ FAST_REWARDS = frozenset(
     {"choice", "environment", "exact_match", "f1", "format", "gsm8k", "length", "none", "number"}
 )
 """Functions that take microseconds: a call of another process would take longer."""
-NUMBER = r"(?:(?<![\w)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+NUMBER_PATTERN = r"(?:(?<![\w)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 """Pattern of 1,234.5 and -3 and .5. U+2212 is a minus sign.
 
 The dash of 10-3 is no sign, and the commas of 1,2,3 do not join.
 """
-FRACTION = rf"(?<![\d/])({NUMBER})/(\d*[1-9]\d*)(?![\d/]|[.,]\d)|({NUMBER})"
+FRACTION = rf"(?<![\d/])({NUMBER_PATTERN})/(\d*[1-9]\d*)(?![\d/]|[.,]\d)|({NUMBER_PATTERN})"
 """Pattern of 1/2, or of a number alone: 1/2/2024 is a date."""
 
 JOINED = r"[ \t]*(?:(?:,[ \t]*)?\b(?i:or|and)\b|[,/;&])[ \t]*"
@@ -54,15 +54,15 @@ ONE = (
     r"[A-J](?![^\W_]|['\u2019])[*_)$]{0,3}"
 )
 """Pattern of a letter that a response chooses, such as B, (B) and **B**."""
-SEVERAL = rf"{ONE}(?:{JOINED}{ONE})*"
+SEVERAL_NUMBERS = rf"{ONE}(?:{JOINED}{ONE})*"
 CHOICE = re.compile(
     r"(?i:\banswer(?:[*_]{0,2}[ ]?:|[ ]is[ ]?:?))[*_]{0,2}[ \t]*(?i:option[ ]|choice["
-    rf" ])?(?P<named>{SEVERAL})"
+    rf" ])?(?P<named>{SEVERAL_NUMBERS})"
     rf"|(?<![\w(])(?P<in_parentheses>\([A-J]\)(?:{JOINED}{ONE})*)"
-    rf"|^[ \t]*(?P<alone>{SEVERAL}|\(?[a-j]\)?)[.)]?[*_]{{0,2}}[ \t]*\r?$",
+    rf"|^[ \t]*(?P<alone>{SEVERAL_NUMBERS}|\(?[a-j]\)?)[.)]?[*_]{{0,2}}[ \t]*\r?$",
     re.MULTILINE,
 )
-BOXED_CHOICE = re.compile(rf"({SEVERAL}|\(?[a-j]\)?)(?:[.:)].*|\s+[^\W_].*)?", re.DOTALL)
+BOXED_CHOICE = re.compile(rf"({SEVERAL_NUMBERS}|\(?[a-j]\)?)(?:[.:)].*|\s+[^\W_].*)?", re.DOTALL)
 LETTER = re.compile(r"(?<![^\W_])[A-Ja-j](?![^\W_])")
 LATEX = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|bf|rm)\b[ ]*|[{}$\\]")
 """Pattern of what may surround a letter in LaTeX."""

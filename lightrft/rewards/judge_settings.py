@@ -13,7 +13,7 @@ from lightrft.config.sections import RewardSection
 from lightrft.rewards.functions import as_text
 from lightrft.samples import Sample
 
-TEMPLATE = """Judge a response to a prompt. Rate how correct, helpful and complete it is, \
+JUDGE_TEMPLATE = """Judge a response to a prompt. Rate how correct, helpful and complete it is, \
 from {low} (worst) to {high} (best).
 
 [Prompt]
@@ -110,7 +110,7 @@ def fill_template(template: str, values: Mapping[str, Any]) -> str:
 @lru_cache
 def _template(path: str) -> str:
     if not path:
-        return TEMPLATE
+        return JUDGE_TEMPLATE
     try:
         template = Path(path).expanduser().read_text()
     except OSError as error:

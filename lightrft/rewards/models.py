@@ -94,6 +94,7 @@ class ModelRewards:
                 (sample.prompt, Answer(sample.token_ids, [True] * len(sample.token_ids)))
                 for sample in scored
             ]
+
             columns = flat_columns(answered, self.expand)
             # All ranks take part, also a rank whose samples this model does not score.
             rows = each.model.get_flat_scores(columns).split(columns["lengths"].tolist())

@@ -30,7 +30,7 @@ MAX_STACK_BYTES = 65536
 """Number of bytes of a worker's stack to read at most."""
 FLUSH_SECONDS = 0.02
 """Time between two looks whether a worker has read what was sent before."""
-PATIENCE = 3.0
+STACK_SECONDS = 3.0
 """Seconds for a worker that is out of time to write its stack, and for the thread to end."""
 START_FILES = ("rewards/worker.py", "launch/forks.py", "<string>")
 """Ends of file names that are on the stack of every worker."""
@@ -159,7 +159,7 @@ class Processes:
         if self._thread is not None and not self._closed:
             self._closed = True
             self._wake()
-            self._thread.join(PATIENCE)
+            self._thread.join(STACK_SECONDS)
 
     def _wake(self) -> None:
         """Wake the thread.
@@ -184,6 +184,7 @@ class Processes:
         finally:
             with self._lock:
                 self._ended = ended
+
             unfinished = [*self._waiting, *(worker.call for worker in self._pool if worker.call)]
             for call in unfinished:
                 call.future.set_exception(CallFailed(ended))
@@ -305,7 +306,7 @@ class Processes:
         stack = ""
         with suppress(OSError):
             os.kill(worker.process, STACK_SIGNAL)
-            while worker.socket.poll(0.1 if stack else PATIENCE) and (
+            while worker.socket.poll(0.1 if stack else STACK_SECONDS) and (
                 more := os.read(worker.socket.fileno(), MAX_STACK_BYTES)
             ):
                 stack += more.decode(errors="replace")

@@ -387,6 +387,7 @@ class RewardRunner:
                 raise WrongCount(
                     f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}"
                 )
+
             for sample, value in zip(samples, values, strict=True):
                 self._set(sample, value)
         except CallFailed as error:

@@ -33,7 +33,7 @@ def _minimum(correct: list[float]) -> list[float | None]:
     return [value if place == worst else None for place, value in enumerate(correct)]
 
 
-FORMS: dict[str, Callable[[list[float]], Sequence[float | None]]] = {
+STEP_FORMS: dict[str, Callable[[list[float]], Sequence[float | None]]] = {
     "sum": _sum,
     "mean": _mean,
     "difference": _difference,
@@ -46,9 +46,9 @@ class StepRewards:
     """Rewards at the last token of each step of a response."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str, form: str):
-        """Set up the rewards. `separator` ends a step and belongs to it; `form` is one of FORMS."""
+        """Set up the rewards. `separator` ends a step and belongs to it; `form` is one of STEP_FORMS."""
         self.ends = StepEnds(tokenizer, separator)
-        self.form = FORMS[form]
+        self.form = STEP_FORMS[form]
 
     def __call__(self, token_ids: Sequence[int], scores: Tensor) -> TokenRewards:
         """Return the rewards [t] of the tokens from the scores [t].

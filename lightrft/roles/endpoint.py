@@ -12,11 +12,11 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_expone
 
 from lightrft.config.references import address_problem
 
-SECONDS = 600.0
+REQUEST_SECONDS = 600.0
 """Longest duration of one request, from the connection to the last byte."""
 CONNECT = 30.0
 """Longest duration of connecting; then the attempt is repeated as for a server that is away."""
-PATIENCE = 300.0
+AWAY_SECONDS = 300.0
 """Longest time that a server may be away or busy."""
 WARN_AFTER = 10.0
 """Seconds of an outage before it is logged, once."""
@@ -26,7 +26,13 @@ class Endpoint:
     """Client for JSON requests. Every failure is a ValueError that begins with the user's flag."""
 
     def __init__(
-        self, flag: str, url: str, key: str, *, seconds: float = SECONDS, patience: float = PATIENCE
+        self,
+        flag: str,
+        url: str,
+        key: str,
+        *,
+        seconds: float = REQUEST_SECONDS,
+        patience: float = AWAY_SECONDS,
     ):
         """Set up the client.
 

@@ -17,13 +17,13 @@ IDS = "input_ids"
 LENGTHS = "input_lengths"
 TOKEN_MASK = "token_mask"
 SAMPLE_MASK = "sample_mask"
-COMPUTED = ("lengths", "rows", "loss_mask")
+COMPUTED_COLUMNS = ("lengths", "rows", "loss_mask")
 PER = {
     f.name: f.metadata["per"]
     for f in fields(Experience)
     if f.metadata["per"] in ("token", "sequence")
 }
-RESERVED = tuple(
+RESERVED_COLUMNS = tuple(
     f.name for f in fields(Experience) if f.metadata["per"] not in ("token", "sequence")
 )
 SHAPES = {"token": "[B, S]", "sequence": "[B]"}
@@ -113,9 +113,9 @@ def _problem(batch: Mapping[str, Any], required: list[str], optional: list[str])
     if batch[IDS].ndim != 2:
         return f"{IDS} must be [B, S], not {list(batch[IDS].shape)}"
 
-    if computed := [name for name in optional if name in COMPUTED]:
+    if computed := [name for name in optional if name in COMPUTED_COLUMNS]:
         return f"{', '.join(computed)} is computed from {LENGTHS} and the masks; rename the column"
-    if reserved := [name for name in optional if name in RESERVED]:
+    if reserved := [name for name in optional if name in RESERVED_COLUMNS]:
         return f"{', '.join(reserved)} is a name of the batch itself; rename the column"
     return _wrong_shapes(batch, used) or _wrong_lengths(batch[LENGTHS], batch[IDS].shape[1])
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.parallel.collectives import Axis
-from lightrft.roles.endpoint import PATIENCE, Endpoint
+from lightrft.roles.endpoint import AWAY_SECONDS, Endpoint
 from lightrft.types import Batch
 
-KEY = "TEACHER_API_KEY"
+TEACHER_KEY_VARIABLE = "TEACHER_API_KEY"
 MAX_REQUESTS = 32
 """Number of requests of one rank that are under way at the same time."""
 NUM_PROBED = 64
@@ -37,7 +37,7 @@ class RemoteTeacher:
         tokenizer: PreTrainedTokenizerBase,
         model_parallel: Axis,
         *,
-        patience: float = PATIENCE,
+        patience: float = AWAY_SECONDS,
     ):
         """Connect to the server. `patience`: seconds that the server may be away or busy.
 
@@ -45,7 +45,7 @@ class RemoteTeacher:
         they divide the requests.
         """
         self.model_parallel = model_parallel
-        self._server = Endpoint("--teacher_url", url, KEY, patience=patience)
+        self._server = Endpoint("--teacher_url", url, TEACHER_KEY_VARIABLE, patience=patience)
         self._model = self._server.ask("GET", "models")["data"][0]["id"]
         self._check_vocabulary(tokenizer)
 

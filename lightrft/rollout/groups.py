@@ -362,6 +362,7 @@ def _measure_episode(episode: Episode, metrics: Metrics) -> None:
     conversations = [episode, *(branch.episode for branch in episode.branches)]
     turns = sum(each.num_turns for each in conversations)
     sampled = sum(sum(each.sampled) for each in conversations)
+
     metrics.mean("episodes/turns", float(turns))
     metrics.max("episodes/turns_max", float(turns))
     metrics.mean("episodes/branches", float(len(episode.branches)))

@@ -13,7 +13,7 @@ from PIL import Image
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
-from lightrft.data.media_files import AUDIOS, IMAGES, KINDS, VIDEOS, media_of
+from lightrft.data.media_files import AUDIOS, IMAGES, PART_TYPES, VIDEOS, media_of
 from lightrft.engine.media import Clip, MediaReader, Video
 from lightrft.engine.model_info import placeholders
 from lightrft.engine.requests import Request
@@ -21,7 +21,7 @@ from lightrft.rollout.tower_work import TowerWork
 from lightrft.thinker import load_config
 from lightrft.types import Expanded, Prompt
 
-FAMILIES: Mapping[str, Collection[str]] = {
+MEDIA_FAMILIES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("idefics3", "smolvlm", "qwen2_vl", "llava", "internvl", "gemma3"), (IMAGES,)),
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"), (IMAGES, VIDEOS)),
     **dict.fromkeys(("qwen2_audio", "qwen2_5_omni_thinker"), (AUDIOS,)),
@@ -40,7 +40,7 @@ processed to find out."""
 PROBES = ((28, 28), (1000, 300), (300, 1000))
 """Sizes of the images that test whether a processor counts tokens correctly."""
 BLANK = Image.new("RGB", (28, 28), "white")  # some models treat black as padding
-RATE = 16_000
+SAMPLES_PER_SECOND = 16_000
 """Samples per second. Micro-batches without sound get a fifth of a second of noise."""
 
 
@@ -67,18 +67,20 @@ class Expander:
         self.reader = MediaReader(
             section.pretrain, placeholders(self.config), media_alone=True, **trust
         )
-        self.places = {medium: self.reader.placeholders[KINDS[medium]] for medium in media}
+        self.places = {medium: self.reader.placeholders[PART_TYPES[medium]] for medium in media}
         self._lengths: dict[tuple[str, tuple[int, ...]], int] = {}
         self._prepared: dict[int, tuple[Prompt, Expanded]] = {}
         """id() of a prompt -> the prompt, kept alive so that the id stays unique, and expansion."""
 
     def check_family(self) -> None:
         """Raise ConfigError if this type of model was not verified to learn from the media."""
-        learned = FAMILIES.get(self.config.model_type, ())
+        learned = MEDIA_FAMILIES.get(self.config.model_type, ())
         for medium in self.media:
             if medium not in learned:
                 kind = self.config.model_type
-                others = ", ".join(name for name, media in FAMILIES.items() if medium in media)
+                others = ", ".join(
+                    name for name, media in MEDIA_FAMILIES.items() if medium in media
+                )
                 reason = UNTRAINED.get(kind, "its gradients were not compared with transformers'")
                 raise ConfigError(
                     f"--{medium}_key: models of type {kind} cannot be trained on {medium}:"
@@ -120,7 +122,7 @@ class Expander:
         medium = self.media[0]
         item = {
             IMAGES: BLANK.resize(PROBES[1]),
-            AUDIOS: _noise(RATE // 2),
+            AUDIOS: _noise(SAMPLES_PER_SECOND // 2),
             VIDEOS: Video(np.zeros((4, *PROBES[1], 3), dtype=np.uint8)),
         }[medium]
         return self.reader.expand(Request([min(self.places[medium])], {medium: [item]}))
@@ -155,7 +157,7 @@ class Expander:
         items = {
             IMAGES: BLANK,
             VIDEOS: Video(np.full((2, 28, 28, 3), 255, dtype=np.uint8)),
-            AUDIOS: _noise(RATE // 5),
+            AUDIOS: _noise(SAMPLES_PER_SECOND // 5),
         }
         requests = [
             Request([min(self.places[medium])], {medium: [items[medium]]}) for medium in self.media
@@ -178,7 +180,7 @@ class Expander:
                     f" placeholders for {medium}"
                 )
             if self.most is not None and len(items) > self.most[medium]:
-                flag = f"--limit_mm_{KINDS[medium]}_per_prompt {self.most[medium]}"
+                flag = f"--limit_mm_{PART_TYPES[medium]}_per_prompt {self.most[medium]}"
                 raise ValueError(f"the prompt has {len(items)} {medium}, more than {flag}")
             added += sum(self._length(medium, item.size) - 1 for item in items)
 
@@ -212,7 +214,7 @@ class Expander:
         Gemma 3 has such a frame. None means that the processor miscounts. Counting avoids
         processing each image; that takes up to half a second.
         """
-        if self.config.model_type not in FAMILIES or self.config.model_type in UNCOUNTED:
+        if self.config.model_type not in MEDIA_FAMILIES or self.config.model_type in UNCOUNTED:
             return None
 
         lengths = {
@@ -255,4 +257,6 @@ class Expander:
 
 def _noise(count: int) -> Clip:
     """Return `count` samples of quiet noise, the same in all processes."""
-    return Clip(np.random.default_rng(0).normal(0, 0.01, count).astype(np.float32), RATE)
+    return Clip(
+        np.random.default_rng(0).normal(0, 0.01, count).astype(np.float32), SAMPLES_PER_SECOND
+    )

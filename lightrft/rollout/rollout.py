@@ -178,6 +178,7 @@ class FixedBatch:
         self.order = order or Order(len(prompts), seed)
         self.expander = expander
         self.trace = trace or Untraced()
+
         self.history = History(len(prompts))
         self.place = 0
         """How many prompts have been drawn or passed over, in the order of the data."""

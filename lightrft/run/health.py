@@ -8,9 +8,9 @@ import torch
 from loguru import logger
 
 from lightrft.config.sections import Config
-from lightrft.engine.probe import MISMATCH
+from lightrft.engine.probe import MAX_MISMATCH
 from lightrft.observe.curves import History
-from lightrft.observe.symptoms import METRICS, PARTS, find_symptoms
+from lightrft.observe.symptoms import METRICS, REWARD_PART_PREFIX, find_symptoms
 
 MISMATCH_NAME = "engine/logprob_mismatch"
 HISTORY = 16
@@ -68,7 +68,7 @@ class Health:
             self._check_signal(number, row)
             if self.logs:
                 for name, value in row.items():
-                    if name in METRICS or name.startswith(PARTS):
+                    if name in METRICS or name.startswith(REWARD_PART_PREFIX):
                         self._history.setdefault(name, []).append((number, value))
                 if number % SYMPTOMS_EVERY == 0:
                     self._tell_symptoms(number)
@@ -152,7 +152,7 @@ class Health:
             )
 
         usual = self._usual()
-        bound = min(max(MISMATCH.get(self.dtype, 0.0), usual), self._most())
+        bound = min(max(MAX_MISMATCH.get(self.dtype, 0.0), usual), self._most())
         if math.isfinite(mismatch):
             self._mismatches.append(mismatch)
         if mismatch <= bound:

@@ -24,7 +24,7 @@ METHODS = {
     "train_rm": "reward modelling on pairs of answers",
     "train_prm": "process reward modelling",
 }
-SHOWN = (
+CARD_SETTINGS = (
     "pretrain",
     "prompt_data",
     "reward",
@@ -170,7 +170,9 @@ def _public(name: str) -> str:
 def _settings(config: Config) -> dict[str, str]:
     owners = section_of_field()
     read = fields_read(config.command)
-    values = {name: getattr(getattr(config, owners[name]), name) for name in SHOWN if name in read}
+    values = {
+        name: getattr(getattr(config, owners[name]), name) for name in CARD_SETTINGS if name in read
+    }
     shown = {
         name: _public(str(value)) if name in ("pretrain", "prompt_data") else str(value)
         for name, value in values.items()

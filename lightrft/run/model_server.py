@@ -46,7 +46,7 @@ from lightrft.strategy.strategy import Strategy
 from lightrft.types import Prompt
 
 T = TypeVar("T")
-STEPS = 4
+STEPS_PER_LOOK = 4
 """Number of steps of the engine between two looks at new sessions and signals."""
 POLL_SECONDS = 0.5
 """Longest time between two looks of all ranks at signals, while there are no requests."""
@@ -289,7 +289,7 @@ class ModelServer:
                 for connection in self._new_sessions(wait=not loop.running()):
                     group = Group.begin(next(numbers), 0, Prompt(0, "", []), count=1, greedy=False)
                     loop.attach(group, connection)
-                for group in loop.steps(STEPS):
+                for group in loop.steps(STEPS_PER_LOOK):
                     loop.forget(group)
                 interruption.safe_point()
 

@@ -40,7 +40,7 @@ from lightrft.strategy.strategy import Strategy
 POLL_SECONDS = 0.5
 """Longest time between two looks of all ranks at signals, while there are no requests."""
 
-IDLE_SECONDS = 600.0
+CONNECTION_SECONDS = 600.0
 """Time limit of a connection without a request."""
 RECEIVE_SECONDS = 60.0
 """Time limit for a request that has begun."""
@@ -271,7 +271,7 @@ class _Unreadable(Exception):
 class _Handler(BaseHTTPRequestHandler):
     server: _Listener
     protocol_version = "HTTP/1.1"
-    timeout = IDLE_SECONDS
+    timeout = CONNECTION_SECONDS
 
     def handle_one_request(self) -> None:
         """Wait for a request, and read it within a time limit, or close the connection."""

@@ -31,7 +31,7 @@ from lightrft.parallel.collectives import Axis
 
 LOCK = ".lock"
 DESCRIPTION = "run.json"
-RESULTS = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic", "draft")
+RESULT_FILES = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic", "draft")
 """Files and folders that only a run that has trained leaves."""
 OTHER_FILES = (
     DESCRIPTION,
@@ -80,6 +80,7 @@ class RunFolder:
         """True if the checkpoints are outside the run's own folder."""
         self.resumes = train.load_checkpoint
         self.overwrites = train.overwrite
+
         self.process = world.broadcast(f"process {os.getpid()} on {socket.gethostname()}")
         """Process of rank 0."""
         self.launchers = sorted({name for name in world.gather(launcher()) if name})
@@ -236,7 +237,7 @@ class RunFolder:
     def _results(self) -> list[str]:
         results = [
             name
-            for name in RESULTS
+            for name in RESULT_FILES
             if (path := self.path / name).is_dir() or path.is_file() and path.stat().st_size
         ]
         return results + [str(path) for _, path in checkpoints(self.checkpoints)[:1]]
@@ -245,7 +246,7 @@ class RunFolder:
         if not self._results():
             return
         self.id = uuid.uuid4().hex
-        _move(self.path, [*RESULTS, *OTHER_FILES, *([] if self.outside else ["checkpoints"])])
+        _move(self.path, [*RESULT_FILES, *OTHER_FILES, *([] if self.outside else ["checkpoints"])])
         if self.outside:
             _move(
                 self.checkpoints,

@@ -69,6 +69,7 @@ class Assignment:
         self.num_groups = len(lengths)
         self.num_ranks = num_ranks
         self.needed = needed
+
         self.chunks = [
             chunk
             for place, rank in enumerate(ranks)

@@ -59,6 +59,7 @@ class OpenRound:
         self.trace = trace
         self.every = every
         self.overlap = overlap
+
         self._local: dict[int, Group] = {}
         """Place in `drawn` -> group that this rank generates responses for."""
         self._chunks: list[int] = []

@@ -32,7 +32,7 @@ from lightrft.rollout.groups import GatheredRewards
 from lightrft.rollout.plan import Stage, TrainingPlan
 from lightrft.types import Experience
 
-GIVEN = {"lengths", "responses", "greedy_rewards", "components", "component_weights"}
+ESTIMATOR_INPUTS = {"lengths", "responses", "greedy_rewards", "components", "component_weights"}
 """Options of an estimator that come from the samples, not from the configuration."""
 
 
@@ -52,9 +52,11 @@ class CompareRewards:
         self.section = section
         self.shaper = shaper if shaper.is_enabled else None
         self.weights = weights
-        self.estimator: Estimator = resolve(estimators, section.advantage_estimator, extra=GIVEN)
+        self.estimator: Estimator = resolve(
+            estimators, section.advantage_estimator, extra=ESTIMATOR_INPUTS
+        )
         self.options = options_of(self.estimator, section)
-        self.given = keywords(self.estimator).keys() & GIVEN
+        self.given = keywords(self.estimator).keys() & ESTIMATOR_INPUTS
         self.reads_components = "components" in self.given
 
     def __call__(self, gathered: GatheredRewards) -> Tensor:

@@ -13,14 +13,14 @@ from lightrft.registry import Registry
 from lightrft.strategy.engine_host import EngineStatus
 from lightrft.strategy.strategy import Strategy
 
-_HOMES = {
+_MODULES = {
     "StrategyBase": "lightrft.compat.strategy",
     "FSDPStrategy": "lightrft.compat.strategy",
     "DeepSpeedStrategy": "lightrft.compat.strategy",
     "is_actor": "lightrft.compat.strategy",
 }
 """Public name -> module. The modules import this package, so they are imported only for a name."""
-__all__ = [*_HOMES, "EngineStatus", "Strategy", "StrategyConfig", "get_strategy"]
+__all__ = [*_MODULES, "EngineStatus", "Strategy", "StrategyConfig", "get_strategy"]
 
 _strategies = Registry("strategy", flag="--strategy")
 _strategies.register_deferred("fsdp", "lightrft.compat.strategy:FSDPStrategy")
@@ -58,9 +58,9 @@ def get_strategy(args: Arguments = None) -> Strategy:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def _class(name: str) -> type[Strategy]:

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from lightrft.data.loader import share_of
 from lightrft.strategy import StrategyBase
 
-VOCABULARY = 96
-STEPS = 3
-LENGTHS = [3, 9, 4, 12, 2, 6, 7, 5, 11, 3, 8, 4]
+PROBE_VOCABULARY = 96
+PROBE_STEPS = 3
+PROBE_LENGTHS = [3, 9, 4, 12, 2, 6, 7, 5, 11, 3, 8, 4]
 """Vocabulary size, optimizer steps, and lengths of a step's sequences. With these lengths ranks
 have different numbers of tokens."""
 OptimizerOf = Callable[[nn.Module], Optimizer]
@@ -64,7 +64,7 @@ class Bench:
         data = self.strategy.mesh.data
         total = 0.0
         denominator = tokens(step)
-        rows = [batch(step)[row] for row in share_of(data.rank, data.size, len(LENGTHS))]
+        rows = [batch(step)[row] for row in share_of(data.rank, data.size, len(PROBE_LENGTHS))]
         for index in range(micro_batches):
             loss = loss_of(model, rows[index::micro_batches], denominator)
             loss = loss if change is None else change(loss)
@@ -76,7 +76,7 @@ class Bench:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        steps: range = range(STEPS),
+        steps: range = range(PROBE_STEPS),
         scheduler: Any = None,
         micro_batches: int = 1,
     ) -> TrainingRun:
@@ -123,7 +123,7 @@ def tiny_model(seed: int = 0, tie: bool = False) -> PreTrainedModel:
         num_key_value_heads=1,
         head_dim=16,
         intermediate_size=48,
-        vocab_size=VOCABULARY,
+        vocab_size=PROBE_VOCABULARY,
         initializer_range=0.08,
         tie_word_embeddings=tie,
         pad_token_id=0,
@@ -131,6 +131,7 @@ def tiny_model(seed: int = 0, tie: bool = False) -> PreTrainedModel:
         eos_token_id=2,
         use_cache=False,
     )
+
     with torch.random.fork_rng(devices=[]):
         # All ranks and the plain loop need the same model, whatever was drawn before.
         torch.manual_seed(seed)
@@ -139,7 +140,10 @@ def tiny_model(seed: int = 0, tie: bool = False) -> PreTrainedModel:
 
 def batch(step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+    return [
+        torch.randint(3, PROBE_VOCABULARY, (length,), generator=generator)
+        for length in PROBE_LENGTHS
+    ]
 
 
 def tokens(step: int) -> int:
@@ -165,7 +169,7 @@ def sgd(model: nn.Module) -> Optimizer:
 
 def plain(
     optimizer_of: OptimizerOf,
-    steps: range = range(STEPS),
+    steps: range = range(PROBE_STEPS),
     *,
     model: nn.Module | None = None,
     max_norm: float = 1.0,

@@ -16,7 +16,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, EngineSection, longest_sequence
 from lightrft.engine.base import Engine, EngineError
 from lightrft.engine.loop import RequestLoop
-from lightrft.engine.remote.wire import ADAPTERS, PRETRAIN
+from lightrft.engine.remote.wire import ADAPTERS_KEY, PRETRAIN
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.models.lora import adapter_shapes, keep_adapters_apart
 from lightrft.parallel.collectives import Axis
@@ -67,6 +67,7 @@ class EngineHost:
         self.full_params = full_params
         self.adapter_params = adapter_params
         self.expert_params = expert_params
+
         self.actor: nn.Module | None = None
         """Model that the engine's weights came from last. None: they came from a folder, and the
         engine keeps them while it sleeps."""
@@ -223,7 +224,7 @@ class EngineHost:
         pretrain = processes.store.get(PRETRAIN).decode()
         announce("start_engine")
         config = self.backend.config
-        adapters = processes.store.get(ADAPTERS).decode()
+        adapters = processes.store.get(ADAPTERS_KEY).decode()
         self.start(
             replace(config, model=replace(config.model, pretrain=pretrain)),
             adapters=Adapters.from_json(adapters) if adapters else None,

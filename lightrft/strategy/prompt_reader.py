@@ -8,7 +8,7 @@ from typing import Any
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.engine.media import is_clip
 from lightrft.engine.model_info import Vocabulary
-from lightrft.engine.requests import MEDIA, Request
+from lightrft.engine.requests import MEDIA_NAMES, Request
 
 MediaItems = tuple[list | None, list[int] | None]
 """Items of one medium, and how many belong to each prompt if the list is flat."""
@@ -67,7 +67,7 @@ class PromptReader:
         data = prompt.get("multi_modal_data") or {}
         unknown = [
             *(prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"}),
-            *(data.keys() - set(MEDIA.values())),
+            *(data.keys() - set(MEDIA_NAMES.values())),
         ]
 
         if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
@@ -79,13 +79,13 @@ class PromptReader:
 
         ids = self.tokens(prompt["prompt"]) if "prompt" in prompt else prompt["prompt_token_ids"]
         return self.request(
-            ids, {name: as_list(data.get(medium)) for name, medium in MEDIA.items()}
+            ids, {name: as_list(data.get(medium)) for name, medium in MEDIA_NAMES.items()}
         )
 
     def request(self, token_ids: list[int], media: Mapping[str, list]) -> Request:
         """Build a request; placeholders of a medium without items are removed."""
         token_ids = list(token_ids)
-        for name, medium in MEDIA.items():
+        for name, medium in MEDIA_NAMES.items():
             if not media.get(name):
                 token_ids = self.vocabulary.without_placeholders(token_ids, medium)
         return Request(token_ids, {name: items for name, items in media.items() if items})

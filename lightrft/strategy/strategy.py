@@ -24,7 +24,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import SUPERVISED, sequence_layout
 from lightrft.data.loader import Order
-from lightrft.launch.heartbeat import MARGIN, SingleRankWatchdog, Watchdog
+from lightrft.launch.heartbeat import COLLECTIVE_MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.launch.rendezvous import join_process_group
 from lightrft.models.lora import merge_adapters, split_adapters
 from lightrft.observe.metrics import Untraced
@@ -35,7 +35,7 @@ from lightrft.parallel.processes import RunProcesses
 from lightrft.strategy.checkpoints import Checkpoints
 from lightrft.strategy.device_memory import DeviceMemory
 from lightrft.strategy.engine_host import EngineHost
-from lightrft.versions import TENSOR_PARALLEL, untested_versions
+from lightrft.versions import TENSOR_PARALLEL_VERSIONS, untested_versions
 from lightrft.weight_sync.stream import persistent_buffers, unwrap
 
 ALONE = Axis("data", 1, 0, None)
@@ -139,7 +139,7 @@ class Strategy(Backend):
             sp=sequence_layout(section)[0],
             tp=section.tp_size,
             ep=section.ep_size,
-            timeout=timeout + MARGIN,
+            timeout=timeout + COLLECTIVE_MARGIN,
         )
         self._data = self._mesh.data
         # This is here because all ranks have to create the engine's group together.
@@ -458,7 +458,7 @@ class Strategy(Backend):
             )
 
     def _warn_of_versions(self) -> None:
-        untested = untested_versions(TENSOR_PARALLEL) if self.mesh.tp.size > 1 else []
+        untested = untested_versions(TENSOR_PARALLEL_VERSIONS) if self.mesh.tp.size > 1 else []
         if untested and self.is_rank_0():
             logger.warning(
                 "--tp_size is not tested with {}: compare first steps with --tp_size 1",

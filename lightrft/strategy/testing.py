@@ -28,8 +28,8 @@ from lightrft.engine.base import Sampling
 from lightrft.registry import Registry
 from lightrft.strategy import StrategyBase, is_actor
 from lightrft.strategy.bench import (
-    LENGTHS,
-    STEPS,
+    PROBE_LENGTHS,
+    PROBE_STEPS,
     Bench,
     TrainingRun,
     batch,
@@ -125,7 +125,7 @@ def each_model_is_clipped_by_its_own_norm(bench: Bench) -> None:
         actor = bench.prepared(sgd)
         critic = bench.prepared(sgd, seed=1)
         norms = []
-        for step in range(STEPS):
+        for step in range(PROBE_STEPS):
             bench.backward(*actor, step)
             bench.backward(*critic, step, change=lambda loss: loss * 100)
             norms += [
@@ -189,7 +189,7 @@ def an_unfinished_step_is_refused(bench: Bench) -> None:
     rows = [
         batch(0)[row]
         for row in share_of(
-            bench.strategy.mesh.data.rank, bench.strategy.mesh.data.size, len(LENGTHS)
+            bench.strategy.mesh.data.rank, bench.strategy.mesh.data.size, len(PROBE_LENGTHS)
         )
     ]
     bench.strategy.backward(loss_of(model, rows, tokens(0)), model, optimizer, last=False)
@@ -283,7 +283,7 @@ def a_frozen_model_answers_as_ever(bench: Bench) -> None:
         expected = loss_of(tiny_model(5), batch(0), 1).item()
         answers = [loss_of(frozen, batch(0), 1).item()]
         course = TrainingRun()
-        for step in range(STEPS):
+        for step in range(PROBE_STEPS):
             loss_of(model, batch(0), 1)
             with torch.enable_grad():
                 one = bench.course(model, optimizer, range(step, step + 1))
@@ -327,7 +327,7 @@ def an_average_follows_the_model(bench: Bench) -> None:
 
     model, optimizer = bench.prepared(sgd)
     expected = {name: parameter.detach() for name, parameter in tiny_model().named_parameters()}
-    for step in range(STEPS):
+    for step in range(PROBE_STEPS):
         now = bench.course(model, optimizer, range(step, step + 1)).parameters
         strategy.moving_average(model, average, beta=0.9)
         expected = {name: 0.9 * expected[name] + 0.1 * now[name] for name in expected}
@@ -357,7 +357,7 @@ def what_is_away_comes_back_bit_by_bit(bench: Bench) -> None:
     course = TrainingRun()
     before = list(map(id, model.parameters()))
 
-    for step in range(STEPS):
+    for step in range(PROBE_STEPS):
         for verb in (
             bench.strategy.offload_model,
             bench.strategy.offload_model,

@@ -572,11 +572,11 @@ class Frontend:
         return [
             {
                 "checkpoint_id": f"{kind}/{each.name}",
-                "checkpoint_type": protocol.KINDS[kind],
+                "checkpoint_type": protocol.CHECKPOINT_KINDS[kind],
                 "time": datetime.fromtimestamp(each.stat().st_mtime, UTC).isoformat(),
                 "tinker_path": protocol.path_of(model, kind, each.name),
             }
-            for kind in protocol.KINDS
+            for kind in protocol.CHECKPOINT_KINDS
             for each in sorted((folder / kind).glob("*"))
             if each.is_dir() and each.suffix not in (PART, OLD)
         ]

@@ -93,7 +93,7 @@ LOSSES: dict[str, Loss] = {
     "dro": Loss(dro, SAMPLED, {"beta": 0.05}),
 }
 """Name of a loss in requests -> the loss."""
-REFUSED = {
+MISSING_LOSSES = {
     "stable_reinforce": "it needs what Tinker's own sampler records",
     "custom": "the client computes custom losses, as create_custom_loss tells it to",
 }

@@ -170,16 +170,16 @@ class Models:
         for parameter, saved in zip(self.trained, moments, strict=True):
             for name, value in saved.items():
                 # A moment is sharded like the parameter.
-                if name != STEP:
+                if name != STEP_STATE:
                     moment = torch.empty_like(parameter)
                     local_part(moment).copy_(value)
                     value = moment
                 state[parameter][name] = value
 
 
-STEP = "step"
+STEP_STATE = "step"
 """State of AdamW that is a number, and not sharded."""
 
 
 def _saved(name: str, value: Tensor) -> Tensor:
-    return value if name == STEP else local_part(value).to("cpu", copy=True)
+    return value if name == STEP_STATE else local_part(value).to("cpu", copy=True)

@@ -15,7 +15,7 @@ from lightrft.tinker.records import RequestRefused, SamplePrompt
 
 KEPT_SECONDS = 900.0
 """How long the result of a request can be asked for."""
-POLL_SECONDS = 25.0
+LONG_POLL_SECONDS = 25.0
 """How long a question for a result waits; the SDK gives up after 45 seconds."""
 MOST_WAITING = 4096
 """Requests that wait at the same time; others are asked to come again."""
@@ -114,7 +114,7 @@ class Promises:
             return JSONResponse({"detail": f"there is no request {request_id!r:.100}"}, 410)
 
         waiting = asyncio.wrap_future(promise.result)
-        done, _ = await asyncio.wait({waiting}, timeout=POLL_SECONDS)
+        done, _ = await asyncio.wait({waiting}, timeout=LONG_POLL_SECONDS)
         if not done:
             again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return JSONResponse(again, 408)

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from lightrft.checkpoint.atomic import OLD, PART
 from lightrft.engine.requests import Request, Sampling, derived_seed
-from lightrft.tinker.losses import LOSSES, REFUSED, Loss
-from lightrft.tinker.records import TARGETS, Examples, Outputs, Sampled
+from lightrft.tinker.losses import LOSSES, MISSING_LOSSES, Loss
+from lightrft.tinker.records import TARGET_TOKENS, Examples, Outputs, Sampled
 
 MOST_SAMPLES = 4096
 """Samples of one prompt."""
-NAME = re.compile(r"[\w.-]{1,200}")
+NAME_PATTERN = re.compile(r"[\w.-]{1,200}")
 SCHEME = "tinker://"
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+CHECKPOINT_KINDS = {"weights": "training", "sampler_weights": "sampler"}
 """Part of a path -> the SDK's name of such a checkpoint."""
 NUMPY = {wire.DTYPE_FLOAT32: np.float32, wire.DTYPE_INT64: np.int64, wire.DTYPE_INT32: np.int32}
 
@@ -67,7 +67,7 @@ def read_training(content: bytes, limits: RequestLimits) -> TrainingRequest:
 
     name = message.loss_fn
     if name not in LOSSES:
-        reason = REFUSED.get(name, f"the losses are {', '.join(LOSSES)}")
+        reason = MISSING_LOSSES.get(name, f"the losses are {', '.join(LOSSES)}")
         raise ValueError(f"loss_fn {name!r:.100} is not possible here: {reason}")
 
     loss = LOSSES[name]
@@ -117,7 +117,7 @@ def _row(
     """Return the tokens of a datum, with the last target, and the columns."""
     tokens = _tokens(datum.model_input, limits)
     inputs = datum.loss_fn_inputs
-    needed = {TARGETS, *loss.columns}
+    needed = {TARGET_TOKENS, *loss.columns}
     if missing := needed - set(inputs):
         raise ValueError(f"loss_fn_inputs lack {', '.join(sorted(missing))}")
     if unknown := set(inputs) - needed - set(loss.per_target):
@@ -132,8 +132,8 @@ def _row(
             )
         columns[name] = values
 
-    targets = columns[TARGETS]
-    _check_tokens(targets, limits, TARGETS)
+    targets = columns[TARGET_TOKENS]
+    _check_tokens(targets, limits, TARGET_TOKENS)
     if len(tokens) + 1 > limits.longest_row:
         raise ValueError(
             f"it has {len(tokens)} tokens, and with the last target {limits.longest_row} fit"
@@ -151,9 +151,9 @@ def _values(name: str, tensor: wire.Tensor) -> np.ndarray:
     if tensor.dtype not in NUMPY:
         raise ValueError(f"{name} is float32 or int64, not dtype {tensor.dtype}")
 
-    kind = np.int64 if name == TARGETS else np.float32
+    kind = np.int64 if name == TARGET_TOKENS else np.float32
     read = NUMPY[tensor.dtype]
-    if name == TARGETS and read is np.float32:
+    if name == TARGET_TOKENS and read is np.float32:
         raise ValueError(f"{name} is int64, not float32")
     if len(tensor.dense) % np.dtype(read).itemsize:
         raise ValueError(f"{name} has {len(tensor.dense)} bytes, no whole number of values")
@@ -332,7 +332,7 @@ def path_of(model: str, kind: str, name: str) -> str:
 def tag_of(path: str) -> str:
     """Return the folder of a path `tinker://MODEL/weights/NAME`, below all checkpoints."""
     parts = path.removeprefix(SCHEME).split("/")
-    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
+    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in CHECKPOINT_KINDS:
         raise ValueError(f"{path!r:.200} is no path tinker://MODEL/weights/NAME")
     return f"{folder_of(parts[0])}/{parts[1]}/{checked_name(parts[2])}"
 
@@ -343,6 +343,6 @@ def folder_of(model: str) -> str:
 
 def checked_name(name: str) -> str:
     """Return a name that can be a folder. Raises ValueError for any other."""
-    if not NAME.fullmatch(name) or set(name) == {"."} or name.endswith((PART, OLD)):
+    if not NAME_PATTERN.fullmatch(name) or set(name) == {"."} or name.endswith((PART, OLD)):
         raise ValueError(f"{name!r:.200} is no name: use letters, digits, dots, - and _")
     return name

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightrft.engine.requests import Request
 from lightrft.types import Batch, Completion
 
-TARGETS = "target_tokens"
+TARGET_TOKENS = "target_tokens"
 """Column of examples with the tokens to take the log-probs of in place of the inputs."""
 
 
@@ -35,7 +35,7 @@ class Examples:
     input_ids: Tensor
     """[T] int64."""
     columns: dict[str, Tensor]
-    """[T] each: TARGETS and what the loss reads, 0 at the first token of a row."""
+    """[T] each: TARGET_TOKENS and what the loss reads, 0 at the first token of a row."""
 
     def select(self, rows: list[int]) -> Batch:
         """Return rows as a batch that learns every target."""

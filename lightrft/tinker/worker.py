@@ -17,7 +17,7 @@ from lightrft.strategy.device_memory import Phase
 from lightrft.tinker.losses import LOSSES
 from lightrft.tinker.models import Models
 from lightrft.tinker.records import (
-    TARGETS,
+    TARGET_TOKENS,
     Examples,
     Outputs,
     RequestRefused,
@@ -26,7 +26,7 @@ from lightrft.tinker.records import (
 )
 from lightrft.types import Batch, token_index
 
-STEPS = 8
+STEPS_PER_TURN = 8
 """Number of steps of the engine between two looks at new requests."""
 ACTOR = "actor"
 """Name of the model in checkpoints, as train_ppo writes it."""
@@ -169,7 +169,7 @@ class TinkerWorker:
 
         with torch.set_grad_enabled(learn):
             for number, part in enumerate(micro_batches(batch, parts, self.strategy.device), 1):
-                targets = part.extra_columns[TARGETS]
+                targets = part.extra_columns[TARGET_TOKENS]
                 values, _ = self.policy.supervised(part, targets=targets)
                 losses = LOSSES[loss].compute(values, part, **config)
                 # The loss is a sum: each rank has its share, and nothing is divided.
@@ -240,7 +240,7 @@ class TinkerWorker:
                 own |= dict(zip(indices, (each.number for each in own_prompts), strict=True))
 
                 ended = []
-                for _ in range(STEPS):
+                for _ in range(STEPS_PER_TURN):
                     if session.running:
                         ended += [(own.pop(index), each) for index, each in session.step()]
                 for number, completions in (pair for each in world.gather(ended) for pair in each):
@@ -263,6 +263,6 @@ class TinkerWorker:
     def _score(self, token_ids: list[int]) -> Tensor:
         """Return the log-prob of each token of a prompt under the actor: [L], NaN for the first."""
         ids = torch.tensor(token_ids)
-        examples = Examples([len(ids)], ids, {TARGETS: ids, "weights": torch.zeros(len(ids))})
+        examples = Examples([len(ids)], ids, {TARGET_TOKENS: ids, "weights": torch.zeros(len(ids))})
         (logprobs,) = self._run(examples, "cross_entropy", {}, learn=False).logprobs
         return torch.cat([torch.tensor([torch.nan]), logprobs])

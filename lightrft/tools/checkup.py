@@ -16,7 +16,7 @@ from lightrft.launch.interface import interface_problem
 from lightrft.parallel.device import GB, current_device, free_memory
 from lightrft.versions import (
     CORE,
-    ENGINES,
+    ENGINE_VERSIONS,
     EXTRAS,
     installed_version,
     untested_versions,
@@ -24,7 +24,7 @@ from lightrft.versions import (
 )
 
 SHARED_MEMORY = Path("/dev/shm")
-PORT = 29500
+RENDEZVOUS_PORT = 29500
 """Port where the processes of torchrun meet by default."""
 
 
@@ -59,7 +59,7 @@ def _packages() -> list[Check]:
         for name in ("torch", "transformers")
         if installed_version(name)
     )
-    others = [table for extra, table in EXTRAS.items() if extra not in ENGINES]
+    others = [table for extra, table in EXTRAS.items() if extra not in ENGINE_VERSIONS]
     optional = [problem for table in others for problem in version_problems(table, optional=True)]
     named = f"Python {platform.python_version()}, {versions}"
 
@@ -79,7 +79,9 @@ def _extras() -> str:
 
 def _engines() -> list[Check]:
     """Check the versions of the installed engines against the tested ones."""
-    installed = {name: tested for name, tested in ENGINES.items() if installed_version(name)}
+    installed = {
+        name: tested for name, tested in ENGINE_VERSIONS.items() if installed_version(name)
+    }
     if not installed:
         return [
             Check(
@@ -171,11 +173,11 @@ def _name() -> Check:
 def _port() -> Check:
     with socket.socket() as probe:
         try:
-            probe.bind(("", PORT))
+            probe.bind(("", RENDEZVOUS_PORT))
         except OSError:
             return Check(
                 "port",
-                str(PORT),
+                str(RENDEZVOUS_PORT),
                 "the port is in use: pass torchrun --standalone, or --master-port PORT",
             )
-    return Check("port", f"{PORT} is free")
+    return Check("port", f"{RENDEZVOUS_PORT} is free")

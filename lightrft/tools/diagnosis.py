@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import Config
 from lightrft.engine.model_info import never_sampled
-from lightrft.engine.probe import LOGITS, MISMATCH, Probe
+from lightrft.engine.probe import LOGITS, MAX_MISMATCH, Probe
 from lightrft.engine.requests import Request, Sampling
 from lightrft.exact.install import make_actor_exact
 from lightrft.exact.products import LEAST
@@ -35,7 +35,7 @@ TEXTS = (
     "Question: a train leaves at 9:40 and arrives at 13:05. How long is the journey?\nAnswer:",
     "Once upon a time",
 )
-SAMPLING = {
+PROBE_SAMPLING = {
     "greedy": Sampling(temperature=0, max_tokens=32),
     "sampled": Sampling(n=4, max_tokens=32, seed=1),
 }
@@ -45,7 +45,7 @@ ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 It grows with the root of the depth.
 """
 
-ADVICE = {
+PART_ADVICE = {
     "embed_tokens": (
         "the embeddings: other weights or another vocabulary, or a scale of the embeddings on one"
         " side only"
@@ -131,7 +131,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        allowed = 0.0 if self.exact else MISMATCH[self.dtype]
+        allowed = 0.0 if self.exact else MAX_MISMATCH[self.dtype]
         within = all(gap.mean <= allowed for gap in self.gaps.values())
         return within and self.first is None
 
@@ -151,7 +151,7 @@ class Diagnosis:
             part = self.first.name
             return f"{part}: engine and trainer agree in every bit before it, and differ from it on"
 
-        advice = ADVICE[self.first.name.rpartition(".")[2]]
+        advice = PART_ADVICE[self.first.name.rpartition(".")[2]]
         return (
             f"{advice}. The settings differ in {'; '.join(self.settings)}"
             if self.settings
@@ -186,7 +186,7 @@ def diagnose(
         requests = [Request(prompt) for prompt in prompts]
         responses = {
             name: strategy.host.engine.generate(requests, sampling)
-            for name, sampling in SAMPLING.items()
+            for name, sampling in PROBE_SAMPLING.items()
         }
         sequence = prompts[2] + responses["sampled"][2][0].token_ids
         engine_values = strategy.host.engine.parts(sequence)

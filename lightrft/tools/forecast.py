@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEAST_STEPS = 12
+FORECAST_STEPS = 12
 """Number of steps that a forecast needs."""
 PACES = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 4.0, 8.0)
 """Values of tau, in numbers of steps so far."""
-DRIFT = 1.5
+FORECAST_DRIFT = 1.5
 """How far a run leaves the curve, as a multiple of the noise of a step, when it has taken as many
 steps again.
 
@@ -46,8 +46,10 @@ class Forecast:
 
         Raise ValueError for fewer than 12 steps.
         """
-        if len(rewards) < LEAST_STEPS:
-            raise ValueError(f"a forecast needs {LEAST_STEPS} steps, and there are {len(rewards)}")
+        if len(rewards) < FORECAST_STEPS:
+            raise ValueError(
+                f"a forecast needs {FORECAST_STEPS} steps, and there are {len(rewards)}"
+            )
 
         self.most = most
         self.num_steps = len(rewards)
@@ -67,7 +69,7 @@ class Forecast:
         factors = np.linalg.cholesky(np.stack([fit[1] for fit in fits]))[chosen]
         normal = generator.standard_normal((DRAWS, 2, 1))
         self._curves = best + (factors @ normal)[..., 0]
-        self._drifts = generator.standard_normal(DRAWS) * DRIFT * self._noise
+        self._drifts = generator.standard_normal(DRAWS) * FORECAST_DRIFT * self._noise
 
     @staticmethod
     def _fit(

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from lightrft.algorithms.policy_loss import PER_SEQUENCE
-from lightrft.backends.zero_state import BUCKET
+from lightrft.backends.zero_state import ZERO_BUCKET
 from lightrft.config.errors import ConfigError
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.config.references import reward_model_terms, teacher_terms
@@ -222,10 +222,12 @@ class Planner:
         stage = self.config.strategy.zero_stage
         text = self.shape.get_text_config()
         bucket = (
-            self.gradient_width * BUCKET * (1 + self.config.strategy.overlap_comm) if stage else 0.0
+            self.gradient_width * ZERO_BUCKET * (1 + self.config.strategy.overlap_comm)
+            if stage
+            else 0.0
         )
         copied = {0: min(PLAIN_BUCKET, self.trained), 1: 0}.get(
-            stage, 2 * min(BUCKET, self.trained)
+            stage, 2 * min(ZERO_BUCKET, self.trained)
         )
 
         reduced = bucket + self.gradient_width * copied

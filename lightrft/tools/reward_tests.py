@@ -23,7 +23,7 @@ from lightrft.rewards.functions import right_answers
 from lightrft.rewards.runner import RewardRunner
 from lightrft.samples import Prompt, Sample
 
-FORMS = (
+RESPONSE_FORMS = (
     "{}",
     "The answer is {}.",
     r"The answer is \boxed{{{}}}.",
@@ -32,7 +32,7 @@ FORMS = (
     "```python\n{}\n```",
 )
 """Forms of a response with a label."""
-ODD = (
+ODD_RESPONSES = (
     " ",
     "\n\n",
     "\0",
@@ -178,7 +178,7 @@ class RewardTest:
 
         answers = [right_answers(label)[0] for label in labels]
         self.form = max(
-            FORMS,
+            RESPONSE_FORMS,
             key=lambda form: fmean(
                 self.scores(prompt, [form.format(answer)])[0]
                 for prompt, answer in zip(prompts, answers, strict=True)
@@ -225,7 +225,7 @@ class RewardTest:
 
     def _odd_responses(self) -> Iterator[Finding]:
         for row in self.rows[:2]:
-            for text in ODD:
+            for text in ODD_RESPONSES:
                 try:
                     self.scores(row.prompt, [text])
                 except ConfigError as error:

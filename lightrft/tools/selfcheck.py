@@ -36,17 +36,17 @@ from lightrft.parallel.sequence_parallel import (
 from lightrft.parallel.tensor_parallel import parallelize
 from lightrft.strategy.strategy import Strategy
 from lightrft.thinker import load_config
-from lightrft.tools.small_copy import FIRST_TOKEN, VOCABULARY, small_config, small_model
+from lightrft.tools.small_copy import FIRST_TOKEN, SMALL_VOCABULARY, small_config, small_model
 from lightrft.types import Batch
 
-LENGTHS = (11, 14, 9, 10, 7)
+SEQUENCE_LENGTHS = (11, 14, 9, 10, 7)
 """Lengths of the sequences; all are longer than a window of the copy."""
 PREFIXES = (("a",), ("a", "b"), ("a", "b"), ("c",), ("c",))
 """What each sequence begins with: two prompts, and a prompt with the same first turn twice."""
-PREFIX = 4
+PREFIX_TOKENS = 4
 """Tokens of each of these parts."""
 TEMPERATURE = 0.8
-LOGPROBS = 1e-3
+LOGPROB_TOLERANCE = 1e-3
 GRADIENTS = 1e-2
 """Largest differences that rounding in float32 explains; errors of a family are much larger."""
 HIDDEN = 1e-4
@@ -74,12 +74,12 @@ class Comparison:
     @property
     def differs(self) -> bool:
         # NaN differs
-        return not (self.logprobs <= LOGPROBS and self.gradients <= GRADIENTS)
+        return not (self.logprobs <= LOGPROB_TOLERANCE and self.gradients <= GRADIENTS)
 
     @property
     def finding(self) -> str:
         """Say in a few words how large the difference is, and where it begins."""
-        if not self.logprobs <= LOGPROBS:
+        if not self.logprobs <= LOGPROB_TOLERANCE:
             where = self.first or "the head: a scale, a soft cap or a bias of the logits"
             return f"log-probs differ by {self.logprobs:.1e}, first in {where}"
         return f"the gradient of {self.parameter} differs by {self.gradients:.1e} of its norm"
@@ -99,7 +99,7 @@ class Computed:
 
 _passed: set[str] = set()
 """Small configurations that this process has checked already."""
-SCORES = "scores "
+SCORES_LABEL = "scores "
 NO_BEHAVIOUR = ("_name_or_path", "architectures", "id2label", "label2id", "dtype", "num_labels")
 
 
@@ -132,7 +132,7 @@ def check_model(
     try:
         key = _behaviour(small_config(config), mesh.sp.size, mesh.tp.size)
         # What generates correctly also scores correctly.
-        if key in _passed or (scores and SCORES + key in _passed):
+        if key in _passed or (scores and SCORES_LABEL + key in _passed):
             return
         layout["scores"] = scores
         different = differences(config, trust_remote_code=section.trust_remote_code, **layout)
@@ -152,7 +152,7 @@ def check_model(
             f" {different[0].finding}. Use another version of transformers or another model;"
             f" `lightrft selfcheck {name}` shows all comparisons"
         )
-    _passed.add(SCORES + key if scores else key)
+    _passed.add(SCORES_LABEL + key if scores else key)
 
 
 def _behaviour(config: PretrainedConfig, *sizes: int) -> str:
@@ -277,18 +277,18 @@ def _whole(tensor: Tensor) -> Tensor:
 def _batch() -> Batch:
     """Return a few sequences of random tokens that begin alike."""
     generator = torch.Generator().manual_seed(5)
-    draw = partial(torch.randint, FIRST_TOKEN, VOCABULARY, generator=generator)
-    parts = {name: draw((PREFIX,)) for name in "abc"}
+    draw = partial(torch.randint, FIRST_TOKEN, SMALL_VOCABULARY, generator=generator)
+    parts = {name: draw((PREFIX_TOKENS,)) for name in "abc"}
     rows = []
-    for length, prefix in zip(LENGTHS, PREFIXES, strict=True):
+    for length, prefix in zip(SEQUENCE_LENGTHS, PREFIXES, strict=True):
         begin = torch.cat([parts[name] for name in prefix])
         # The first own tokens differ, so that these are all that sequences share.
         own = draw((length - len(begin),))
         own[0] = FIRST_TOKEN + len(rows)
         rows.append(torch.cat([begin, own]))
 
-    lengths = torch.tensor(LENGTHS)
-    mask = torch.ones(sum(LENGTHS), dtype=torch.bool)
+    lengths = torch.tensor(SEQUENCE_LENGTHS)
+    mask = torch.ones(sum(SEQUENCE_LENGTHS), dtype=torch.bool)
     mask[lengths.cumsum(0) - lengths] = False
     return Batch(
         lengths=lengths, input_ids=torch.cat(rows), loss_mask=mask, rows=torch.arange(len(rows))
@@ -411,7 +411,7 @@ def _compare(name: str, actual: Computed, expected: Computed) -> Comparison:
     parameter = max(gradients, key=lambda each: _nan_last(gradients[each]))
 
     first = ""
-    if not gap <= LOGPROBS:
+    if not gap <= LOGPROB_TOLERANCE:
         first = next(
             (
                 f"{module} ({expected.classes[module]})"

@@ -20,15 +20,15 @@ from lightrft.models.empty import real_parameters
 from lightrft.models.load import Scores, new_model
 
 HEAD_DIM = 8
-WINDOW = 4
+SMALL_WINDOW = 4
 MAX_LAYERS = 4
 MAX_PARAMETERS = 30_000_000
 """A copy with more has sizes under unknown names, and would cost seconds and memory."""
-VOCABULARY = 64
+SMALL_VOCABULARY = 64
 FIRST_TOKEN = 8
 """Token ids of a small vocabulary below this one have a meaning, such as padding."""
 
-SIZES: dict[str, float] = {
+SMALL_SIZES: dict[str, float] = {
     "intermediate_size": 48,
     "shared_intermediate_size": 16,
     "moe_intermediate_size": 16,
@@ -83,13 +83,13 @@ SIZES: dict[str, float] = {
     "num_dense_layers": 1,
     "moe_layer_start_index": 1,
     "max_window_layers": 1,
-    "sliding_window": WINDOW,
-    "sliding_window_size": WINDOW,
-    "attention_window_size": WINDOW,
-    "window_size": WINDOW,
-    "local_attention": 2 * WINDOW,
-    "attention_chunk_size": WINDOW,
-    "index_topk": WINDOW,
+    "sliding_window": SMALL_WINDOW,
+    "sliding_window_size": SMALL_WINDOW,
+    "attention_window_size": SMALL_WINDOW,
+    "window_size": SMALL_WINDOW,
+    "local_attention": 2 * SMALL_WINDOW,
+    "attention_chunk_size": SMALL_WINDOW,
+    "index_topk": SMALL_WINDOW,
     "index_head_dim": HEAD_DIM,
     "index_n_heads": 2,
     "query_pre_attn_scalar": 16,
@@ -220,7 +220,7 @@ def _small(config: PretrainedConfig, values: dict[str, Any], multiple: int) -> d
     real = config.attribute_map
     values = _fewer_layers(config, values)
     values = {name: value for name, value in values.items() if name not in DERIVED}
-    for name, largest in SIZES.items():
+    for name, largest in SMALL_SIZES.items():
         name = real.get(name, name)
         if name in values:
             # Ranks that split a layer each need a part of it.
@@ -279,8 +279,8 @@ def _heads(config: PretrainedConfig, values: dict[str, Any], multiple: int) -> d
         "linear_num_key_heads": value_small // per_key,
         "num_sliding_attention_heads": heads,
         "embedding_size": hidden,
-        "vocab_size": VOCABULARY * multiple,
-        "vocab_size_per_layer_input": VOCABULARY * multiple,
+        "vocab_size": SMALL_VOCABULARY * multiple,
+        "vocab_size_per_layer_input": SMALL_VOCABULARY * multiple,
     }
     # With latent attention some families mean a part of a head, and others the whole.
     parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
@@ -342,7 +342,8 @@ def _fewer_layers(config: PretrainedConfig, values: dict[str, Any]) -> dict[str,
         of_layer = {int(layer): settings for layer, settings in special.items()}
         changed["per_layer_config"] = {
             place: {
-                key: _at_most(value, 2 * SIZES.get(key, value)) for key, value in settings.items()
+                key: _at_most(value, 2 * SMALL_SIZES.get(key, value))
+                for key, value in settings.items()
             }
             for place, layer in enumerate(kept)
             if (settings := of_layer.get(layer)) is not None

@@ -400,6 +400,7 @@ class Trainer(ABC):
         self.saved = self.done
         # A checkpoint must not be ahead of the metrics that lead up to it.
         self.observer.writer.flush()
+
         train = self.config.train
         self.strategy.checkpoints.save(
             self.models,

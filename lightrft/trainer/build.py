@@ -341,6 +341,7 @@ def build_scheduler(
         "expander": training_data.expand,
         "trace": trace,
     }
+
     # Only media are read again after loading, so only they can become unreadable.
     skips = config.data.bad_rows == "skip" and training_data.expand is not None
     if not skips and not needs_rounds(config.rollout):

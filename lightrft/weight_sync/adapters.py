@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PREFIX = "base_model.model."
-A = ".lora_A.weight"
-B = ".lora_B.weight"
+PEFT_PREFIX = "base_model.model."
+A_ENDING = ".lora_A.weight"
+B_ENDING = ".lora_B.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class Adapters:
     @property
     def layers(self) -> list[str]:
         """Return the names of the layers in the transformers model."""
-        return [layer_of(name) for name in self.shapes if name.endswith(A)]
+        return [layer_of(name) for name in self.shapes if name.endswith(A_ENDING)]
 
     @property
     def rank(self) -> int:
-        return max(shape[0] for name, shape in self.shapes.items() if name.endswith(A))
+        return max(shape[0] for name, shape in self.shapes.items() if name.endswith(A_ENDING))
 
     def to_json(self) -> str:
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
@@ -49,12 +49,12 @@ class Adapters:
 
 def names_of(layer: str) -> tuple[str, str]:
     """Return peft's names of A and B of a layer."""
-    return f"{PREFIX}{layer}{A}", f"{PREFIX}{layer}{B}"
+    return f"{PEFT_PREFIX}{layer}{A_ENDING}", f"{PEFT_PREFIX}{layer}{B_ENDING}"
 
 
 def layer_of(name: str) -> str:
     """Return the layer of one of peft's names."""
-    return name.removeprefix(PREFIX).removesuffix(A).removesuffix(B)
+    return name.removeprefix(PEFT_PREFIX).removesuffix(A_ENDING).removesuffix(B_ENDING)
 
 
 def low_rank_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:

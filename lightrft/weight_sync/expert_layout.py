@@ -18,7 +18,7 @@ ROUTED = "routed_experts"
 
 In SGLang the mixture itself holds them.
 """
-BLOCK = 16
+INTERLEAVED_ROWS = 16
 """Number of rows that are interleaved element by element in the packed form for plain vector units.
 """
 AS_LOADED = {"TRITON", "BATCHED_TRITON"}
@@ -107,7 +107,7 @@ def expert_blocks(layer: nn.Module, attribute: str) -> tuple[Tensor, int]:
     weight = getattr(layer, attribute)
     down = attribute == "w2_weight"
     groups = len(weight) if down else 2 * len(weight)
-    block = BLOCK if _packs(layer) else 1
+    block = INTERLEAVED_ROWS if _packs(layer) else 1
     columns = weight.shape[-1]
     if block > 1:
         blocks = weight.view(groups, -1, columns, block).transpose(-1, -2)
@@ -195,7 +195,7 @@ def _plain(layer: nn.Module, attribute: str, weight: Tensor) -> Tensor:
     if not _packs(layer):
         return weight
     *experts, rows, columns = weight.shape
-    blocks = weight.reshape(*experts, rows // BLOCK, columns, BLOCK)
+    blocks = weight.reshape(*experts, rows // INTERLEAVED_ROWS, columns, INTERLEAVED_ROWS)
     rows_again = blocks.transpose(-1, -2).reshape(*experts, rows, columns)
     own = layer.moe_config.intermediate_size_per_partition
     if attribute == "w2_weight":

@@ -29,20 +29,20 @@ from lightrft.weight_sync.expert_layout import (
 from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.verify import PRODUCT_ROUNDS, Fingerprints, signs
 
-PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+FUSED_PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused layer -> layers of the Hugging Face model that it combines."""
-SEVERAL = {"in_proj_qkv": (0, 1, 2), "in_proj_z": (3,)}
+SEVERAL_PARTS = {"in_proj_qkv": (0, 1, 2), "in_proj_z": (3,)}
 """Layer of the Hugging Face model -> its parts of a fused layer, where these are not one for each.
 
 Queries, keys and values of gated delta networks are one layer there, but ranks split each of them.
 """
 MAMBA = "MambaMixer2"
 """Layer of Mamba 2 in both engines."""
-DELTA_RULE = ("QwenGatedDeltaNetAttention", "Qwen3_5GatedDeltaNet")
+DELTA_NET_LAYERS = ("QwenGatedDeltaNetAttention", "Qwen3_5GatedDeltaNet")
 """Gated delta networks of vLLM and of SGLang."""
-CONVOLUTION = "conv_weights"
+CONVOLUTION_VIEW = "conv_weights"
 """Buffer of vLLM's layer of Mamba 2: a view of the convolution, or a copy where vLLM packs it."""
-SCALES = "weight_scale"
+SCALE_NAME = "weight_scale"
 """Parameter of a layer of eight bits with the scale of each row of the weight."""
 UNPACKED = "_cpu_unpacked_conv_weight"
 """Attribute with the weight of a convolution as it was loaded, where vLLM packs it on a CPU.
@@ -90,7 +90,7 @@ class WeightSlice:
     def tensor(self) -> Tensor:
         stored = torch.atleast_1d(getattr(self.layer, self.attribute))
         # Kernels of eight bits take [columns, rows].
-        turned = self.attribute == "weight" and SCALES in self.layer._parameters
+        turned = self.attribute == "weight" and SCALE_NAME in self.layer._parameters
         return (stored.t() if turned else stored)[self.part]
 
     def within(self, shape: torch.Size) -> Tensor:
@@ -179,7 +179,7 @@ class FusedWeights:
         names: Mapping[str, str | None],
         shapes: Mapping[str, torch.Size],
         *,
-        parts: Mapping[str, list[str]] = PARTS,
+        parts: Mapping[str, list[str]] = FUSED_PARTS,
         packs: Callable[[nn.Module], bool] = lambda _: False,
         keeps: Callable[[WeightSlice], bool] = lambda _: False,
     ):
@@ -275,7 +275,7 @@ class FusedWeights:
                     0
                 ].double()
             values = results[piece.layer][piece.part]
-            if SCALES in piece.layer._parameters:  # they are compared by themselves
+            if SCALE_NAME in piece.layer._parameters:  # they are compared by themselves
                 values = values / piece.layer.weight_scale.double()[piece.part, 0]
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
 
@@ -297,7 +297,7 @@ class FusedWeights:
     def _add(
         self, piece: WeightSlice, users: list[nn.Module], packs: Callable[[nn.Module], bool]
     ) -> None:
-        only_packed = SCALES in piece.layer._parameters and packs(piece.layer)
+        only_packed = SCALE_NAME in piece.layer._parameters and packs(piece.layer)
         if piece.attribute != "weight" or not only_packed:
             self.raw += [piece] if piece.tensor.numel() else []
         if piece.attribute == "weight":
@@ -330,16 +330,16 @@ def _pieces(
     )
     own_parts = None
     if fused != own:
-        own_parts = SEVERAL.get(own, (parts[fused].index(own),))
+        own_parts = SEVERAL_PARTS.get(own, (parts[fused].index(own),))
         path = f"{inside}.{fused}"
 
     layer = places.get(f"{path}.{ROUTED}", places.get(path))
     # Not every model of vLLM has a table of names. In SGLang the decays are not verified.
-    if attribute == "A_log" and is_a(layer, MAMBA) and CONVOLUTION in layer._buffers:
+    if attribute == "A_log" and is_a(layer, MAMBA) and CONVOLUTION_VIEW in layer._buffers:
         attribute = "A"
     if layer is None or getattr(layer, attribute, None) is None:
         return
-    if own == "conv1d" and any(is_a(places[inside], kind) for kind in DELTA_RULE):
+    if own == "conv1d" and any(is_a(places[inside], kind) for kind in DELTA_NET_LAYERS):
         regions = _of_delta_rule(places[inside], layer)
     elif own in ("in_proj", "conv1d") and is_a(places[inside], MAMBA):
         regions = _of_mamba(places[inside], own)
@@ -347,9 +347,9 @@ def _pieces(
         regions = _places(layer, attribute, own_parts, shape)
     stored = attribute
     if own == "conv1d" and attribute == "weight":
-        if CONVOLUTION in places[inside]._buffers:
+        if CONVOLUTION_VIEW in places[inside]._buffers:
             layer = places[inside]
-            stored = CONVOLUTION
+            stored = CONVOLUTION_VIEW
         elif UNPACKED in vars(layer):
             stored = UNPACKED
     kind = ExpertSlice if is_experts(layer) else WeightSlice

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from lightrft.weight_sync.names import SCALE, NamedTensor, PublishedNames
 
-HOST_CHUNK = 4 * 2**20
-DEVICE_CHUNK = 128 * 2**20
+HOST_BYTES = 4 * 2**20
+DEVICE_BYTES = 128 * 2**20
 """Bytes of the rows in float32 that are quantised at a time.
 
 On a host they stay in the cache. On an accelerator the launches of more kernels take longer.
 """
-LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+QUANTISED_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Layers that are quantised: attention and a gated MLP."""
 
 
@@ -41,7 +41,7 @@ class Format:
         """
         codes = torch.empty(matrix.shape, dtype=self.dtype, device=matrix.device)
         scales = torch.empty(len(matrix), 1, device=matrix.device)
-        chunk = HOST_CHUNK if matrix.device.type == "cpu" else DEVICE_CHUNK
+        chunk = HOST_BYTES if matrix.device.type == "cpu" else DEVICE_BYTES
         step = max(1, chunk // (4 * matrix.shape[1]))
         parts = (each.split(step) for each in (matrix.detach(), codes, scales))
 
@@ -75,7 +75,7 @@ class Quantization:
         self.matrices = dict.fromkeys(
             f"{name}.weight"
             for name, module in names.model.named_modules()
-            if isinstance(module, nn.Linear) and name.rpartition(".")[2] in LAYERS
+            if isinstance(module, nn.Linear) and name.rpartition(".")[2] in QUANTISED_LAYERS
         )
         for matrix in self.matrices:
             names.add(
@@ -126,7 +126,7 @@ def quantization_problem(names: PublishedNames) -> str | None:
         for name, module in names.model.named_modules()
         if module is not output
         and not isinstance(module, nn.Embedding)
-        and name.rpartition(".")[2] not in LAYERS
+        and name.rpartition(".")[2] not in QUANTISED_LAYERS
         and any(weight.ndim > 1 for weight in module.parameters(recurse=False))
     ]
     if others:

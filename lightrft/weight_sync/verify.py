@@ -3,17 +3,17 @@
 Fingerprints of pieces add up, so it does not matter how an engine fuses, splits and repeats
 weights. There are two verifications:
 
-- A full one follows the first sync of an engine, every ROUNDS-th one, and one after a failed sync.
+- A full one follows the first sync of an engine, every FULL_EVERY-th one, and one after a failed sync.
   It sums words of four bytes of each weight, multiplied by a random odd number for the row and one
   for the place in the row, modulo 2^64. A single changed bit always changes the sum. Anything else
   does too, except with a chance of about 2^-32: a weight that is missing, stale or another one, and
   rows, columns or elements that lie elsewhere. It reads all weights at both ends, and takes longer
   than copying them.
-- A sample follows each other sync. It sums the bits of every ROUNDS-th row, and the next round
+- A sample follows each other sync. It sums the bits of every FULL_EVERY-th row, and the next round
   begins one row later. Vectors, and weights with fewer rows, are summed completely. It finds at
   once a weight that is missing or stale, or that arrived under another name. It finds at once, too,
-  if that is true of only a part of a weight, such as a rank's, with at least ROUNDS rows. One wrong
-  element is found if the row is in the sample, thus within ROUNDS syncs if it stays wrong. What
+  if that is true of only a part of a weight, such as a rank's, with at least FULL_EVERY rows. One wrong
+  element is found if the row is in the sample, thus within FULL_EVERY syncs if it stays wrong. What
   changed places within the sample is left to the next full verification.
 
 If an engine keeps weights only in a packed form for the kernels, the products W x with random signs
@@ -39,7 +39,7 @@ from lightrft.weight_sync.names import SCALE
 
 CHUNK_BYTES = 4 * 2**20
 """Bytes of temporary tensors that are made of a weight at a time."""
-ROUNDS = 128
+FULL_EVERY = 128
 """Number of syncs of which one is verified fully; the samples of the others cover all rows."""
 PRODUCT_ROUNDS = 64
 """Number of samples that together compute the products of every layer."""
@@ -111,8 +111,8 @@ class Fingerprints:
         shape = self.shapes[name]
         num_columns = shape[-1] if shape else 1
         num_rows = shape[:-1].numel()
-        if self.round and num_rows >= ROUNDS:
-            rows = rows[(self.round - row) % ROUNDS :: ROUNDS]
+        if self.round and num_rows >= FULL_EVERY:
+            rows = rows[(self.round - row) % FULL_EVERY :: FULL_EVERY]
         if not rows.numel():
             return
 

@@ -275,7 +275,7 @@ def syncs(engine: Any, strategy: Any, model: Any, weights: dict) -> dict[str, Ca
 
     The verification is of everything, and of all parts.
     """
-    from lightrft.weight_sync.verify import ROUNDS
+    from lightrft.weight_sync.verify import FULL_EVERY
 
     engine.verify_dtype = None
 
@@ -291,7 +291,8 @@ def syncs(engine: Any, strategy: Any, model: Any, weights: dict) -> dict[str, Ca
             engine._verify(sent, empty_cache=True)
 
     eighths = {
-        f"turns_{first}": lambda first=first: verify(*range(ROUNDS)[first::8]) for first in range(8)
+        f"turns_{first}": lambda first=first: verify(*range(FULL_EVERY)[first::8])
+        for first in range(8)
     }
     return {"sync": sync, "first_proof": lambda: verify(None)} | eighths
 
@@ -321,12 +322,12 @@ def best(ways: dict[str, Callable[[], None]], repeat: int) -> dict[str, float]:
 
 
 def verify_cost(row: dict[str, float], cpu: str = "") -> dict[str, float]:
-    from lightrft.weight_sync.verify import ROUNDS
+    from lightrft.weight_sync.verify import FULL_EVERY
 
     sync = row[f"sync{cpu}_s"]
     seconds_of = {
         f"first_verify_cost{cpu}": row[f"first_proof{cpu}_s"],
-        f"verify_cost{cpu}": row[f"turns{cpu}_s"] / ROUNDS,
+        f"verify_cost{cpu}": row[f"turns{cpu}_s"] / FULL_EVERY,
     }
     return {name: seconds / (sync + seconds) for name, seconds in seconds_of.items()}
 

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from lightrft.agents.programs import ProgramSetup
-from lightrft.agents.tools import MAX_RESULT, schemas
+from lightrft.agents.tools import MAX_RESULT_CHARACTERS, schemas
 from player import Player
 
 pytest.importorskip("mcp.server.mcpserver", reason="test_extras.py runs it where mcp is")
@@ -227,7 +227,7 @@ def test_results_and_errors_are_read_and_each_episode_has_a_server(local):
     turns = [
         call("buy", fruit="pear", count=2) + call("sizes", name="pear") + call("picture"),
         call("buy", fruit="stone") + call("buy", color="red") + call("wait", seconds=60),
-        call("story", letters=3 * MAX_RESULT) + call("process"),
+        call("story", letters=3 * MAX_RESULT_CHARACTERS) + call("process"),
         "done$",
     ]
     samples = local.play([turns, turns])
@@ -239,7 +239,7 @@ def test_results_and_errors_are_read_and_each_episode_has_a_server(local):
         assert stone.startswith("Error: ") and "no such fruit" in stone
         assert color.startswith("Error: ") and "fruit" in color and "Field required" in color
         assert late == "Error: wait took more than 6 s"
-        assert f"{2 * MAX_RESULT} characters are left out" in story
+        assert f"{2 * MAX_RESULT_CHARACTERS} characters are left out" in story
 
         assert (sample.episode.tool_calls, sample.episode.tool_errors) == (8, 3)
         numbers.add(process)

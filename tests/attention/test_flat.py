@@ -30,7 +30,7 @@ from flat_models import (
 )
 from lightrft.attention import flat
 from lightrft.attention.flat import ATTENTION, attention_kernel, block_attention
-from lightrft.attention.layout import ALONE, Layout
+from lightrft.attention.layout import LONG_SEQUENCE, Layout
 from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.models.heads import Actor
 from lightrft.types import Batch
@@ -292,9 +292,11 @@ def test_layout_by_hand():
 
 
 def test_long_sequences_are_grouped_by_length_without_padding():
-    blocks = Layout(torch.tensor([ALONE + 3, 2, ALONE + 1, ALONE + 3]), CPU).blocks
-    assert blocks.shapes == [(1, 2), (2, ALONE + 3), (1, ALONE + 1)]
-    assert len(blocks.source) == len(blocks.places) == 3 * ALONE + 9
+    blocks = Layout(
+        torch.tensor([LONG_SEQUENCE + 3, 2, LONG_SEQUENCE + 1, LONG_SEQUENCE + 3]), CPU
+    ).blocks
+    assert blocks.shapes == [(1, 2), (2, LONG_SEQUENCE + 3), (1, LONG_SEQUENCE + 1)]
+    assert len(blocks.source) == len(blocks.places) == 3 * LONG_SEQUENCE + 9
 
 
 @pytest.mark.parametrize(
@@ -308,7 +310,9 @@ def test_blocks_that_are_flat_already_are_not_gathered(lengths, shapes):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_token_is_found_again_and_padding_stays_under_a_half(seed):
-    lengths = torch.randint(1, 3 * ALONE, (100,), generator=torch.Generator().manual_seed(seed))
+    lengths = torch.randint(
+        1, 3 * LONG_SEQUENCE, (100,), generator=torch.Generator().manual_seed(seed)
+    )
     blocks = Layout(lengths, CPU).blocks
     size = sum(count * width for count, width in blocks.shapes)
     assert len(blocks.source) == size < 2 * int(lengths.sum())

@@ -28,7 +28,7 @@ from flat_models import (
 from lightrft.attention import recurrent
 from lightrft.attention.flat import ATTENTION
 from lightrft.attention.layout import Layout
-from lightrft.attention.recurrent import CONVOLUTION, SCANS, _flat_scan, _levels
+from lightrft.attention.recurrent import CONVOLUTION_KERNEL, SCANS, _flat_scan, _levels
 from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.models.heads import Actor
 from lightrft.models.load import not_flat
@@ -82,7 +82,7 @@ def test_transformers_own_functions_would_leak(name, monkeypatch):
     family = sys.modules[type(model.get_decoder()).__module__]
     expected = Actor(model)(batch, TEMPERATURE)[0]
 
-    for function in (CONVOLUTION, *SCANS):
+    for function in (CONVOLUTION_KERNEL, *SCANS):
         if hasattr(family, function):
             monkeypatch.setattr(family, function, getattr(family, function).__wrapped__)
     with torch.no_grad():
@@ -221,7 +221,7 @@ def test_a_kernel_that_cannot_be_imported_is_not_given_concatenated_runs(
         "chunk_kimi_delta_attention": False,
         "mamba2_chunk_scan": False,
     }
-    assert not recurrent.has_varlen_kernel(recurrent.DELTA_RULE, torch.device("cpu"))
+    assert not recurrent.has_varlen_kernel(recurrent.DELTA_RULE_SCAN, torch.device("cpu"))
 
 
 def test_a_package_of_kernels_for_accelerators_is_not_called_on_a_cpu(monkeypatch):
@@ -229,8 +229,8 @@ def test_a_package_of_kernels_for_accelerators_is_not_called_on_a_cpu(monkeypatc
     model = make_model("qwen3_5", ATTENTION)
     family = sys.modules[type(model.get_decoder()).__module__]
     for function, adapt in (
-        (CONVOLUTION, recurrent._flat_convolution),
-        ("torch_chunk_gated_delta_rule", partial(_flat_scan, scan=recurrent.DELTA_RULE)),
+        (CONVOLUTION_KERNEL, recurrent._flat_convolution),
+        ("torch_chunk_gated_delta_rule", partial(_flat_scan, scan=recurrent.DELTA_RULE_SCAN)),
     ):
 
         @wraps(inspect.unwrap(getattr(family, function)))

@@ -11,7 +11,7 @@ import pytest
 
 from lightrft.cli import train_ppo
 from lightrft.compat.command_line import parse
-from lightrft.compat.openrlhf import DEFAULTS
+from lightrft.compat.openrlhf import OPENRLHF_DEFAULTS
 from lightrft.compat.trl import TRL_FLAGS
 from lightrft.compat.verl import VERL_KEYS
 from lightrft.config import Config, ConfigError, resolve, section_of_field
@@ -216,18 +216,20 @@ def test_every_translation_leads_to_a_flag_that_exists():
 
     known = set(section_of_field())
     words = {
-        *other_tools.RENAMED,
-        *other_tools.SWITCHES,
-        *other_tools.IGNORED,
-        *other_tools.REFUSED,
+        *other_tools.OPENRLHF_NAMES,
+        *other_tools.OPENRLHF_SWITCHES,
+        *other_tools.OPENRLHF_IGNORED,
+        *other_tools.OPENRLHF_REFUSED,
         *other_tools.SPECIAL,
     }
-    assert set(other_tools.RENAMED.values()) <= known and set(other_tools.OFF) <= known | words
+    assert (
+        set(other_tools.OPENRLHF_NAMES.values()) <= known and set(other_tools.OFF) <= known | words
+    )
     assert {old for old in other_tools.DOTTED.values()} <= known | words
     assert not (words - set(other_tools.SPECIAL)) & known, (
         "a flag of here is never taken for one of theirs"
     )
-    for flags in other_tools.SWITCHES.values():
+    for flags in other_tools.OPENRLHF_SWITCHES.values():
         parse(flags)
 
 
@@ -299,7 +301,7 @@ def test_the_tables_of_the_page_say_what_the_program_says():
                 re.findall(r"--\w+", answer)
             ), name
 
-    for name, value in DEFAULTS.items():
+    for name, value in OPENRLHF_DEFAULTS.items():
         assert re.search(
             rf"^\| `--{name}` \| .* \| {re.escape(value)} \|$", page, flags=re.MULTILINE
         ), name

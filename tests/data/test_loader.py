@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft.data.loader import BLOCK, Blend, Order, fair_owners, share_of
+from lightrft.data.loader import DRAWS_AT_ONCE, Blend, Order, fair_owners, share_of
 
 
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 1000))
@@ -39,7 +39,7 @@ def blend(seed: int = 3) -> Blend:
 
 
 def test_a_blend_draws_with_its_probabilities_in_every_batch():
-    line = blend().rows(0, 3 * BLOCK)
+    line = blend().rows(0, 3 * DRAWS_AT_ONCE)
     counts = [
         sum(first <= row < first + size for row in line)
         for first, size in ((0, 7), (7, 300), (307, 20))
@@ -64,13 +64,14 @@ def test_a_blend_takes_the_rows_of_each_data_set_in_its_order():
 
 
 def test_a_blend_needs_no_history():
-    whole = blend().rows(0, 2 * BLOCK + 99)
-    places = [2 * BLOCK + 7, 5, BLOCK - 3, BLOCK, 0]
+    whole = blend().rows(0, 2 * DRAWS_AT_ONCE + 99)
+    places = [2 * DRAWS_AT_ONCE + 7, 5, DRAWS_AT_ONCE - 3, DRAWS_AT_ONCE, 0]
     assert [blend().rows(first, 50) for first in places] == [
         whole[first : first + 50] for first in places
     ]
     assert (
-        blend().rows(BLOCK - 3, BLOCK + 6) == whole[BLOCK - 3 : 2 * BLOCK + 3]
+        blend().rows(DRAWS_AT_ONCE - 3, DRAWS_AT_ONCE + 6)
+        == whole[DRAWS_AT_ONCE - 3 : 2 * DRAWS_AT_ONCE + 3]
         and blend(4).rows(0, 50) != whole[:50]
     )
 

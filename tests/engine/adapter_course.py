@@ -13,7 +13,7 @@ from lightrft.config import ModelSection
 from lightrft.config.errors import ConfigError
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.models.lora import (
-    B,
+    FACTOR_B,
     adapter_shapes,
     freeze_parameters,
     is_adapter,
@@ -45,7 +45,7 @@ def trained(model: PreTrainedModel, seed: int, scale: float = 0.1) -> PreTrained
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(B):
+            if name.endswith(FACTOR_B):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     return model
 

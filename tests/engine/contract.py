@@ -39,7 +39,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, select_device
 from lightrft.parallel.mesh import Mesh
 from lightrft.types import Completion
-from lightrft.weight_sync.verify import PRODUCT_ROUNDS, ROUNDS
+from lightrft.weight_sync.verify import FULL_EVERY, PRODUCT_ROUNDS
 from tiny import VOCABULARY
 
 PROMPTS = [
@@ -471,21 +471,21 @@ def later_syncs_verify_samples(bench: Bench) -> None:
 
     by_product = [
         round
-        for round in range(1, ROUNDS)
+        for round in range(1, FULL_EVERY)
         if name in bench.engine._fingerprints(torch.float32, round).products
     ]
     round = by_product[0] if by_product else 1
-    assert len(by_product) <= ROUNDS // PRODUCT_ROUNDS
+    assert len(by_product) <= FULL_EVERY // PRODUCT_ROUNDS
     for tamper in (flip, stay):
         _is_noticed(bench, tamper, name, round)
         _is_noticed(bench, tamper, name, 0)
     if not by_product:
-        _is_noticed(bench, stay, name, (round + 1) % ROUNDS)
+        _is_noticed(bench, stay, name, (round + 1) % FULL_EVERY)
     _is_repaired(bench)
-    bench.engine.verify_round = (round + 1) % ROUNDS
+    bench.engine.verify_round = (round + 1) % FULL_EVERY
     with tampered(bench.engine, flip):
         bench.load(bench.model)
-    assert bench.engine.verify_round == (round + 2) % ROUNDS
+    assert bench.engine.verify_round == (round + 2) % FULL_EVERY
     bench.load(bench.model)
     assert bench.greedy() == bench.expected
 

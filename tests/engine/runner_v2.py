@@ -128,7 +128,7 @@ def with_and_without_drafts(folder: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
         NgramGPUSpeculator.propose = propose
         speculation.BATCH_SIZES = (1,)
-        speculation.ROUNDS = 1
+        speculation.MEASUREMENTS = 1
         flags = {"speculative": "ngram", "num_draft_tokens": 3}
         engine = contract.start("vllm", folder, Mesh("cpu").world, flags)
 

@@ -140,11 +140,11 @@ def arguments_of_the_user(given: str) -> dict | str:
 
 def reserved_arguments_without_a_refusal() -> list[str]:
     """Return the reserved arguments that SGLang does not have."""
-    from lightrft.engine.sglang.arguments import RESERVED
+    from lightrft.engine.sglang.arguments import SGLANG_RESERVED
 
     return [
         name
-        for name in RESERVED
+        for name in SGLANG_RESERVED
         if "no such argument" in arguments_of_the_user(json.dumps({name: 1}))
     ]
 

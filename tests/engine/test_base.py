@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
 from lightrft.types import Completion
-from lightrft.weight_sync.verify import ROUNDS, Fingerprints
+from lightrft.weight_sync.verify import FULL_EVERY, Fingerprints
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
 STREAM = [("a", torch.zeros(2)), ("b", torch.zeros(3))]
@@ -160,7 +160,7 @@ def test_the_first_verification_is_full_and_later_ones_are_samples() -> None:
         assert engine.verify_round is None and not engine.weights_valid
 
     engine.wrong = []
-    for round in [*range(1, ROUNDS), 0, 1]:
+    for round in [*range(1, FULL_EVERY), 0, 1]:
         engine.load_weights(stream, 4)
         assert engine.verify_round == round
 

@@ -33,7 +33,7 @@ from lightrft.engine.hf import has_positions_in_space
 from lightrft.engine.media import Clip, Video, digest, read
 from lightrft.engine.model_info import Vocabulary, most_of_each, placeholder_token_ids
 from lightrft.engine.probe import Probe
-from lightrft.engine.requests import MEDIA
+from lightrft.engine.requests import MEDIA_NAMES
 from lightrft.models.load import load_model
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import EngineStatus, FSDPStrategy
@@ -513,7 +513,7 @@ def a_prompt_without_images_has_no_placeholders(scene: Scene) -> None:
 
 
 def local_answers(scene: Scene) -> None:
-    medium = MEDIA[scene.name]
+    medium = MEDIA_NAMES[scene.name]
     inputs = [{"prompt": text, "multi_modal_data": {medium: items}} for text, items in scene.seen]
     ids = scene.reference.request(*scene.seen[0]).token_ids
     alone = (

@@ -66,7 +66,7 @@ def speculating(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculation, "BATCH_SIZES", (1, 2))
-        patch.setattr(speculation, "ROUNDS", 1)
+        patch.setattr(speculation, "MEASUREMENTS", 1)
         engine = start(
             "vllm",
             folder,

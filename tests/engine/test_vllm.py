@@ -193,7 +193,7 @@ def test_arguments_of_the_user_come_last() -> None:
 
 
 def test_arguments_that_are_not_the_users_are_refused_by_name() -> None:
-    from lightrft.engine.vllm.arguments import RESERVED
+    from lightrft.engine.vllm.arguments import VLLM_RESERVED
 
     wrong = {"seed": 1, "logprobs_mode": "raw_logprobs", "max_num_seq": 8, "block_size": 64}
     with pytest.raises(ConfigError) as refusal:
@@ -204,7 +204,7 @@ def test_arguments_that_are_not_the_users_are_refused_by_name() -> None:
         " from",
         "--engine_args max_num_seq: the engine has no such argument; did you mean max_num_seqs?",
     ]
-    for name in RESERVED:
+    for name in VLLM_RESERVED:
         with pytest.raises(ConfigError, match=f"^--engine_args {name}: (?!the engine has no)"):
             _arguments("cuda:0", engine_args=json.dumps({name: 1}))
 
@@ -478,14 +478,14 @@ def test_tokens_are_drawn_by_their_probabilities(num_tokens: int) -> None:
 
     It does not matter whether a row is alone or among others.
     """
-    from lightrft.engine.vllm.on_cpu import SEEDS, draw
+    from lightrft.engine.vllm.on_cpu import NUM_SEEDS, draw
 
     torch.manual_seed(0)
     logits = 3 * torch.randn(4, num_tokens)
     logits[1, torch.rand(num_tokens) < 0.9] = -torch.inf
     logits[2, : num_tokens // 2] = logits[2, -num_tokens // 3 :] = -torch.inf
     logits[3, torch.arange(num_tokens) != num_tokens - 1] = -torch.inf
-    seeds = torch.randint(0, SEEDS, (2, 40000))
+    seeds = torch.randint(0, NUM_SEEDS, (2, 40000))
     for probabilities in logits.softmax(1):
         tokens = torch.cat(
             [draw(probabilities.expand(part.shape[1], -1), part) for part in seeds.split(1000, 1)]
@@ -505,7 +505,7 @@ def test_similar_distributions_mostly_draw_the_same_token() -> None:
 
     The probability of that is known exactly.
     """
-    from lightrft.engine.vllm.on_cpu import SEEDS, draw
+    from lightrft.engine.vllm.on_cpu import NUM_SEEDS, draw
 
     torch.manual_seed(0)
     logits = 3 * torch.randn(2000)
@@ -513,7 +513,7 @@ def test_similar_distributions_mostly_draw_the_same_token() -> None:
     second = (logits + 0.3 * torch.randn(2000)).softmax(0)
     # of each token to another
     ratios = torch.maximum(first / first[:, None], second / second[:, None])
-    seeds = torch.randint(0, SEEDS, (2, 20000))
+    seeds = torch.randint(0, NUM_SEEDS, (2, 20000))
     same = draw(first.expand(20000, -1), seeds) == draw(second.expand(20000, -1), seeds)
     assert same.float().mean() > 0.95 * (1 / ratios.sum(1)).sum()
 
@@ -526,7 +526,7 @@ def test_fast_sampling_on_a_cpu_takes_the_seeds_of_a_generator_in_turn() -> None
     """
     from vllm.v1.sample.sampler import Sampler
 
-    from lightrft.engine.vllm.on_cpu import SEEDS, copy_of, draw, use_fast_sampling
+    from lightrft.engine.vllm.on_cpu import NUM_SEEDS, copy_of, draw, use_fast_sampling
 
     plain, fast = (Sampler(logprobs_mode="processed_logprobs") for _ in range(2))
     use_fast_sampling(fast)
@@ -554,7 +554,11 @@ def test_fast_sampling_on_a_cpu_takes_the_seeds_of_a_generator_in_turn() -> None
         _, expected = plain.topk_topp_sampler.forward(logits.clone(), {}, k, p)
         tokens, probabilities = fast.topk_topp_sampler.forward(logits, ours, k, p)
         seeds = torch.stack(
-            [torch.randint(0, SEEDS, (2,), generator=generator) for generator in theirs.values()], 1
+            [
+                torch.randint(0, NUM_SEEDS, (2,), generator=generator)
+                for generator in theirs.values()
+            ],
+            1,
         )
         rows = list(theirs)
         assert torch.equal(tokens[rows], draw(expected[rows].exp(), seeds))

@@ -19,7 +19,7 @@ from lightrft.attention.layout import Layout
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EngineSection
 from lightrft.engine.base import Engine
-from lightrft.engine.build import EXACT, check_exact
+from lightrft.engine.build import EXACT_ENGINES, check_exact
 from lightrft.engine.requests import Request, Sampling
 from lightrft.exact.attention import (
     AttentionScores,
@@ -31,7 +31,7 @@ from lightrft.exact.attention import (
 from lightrft.exact.hf import ExactHFEngine
 from lightrft.exact.install import make_exact
 from lightrft.exact.logprobs import exact_token_logprobs
-from lightrft.exact.products import BLOCK, Products, ProductShapes, _problems, chosen_products
+from lightrft.exact.products import ROW_BLOCK, Products, ProductShapes, _problems, chosen_products
 from lightrft.models.logprobs import token_logprobs
 from lightrft.tools.diagnosis import diagnose
 from lightrft.types import SharedPrefix
@@ -42,7 +42,7 @@ from tiny import byte_tokenizer, tiny_experts, tiny_hybrid, tiny_model
 from with_vllm import load_vllm
 
 DTYPES = [torch.float32, torch.bfloat16]
-WAYS = [Products(), Products(BLOCK)]
+WAYS = [Products(), Products(ROW_BLOCK)]
 
 
 def dense(
@@ -364,7 +364,7 @@ def _with_a_wrong_bit(pretrain: str, engine_type: str) -> list[str]:
     def change(module, inputs, output: Tensor) -> None:
         output.view(torch.int32).view(-1)[5] ^= 1
 
-    place, _, name = EXACT[engine_type].partition(":")
+    place, _, name = EXACT_ENGINES[engine_type].partition(":")
     module = import_module(place)
     exact_engine = getattr(module, name)
 

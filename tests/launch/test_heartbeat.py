@@ -236,7 +236,7 @@ def test_an_error_of_all_ranks_is_said_once(tmp_path):
 
 def timed_out(folder):
     """The collective's own timeout comes before the watchdog's."""
-    monitor.PATIENCE = 0.3
+    monitor.REPORT_SECONDS = 0.3
     made = start(folder, timedelta(minutes=1))
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
     made.announce("train")

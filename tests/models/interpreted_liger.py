@@ -12,12 +12,12 @@ from triton.runtime import interpreter
 from flat_models import MIXTURES, MODELS, gradients_of, make_batch, make_model, weighted
 from lightrft.attention.flat import ATTENTION
 from lightrft.models.heads import Actor
-from lightrft.models.liger_kernel import FAMILIES, fuse
+from lightrft.models.liger_kernel import LIGER_FAMILIES, fuse
 from lightrft.models.recompute import recompute
 from ranks import run_ranks, whole
 
 CPU = torch.device("cpu")
-SHAPES = {family: {"num_hidden_layers": 1} for family in FAMILIES} | {
+SHAPES = {family: {"num_hidden_layers": 1} for family in LIGER_FAMILIES} | {
     "gemma": {"head_dim": 8, "num_hidden_layers": 1},
     "gemma3_text": MODELS["gemma3"][1],
     "granite": MODELS["granite"][1] | {"num_hidden_layers": 1},

@@ -16,7 +16,7 @@ from flat_models import make_model
 from lightrft.attention.flat import ATTENTION
 from lightrft.config import Config
 from lightrft.config.resolve import strategy_problems
-from lightrft.models.liger_kernel import FAMILIES, fuse
+from lightrft.models.liger_kernel import LIGER_FAMILIES, fuse
 
 TESTS = Path(__file__).parent.parent
 
@@ -42,7 +42,7 @@ def test_log_probs_and_gradients_are_those_of_transformers():
     run = subprocess.run(program, capture_output=True, text=True, env=environment)
     assert not run.returncode, run.stderr[-3000:]
     rows = [line.split() for line in run.stdout.splitlines()]
-    assert {name for name, _ in rows} == {*FAMILIES, "sharded"}
+    assert {name for name, _ in rows} == {*LIGER_FAMILIES, "sharded"}
     assert all(0 < float(deviation) <= 1e-5 for _, deviation in rows), rows
 
 

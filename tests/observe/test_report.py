@@ -19,7 +19,7 @@ from lightrft.cli.debug import report
 from lightrft.config import Config
 from lightrft.data.media_files import ImageFile
 from lightrft.observe.curves import curves, smooth
-from lightrft.observe.report import TEMPLATE, write_report
+from lightrft.observe.report import PAGE_TEMPLATE, write_report
 from lightrft.observe.scoreboard import scoreboard
 from lightrft.observe.sinks import JsonLines, read_rows, readable
 from lightrft.rollout.groups import sample_rows
@@ -195,7 +195,7 @@ def test_nothing_is_loaded_from_anywhere(run):
 
 
 def test_the_script_never_makes_markup_of_text():
-    script = TEMPLATE.read_text(encoding="utf-8").partition("<script>")[2]
+    script = PAGE_TEMPLATE.read_text(encoding="utf-8").partition("<script>")[2]
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|fetch\(", script
     )
@@ -215,7 +215,9 @@ def test_the_browser_is_told_to_run_this_script_only(run):
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node on this machine")
 def test_the_script_parses(tmp_path):
-    script = TEMPLATE.read_text(encoding="utf-8").partition("<script>")[2].partition("</script>")[0]
+    script = (
+        PAGE_TEMPLATE.read_text(encoding="utf-8").partition("<script>")[2].partition("</script>")[0]
+    )
     (tmp_path / "report.js").write_text(script)
     subprocess.run(["node", "--check", tmp_path / "report.js"], check=True, timeout=60)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrft.observe.scoreboard import ADVICE, NESTED, scoreboard
+from lightrft.observe.scoreboard import NESTED, PHASE_ADVICE, scoreboard
 from lightrft.parallel.peaks import known_device
 
 
@@ -69,8 +69,8 @@ def test_ranks_that_only_generate_are_devices_but_do_not_train():
 
 @pytest.mark.parametrize("part", NESTED)
 def test_parts_of_generation_have_advice_of_their_own(part):
-    assert scoreboard([row(4, 3, 1, **{part: 2.0})], {}).advice == ADVICE[NESTED[part]]
-    assert scoreboard([row(4, 3, 1, **{part: 1.0})], {}).advice == ADVICE["generate"]
+    assert scoreboard([row(4, 3, 1, **{part: 2.0})], {}).advice == PHASE_ADVICE[NESTED[part]]
+    assert scoreboard([row(4, 3, 1, **{part: 1.0})], {}).advice == PHASE_ADVICE["generate"]
 
 
 def test_a_device_is_known_by_a_word_of_its_name():

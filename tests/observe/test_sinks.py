@@ -211,7 +211,7 @@ def test_the_end_of_a_run_writes_what_waits():
 
 
 def test_a_slow_disk_is_waited_for(monkeypatch):
-    monkeypatch.setattr("lightrft.observe.sinks.BACKLOG", 2)
+    monkeypatch.setattr("lightrft.observe.sinks.WRITER_BACKLOG", 2)
     observer = Observer([slow := Slow()])
     observer.log(1, {}), observer.log(2, {})
     caller = threading.Thread(target=observer.log, args=(4, {}))

@@ -170,7 +170,7 @@ def test_a_tracker_that_cannot_start_ends_the_run_with_one_line(failing, tmp_pat
 
 
 def test_a_tracker_that_does_not_answer_ends_the_run(failing, tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers, "START_SECONDS", 0.05)
+    monkeypatch.setattr(trackers, "TRACKER_START_SECONDS", 0.05)
     monkeypatch.setattr(Failing, "start", lambda self: threading.Event().wait(1), raising=False)
     with pytest.raises(ConfigError, match="--report_to wandb: no answer within 0.05 seconds"):
         Tracker("wandb", tmp_path, ObserveSection()).start({}, 3)

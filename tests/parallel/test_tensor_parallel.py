@@ -29,7 +29,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.tensor_parallel import model_problems, parallelize, plan_problems
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
-from lightrft.versions import TENSOR_PARALLEL
+from lightrft.versions import TENSOR_PARALLEL_VERSIONS
 from parallel.families import FAMILIES, OTHERS, family_config, family_model
 from ranks import run_cases, run_ranks, whole
 from roles import rows
@@ -645,7 +645,7 @@ def versions_said() -> str:
 
 def test_versions_outside_of_the_tested_range_are_named(monkeypatch):
     assert run_ranks(2, versions_said) == ["", ""]
-    monkeypatch.setitem(TENSOR_PARALLEL, "torch", "<2.0")
+    monkeypatch.setitem(TENSOR_PARALLEL_VERSIONS, "torch", "<2.0")
     said, other = run_ranks(2, versions_said)
     assert (
         f"--tp_size is not tested with torch {torch.__version__} (tested: <2.0)" in said

@@ -20,8 +20,8 @@ def kind(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(sandbox.WITHOUT_SANDBOX, raising=False)
         patch.setattr(sandbox.shutil, "which", lambda name: None if name == other else found(name))
-        patch.setattr(sandbox, "SECONDS", 6)
-        patch.setattr(sandbox, "MEMORY", 400 << 20)
+        patch.setattr(sandbox, "RUN_SECONDS", 6)
+        patch.setattr(sandbox, "MEMORY_BYTES", 400 << 20)
         sandbox.find_sandbox.cache_clear()
         try:
             sandbox.find_sandbox()

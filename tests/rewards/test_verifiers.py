@@ -403,7 +403,7 @@ print(sorted(set(sys.modules) - before))
 
 
 def test_math_that_takes_too_long_is_wrong(monkeypatch, capfd):
-    monkeypatch.setattr("lightrft.rewards.verifiers.math_verify.SECONDS", 2)
+    monkeypatch.setattr("lightrft.rewards.verifiers.math_verify.COMPARISON_SECONDS", 2)
     began = time.monotonic()
     assert judged(
         "math", sample("\\boxed{9^{9^{9^9}}}", label="5"), sample("\\boxed{5}", label="5.0")
@@ -522,7 +522,7 @@ def sandbox(request, monkeypatch):
     monkeypatch.setattr(
         code_sandbox.shutil, "which", lambda name: None if name == other else found(name)
     )
-    monkeypatch.setattr(code_sandbox, "SECONDS", 3)
+    monkeypatch.setattr(code_sandbox, "RUN_SECONDS", 3)
     code_sandbox.find_sandbox.cache_clear()
 
     try:

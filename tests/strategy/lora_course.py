@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightrft.config import ModelSection
 from lightrft.engine.base import Sampling
-from lightrft.models.lora import B, freeze_parameters, is_adapter
+from lightrft.models.lora import FACTOR_B, freeze_parameters, is_adapter
 from lightrft.strategy import StrategyBase, get_strategy
 from strategy.training import SHARES, load, rows, share_of_loss, snapshot, tokens_learned
 
@@ -163,7 +163,7 @@ def disturb(model: nn.Module, seed: int = 1) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(B):
+            if name.endswith(FACTOR_B):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     assert any(is_adapter(name) for name, _ in model.named_parameters())
     return model

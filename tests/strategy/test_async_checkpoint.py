@@ -185,7 +185,7 @@ class FakeDevice:
 
 def test_the_trainer_waits_once_for_copies_that_take_no_more_memory_than_the_shards(monkeypatch):
     """Blocks end within no tensor, and a tensor may be larger than a block."""
-    monkeypatch.setattr(staging, "BLOCK", 2**12)
+    monkeypatch.setattr(staging, "PINNED_BLOCK", 2**12)
     sizes = [3000, 700, 17, 1, 900, 250, 250, 64, 1000, 1]
     state = {
         "model": {str(n): torch.randn(size) for n, size in enumerate(sizes)},
@@ -205,11 +205,11 @@ def test_the_trainer_waits_once_for_copies_that_take_no_more_memory_than_the_sha
 
     count = len(device.blocks)
     assert device.order == ["allocate"] * count + ["copy"] * len(parts) + ["wait"]
-    gaps = staging.ALIGNMENT * len(parts)
+    gaps = staging.TENSOR_ALIGNMENT * len(parts)
     assert sum(device.blocks) <= staging.num_bytes(state) + gaps
     # torch allocates powers of two
     allocated = sum(1 << (size - 1).bit_length() for size in device.blocks)
-    assert allocated < staging.num_bytes(state) + gaps + staging.BLOCK
+    assert allocated < staging.num_bytes(state) + gaps + staging.PINNED_BLOCK
     copies = [*host["model"].values(), host["optimizer"][0].values, *host["small"]]
     assert all(torch.equal(one, other) for one, other in zip(copies, expected, strict=True))
     # So torch's writer does not copy them again.

@@ -236,7 +236,7 @@ class Sent(TorchDispatchMode):
 
 def work_of_a_step(folder: str, args: dict, bucket: int) -> tuple[int, int, list[int]]:
     """Return all-to-alls, the bytes in them, and the elements of each call of Newton-Schulz."""
-    muon.BUCKET = bucket
+    muon.MUON_BUCKET = bucket
     made = strategy(optimizer="muon", **args)
     model = load(folder)
     model, optimizer = made.prepare((model, made.create_optimizer(model, RATE)))
@@ -254,7 +254,7 @@ def work_of_a_step(folder: str, args: dict, bucket: int) -> tuple[int, int, list
     return sent.count, sent.nbytes, whole_matrices
 
 
-ONE_BUCKET = muon.BUCKET
+ONE_BUCKET = muon.MUON_BUCKET
 LARGEST = 64 * 192
 WORK = {
     2: {"fsdp": ({}, ONE_BUCKET), "buckets": ({}, LARGEST), "tp": ({"tp_size": 2}, ONE_BUCKET)},

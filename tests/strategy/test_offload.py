@@ -252,7 +252,7 @@ def test_copies_in_host_memory_have_the_same_bits_and_no_more_bytes(monkeypatch)
 
     There are also buffers that end within a tensor.
     """
-    monkeypatch.setattr(offload, "BLOCK", 64)
+    monkeypatch.setattr(offload, "PINNED_BLOCK", 64)
     tensors = [
         torch.randn(3, 7),
         torch.randn(5, 4).t(),

@@ -53,9 +53,9 @@ def test_what_is_wrong_is_said_with_the_way_out(
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        monkeypatch.setattr(module, "PORT", taken.getsockname()[1])
+        monkeypatch.setattr(module, "RENDEZVOUS_PORT", taken.getsockname()[1])
         monkeypatch.setattr(module, "CORE", {"torch": ">=99"})
-        monkeypatch.setattr(module, "ENGINES", {"vllm": ">=99"})
+        monkeypatch.setattr(module, "ENGINE_VERSIONS", {"vllm": ">=99"})
         monkeypatch.setattr(module, "installed_version", lambda name: "0.32.0")
         monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "none")
         monkeypatch.setattr(

@@ -15,7 +15,7 @@ from flat_models import HYBRIDS, SIZES
 from lightrft.__main__ import main as lightrft
 from lightrft.attention import flat
 from lightrft.attention.flat import ATTENTION, flat_attention
-from lightrft.attention.recurrent import CONVOLUTION, SCANS
+from lightrft.attention.recurrent import CONVOLUTION_KERNEL, SCANS
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
 from lightrft.models import heads
@@ -118,7 +118,7 @@ def test_a_state_that_runs_into_the_next_sequence(name, monkeypatch):
     config = hybrid(name)
     compare_small_copy(config)  # installs the functions of this project
     family = sys.modules[f"transformers.models.{name}.modeling_{name}"]
-    for function in (CONVOLUTION, *SCANS):
+    for function in (CONVOLUTION_KERNEL, *SCANS):
         original = getattr(getattr(family, function, None), "__wrapped__", None)
         if original is not None:
             monkeypatch.setattr(family, function, original)

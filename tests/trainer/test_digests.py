@@ -9,7 +9,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightrft.backends.optim import BLOCK, ODD, SHORT, BitSums, odd_numbers, step, sum_of_bits
+from lightrft.backends.optim import (
+    MIXING_FACTOR,
+    SHORT,
+    SUM_BLOCK,
+    BitSums,
+    odd_numbers,
+    step,
+    sum_of_bits,
+)
 from lightrft.run.digests import OF_SEQUENCES, PHASES, parts_of, read_digests
 from ranks import run_ranks
 from recorder.planted import run_all
@@ -30,7 +38,9 @@ def bits_by_hand(octets: bytes, factors: torch.Tensor) -> int:
     total = 0
     for at in range(0, len(words), len(factors)):
         block = words[at : at + len(factors)]
-        total = total * ODD + sum(w * f for w, f in zip(block, factors.tolist(), strict=False))
+        total = total * MIXING_FACTOR + sum(
+            w * f for w, f in zip(block, factors.tolist(), strict=False)
+        )
     return (total + 2**63) % 2**64 - 2**63
 
 
@@ -68,7 +78,7 @@ def test_short_tensors_are_joined_and_views_need_no_alignment():
         # One product for each block of words, so the sum goes on where the last tensor ended.
         for at in range(0, len(octets), 8 * len(FACTORS)):
             block = bits_by_hand(octets[at : at + 8 * len(FACTORS)], FACTORS)
-            expected = expected * ODD + block
+            expected = expected * MIXING_FACTOR + block
     assert int(total) == (expected + 2**63) % 2**64 - 2**63
 
 
@@ -86,7 +96,7 @@ def test_sums_follow_an_optimizer():
     assert [each[:2] for each in taken["weights"]] == [
         (update, part) for update in (0, 1) for part in ("layer", "rest")
     ]
-    factors = odd_numbers(BLOCK)
+    factors = odd_numbers(SUM_BLOCK)
     assert [int(total) for *_, total in taken["before"]] == [
         int(sum_of_bits([torch.ones(6)], factors)),
         int(sum_of_bits([torch.ones(3)], factors)),

@@ -166,7 +166,7 @@ def test_samples(dtype, monkeypatch) -> None:
 
     Four rounds look at every row once, and at a vector or the few rows of a tensor every time.
     """
-    monkeypatch.setattr(verify, "ROUNDS", 4)
+    monkeypatch.setattr(verify, "FULL_EVERY", 4)
     whole = tensors(dtype) | {"few": torch.randn(3, 5).to(dtype)}
 
     integer = INTEGERS[dtype.itemsize]

@@ -22,7 +22,7 @@ from lightrft.agents.session import Session
 from lightrft.data.verifiers.tasksets import TASK, parse
 from lightrft.registry import kept_alive
 
-KEY = "LIGHTRFT_EPISODE_API_KEY"
+EPISODE_KEY_VARIABLE = "LIGHTRFT_EPISODE_API_KEY"
 """Environment variable with the key of an episode's server.
 
 The package keeps names with API_KEY from the programs of agents.
@@ -59,8 +59,8 @@ def program(
 
     async def play(session: Session, row: dict[str, Any]) -> float | None:
         async with serving(session, served) as address, environment.serving():
-            os.environ[KEY] = address.key
-            client = EvalClientConfig(base_url=address.url, api_key_var=KEY)
+            os.environ[EPISODE_KEY_VARIABLE] = address.key
+            client = EvalClientConfig(base_url=address.url, api_key_var=EPISODE_KEY_VARIABLE)
             context = ModelContext(served.name, client, SamplingConfig(**served.fixed))
             episode = await environment.run_episode(_task(environment, row), context)
 

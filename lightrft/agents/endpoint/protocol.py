@@ -36,7 +36,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True, False),
 }
 """Parameter of a request -> values, beside null, that leave sampling as the run sets it."""
-BYTES_PER_TOKEN = 16
+REQUEST_BYTES_PER_TOKEN = 16
 """Largest size of a request for each token of prompt and response.
 
 Text, token ids and escapes of JSON have to fit.
@@ -62,7 +62,7 @@ class EndpointModel:
     @property
     def max_request_bytes(self) -> int:
         """Return the largest number of bytes that a request may have."""
-        return BYTES_PER_TOKEN * self.max_length + OTHER_BYTES
+        return REQUEST_BYTES_PER_TOKEN * self.max_length + OTHER_BYTES
 
 
 class Options(TypedDict):
@@ -139,7 +139,7 @@ def read_options(body: Body, served: EndpointModel) -> Options:
     return Options(max_tokens=min(limits, default=None), sampling=chosen)
 
 
-KINDS: Mapping[str, tuple[type, ...]] = {
+PARAMETER_TYPES: Mapping[str, tuple[type, ...]] = {
     "stream": (bool,),
     "stream_options": (dict,),
     "return_token_ids": (bool,),
@@ -152,7 +152,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 def _check_kinds(body: Body) -> None:
-    for name, kinds in KINDS.items():
+    for name, kinds in PARAMETER_TYPES.items():
         if body.get(name) is not None and not isinstance(body[name], kinds):
             raise ValueError(
                 f"{name} is of the type {' or '.join(kind.__name__ for kind in kinds)}, not"

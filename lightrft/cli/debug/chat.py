@@ -30,7 +30,7 @@ from lightrft.cli.debug import command_parser
 from lightrft.config.references import MODEL_KEY
 from lightrft.launch.forks import end_with
 
-POLL_SECONDS = 0.1
+LOG_POLL_SECONDS = 0.1
 SERVING = re.compile(r"serving .* at (http://\S+/v1)\s")
 """What `lightrft serve` writes when it answers."""
 
@@ -76,7 +76,7 @@ def _server(flags: list[str]) -> Iterator[tuple[str, str]]:
             while not (found := SERVING.search(text := _text_of(log))):
                 if process.poll() is not None:
                     raise ValueError("\n".join(["no server:", *text.splitlines()[-10:]]))
-                time.sleep(POLL_SECONDS)
+                time.sleep(LOG_POLL_SECONDS)
             yield found[1], key
         finally:
             process.terminate()

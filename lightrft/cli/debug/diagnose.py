@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from lightrft.cli.debug import command_parser
 from lightrft.observe.curves import read_history
-from lightrft.observe.symptoms import LEAST_STEPS, find_symptoms
+from lightrft.observe.symptoms import SYMPTOM_STEPS, find_symptoms
 from lightrft.run.logs import set_up_logging
 
 
@@ -24,8 +24,8 @@ def main(argv: list[str] | None = None) -> None:
 
     history = read_history(folder / "metrics.jsonl")
     num_steps = len(history.get("rollout/reward", ()))
-    if num_steps < LEAST_STEPS:
-        commands.error(f"{folder} has {num_steps} steps of train_ppo; {LEAST_STEPS} are needed")
+    if num_steps < SYMPTOM_STEPS:
+        commands.error(f"{folder} has {num_steps} steps of train_ppo; {SYMPTOM_STEPS} are needed")
 
     symptoms = find_symptoms(history)
     console = Console(highlight=False, soft_wrap=True)

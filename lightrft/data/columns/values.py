@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from lightrft.config.values import check_text
 
-KINDS = "text, a number, true, false, a date, a list or an object"
+VALUE_KINDS = "text, a number, true, false, a date, a list or an object"
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def plain(value: Any, place: str) -> Any:
         raise ValueError(f"{place} has a {value.kind} that cannot be read ({value.reason})")
 
     raise ValueError(
-        f"{place} has a value of type {type(value).__name__}, which is not {KINDS}; "
+        f"{place} has a value of type {type(value).__name__}, which is not {VALUE_KINDS}; "
         "convert it, or leave the column out"
     )
 

@@ -23,7 +23,7 @@ ROLES = {
 """Names of roles in data -> roles of chat templates. Other roles are left to the template."""
 CALLS = ("function_call", "tool_call", "tool_calls")
 """ShareGPT's roles of an assistant turn that is JSON of calls."""
-WEIGHTS = ("weight", "train", "loss")
+WEIGHT_KEYS = ("weight", "train", "loss")
 """Keys of a turn that say whether it is learned."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a turn with what the assistant thinks before the answer."""
@@ -110,7 +110,7 @@ def clean_message(message: Any, place: str = "the message") -> Message:
     cleaned = message | {"role": role, "content": _content(content, place)}
     if content is None and not calls:
         cleaned["content"] = ""
-    for name in WEIGHTS:
+    for name in WEIGHT_KEYS:
         if name in message and message[name] not in (0, 1):
             raise ValueError(
                 f"{place} has the {name} {message[name]!r}: it must be 1 (learned) or 0"
@@ -261,7 +261,7 @@ def is_answer(message: Message) -> bool:
 
 def weight_of(message: Message) -> bool | None:
     """Return whether a turn says that it is learned; None if it does not say."""
-    weights = [bool(message[name]) for name in WEIGHTS if name in message]
+    weights = [bool(message[name]) for name in WEIGHT_KEYS if name in message]
     return all(weights) if weights else None
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.errors import DataError
 from lightrft.config.sections import DataSection
 from lightrft.data.readers import is_first_rank
-from lightrft.data.rendering.messages import THINKING, THOUGHTS, WEIGHTS, Message, is_answer
+from lightrft.data.rendering.messages import THINKING, THOUGHTS, WEIGHT_KEYS, Message, is_answer
 
 WORD = "\u2402word\u2403"
 """Text that no template contains."""
@@ -328,7 +328,7 @@ class ChatTemplate:
     def _formed(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages in the form that the template takes, without keys that are not for it."""
         own = [
-            {name: value for name, value in message.items() if name not in WEIGHTS}
+            {name: value for name, value in message.items() if name not in WEIGHT_KEYS}
             for message in messages
         ]
         if any(message.get("tool_calls") for message in own):

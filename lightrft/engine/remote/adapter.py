@@ -20,7 +20,7 @@ from lightrft.engine.model_info import (
 )
 from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import (
-    ADAPTERS,
+    ADAPTERS_KEY,
     CAPACITY,
     HOLDS_ADAPTERS,
     PRETRAIN,
@@ -72,7 +72,7 @@ class RemoteEngine(Engine):
         self.limits = most_of_each(setup.section, config)
         self.model_reads = tuple(self.limits)
         if processes.rank == 0:
-            processes.store.set(ADAPTERS, setup.adapters.to_json() if setup.adapters else "")
+            processes.store.set(ADAPTERS_KEY, setup.adapters.to_json() if setup.adapters else "")
             processes.store.set(PRETRAIN, setup.model_path)
         self._inbox: SimpleQueue[tuple[Peer, Any]] = SimpleQueue()
         first = processes.size - processes.rollout_ranks

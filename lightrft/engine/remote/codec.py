@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-LENGTHS = struct.Struct("!Q")
+LENGTH_FORMAT = struct.Struct("!Q")
 SIMPLE = (int, float, str, bool, type(None))
 
 
@@ -25,11 +25,11 @@ class Codec:
         buffers: list[bytes] = []
         content = self._encode(message, buffers)
         head = json.dumps([content, [len(each) for each in buffers]]).encode()
-        return [LENGTHS.pack(len(head)), head, *buffers]
+        return [LENGTH_FORMAT.pack(len(head)), head, *buffers]
 
     def load(self, read: Callable[[int], bytes]) -> Any:
         """Read the next message; `read` returns that many bytes, or raises EOFError."""
-        (size,) = LENGTHS.unpack(read(LENGTHS.size))
+        (size,) = LENGTH_FORMAT.unpack(read(LENGTH_FORMAT.size))
         content, sizes = json.loads(read(size))
         return self._decode(content, [read(each) for each in sizes])
 

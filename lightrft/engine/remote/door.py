@@ -20,7 +20,7 @@ import psutil
 from lightrft.parallel.gloo import INTERFACE
 from lightrft.parallel.processes import RunProcesses
 
-KEY = "lightrft/rollout"
+STORE_PREFIX = "lightrft/rollout"
 """Prefix of the keys in the store of all processes."""
 LOOPBACK = "127.0.0.1"
 GREETING_SECONDS = 10.0
@@ -31,7 +31,7 @@ MOST_STRANGERS = 64
 """Connections that are heard at the same time. Others are closed, and a rank of the run tries
 again."""
 NONCE = 32
-ANSWER = struct.Struct(f"!I{NONCE}s{NONCE}s")
+CONNECT_REPLY = struct.Struct(f"!I{NONCE}s{NONCE}s")
 """Rank of the process that connects, a nonce, and the digest that only a process of the run knows.
 """
 
@@ -86,7 +86,10 @@ class Door:
             nonce = secrets.token_bytes(NONCE)
             connection.settimeout(GREETING_SECONDS)
             connection.sendall(nonce)
-            rank, other, digest = ANSWER.unpack(_receive(connection, ANSWER.size, deadline))
+
+            rank, other, digest = CONNECT_REPLY.unpack(
+                _receive(connection, CONNECT_REPLY.size, deadline)
+            )
             if not hmac.compare_digest(digest, self._digest(b"comes", rank, nonce, other)):
                 raise ConnectionError("a stranger")
             connection.sendall(self._digest(b"is met", rank, nonce, other))
@@ -126,7 +129,10 @@ def _enter(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
         deadline = time.monotonic() + GREETING_SECONDS
         nonce = secrets.token_bytes(NONCE)
         other = _receive(connection, NONCE, deadline)
-        connection.sendall(ANSWER.pack(rank, nonce, _digest(secret, b"comes", rank, other, nonce)))
+        connection.sendall(
+            CONNECT_REPLY.pack(rank, nonce, _digest(secret, b"comes", rank, other, nonce))
+        )
+
         expected = _digest(secret, b"is met", rank, other, nonce)
         if not hmac.compare_digest(_receive(connection, NONCE, deadline), expected):
             raise ConnectionError("another program answers")

@@ -29,7 +29,7 @@ from lightrft.types import Completion
 
 WAIT_SECONDS = 1.0
 """Seconds until a rank without work meets the other ranks of the engine again."""
-STEPS = 4
+STEPS_PER_LOOK = 4
 """Engine steps between looks for messages. The ranks of an engine have to exchange the messages."""
 
 
@@ -104,7 +104,7 @@ class EngineServer:
 
             self._advance()
             self._abort()
-            for _ in range(STEPS):
+            for _ in range(STEPS_PER_LOOK):
                 if self._owners:
                     self._send(self._loop.step())
 

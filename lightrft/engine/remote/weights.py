@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.engine.remote.door import KEY
+from lightrft.engine.remote.door import STORE_PREFIX
 from lightrft.parallel.processes import RunProcesses
 from lightrft.weight_sync.names import NamedTensor
 from lightrft.weight_sync.stream import buckets
 
-SENDERS = f"{KEY}/senders"
+SENDERS = f"{STORE_PREFIX}/senders"
 """Key of the bucket size in bytes and the ranks that send weights."""
 MOST_SENDERS = 8
 """Ranks that generate have a communicator for each sender, and its buffers in device memory."""
@@ -49,7 +49,7 @@ class WeightBroadcast:
         first = processes.size - processes.rollout_ranks
         place = processes.rank - first + 1 if processes.generates else 0
         size = processes.rollout_ranks + 1
-        store = dist.PrefixStore(f"{KEY}/weights/{number}", processes.store)
+        store = dist.PrefixStore(f"{STORE_PREFIX}/weights/{number}", processes.store)
         if self.device.type == "cpu":
             return dist.ProcessGroupGloo(store, place, size, processes.timeout)
         options = dist.ProcessGroupNCCL.Options()

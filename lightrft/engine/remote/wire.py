@@ -10,18 +10,18 @@ from typing import Any
 
 from lightrft.engine.media import Clip, Video
 from lightrft.engine.remote.codec import Codec
-from lightrft.engine.remote.door import KEY, Door, enter, own_address
+from lightrft.engine.remote.door import STORE_PREFIX, Door, enter, own_address
 from lightrft.engine.requests import Request, Sampling
 from lightrft.parallel.processes import RunProcesses
 from lightrft.types import Completion, Drafts
 
-PRETRAIN = f"{KEY}/pretrain"
+PRETRAIN = f"{STORE_PREFIX}/pretrain"
 """Key of the folder that the engines start from."""
-ADAPTERS = f"{KEY}/adapters"
+ADAPTERS_KEY = f"{STORE_PREFIX}/adapters"
 """Key of the adapters that the engines should hold beside the weights; empty without any."""
-HOLDS_ADAPTERS = f"{KEY}/holds_adapters"
+HOLDS_ADAPTERS = f"{STORE_PREFIX}/holds_adapters"
 """Key that says whether the engines hold them; empty if they take merged weights."""
-CAPACITY = f"{KEY}/capacity"
+CAPACITY = f"{STORE_PREFIX}/capacity"
 """Key of the number of samples that an engine decodes at the same time."""
 
 
@@ -136,7 +136,8 @@ def accept(processes: RunProcesses, inbox: "SimpleQueue[tuple[Peer, Any]]") -> l
     address = own_address(processes)
     door = Door(address, secret)
     processes.store.set(
-        f"{KEY}/{processes.rank}", f"{address or socket.gethostname()} {door.port} {secret}"
+        f"{STORE_PREFIX}/{processes.rank}",
+        f"{address or socket.gethostname()} {door.port} {secret}",
     )
     connections = door.admit(processes.size - processes.rollout_ranks)
     return [Peer(rank, connections[rank], inbox) for rank in sorted(connections)]
@@ -144,5 +145,5 @@ def accept(processes: RunProcesses, inbox: "SimpleQueue[tuple[Peer, Any]]") -> l
 
 def connect(processes: RunProcesses, rank: int, inbox: "SimpleQueue[tuple[Peer, Any]]") -> Peer:
     """Connect this training rank to a rank that generates and may not listen yet."""
-    host, port, secret = processes.store.get(f"{KEY}/{rank}").decode().split()
+    host, port, secret = processes.store.get(f"{STORE_PREFIX}/{rank}").decode().split()
     return Peer(rank, enter(host, int(port), secret, processes.rank), inbox)

@@ -14,7 +14,7 @@ from lightrft.parallel.device import free_memory
 
 TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
 NO_DRAFTS = "drafts need --engine_type vllm and --speculative"
-RESERVED = {
+SGLANG_RESERVED = {
     "model_path": "use --pretrain",
     "trust_remote_code": "use --trust_remote_code",
     "dtype": "use --bf16",
@@ -66,11 +66,12 @@ def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
         "enable_custom_logit_processor": True,
         "enable_weights_cpu_backup": section.engine_sleep_level == 1 and not on_cpu,
     }
+
     return with_users_arguments(
         own,
         section.engine_args,
         known=inspect.signature(ServerArgs).parameters,
-        reserved=RESERVED,
+        reserved=SGLANG_RESERVED,
     )
 
 

@@ -142,6 +142,7 @@ class Samples:
         names = [uuid.uuid4().hex for _ in entries]
         for name, (running, _, _), draw in zip(names, entries, draws, strict=True):
             running.names[name] = draw
+
         async for place, answer in self.shim.generate(names, entries, str(self.num_loads)):
             running = entries[place][0]
             stop = entries[place][0].request.sampling.stop
@@ -180,6 +181,7 @@ class Samples:
     def _parameters(self, request: Request, seed: int) -> dict[str, Any]:
         sampling = request.sampling
         size, part = without_padding(sampling.truncation, self.vocabulary.size)
+
         return {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.sglang.sampling import draw, with_seeds
 from lightrft.parallel.gloo import share_gloo_device
-from lightrft.weight_sync.fused_layout import PARTS, FusedWeights
+from lightrft.weight_sync.fused_layout import FUSED_PARTS, FusedWeights
 from lightrft.weight_sync.verify import Fingerprints
 
 CALLED_OTHERWISE = {
@@ -95,7 +95,7 @@ def _weights(
             )
 
     own = {name: _place(place, layers) for name, place in places.items()}
-    return FusedWeights(model, own, shapes, parts=PARTS | OF_HYBRIDS)
+    return FusedWeights(model, own, shapes, parts=FUSED_PARTS | OF_HYBRIDS)
 
 
 def _place(place: str, layers: Collection[str]) -> str:

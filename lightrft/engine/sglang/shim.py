@@ -74,6 +74,7 @@ class SGLangShim:
             [each.expanded.features | {"format": "processor_output"}] if each.expanded else []
             for each in requests
         ]
+
         answers = await self.engine.async_generate(
             input_ids=[each.prompt for each in requests],
             sampling_params=[parameters for _, parameters, _ in entries],

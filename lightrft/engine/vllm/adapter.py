@@ -42,7 +42,7 @@ OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
 is wide."""
 CAUSAL_ON_CPU = ("gemma3",)
 """Families whose image tokens attend in both directions, except in vLLM on a CPU."""
-DELTA_RULE = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+BFLOAT16_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families whose kernel for linear attention computes only bfloat16 on a CPU."""
 
 
@@ -75,7 +75,7 @@ class VLLMEngine(LibraryEngine):
                 f"{config.model_type} can be trained, but not with vLLM, {problem}: use"
                 " --engine_type hf"
             )
-        if self.on_cpu and family in DELTA_RULE and setup.dtype != torch.bfloat16:
+        if self.on_cpu and family in BFLOAT16_FAMILIES and setup.dtype != torch.bfloat16:
             raise ValueError(
                 f"on a CPU vLLM computes the linear attention of {config.model_type} only in"
                 " bfloat16: use --bf16, or --engine_type hf"

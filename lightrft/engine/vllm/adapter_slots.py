@@ -17,11 +17,11 @@ from vllm.model_executor.models import ModelRegistry, supports_lora
 from lightrft.engine.base import EngineError, EngineSetup
 from lightrft.engine.vllm.arguments import RANKS
 from lightrft.weight_sync.adapters import Adapters, names_of
-from lightrft.weight_sync.fused_layout import PARTS
+from lightrft.weight_sync.fused_layout import FUSED_PARTS
 from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.verify import Fingerprints
 
-LAYERS = {"o_proj", "down_proj", *(part for parts in PARTS.values() for part in parts)}
+KNOWN_LAYERS = {"o_proj", "down_proj", *(part for parts in FUSED_PARTS.values() for part in parts)}
 """Names of layers whose slots are known: attention and a gated MLP."""
 
 
@@ -34,7 +34,8 @@ def slots_problem(
     ]
     section = setup.section
     discards = section.engine_sleep_level == 2 and "engine_sleep_level" in section.written
-    others = sorted({layer.rpartition(".")[2] for layer in setup.adapters.layers} - LAYERS)
+    others = sorted({layer.rpartition(".")[2] for layer in setup.adapters.layers} - KNOWN_LAYERS)
+
     problems = {
         "the model reads more than text": bool(media),
         f"--speculative {section.speculative} drafts without adapters": (

@@ -12,7 +12,7 @@ from vllm.triton_utils import HAS_TRITON
 
 from lightrft.engine.base import EngineSetup
 from lightrft.engine.model_info import has_recurrent_state
-from lightrft.engine.requests import MEDIA
+from lightrft.engine.requests import MEDIA_NAMES
 from lightrft.engine.start import with_users_arguments
 from lightrft.thinker import OmniThinkerConfig
 
@@ -23,7 +23,7 @@ TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
 SPECULATION = "use --speculative, --num_draft_tokens and --draft_pretrain"
 RANKS = get_args(MaxLoRARanks)
 """Ranks of the slots for adapters that vLLM has kernels for."""
-RESERVED = {
+VLLM_RESERVED = {
     "model": "use --pretrain",
     "trust_remote_code": "use --trust_remote_code",
     "dtype": "use --bf16",
@@ -94,7 +94,9 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     # Of some models that see (Qwen3.5) only the language part is trained; vLLM starts all of them.
     sees = bool(limits) or config.get_text_config() is not config
     media = {
-        "limit_mm_per_prompt": {medium: limits.get(name, 0) for name, medium in MEDIA.items()},
+        "limit_mm_per_prompt": {
+            medium: limits.get(name, 0) for name, medium in MEDIA_NAMES.items()
+        },
         "mm_processor_cache_gb": 0,  # the cache would only hold images of the last step
         # The constants of this are stored in the model and are not streamed.
         "mm_device_do_normalize": False,
@@ -135,7 +137,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
             "use_tqdm_on_load": False,
         }
     )
-    reserved = dict(RESERVED)
+    reserved = dict(VLLM_RESERVED)
     if on_cpu:  # the flag is about CUDA graphs; what is compiled for a CPU pays in long runs only
         del reserved["enforce_eager"]
     return with_users_arguments(

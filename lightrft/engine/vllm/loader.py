@@ -32,6 +32,7 @@ class _NoWeights(DummyModelLoader):
             for tensor in model.buffers()
             if tensor.untyped_storage().data_ptr() not in of_weights
         ]
+
         saved = [(tensor, tensor.detach().clone()) for tensor in (*buffers, *scales)]
         super().load_weights(model, model_config)
         with torch.no_grad():

@@ -17,11 +17,11 @@ from vllm.v1.request import Request
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-SEEDS = 2**53
+NUM_SEEDS = 2**53
 """How many seeds of noise there are."""
 AHEAD = 32
 """Tokens whose seeds are drawn from a generator together."""
-BLOCK = 256
+TOKEN_BLOCK = 256
 """Tokens in a block."""
 
 _drawn: WeakKeyDictionary[torch.Generator, list[list[int]]] = WeakKeyDictionary()
@@ -81,17 +81,17 @@ def copy_of(generator: torch.Generator) -> torch.Generator:
 def draw(probabilities: Tensor, seeds: Tensor) -> Tensor:
     """Draw tokens [R] from `probabilities` [R, V] with `seeds` [2, R]: a block, then a token in it.
 
-    Noise takes several times as long as a softmax. Here a row needs it for V / BLOCK + BLOCK places
+    Noise takes several times as long as a softmax. Here a row needs it for V / TOKEN_BLOCK + TOKEN_BLOCK places
     instead of V. Rows with the same seeds and similar probabilities mostly draw the same token, and
     drafts depend on that. One number and running sums would not do: a difference at one token moves
     the numbers of all later ones.
     """
     num_tokens = probabilities.shape[1]
-    if num_tokens <= BLOCK:
+    if num_tokens <= TOKEN_BLOCK:
         return _draw(probabilities, seeds[0])
-    blocks, rest = probabilities.tensor_split((num_tokens // BLOCK * BLOCK,), 1)
-    sums = torch.cat([blocks.unflatten(1, (-1, BLOCK)).sum(2), rest.sum(1, keepdim=True)], 1)
-    tokens = BLOCK * _draw(sums, seeds[0])[:, None] + torch.arange(BLOCK)
+    blocks, rest = probabilities.tensor_split((num_tokens // TOKEN_BLOCK * TOKEN_BLOCK,), 1)
+    sums = torch.cat([blocks.unflatten(1, (-1, TOKEN_BLOCK)).sum(2), rest.sum(1, keepdim=True)], 1)
+    tokens = TOKEN_BLOCK * _draw(sums, seeds[0])[:, None] + torch.arange(TOKEN_BLOCK)
     inside = probabilities.gather(1, tokens.clamp(max=num_tokens - 1)).masked_fill_(
         tokens >= num_tokens, 0
     )
@@ -138,7 +138,9 @@ class _FastSampling:
         if not all(self._seeds):
             for seeds, generator in zip(self._seeds, generators.values(), strict=True):
                 if not seeds:
-                    seeds += torch.randint(0, SEEDS, (AHEAD, 2), generator=generator).tolist()[::-1]
+                    seeds += torch.randint(0, NUM_SEEDS, (AHEAD, 2), generator=generator).tolist()[
+                        ::-1
+                    ]
 
         result = np.zeros((2, num_rows), dtype=np.int64)
         result[:, self._rows] = np.array([seeds.pop() for seeds in self._seeds]).T

@@ -42,7 +42,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import Clip, Video, metadata
-from lightrft.engine.requests import MEDIA
+from lightrft.engine.requests import MEDIA_NAMES
 from lightrft.engine.vllm.adapter_slots import AdapterSlots
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
@@ -50,8 +50,8 @@ from lightrft.types import Completion, Drafts
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.expert_layout import is_a, is_experts, pack_experts, unpacked_experts
 from lightrft.weight_sync.fused_layout import (
-    CONVOLUTION,
-    PARTS,
+    CONVOLUTION_VIEW,
+    FUSED_PARTS,
     UNPACKED,
     CopyTarget,
     FusedWeights,
@@ -91,6 +91,7 @@ class VLLMShim:
             logger.addFilter(_is_shown)
         # vLLM froze all objects; unfrozen ones are collected in order, without warnings.
         atexit.register(gc.unfreeze)
+
         (self.model,) = llm.apply_model(lambda model: model)
         (self.draft_model,) = llm.collective_rpc("get_draft_model")
         """Model that drafts, or None."""
@@ -106,8 +107,9 @@ class VLLMShim:
         self._samples: dict[str, _Sample] = {}
         """Name of a sample that runs -> what it has."""
         self._num_submitted = 0
+
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
-        parts = PARTS | getattr(self.model, "packed_modules_mapping", {})
+        parts = FUSED_PARTS | getattr(self.model, "packed_modules_mapping", {})
         own_names = engine_names(names)
         own_names = (
             {name: mapper.map_name(published) for name, published in own_names.items()}
@@ -125,6 +127,7 @@ class VLLMShim:
             packs=_packs,
             keeps=lambda piece: names.is_alone(piece.name) and _keeps(piece.layer, piece.attribute),
         )
+
         self.slots: AdapterSlots | None = None
         if adapters is not None:
             manager = self.worker.model_runner.lora_manager._adapter_manager
@@ -168,6 +171,7 @@ class VLLMShim:
                 weights_path=None,
                 is_checkpoint_format=True,
             )
+
         if packed:
             pack_experts(packed)
         if self._stale_copies:
@@ -187,7 +191,9 @@ class VLLMShim:
     def with_media(self, token_ids: list[int], media: dict[str, list]) -> MultiModalInput:
         """Return the prompt with processed media and expanded placeholders."""
         data = {
-            MEDIA[name]: [_item(item) for item in items] for name, items in media.items() if items
+            MEDIA_NAMES[name]: [_item(item) for item in items]
+            for name, items in media.items()
+            if items
         }
         (prompt,) = self.llm.renderer.render_cmpl(
             [TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=data)]
@@ -563,7 +569,7 @@ def _stale_copies(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.n
         weight = layer._parameters.get("weight")
         if weight is not None and _packs(layer):
             pairs.append((layer, first.setdefault(id(weight), layer)))
-        if CONVOLUTION in layer._buffers and UNPACKED in vars(layer.conv1d):
+        if CONVOLUTION_VIEW in layer._buffers and UNPACKED in vars(layer.conv1d):
             pairs.append((layer, layer.conv1d))
     return [(layer, renewed) for layer, renewed in pairs if layer is not renewed]
 

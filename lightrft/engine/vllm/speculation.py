@@ -24,7 +24,7 @@ from lightrft.parallel.collectives import Axis
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Batch sizes where the cost of verification is measured; others cost as much as the next one."""
-ROUNDS = 5
+MEASUREMENTS = 5
 """How often each cost is measured at a batch size; the fastest run counts."""
 PROMPT = [0, 0, 0, 0]
 """Prompt of the measured requests."""
@@ -222,7 +222,7 @@ class Speculation:
             ("plain", "reads", "drafts") if self._text is None else ("plain", "drafts"),
             float("inf"),
         )
-        for _ in range(ROUNDS):
+        for _ in range(MEASUREMENTS):
             for mode in fastest:
                 self._force(mode)
                 self._engine.step()

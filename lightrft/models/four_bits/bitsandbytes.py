@@ -15,7 +15,7 @@ from bitsandbytes.functional import (  # noqa: E402
     quantize_blockwise,
 )
 
-from lightrft.models.four_bits import BLOCK, SCALES  # noqa: E402
+from lightrft.models.four_bits import SCALE_BLOCK, SCALE_GROUP  # noqa: E402
 
 NF4 = "nf4"
 ELEMENTS = 2**18
@@ -23,36 +23,36 @@ ELEMENTS = 2**18
 
 
 def quantize(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a matrix [out, in], whose `in` is a multiple of BLOCK.
+    """Quantize a matrix [out, in], whose `in` is a multiple of SCALE_BLOCK.
 
-    Return the codes [out, in / 2] uint8, the scales [out, in / BLOCK] uint8, and what the scales
-    stand for, as the bytes of float32: the SCALES values that a scale can have, a factor for every
-    SCALES scales, and the mean that was subtracted. The results are bit by bit those of
+    Return the codes [out, in / 2] uint8, the scales [out, in / SCALE_BLOCK] uint8, and what the scales
+    stand for, as the bytes of float32: the SCALE_GROUP values that a scale can have, a factor for every
+    SCALE_GROUP scales, and the mean that was subtracted. The results are bit by bit those of
     quantize_4bit(compress_statistics=True) for the whole matrix, which on a CPU would take the
     memory of 16 matrices.
     """
     rows = max(1, ELEMENTS // matrix.shape[1])
     pieces = [
-        quantize_4bit(some.contiguous(), blocksize=BLOCK, quant_type=NF4)
+        quantize_4bit(some.contiguous(), blocksize=SCALE_BLOCK, quant_type=NF4)
         for some in matrix.split(rows)
     ]
     codes = torch.cat([codes for codes, _ in pieces]).view(len(matrix), -1)
     largest = torch.cat([state.absmax for _, state in pieces])
 
     mean = largest.mean()
-    scales, state = quantize_blockwise(largest - mean, blocksize=SCALES)
+    scales, state = quantize_blockwise(largest - mean, blocksize=SCALE_GROUP)
     numbers = torch.cat([state.code, state.absmax, mean[None]])
     return codes, scales.view(len(matrix), -1), numbers.view(torch.uint8)
 
 
 def dequantize(codes: Tensor, scales: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matrix [out, in] that the results of quantize() stand for."""
-    values, factors, mean = numbers.view(torch.float32).tensor_split([SCALES, -1])
-    of_scales = QuantState(factors, code=values, blocksize=SCALES, dtype=torch.float32)
+    values, factors, mean = numbers.view(torch.float32).tensor_split([SCALE_GROUP, -1])
+    of_scales = QuantState(factors, code=values, blocksize=SCALE_GROUP, dtype=torch.float32)
     state = QuantState(
         scales.reshape(-1),
         shape=torch.Size([len(codes), 2 * codes.shape[1]]),
-        blocksize=BLOCK,
+        blocksize=SCALE_BLOCK,
         quant_type=NF4,
         dtype=dtype,
         offset=mean,

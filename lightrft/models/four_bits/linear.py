@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lightrft.config.errors import ConfigError
 from lightrft.models.empty import real_parameters
-from lightrft.models.four_bits import BLOCK, SCALES
+from lightrft.models.four_bits import SCALE_BLOCK, SCALE_GROUP
 
 Gather = Callable[[Iterable[tuple[str, Tensor]], torch.dtype], Iterator[tuple[str, Tensor]]]
 """Function that yields the full tensors of parameters, in a dtype."""
@@ -50,7 +50,9 @@ class QuantizedLinear(nn.Linear):
         """Return the matrix [out, in] in `dtype` from the whole `weight`."""
         from lightrft.models.four_bits.bitsandbytes import dequantize
 
-        codes, scales = packed.split([self.in_features // 2, self.in_features // BLOCK], dim=1)
+        codes, scales = packed.split(
+            [self.in_features // 2, self.in_features // SCALE_BLOCK], dim=1
+        )
         # Offloading to the host may leave buffers there.
         return dequantize(codes, scales, self.numbers.to(packed.device), self.dtype)
 
@@ -103,25 +105,25 @@ def quantize_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:
     with real_parameters():
         for name, layer in decoder.named_modules():
             if isinstance(layer, nn.Linear):
-                if layer.in_features % BLOCK:
+                if layer.in_features % SCALE_BLOCK:
                     raise ConfigError(
                         f"--load_in_4bit: {name} has {layer.in_features} inputs, which is not a"
-                        f" multiple of {BLOCK}"
+                        f" multiple of {SCALE_BLOCK}"
                     )
                 _quantize(layer, dtype)
 
 
 def _quantize(layer: nn.Linear, dtype: torch.dtype) -> None:
     matrix = layer.weight.detach()
-    num_scales = matrix.numel() // BLOCK
-    num_numbers = SCALES + -(-num_scales // SCALES) + 1
+    num_scales = matrix.numel() // SCALE_BLOCK
+    num_numbers = SCALE_GROUP + -(-num_scales // SCALE_GROUP) + 1
     layer.__class__ = QuantizedLinear
     layer.dtype = dtype
     layer.register_buffer(
         "numbers", torch.zeros(4 * num_numbers, dtype=torch.uint8), persistent=False
     )
 
-    shape = (layer.out_features, layer.in_features // 2 + layer.in_features // BLOCK)
+    shape = (layer.out_features, layer.in_features // 2 + layer.in_features // SCALE_BLOCK)
     packed = torch.empty(shape, dtype=torch.uint8, device=matrix.device)
     layer.weight = nn.Parameter(
         packed if packed.is_meta else layer.pack(matrix), requires_grad=False
@@ -133,7 +135,7 @@ def _quantize(layer: nn.Linear, dtype: torch.dtype) -> None:
 def matrix_shape(packed: torch.Size) -> torch.Size:
     """Return the shape of the matrix that a `weight` of such a shape stands for."""
     rows, columns = packed
-    return torch.Size([rows, columns * 2 * BLOCK // (BLOCK + 2)])
+    return torch.Size([rows, columns * 2 * SCALE_BLOCK // (SCALE_BLOCK + 2)])
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:

@@ -8,7 +8,7 @@ from lightrft.rewards.functions import reads
 from lightrft.rewards.verifiers.sandbox import find_sandbox, output_of, passes
 from lightrft.samples import Sample
 
-BLOCK = re.compile(
+CODE_BLOCK = re.compile(
     r"^[ \t]*```(?:python|py)[ \t]*\r?\n(.*?)(?:^[ \t]*```|\Z)",
     re.DOTALL | re.MULTILINE | re.IGNORECASE,
 )
@@ -56,7 +56,7 @@ def passes_tests(samples: list[Sample], tests: list[Any], **_: Any) -> list[floa
 
 
 def _program(text: str) -> str:
-    blocks = BLOCK.findall(text)
+    blocks = CODE_BLOCK.findall(text)
     return blocks[-1] if blocks else text
 
 

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-POLL_SECONDS = 0.05
+MEMORY_POLL_SECONDS = 0.05
 """Time between two looks at the memory of all processes."""
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -71,7 +71,7 @@ def watch(settings: dict[str, Any]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # so that the program cannot look into this process
     deadline = time.monotonic() + settings["seconds"]
     while time.monotonic() < deadline and not _uses_more(settings["memory"]):
-        signal.sigtimedwait({signal.SIGCHLD}, POLL_SECONDS)
+        signal.sigtimedwait({signal.SIGCHLD}, MEMORY_POLL_SECONDS)
         while (ended := _ended_child()) is not None:
             if ended[0] == child:
                 os._exit(os.waitstatus_to_exitcode(ended[1]) & 255)
@@ -255,8 +255,8 @@ class Remote:
     @property
     def __class__(self) -> type:
         about = self._remote_
-        kind = CLASSES.get(about.kind, Remote)
-        return kind if about.plain is NOTHING else type(about.plain)
+        kind = INTERNAL_TYPES.get(about.kind, Remote)
+        return kind if about.plain is ABSENT else type(about.plain)
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         return _ask(self, "call", *values, named=named)
@@ -278,7 +278,7 @@ class Remote:
 
     def __hash__(self) -> int:
         plain = self._remote_.plain
-        return _ask(self, "special", "__hash__") if plain is NOTHING else hash(plain)
+        return _ask(self, "special", "__hash__") if plain is ABSENT else hash(plain)
 
     def __contains__(self, one: Any) -> bool:
         about = self._remote_
@@ -306,8 +306,8 @@ class About:
         answer arithmetic as it likes."""
 
 
-NOTHING = object()
-CLASSES = {"function": types.FunctionType, "generator": types.GeneratorType}
+ABSENT = object()
+INTERNAL_TYPES = {"function": types.FunctionType, "generator": types.GeneratorType}
 
 
 def _ask(one: Remote, verb: str, *values: Any, named: dict[str, Any] | None = None) -> Any:
@@ -341,7 +341,7 @@ def _binary(name: str, form: str = "") -> Any:
         )
         if asks:
             return _ask(self, "special", f"__{form}{name}__", other)
-        if about.plain is NOTHING:
+        if about.plain is ABSENT:
             return NotImplemented
 
         # A value of a derived class computes here, as one of the builtin class.
@@ -626,7 +626,7 @@ class Channel:
             case "object":
                 number, kind, *plain = inner
                 one = self._remote(number, kind)
-                one._remote_.plain = decode(plain[0]) if plain else NOTHING
+                one._remote_.plain = decode(plain[0]) if plain else ABSENT
                 return _awaited(one) if kind == "coroutine" else one
             case "dict_keys" | "dict_values" | "dict_items":
                 return VIEWS_BY_NAME[name](list(map(decode, inner)))
@@ -635,7 +635,7 @@ class Channel:
 
     def _remote(self, number: int, kind: str) -> Remote:
         if number not in self._remotes:
-            self._remotes[number] = Remote(About(self, number, kind, NOTHING))
+            self._remotes[number] = Remote(About(self, number, kind, ABSENT))
         return self._remotes[number]
 
     def _number(self, value: Any) -> int:
@@ -676,7 +676,7 @@ def _kind(value: Any) -> str:
         return "class"
     if hasattr(kind, "__await__") and kind.__module__ == "builtins":
         return "coroutine"
-    return kind.__name__ if kind in CLASSES.values() else ""
+    return kind.__name__ if kind in INTERNAL_TYPES.values() else ""
 
 
 def _plain(value: Any) -> list[Any]:
@@ -793,7 +793,7 @@ def test(tests: list[str], descriptor: int) -> None:
     """Run asserts about the program at the other end of a socket."""
     channel = Channel(descriptor, tests=True)
     number, names, _ = channel._receive()
-    program = Remote(About(channel, number, "", NOTHING))
+    program = Remote(About(channel, number, "", ABSENT))
     codes = [compile(text, f"test {place}", "exec") for place, text in enumerate(tests)]
 
     # A program may be about a function that is called like a builtin one or a module; it replaces

@@ -11,7 +11,7 @@ from referencing import Registry
 from lightrft.rewards.functions import reads
 from lightrft.samples import Sample
 
-BLOCK = "```json"
+JSON_FENCE = "```json"
 NO_REFERENCES: Registry = Registry()
 """Registry that fetches no schema from elsewhere."""
 
@@ -50,7 +50,7 @@ def _candidate(text: str) -> str:
 
     The block ends at the next line that begins with ```.
     """
-    _, marker, rest = text.rpartition(BLOCK)
+    _, marker, rest = text.rpartition(JSON_FENCE)
     return re.split(r"^[ \t]*```", rest, maxsplit=1, flags=re.MULTILINE)[0] if marker else text
 
 

@@ -14,7 +14,7 @@ from math_verify.errors import TimeoutException
 from lightrft.rewards.functions import boxes, reads, right_answers
 from lightrft.samples import Sample
 
-SECONDS = 3
+COMPARISON_SECONDS = 3
 """Time limit of each reading and of each comparison; an answer needs three of them."""
 LONGEST = 20_000
 """How many characters at the end of a response without a box are searched for an answer."""
@@ -55,7 +55,7 @@ def _is_equal(text: str, label: str) -> bool:
         return True
 
     answer = rf"\boxed{{{boxed[-1][1]}}}" if boxed else text[-LONGEST:]
-    limit = SECONDS if threading.current_thread() is threading.main_thread() else None
+    limit = COMPARISON_SECONDS if threading.current_thread() is threading.main_thread() else None
     try:
         expected = parse(rf"\boxed{{{right}}}", parsing_timeout=limit)
         return verify(expected, parse(answer, parsing_timeout=limit), timeout_seconds=limit)

@@ -13,14 +13,14 @@ import reasoning_gym
 from lightrft.rewards.functions import reads, tagged_answer
 from lightrft.samples import Sample
 
-SECONDS = 10
+SCORE_SECONDS = 10
 """Time limit of a score; some scorers evaluate expressions of the response."""
 WITH_TUPLES = frozenset({"arc_agi", "rearc"})
 """Tasks whose scorers compare grids of tuples; after any file format these are lists."""
 
 
 class OutOfTime(Exception):
-    """Raised in a scorer after SECONDS."""
+    """Raised in a scorer after SCORE_SECONDS."""
 
 
 def _dictionary(value: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def score_of_answer(text: str, right: str | None, metadata: Any, options: Any = 
 
     row = {"answer": right, "metadata": metadata}
     score = _scorer(task, json.dumps(_dictionary(options), sort_keys=True))
-    with _time_limit(SECONDS):
+    with _time_limit(SCORE_SECONDS):
         try:
             return float(score(answer, row))
         except (Exception, SystemExit):  # some scorers raise for answers that they cannot read

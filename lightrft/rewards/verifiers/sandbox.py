@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-SECONDS = 10
+RUN_SECONDS = 10
 """Time limit of each run."""
-MEMORY = 1 << 30
+MEMORY_BYTES = 1 << 30
 """Number of bytes of all processes together, and of the address space of each."""
 PROCESSES = 64
 FILE_SIZE = 16 << 20
@@ -126,8 +126,8 @@ def running(
             "what": what,
             "job": source.fileno(),
             "socket": connection.fileno() if connection else -1,
-            "seconds": SECONDS,
-            "memory": MEMORY,
+            "seconds": RUN_SECONDS,
+            "memory": MEMORY_BYTES,
             "processes": PROCESSES,
             "file_size": FILE_SIZE,
         }

@@ -80,6 +80,7 @@ class DPOTask:
             batch, rows, local = local_pairs(
                 part, data, train, max_tokens=max_tokens, expand=self.expand
             )
+
             sums = sequence_sums(self.policy.logprobs(batch, rows), batch).view(-1, 2)
             places = share(data, torch.tensor(local, dtype=torch.int64))
             sums = share(data, sums)

@@ -23,7 +23,7 @@ from lightrft.agents.session import Session
 
 TASK = "task"
 """Column with the folder of a task."""
-PROGRAM = "HARBOR"
+HARBOR_VARIABLE = "HARBOR"
 """Environment variable with the path of the program, if it is not in PATH."""
 PROCESS = "process_environment:ProcessEnvironment"
 """The environment `env=process` of this folder, as Harbor imports it."""
@@ -38,11 +38,11 @@ def program(
 
     Raises ValueError if the program harbor is missing.
     """
-    executable = shutil.which(os.environ.get(PROGRAM, "harbor"))
+    executable = shutil.which(os.environ.get(HARBOR_VARIABLE, "harbor"))
     if executable is None:
         raise ValueError(
             "--environment harbor: there is no program harbor: install it with Python 3.12 (pip"
-            f" install 'harbor>=0.26'), and put it in PATH or its path in {PROGRAM}"
+            f" install 'harbor>=0.26'), and put it in PATH or its path in {HARBOR_VARIABLE}"
         )
 
     _, _, query = reference.partition("?")
