@@ -33,138 +33,30 @@ from lightrft.types import Batch, Experience
 
 LOSS_INPUTS = {"batch", "marked"}
 """Options of a policy loss that come from the samples, not from the configuration."""
+
 DRIFT = ("train/drift_k1", "train/drift_k3")
 """Names of the reports of drift()."""
 
 
-def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
-    """Compute the negative log-likelihood [] from log-probs [T].
+@dataclass(frozen=True, slots=True)
+class PolicyInputs:
+    """Inputs of the terms of the policy's loss.
 
-    It is the mean over all learned tokens of the optimizer step.
-    """
-    return share_of_mean(-logprobs, batch, "token-mean", denominator), {}
-
-
-class PtxObjective:
-    """A supervised loss next to another loss: sft() times a coefficient.
-
-    PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2.
+    The first three are 0 for tokens that are not learned.
     """
 
-    def __init__(self, coefficient: float):
-        self.coefficient = coefficient
-
-    def __call__(
-        self, logprobs: Tensor, batch: Batch, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
-        loss, _ = sft(logprobs, batch, denominator)
-        return self.coefficient * loss, {"train/ptx_loss": -logprobs}
-
-
-class PtxDivergence:
-    """A teacher's distributions over given answers next to another loss: the part of GKD with data.
-
-    Agarwal et al., arXiv 2306.13649, algorithm 1; the share of data is the coefficient here.
-    """
-
-    def __init__(self, coefficient: float, beta: float):
-        self.coefficient = coefficient
-        self.beta = beta
-
-    def __call__(
-        self, logprobs: Tensor, batch: Batch, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
-        """Compute the mean of generalized_jsd() over answer tokens, from log-probs [T, 1 + K]."""
-        values = generalized_jsd(logprobs[:, 1:], batch.teacher_logprobs, self.beta)
-        loss = share_of_mean(values, batch, "token-mean", denominator)
-        return self.coefficient * loss, {"train/ptx_divergence": values}
+    logprobs: Tensor
+    """Log-probs of the tokens under the actor, [T] with gradient."""
+    old: Tensor
+    """The same before the step, [T]."""
+    advantages: Tensor
+    all_logprobs: Tensor
+    """What the actor returned: `logprobs`, or [T, 1 + K] with the candidates too."""
+    batch: Experience
 
 
-class Balanced:
-    """Another objective plus the load-balancing loss of experts times a coefficient."""
-
-    def __init__(
-        self, objective: Callable[..., tuple[Tensor, Report]], balance: Balance, coefficient: float
-    ):
-        self.objective = objective
-        self.balance = balance
-        self.coefficient = coefficient
-
-    def __call__(
-        self, logprobs: Tensor, batch: Batch, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
-        loss, report = self.objective(logprobs, batch, denominator)
-        report |= {"train/aux_loss": self.balance.loss.expand(len(logprobs))}
-        return loss + self.coefficient * self.balance.share(batch.routing), report
-
-
-def local_gradients(
-    objective: Callable[..., tuple[Tensor, Report]], batch: Batch, denominator: Denominator
-) -> LocalGradients | None:
-    """Return the gradients of an objective that treats tokens, sequences or pairs alone.
-
-    Return None for any other objective.
-    """
-    match objective:
-        case Balanced():
-            return local_gradients(objective.objective, batch, denominator)
-        case PolicyObjective():
-            num_sequences = objective.num_sequences(batch)
-        case KTOObjective():
-            num_sequences = 1
-        case DPOObjective():
-            num_sequences = 2
-        case _:
-            of_tokens = objective is sft or isinstance(objective, PtxObjective | PtxDivergence)
-            num_sequences = 0 if of_tokens else None
-    if num_sequences is None:
-        return None
-
-    def gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        # Detached leaves: the graph ends at the log-probs, so no gradient runs back into the model
-        # here.
-        inputs = [
-            value.detach().requires_grad_() for value in (logprobs, entropy) if value is not None
-        ]
-        batch.entropy = None if entropy is None else inputs[1]
-        with torch.enable_grad():
-            loss, _ = objective(inputs[0], batch, denominator)
-        grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-        return grads[0], None if entropy is None else grads[1]
-
-    return LocalGradients(gradients, num_sequences)
-
-
-class ValueObjective:
-    """Objective of the critic: clipped squared distance to the returns."""
-
-    def __init__(self, section: AlgorithmSection):
-        self.section = section
-
-    def __call__(
-        self, values: Tensor, batch: Experience, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
-        """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, mean over all learned tokens.
-
-        The mean is over the optimizer step. values [T]; returns [] and reports [T]. The clip is
-        part of the implementation of PPO (Schulman et al., arXiv 1707.06347); Engstrom et al.,
-        arXiv 2005.12729, describe it.
-        """
-        missing = [name for name in ("values", "returns") if getattr(batch, name) is None]
-        if missing:
-            raise ValueError(f"the value loss needs {', '.join(missing)} in the batch")
-
-        loss = (values - batch.returns).square()
-        reach = self.section.value_clip
-        report = {"critic/value": values}
-        if reach:
-            change = values - batch.values
-            near = torch.where(change.abs() > reach, batch.values + reach * change.sign(), values)
-            clipped_loss = (near - batch.returns).square()
-            report["critic/clip"] = clipped_loss > loss
-            loss = torch.max(loss, clipped_loss)
-
-        return share_of_mean(loss / 2, batch, "token-mean", denominator), report
+Term = Callable[[Tensor, PolicyInputs], tuple[Tensor, Report]]
+"""(losses of tokens [T], inputs) -> the new losses [T], and reports."""
 
 
 class PolicyObjective:
@@ -369,27 +261,6 @@ class PolicyObjective:
         return values + section.distill_coef * distance, {"train/teacher_divergence": distance}
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyInputs:
-    """Inputs of the terms of the policy's loss.
-
-    The first three are 0 for tokens that are not learned.
-    """
-
-    logprobs: Tensor
-    """Log-probs of the tokens under the actor, [T] with gradient."""
-    old: Tensor
-    """The same before the step, [T]."""
-    advantages: Tensor
-    all_logprobs: Tensor
-    """What the actor returned: `logprobs`, or [T, 1 + K] with the candidates too."""
-    batch: Experience
-
-
-Term = Callable[[Tensor, PolicyInputs], tuple[Tensor, Report]]
-"""(losses of tokens [T], inputs) -> the new losses [T], and reports."""
-
-
 def _of_tokens(label: str, values: Tensor, like: Tensor) -> Tensor:
     """Check that there is one value for each token.
 
@@ -423,3 +294,139 @@ def mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Report:
         "engine/logprob_mismatch_max": difference,
         "engine/logprob_mismatch_exp": torch.exp(difference),
     }
+
+
+# -- other objectives
+
+
+class ValueObjective:
+    """Objective of the critic: clipped squared distance to the returns."""
+
+    def __init__(self, section: AlgorithmSection):
+        self.section = section
+
+    def __call__(
+        self, values: Tensor, batch: Experience, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
+        """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, mean over all learned tokens.
+
+        The mean is over the optimizer step. values [T]; returns [] and reports [T]. The clip is
+        part of the implementation of PPO (Schulman et al., arXiv 1707.06347); Engstrom et al.,
+        arXiv 2005.12729, describe it.
+        """
+        missing = [name for name in ("values", "returns") if getattr(batch, name) is None]
+        if missing:
+            raise ValueError(f"the value loss needs {', '.join(missing)} in the batch")
+
+        loss = (values - batch.returns).square()
+        reach = self.section.value_clip
+        report = {"critic/value": values}
+        if reach:
+            change = values - batch.values
+            near = torch.where(change.abs() > reach, batch.values + reach * change.sign(), values)
+            clipped_loss = (near - batch.returns).square()
+            report["critic/clip"] = clipped_loss > loss
+            loss = torch.max(loss, clipped_loss)
+
+        return share_of_mean(loss / 2, batch, "token-mean", denominator), report
+
+
+def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
+    """Compute the negative log-likelihood [] from log-probs [T].
+
+    It is the mean over all learned tokens of the optimizer step.
+    """
+    return share_of_mean(-logprobs, batch, "token-mean", denominator), {}
+
+
+class PtxObjective:
+    """A supervised loss next to another loss: sft() times a coefficient.
+
+    PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2.
+    """
+
+    def __init__(self, coefficient: float):
+        self.coefficient = coefficient
+
+    def __call__(
+        self, logprobs: Tensor, batch: Batch, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
+        loss, _ = sft(logprobs, batch, denominator)
+        return self.coefficient * loss, {"train/ptx_loss": -logprobs}
+
+
+class PtxDivergence:
+    """A teacher's distributions over given answers next to another loss: the part of GKD with data.
+
+    Agarwal et al., arXiv 2306.13649, algorithm 1; the share of data is the coefficient here.
+    """
+
+    def __init__(self, coefficient: float, beta: float):
+        self.coefficient = coefficient
+        self.beta = beta
+
+    def __call__(
+        self, logprobs: Tensor, batch: Batch, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
+        """Compute the mean of generalized_jsd() over answer tokens, from log-probs [T, 1 + K]."""
+        values = generalized_jsd(logprobs[:, 1:], batch.teacher_logprobs, self.beta)
+        loss = share_of_mean(values, batch, "token-mean", denominator)
+        return self.coefficient * loss, {"train/ptx_divergence": values}
+
+
+class Balanced:
+    """Another objective plus the load-balancing loss of experts times a coefficient."""
+
+    def __init__(
+        self, objective: Callable[..., tuple[Tensor, Report]], balance: Balance, coefficient: float
+    ):
+        self.objective = objective
+        self.balance = balance
+        self.coefficient = coefficient
+
+    def __call__(
+        self, logprobs: Tensor, batch: Batch, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
+        loss, report = self.objective(logprobs, batch, denominator)
+        report |= {"train/aux_loss": self.balance.loss.expand(len(logprobs))}
+        return loss + self.coefficient * self.balance.share(batch.routing), report
+
+
+# -- gradients that are known early
+
+
+def local_gradients(
+    objective: Callable[..., tuple[Tensor, Report]], batch: Batch, denominator: Denominator
+) -> LocalGradients | None:
+    """Return the gradients of an objective that treats tokens, sequences or pairs alone.
+
+    Return None for any other objective.
+    """
+    match objective:
+        case Balanced():
+            return local_gradients(objective.objective, batch, denominator)
+        case PolicyObjective():
+            num_sequences = objective.num_sequences(batch)
+        case KTOObjective():
+            num_sequences = 1
+        case DPOObjective():
+            num_sequences = 2
+        case _:
+            of_tokens = objective is sft or isinstance(objective, PtxObjective | PtxDivergence)
+            num_sequences = 0 if of_tokens else None
+    if num_sequences is None:
+        return None
+
+    def gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        # Detached leaves: the graph ends at the log-probs, so no gradient runs back into the model
+        # here.
+        inputs = [
+            value.detach().requires_grad_() for value in (logprobs, entropy) if value is not None
+        ]
+        batch.entropy = None if entropy is None else inputs[1]
+        with torch.enable_grad():
+            loss, _ = objective(inputs[0], batch, denominator)
+        grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+        return grads[0], None if entropy is None else grads[1]
+
+    return LocalGradients(gradients, num_sequences)

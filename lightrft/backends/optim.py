@@ -20,16 +20,24 @@ from lightrft.parallel.device import current_device, local_part
 
 Axes = frozenset[str]
 """Names of the process groups that shard a tensor; empty if every rank has the whole tensor."""
+
 FUSED_ON = ("cpu", "cuda", "xpu")
 """Devices with a fused AdamW; on others torch chooses the implementation."""
-SUM_BLOCK = 2**21
-"""Words that sum_of_bits() multiplies at a time."""
-SHORT = 2**14
-"""Elements of a tensor that is joined with others to be summed."""
-MIXING_FACTOR = 0x2545F4914F6CDD1D
-"""Factor between blocks of words."""
+
 FLOOR = 0.1
 """Final learning rate of the cosine as a fraction of the peak."""
+
+SUM_BLOCK = 2**21
+"""Words that sum_of_bits() multiplies at a time."""
+
+SHORT = 2**14
+"""Elements of a tensor that is joined with others to be summed."""
+
+MIXING_FACTOR = 0x2545F4914F6CDD1D
+"""Factor between blocks of words."""
+
+
+# -- optimizers and schedules
 
 
 def create_adamw(
@@ -60,6 +68,63 @@ def create_adamw(
         eps=eps,
         fused=fused or None,
     )
+
+
+def create_lr_scheduler(
+    optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
+) -> LambdaLR:
+    """Build a schedule: linear warm-up to the optimizer's rate, then constant or a cosine.
+
+    The cosine ends at 10 % of that rate at `total_steps`. The first step's rate is 1 / warmup_steps
+    of the peak, not 0.
+    """
+    if kind not in ("cosine", "constant"):
+        raise ValueError(f"unknown lr_scheduler {kind!r}; known: cosine, constant")
+    if warmup_steps < 0 or total_steps < 1:
+        raise ValueError(
+            f"a schedule needs warmup_steps >= 0 and total_steps >= 1, not {warmup_steps} and"
+            f" {total_steps}"
+        )
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        if kind == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return LambdaLR(optimizer, factor)
+
+
+@contextmanager
+def own_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterator[None]:
+    """Keep learning rate, betas and weight decay while a state is loaded inside.
+
+    Moments and progress are loaded. A schedule that is not a LambdaLR, as create_lr_scheduler()
+    builds it, keeps the learning rate that it loads.
+    """
+    renewed = isinstance(scheduler, LambdaLR)
+    loaded = {"params"} if renewed or scheduler is None else {"params", "lr", "initial_lr"}
+    settings = [
+        {name: value for name, value in group.items() if name not in loaded}
+        for group in optimizer.param_groups
+    ]
+    peaks = list(scheduler.base_lrs) if renewed else []
+    yield
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+
+    if renewed:
+        # The loaded progress counts, with this run's peak: rates are computed anew from both.
+        scheduler.base_lrs = peaks
+        rates = [
+            peak * factor(scheduler.last_epoch)
+            for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True)
+        ]
+        scheduler._last_lr = rates
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
@@ -93,6 +158,9 @@ def follow(module: nn.Module, optimizer: Optimizer | None, names: list[list[str]
     parameters = dict(module.named_parameters())
     for group, group_names in zip(optimizer.param_groups if optimizer else (), names, strict=True):
         group["params"] = [parameters[name] for name in group_names]
+
+
+# -- a step
 
 
 def global_grad_norm(
@@ -139,19 +207,6 @@ def global_grad_norm(
     return totals.amax() if p == torch.inf else totals.sum() ** (1 / p)
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by max_norm / norm if that is below 1.
-
-    `norm` comes from global_grad_norm().
-    """
-    gradients = [
-        local_part(parameter.grad) for parameter in parameters if parameter.grad is not None
-    ]
-    if gradients:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
-
-
 def _sum_of_powers(gradients: list[Tensor], p: float, device: torch.device) -> Tensor:
     """Return the sum of |x|^p, or the maximum for p = inf: [].
 
@@ -189,6 +244,19 @@ def _summed(gradient: DTensor) -> DTensor:
     )
 
 
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients by max_norm / norm if that is below 1.
+
+    `norm` comes from global_grad_norm().
+    """
+    gradients = [
+        local_part(parameter.grad) for parameter in parameters if parameter.grad is not None
+    ]
+    if gradients:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+
+
 def step(optimizer: Optimizer) -> None:
     """Take one step, one mesh at a time, because multi-tensor kernels cannot mix meshes."""
     groups = optimizer.param_groups
@@ -209,6 +277,9 @@ def step(optimizer: Optimizer) -> None:
             optimizer.step()
     finally:
         optimizer.param_groups = groups
+
+
+# -- sums of bits, which show where two runs begin to differ
 
 
 class BitSums:
@@ -307,60 +378,3 @@ def sum_of_bits(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
             total = product if total is None else total * MIXING_FACTOR + product
 
     return torch.zeros((), dtype=torch.int64, device=factors.device) if total is None else total
-
-
-@contextmanager
-def own_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterator[None]:
-    """Keep learning rate, betas and weight decay while a state is loaded inside.
-
-    Moments and progress are loaded. A schedule that is not a LambdaLR, as create_lr_scheduler()
-    builds it, keeps the learning rate that it loads.
-    """
-    renewed = isinstance(scheduler, LambdaLR)
-    loaded = {"params"} if renewed or scheduler is None else {"params", "lr", "initial_lr"}
-    settings = [
-        {name: value for name, value in group.items() if name not in loaded}
-        for group in optimizer.param_groups
-    ]
-    peaks = list(scheduler.base_lrs) if renewed else []
-    yield
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
-
-    if renewed:
-        # The loaded progress counts, with this run's peak: rates are computed anew from both.
-        scheduler.base_lrs = peaks
-        rates = [
-            peak * factor(scheduler.last_epoch)
-            for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True)
-        ]
-        scheduler._last_lr = rates
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-
-def create_lr_scheduler(
-    optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
-) -> LambdaLR:
-    """Build a schedule: linear warm-up to the optimizer's rate, then constant or a cosine.
-
-    The cosine ends at 10 % of that rate at `total_steps`. The first step's rate is 1 / warmup_steps
-    of the peak, not 0.
-    """
-    if kind not in ("cosine", "constant"):
-        raise ValueError(f"unknown lr_scheduler {kind!r}; known: cosine, constant")
-    if warmup_steps < 0 or total_steps < 1:
-        raise ValueError(
-            f"a schedule needs warmup_steps >= 0 and total_steps >= 1, not {warmup_steps} and"
-            f" {total_steps}"
-        )
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        if kind == "constant":
-            return 1.0
-        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-        return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
-
-    return LambdaLR(optimizer, factor)

@@ -23,41 +23,12 @@ from lightrft.parallel.collectives import Axis
 from lightrft.types import Batch, Features, SharedPrefix, token_index
 
 B = TypeVar("B", bound=Batch)
+
 MicroBatchIndices = list[list[int]]
 """[m]: the sequences of micro-batch m, as positions in the batch."""
 
 
-def share(axis: Axis, values: Tensor) -> Tensor:
-    """Concatenate the values [n] of every rank in rank order: [N]."""
-    return torch.cat(axis.gather(values))
-
-
-def put_batch(store: SampleStore, batch: Batch) -> None:
-    """Write all columns of a batch under the batch's rows."""
-    sequences = {
-        name: value
-        for name, value in batch.columns("sequence").items()
-        if name not in ("rows", "lengths")
-    }
-    objects = {} if batch.media is None else {"media": batch.media}
-    store.put(
-        batch.rows,
-        batch.lengths,
-        tokens=batch.columns("token"),
-        sequences=sequences,
-        objects=objects,
-    )
-
-
-def get_batch(store: SampleStore, ids: list[int], like: B) -> B:
-    """Read rows with the columns of the batch `like`."""
-    names = [
-        *like.columns("token"),
-        *like.columns("sequence"),
-        *([] if like.media is None else ["media"]),
-    ]
-    columns = store.get(ids, [name for name in names if name not in ("rows", "lengths")])
-    return like.with_columns(columns | {"rows": torch.tensor(ids, dtype=torch.int64)})
+# -- from the rows of all ranks to the micro-batches of this one
 
 
 def redistribute(
@@ -128,6 +99,74 @@ def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching) ->
     return rows + [[] for _ in range(max(axis.gather(len(rows))) - len(rows))]
 
 
+def prompts(batch: Batch, units: Tensor | None = None) -> Tensor:
+    """Return checksum, tokens, and cost of media in text tokens of each prompt: [N, 3] int64.
+
+    The prompt ends before the first loss token. Sequences with the same number in `units`,
+    ascending, are branches of the first one, and count no more prompt tokens than it does.
+    """
+    lengths = batch.lengths.scatter_reduce(
+        0, batch.sequence_ids[batch.loss_mask], batch.position_ids[batch.loss_mask], "amin"
+    )
+    if units is not None:
+        _, inverse, counts = units.unique_consecutive(return_inverse=True, return_counts=True)
+        lengths = torch.minimum(lengths, lengths[(counts.cumsum(0) - counts)[inverse]])
+
+    starts = batch.offsets.tolist()
+    tokens = batch.input_ids.numpy()
+    checksums = {id(each): _checksum(each) for each in batch.media or ()}
+    # Checksums are per object, because the sequences of a prompt share one object.
+    before = [checksums[id(each)] for each in batch.media] if batch.media else [0] * len(batch)
+    ends = zip(starts, lengths.tolist(), before, strict=False)
+    sums = [crc32(tokens[start : start + count].tobytes(), images) for start, count, images in ends]
+    towers = torch.zeros_like(lengths) if batch.tower_tokens is None else batch.tower_tokens
+
+    return torch.stack([torch.tensor(sums, dtype=torch.int64), lengths, towers], dim=1)
+
+
+def _checksum(features: Features) -> int:
+    checksum = 0
+    for tensor in features.values():
+        checksum = crc32(tensor.contiguous().numpy(), checksum)
+    return checksum
+
+
+def put_batch(store: SampleStore, batch: Batch) -> None:
+    """Write all columns of a batch under the batch's rows."""
+    sequences = {
+        name: value
+        for name, value in batch.columns("sequence").items()
+        if name not in ("rows", "lengths")
+    }
+    objects = {} if batch.media is None else {"media": batch.media}
+    store.put(
+        batch.rows,
+        batch.lengths,
+        tokens=batch.columns("token"),
+        sequences=sequences,
+        objects=objects,
+    )
+
+
+def get_batch(store: SampleStore, ids: list[int], like: B) -> B:
+    """Read rows with the columns of the batch `like`."""
+    names = [
+        *like.columns("token"),
+        *like.columns("sequence"),
+        *([] if like.media is None else ["media"]),
+    ]
+    columns = store.get(ids, [name for name in names if name not in ("rows", "lengths")])
+    return like.with_columns(columns | {"rows": torch.tensor(ids, dtype=torch.int64)})
+
+
+def share(axis: Axis, values: Tensor) -> Tensor:
+    """Concatenate the values [n] of every rank in rank order: [N]."""
+    return torch.cat(axis.gather(values))
+
+
+# -- running micro-batches
+
+
 def micro_batches(batch: B, rows: MicroBatchIndices, device: torch.device) -> Iterator[B]:
     """Yield the micro-batches on the device.
 
@@ -165,6 +204,9 @@ def empty_microbatch(batch: B) -> B:
     }
     absent = {"media": None, "experts": None}
     return batch.with_columns(zeros | absent | {"lengths": batch.lengths.new_ones(1)})
+
+
+# -- prefixes that sequences share
 
 
 def find_shared_prefixes(
@@ -236,38 +278,6 @@ def _drop(counts: np.ndarray, lengths: np.ndarray, min_saving: float) -> None:
             for one, two in zip(edges, edges[1:], strict=False)
             if one + 1 < two
         ]
-
-
-def prompts(batch: Batch, units: Tensor | None = None) -> Tensor:
-    """Return checksum, tokens, and cost of media in text tokens of each prompt: [N, 3] int64.
-
-    The prompt ends before the first loss token. Sequences with the same number in `units`,
-    ascending, are branches of the first one, and count no more prompt tokens than it does.
-    """
-    lengths = batch.lengths.scatter_reduce(
-        0, batch.sequence_ids[batch.loss_mask], batch.position_ids[batch.loss_mask], "amin"
-    )
-    if units is not None:
-        _, inverse, counts = units.unique_consecutive(return_inverse=True, return_counts=True)
-        lengths = torch.minimum(lengths, lengths[(counts.cumsum(0) - counts)[inverse]])
-
-    starts = batch.offsets.tolist()
-    tokens = batch.input_ids.numpy()
-    checksums = {id(each): _checksum(each) for each in batch.media or ()}
-    # Checksums are per object, because the sequences of a prompt share one object.
-    before = [checksums[id(each)] for each in batch.media] if batch.media else [0] * len(batch)
-    ends = zip(starts, lengths.tolist(), before, strict=False)
-    sums = [crc32(tokens[start : start + count].tobytes(), images) for start, count, images in ends]
-    towers = torch.zeros_like(lengths) if batch.tower_tokens is None else batch.tower_tokens
-
-    return torch.stack([torch.tensor(sums, dtype=torch.int64), lengths, towers], dim=1)
-
-
-def _checksum(features: Features) -> int:
-    checksum = 0
-    for tensor in features.values():
-        checksum = crc32(tensor.contiguous().numpy(), checksum)
-    return checksum
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:

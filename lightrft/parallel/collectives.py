@@ -14,9 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 Op = Literal["mean", "sum", "max", "min"]
+
 FIRST_BYTES = 2048
 """Bytes of an object that gather() sends before the ranks know the sizes of all objects."""
+
 SIZE_BYTES = 8
+
+ALIGNMENT = 64
+"""Multiple of bytes where each part of a packed object begins."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +212,9 @@ class Axis:
         return result
 
 
+# -- numbers and tensors of a strategy
+
+
 def all_reduce(data: Any, op: Op, axis: Axis) -> Any:
     """Reduce a number, a tensor, or a flat dict of both over the ranks of `axis`.
 
@@ -307,8 +315,7 @@ def _concatenate(parts: list[Any], like: Any) -> Any:
     )
 
 
-ALIGNMENT = 64
-"""Multiple of bytes where each part of a packed object begins."""
+# -- objects with tensors, as bytes
 
 
 class _Pickler(pickle.Pickler):

@@ -171,56 +171,7 @@ class Role(ABC):
     def _training_operations(self) -> TrainingOperations:
         return TrainingOperations.of(self.module.hf_model, self.strategy.full_shape)
 
-    # -- training on padded batches
-
-    def train(
-        self,
-        batch: Mapping[str, Any],
-        loss_fn: Objective,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        eval_mode: bool = False,
-    ) -> dict[str, Any]:
-        """Take an optimizer step for every `gbs` rows of all ranks, counted in rank order.
-
-        None: one step for all rows. The batch also has `token_mask` [B, S] and `sample_mask` [B],
-        the tokens and rows that are learned, and any [B, S] or [B] column that `loss_fn` reads.
-        `mbs` bounds the rows of one micro-batch. Returns `loss` [k] and `grad_norm` [k] (before
-        clipping), global, of the k steps, and `metrics`: for each name a list with an entry for
-        each micro-batch of all ranks. An entry is the mean over learned tokens, and `tokens` has
-        the number. `all_mb_metrics` is another name for the same. In eval_mode nothing is
-        learned, no gradient is computed, and grad_norm is 0.
-        """
-        flat, steps = self.redistribute(batch, gbs=gbs, mbs=mbs)
-        if not steps:
-            raise ValueError("the batch to train on is empty: it has no rows on any rank")
-
-        numbers = []
-        reports = MicroBatchReports()
-        for rows in steps:
-            self.begin_train_step(
-                loss_fn, self.denominator(flat, rows), len(rows), eval_mode=eval_mode
-            )
-            for micro_batch in micro_batches(flat, rows, self.strategy.device):
-                reports.add(self.train_microbatch(micro_batch), self.weight(micro_batch))
-            numbers.append(torch.stack(self.finish_train_step()))
-
-        # One transfer for all steps, so the host waits for the device only here.
-        losses, norms = torch.stack(numbers).cpu().unbind(1)
-        metrics = reports.gather(self.strategy.mesh.data)
-        return {"loss": losses, "grad_norm": norms, "metrics": metrics, ALL_MB_METRICS: metrics}
-
-    def redistribute(
-        self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None
-    ) -> tuple[Batch, list[MicroBatchIndices]]:
-        """Plan the rows of all ranks; return this rank's rows as a flat batch.
-
-        The second result has the micro-batches of each optimizer step.
-        """
-        flattened = flatten_padded(
-            batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True
-        )
-        return self.redistribute_flat(flattened.batch, gbs, mbs)
+    # -- planning rows over all ranks
 
     def redistribute_flat(
         self,
@@ -255,6 +206,39 @@ class Role(ABC):
             used.clear(part.rows.tolist())
 
         return part, minibatches
+
+    def denominator(
+        self,
+        batch: Batch,
+        rows: MicroBatchIndices,
+        *,
+        length: int | None = None,
+        by_prompt: bool = False,
+    ) -> Denominator:
+        """Count the learned tokens and sequences of one optimizer step over all ranks.
+
+        It is one collective. `length` is the constant of seq-mean-token-sum-norm:
+        --generate_max_len when None. `by_prompt`: count the tokens of each prompt too, for
+        prompt-mean, in one more collective.
+        """
+        part = batch.select([row for members in rows for row in members])
+        learned = torch.zeros(len(part)).index_add(0, part.sequence_ids, part.loss_mask.float())
+        counts = self.strategy.all_reduce(
+            torch.stack([part.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]), "sum"
+        )
+        tokens, sequences = counts.to(self.strategy.device)
+        if length is None:
+            length = self.strategy.config.generate_max_len
+        if not by_prompt:
+            return Denominator(tokens, sequences, length)
+
+        of_prompts: Counter[int] = Counter()
+        mine = list(zip(part.groups.tolist(), learned.tolist(), strict=True))
+        for group, count in chain.from_iterable(self.strategy.mesh.data.gather(mine)):
+            of_prompts[group] += count
+        return Denominator(
+            tokens, sequences, length, PromptTokens.of(of_prompts).to(self.strategy.device)
+        )
 
     # -- one optimizer step on flat batches
 
@@ -312,14 +296,6 @@ class Role(ABC):
                     add(name, values, weight)
 
         return self.finish_train_step()
-
-    def update_average(self, beta: float) -> None:
-        """Update the average, if there is one.
-
-        average <- beta * average + (1 - beta) * the trained parameters.
-        """
-        if self.average is not None:
-            self.strategy.moving_average(self.module, self.average, beta)
 
     def begin_train_step(
         self,
@@ -420,38 +396,18 @@ class Role(ABC):
             self.strategy.backward(values.sum() * 0, self.module, self.optimizer)
         self.strategy.clear_gradients(self.module)
 
-    def denominator(
-        self,
-        batch: Batch,
-        rows: MicroBatchIndices,
-        *,
-        length: int | None = None,
-        by_prompt: bool = False,
-    ) -> Denominator:
-        """Count the learned tokens and sequences of one optimizer step over all ranks.
+    def _open_step(self) -> TrainStep:
+        if self._step is None:
+            raise RuntimeError("no train step is open: call begin_train_step() first")
+        return self._step
 
-        It is one collective. `length` is the constant of seq-mean-token-sum-norm:
-        --generate_max_len when None. `by_prompt`: count the tokens of each prompt too, for
-        prompt-mean, in one more collective.
+    def update_average(self, beta: float) -> None:
+        """Update the average, if there is one.
+
+        average <- beta * average + (1 - beta) * the trained parameters.
         """
-        part = batch.select([row for members in rows for row in members])
-        learned = torch.zeros(len(part)).index_add(0, part.sequence_ids, part.loss_mask.float())
-        counts = self.strategy.all_reduce(
-            torch.stack([part.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]), "sum"
-        )
-        tokens, sequences = counts.to(self.strategy.device)
-        if length is None:
-            length = self.strategy.config.generate_max_len
-        if not by_prompt:
-            return Denominator(tokens, sequences, length)
-
-        of_prompts: Counter[int] = Counter()
-        mine = list(zip(part.groups.tolist(), learned.tolist(), strict=True))
-        for group, count in chain.from_iterable(self.strategy.mesh.data.gather(mine)):
-            of_prompts[group] += count
-        return Denominator(
-            tokens, sequences, length, PromptTokens.of(of_prompts).to(self.strategy.device)
-        )
+        if self.average is not None:
+            self.strategy.moving_average(self.module, self.average, beta)
 
     # -- inference
 
@@ -482,6 +438,57 @@ class Role(ABC):
         self.strategy.memory.enter(Phase.LOGPROB, module)
         module.eval()
         return infer(forward, batch, rows, self.strategy.device)
+
+    # -- padded batches, for loops of your own
+
+    def train(
+        self,
+        batch: Mapping[str, Any],
+        loss_fn: Objective,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        eval_mode: bool = False,
+    ) -> dict[str, Any]:
+        """Take an optimizer step for every `gbs` rows of all ranks, counted in rank order.
+
+        None: one step for all rows. The batch also has `token_mask` [B, S] and `sample_mask` [B],
+        the tokens and rows that are learned, and any [B, S] or [B] column that `loss_fn` reads.
+        `mbs` bounds the rows of one micro-batch. Returns `loss` [k] and `grad_norm` [k] (before
+        clipping), global, of the k steps, and `metrics`: for each name a list with an entry for
+        each micro-batch of all ranks. An entry is the mean over learned tokens, and `tokens` has
+        the number. `all_mb_metrics` is another name for the same. In eval_mode nothing is
+        learned, no gradient is computed, and grad_norm is 0.
+        """
+        flat, steps = self.redistribute(batch, gbs=gbs, mbs=mbs)
+        if not steps:
+            raise ValueError("the batch to train on is empty: it has no rows on any rank")
+
+        numbers = []
+        reports = MicroBatchReports()
+        for rows in steps:
+            self.begin_train_step(
+                loss_fn, self.denominator(flat, rows), len(rows), eval_mode=eval_mode
+            )
+            for micro_batch in micro_batches(flat, rows, self.strategy.device):
+                reports.add(self.train_microbatch(micro_batch), self.weight(micro_batch))
+            numbers.append(torch.stack(self.finish_train_step()))
+
+        # One transfer for all steps, so the host waits for the device only here.
+        losses, norms = torch.stack(numbers).cpu().unbind(1)
+        metrics = reports.gather(self.strategy.mesh.data)
+        return {"loss": losses, "grad_norm": norms, "metrics": metrics, ALL_MB_METRICS: metrics}
+
+    def redistribute(
+        self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None
+    ) -> tuple[Batch, list[MicroBatchIndices]]:
+        """Plan the rows of all ranks; return this rank's rows as a flat batch.
+
+        The second result has the micro-batches of each optimizer step.
+        """
+        flattened = flatten_padded(
+            batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True
+        )
+        return self.redistribute_flat(flattened.batch, gbs, mbs)
 
     def _answer(
         self,
@@ -522,8 +529,3 @@ class Role(ABC):
         values = store.get(batch.rows, ["values"])["values"]
         store.clear(batch.rows.tolist())
         return values
-
-    def _open_step(self) -> TrainStep:
-        if self._step is None:
-            raise RuntimeError("no train step is open: call begin_train_step() first")
-        return self._step

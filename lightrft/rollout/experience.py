@@ -25,23 +25,6 @@ Compare = Callable[[GatheredRewards], Tensor]
 """Function that returns the advantage [M] of each reward of all ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrecomputedOutputs:
-    """Model outputs for the samples of a step that were complete before the others."""
-
-    names: tuple[str, ...]
-    """Columns of Experience, the same on all ranks."""
-    parts: dict[int, tuple[Sample, list[Tensor]]]
-    """id() of a sample -> the sample and the values of these columns, one for each token.
-
-    The sample is kept alive, so no other object can get the same id."""
-
-    def set_columns(self, experience: Experience, samples: list[Sample]) -> None:
-        for place, name in enumerate(self.names):
-            values = [self.parts[id(sample)][1][place] for sample in samples]
-            setattr(experience, name, torch.cat([torch.zeros(0), *values]))
-
-
 class ExperienceMaker:
     """Turns this rank's samples into the experience that this rank will train on."""
 
@@ -181,38 +164,7 @@ class ExperienceMaker:
         self._precomputed = None
 
 
-def numbers_of_rows(parts: Sequence[Sequence[tuple[int, int]]], rank: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers of a rank's rows, and of the samples that they belong to: [N], [N] int64.
-
-    `parts` has (group, number of rows) of the samples of all ranks. Numbers count over all ranks in
-    the order of groups. Neither the rows of an optimizer step nor the first of several equal tokens
-    therefore depends on which rank has a group.
-    """
-    samples = torch.tensor([*chain.from_iterable(parts)], dtype=torch.int64).reshape(-1, 2)
-    order = samples[:, 0].argsort(stable=True)
-    sizes = samples[order, 1]
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order))
-    starts = torch.empty_like(order)
-    starts[order] = sizes.cumsum(0) - sizes
-
-    first = sum(map(len, parts[:rank]))
-    own = slice(first, first + len(parts[rank]))
-    counts = samples[own, 1]
-    before = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    units = places[own].repeat_interleave(counts)
-    rows = starts[own].repeat_interleave(counts) + torch.arange(len(units)) - before
-    return rows, units
-
-
-def with_branches(samples: list[Sample]) -> list[Sample]:
-    """List each sample followed by the branches of the episode; they get the sample's reward."""
-    for sample in samples:
-        for branch in sample.rows[1:]:
-            branch.reward = sample.reward
-            branch.masked = sample.masked
-            branch.finish_reason = sample.finish_reason
-    return [row for sample in samples for row in sample.rows]
+# -- samples as columns
 
 
 def flatten(
@@ -307,6 +259,30 @@ def _expand_prompts(samples: list[Sample], expand: Expand) -> list[Expanded]:
     return [read[sample.group] for sample in samples]
 
 
+def numbers_of_rows(parts: Sequence[Sequence[tuple[int, int]]], rank: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers of a rank's rows, and of the samples that they belong to: [N], [N] int64.
+
+    `parts` has (group, number of rows) of the samples of all ranks. Numbers count over all ranks in
+    the order of groups. Neither the rows of an optimizer step nor the first of several equal tokens
+    therefore depends on which rank has a group.
+    """
+    samples = torch.tensor([*chain.from_iterable(parts)], dtype=torch.int64).reshape(-1, 2)
+    order = samples[:, 0].argsort(stable=True)
+    sizes = samples[order, 1]
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    starts = torch.empty_like(order)
+    starts[order] = sizes.cumsum(0) - sizes
+
+    first = sum(map(len, parts[:rank]))
+    own = slice(first, first + len(parts[rank]))
+    counts = samples[own, 1]
+    before = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    units = places[own].repeat_interleave(counts)
+    rows = starts[own].repeat_interleave(counts) + torch.arange(len(units)) - before
+    return rows, units
+
+
 def place_at_tokens(values: Tensor, samples: list[Sample], experience: Experience) -> Tensor:
     """Put the values [M] of this rank's rewards at the tokens that earned them: [T] float32.
 
@@ -366,3 +342,33 @@ def measure_experience(experience: Experience, metrics: Metrics) -> None:
     metrics.max("rollout/advantage_max", advantages, learned)
     metrics.mean("rollout/advantage_abs", advantages.abs(), learned)
     metrics.mean("rollout/left_out", (sequence_sums(learned.float(), experience) == 0).float())
+
+
+# -- what only some runs need: branches of episodes, and outputs before the step
+
+
+def with_branches(samples: list[Sample]) -> list[Sample]:
+    """List each sample followed by the branches of the episode; they get the sample's reward."""
+    for sample in samples:
+        for branch in sample.rows[1:]:
+            branch.reward = sample.reward
+            branch.masked = sample.masked
+            branch.finish_reason = sample.finish_reason
+    return [row for sample in samples for row in sample.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class PrecomputedOutputs:
+    """Model outputs for the samples of a step that were complete before the others."""
+
+    names: tuple[str, ...]
+    """Columns of Experience, the same on all ranks."""
+    parts: dict[int, tuple[Sample, list[Tensor]]]
+    """id() of a sample -> the sample and the values of these columns, one for each token.
+
+    The sample is kept alive, so no other object can get the same id."""
+
+    def set_columns(self, experience: Experience, samples: list[Sample]) -> None:
+        for place, name in enumerate(self.names):
+            values = [self.parts[id(sample)][1][place] for sample in samples]
+            setattr(experience, name, torch.cat([torch.zeros(0), *values]))

@@ -131,6 +131,9 @@ class Group:
         return group
 
 
+# -- the rewards of all ranks
+
+
 @dataclass(frozen=True, slots=True)
 class GatheredRewards:
     """The rewards of all ranks in rank order, [M] float64 each.
@@ -230,6 +233,9 @@ def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
     place = (4 * solved).ceil() + (solved == 1)
     for index, name in enumerate(SOLVED):
         metrics.mean(f"rollout/groups_solved_{name}", (place == index).float())
+
+
+# -- what is kept of a group
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,66 +162,7 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     return PPOTrainer(original, strategy, policy, training_data, **options)
 
 
-def updates_of_a_step(config: Config) -> int:
-    """Return how many optimizer steps a step takes."""
-    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
-    return samples // config.train.train_batch_size * config.train.max_epochs
-
-
-def build_experience_maker(
-    config: Config,
-    policy: Policy,
-    critic: Critic | None,
-    teacher: Teacher | None,
-    training_data: TrainingData,
-    shaper: RewardShaper,
-    kl_coefficient: KLCoefficient,
-    entropy_coefficient: EntropyCoefficient,
-) -> ExperienceMaker:
-    """Build what turns scored samples into experience."""
-    rollout = config.rollout
-    routed = None
-    if config.engine.router_replay:
-        routed = RoutedShape.of(policy.actor.hf_model.config)
-
-    return experience_maker(
-        policy,
-        config.algorithm,
-        config.train,
-        shaper=shaper,
-        kl_coefficient=kl_coefficient,
-        entropy_coefficient=entropy_coefficient,
-        critic=critic,
-        teacher=teacher,
-        flatten=partial(
-            flatten,
-            expand=training_data.expand,
-            first_token_apart=rollout.first_token_temperature is not None,
-            min_tokens=rollout.min_tokens,
-            routed=routed,
-        ),
-        teacher_columns=teacher_columns(config, training_data.tokenizer),
-        reward_weights=reward_weights(
-            config.reward.reward, config.model, config.reward.reward_model_coef
-        ),
-        num_updates=updates_of_a_step(config),
-        branches=has_episodes(config.environment),
-    )
-
-
-def replay_trainer(
-    config: Config,
-    strategy: Strategy,
-    policy: Policy,
-    training_data: TrainingData,
-    options: dict[str, Any],
-) -> ReplayTrainer:
-    """Build the trainer of --replay_rollouts: it learns from samples that another run wrote."""
-    recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
-    read = partial(
-        recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned
-    )
-    return ReplayTrainer(config, strategy, policy, training_data, read=read, **options)
+# -- data and rewards
 
 
 def check_engine(config: Config, strategy: Strategy) -> None:
@@ -235,180 +176,6 @@ def check_engine(config: Config, strategy: Strategy) -> None:
         config.model.pretrain,
         strategy.device,
         trust_remote_code=config.model.trust_remote_code,
-    )
-
-
-def build_learners(
-    config: Config,
-    policy: Policy,
-    critic: Critic | None,
-    draft: Draft | None,
-    ptx_loss: PtxLoss | None,
-    objective: PolicyObjective,
-) -> list[Learner]:
-    """Build the models that learn in a step, the policy last."""
-    learners = []
-    if critic is not None:
-        learners.append(Learner("critic", critic, ValueObjective(config.algorithm), "critic"))
-    if draft is not None:
-        learners.append(Learner("draft", draft, sft, "draft"))
-
-    actor = Learner(
-        "actor",
-        policy,
-        objective,
-        "train",
-        first_step=config.train.freezing_actor_steps + 1,
-        ptx_loss=ptx_loss,
-    )
-    return [*learners, actor]
-
-
-def build_ppo_roles(
-    config: Config, strategy: Strategy, training_data: TrainingData, *, updates: int
-) -> tuple[Policy, Critic | None, Teacher | None]:
-    """Build the policy, and the critic and the teacher if the run needs them.
-
-    `updates`: how many optimizer steps a step takes.
-    """
-    algorithm = config.algorithm
-    tokenizer = training_data.tokenizer
-    expand = training_data.expand
-
-    steps = training_data.total_steps
-    frozen = config.train.freezing_actor_steps
-    if frozen >= steps:
-        raise ConfigError(
-            f"--freezing_actor_steps {frozen} leaves no step to train the actor: this run has"
-            f" {steps} steps"
-        )
-
-    sampling = sampling_of(config.rollout)
-    reference = needs_reference(algorithm)
-    # The actor's schedule counts only the steps in which it learns.
-    with log_duration(strategy, f"loading {config.model.pretrain}"):
-        policy = build_policy(
-            config,
-            strategy,
-            updates=(steps - frozen) * updates,
-            reference=reference,
-            sampling=sampling,
-            tokenizer=tokenizer,
-        )
-
-    critic = (
-        build_critic(config, strategy, tokenizer, updates=steps * updates)
-        if needs_critic(algorithm)
-        else None
-    )
-    set_blank_media(expand, policy.actor, policy.reference, critic and critic.module)
-    teacher = (
-        build_teacher(config, strategy, tokenizer, expand, policy)
-        if algorithm.distill_coef > 0
-        else None
-    )
-    return policy, critic, teacher
-
-
-def build_sampler(
-    config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase
-) -> Sampler:
-    """Build what samples responses, or episodes if the run has environments or tools."""
-    episodes = build_episodes(config, tokenizer)
-    if episodes is None:
-        return Sampler(strategy, tokenizer, config.rollout)
-    return EpisodeSampler(strategy, tokenizer, config.rollout, episodes)
-
-
-def build_scheduler(
-    config: Config,
-    strategy: Strategy,
-    training_data: TrainingData,
-    sampler: Sampler,
-    rewards: RewardRunner,
-    *,
-    trace: Untraced,
-    overlap: Overlap | None = None,
-) -> Scheduler:
-    """Build the scheduler that chooses the prompts of a step."""
-    prompts = training_data.prompts
-    options = {
-        "section": config.rollout,
-        "data": strategy.mesh.data,
-        "seed": config.train.seed,
-        "greedy": "greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator]),
-        "order": prompts.order(strategy.data_order, config.train.seed),
-        "expander": training_data.expand,
-        "trace": trace,
-    }
-
-    # Only media are read again after loading, so only they can become unreadable.
-    skips = config.data.bad_rows == "skip" and training_data.expand is not None
-    if not skips and not needs_rounds(config.rollout):
-        return FixedBatch(sampler, rewards, prompts, **options)
-    return Rounds(
-        sampler,
-        rewards,
-        prompts,
-        **options,
-        skips_unreadable=skips,
-        overlap=overlap,
-        total_steps=training_data.total_steps,
-    )
-
-
-def build_overlap(
-    config: Config,
-    strategy: Strategy,
-    make_experience: ExperienceMaker,
-    rewards: RewardRunner,
-    trace: Untraced,
-) -> Overlap | None:
-    """Build the thread that computes early, while other groups are still generated.
-
-    It computes the models' outputs and the scores of reward models for complete groups. None
-    without --overlap.
-    """
-    if not config.rollout.overlap:
-        return None
-
-    def compute(groups: list[Group]) -> None:
-        make_experience.compute_early([sample for group in groups for sample in group.samples])
-        if rewards.models is not None:
-            rewards.models.compute_early([sample for group in groups for sample in group.responses])
-
-    return Overlap(compute, strategy.device, trace)
-
-
-def build_ptx_loss(
-    config: Config, policy: Policy, training_data: TrainingData, teacher: Teacher | None
-) -> PtxLoss | None:
-    """Build the supervised loss on --pretrain_data, to be added to the loss on the samples."""
-    if not config.data.pretrain_data:
-        return None
-
-    tokenizer = training_data.tokenizer
-    expand = training_data.expand
-    prompts = load_supervised(config, tokenizer, expand, source="pretrain_data")
-    if len(prompts) < config.train.train_batch_size:
-        raise ConfigError(
-            f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one"
-            f" optimizer step of --train_batch_size {config.train.train_batch_size}"
-        )
-
-    # The order is a function of the seed, so a resumed run goes on with the next rows.
-    options = {
-        "expand": expand,
-        "order": prompts.order(policy.strategy.data_order, config.train.seed),
-    }
-    return PtxLoss(
-        policy,
-        prompts,
-        tokenizer,
-        train=config.train,
-        algorithm=config.algorithm,
-        teacher=teacher if config.algorithm.ptx_teacher else None,
-        **options,
     )
 
 
@@ -490,6 +257,93 @@ def build_eval_sets(
     return sets
 
 
+# -- models and engine
+
+
+def updates_of_a_step(config: Config) -> int:
+    """Return how many optimizer steps a step takes."""
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    return samples // config.train.train_batch_size * config.train.max_epochs
+
+
+def build_ppo_roles(
+    config: Config, strategy: Strategy, training_data: TrainingData, *, updates: int
+) -> tuple[Policy, Critic | None, Teacher | None]:
+    """Build the policy, and the critic and the teacher if the run needs them.
+
+    `updates`: how many optimizer steps a step takes.
+    """
+    algorithm = config.algorithm
+    tokenizer = training_data.tokenizer
+    expand = training_data.expand
+
+    steps = training_data.total_steps
+    frozen = config.train.freezing_actor_steps
+    if frozen >= steps:
+        raise ConfigError(
+            f"--freezing_actor_steps {frozen} leaves no step to train the actor: this run has"
+            f" {steps} steps"
+        )
+
+    sampling = sampling_of(config.rollout)
+    reference = needs_reference(algorithm)
+    # The actor's schedule counts only the steps in which it learns.
+    with log_duration(strategy, f"loading {config.model.pretrain}"):
+        policy = build_policy(
+            config,
+            strategy,
+            updates=(steps - frozen) * updates,
+            reference=reference,
+            sampling=sampling,
+            tokenizer=tokenizer,
+        )
+
+    critic = (
+        build_critic(config, strategy, tokenizer, updates=steps * updates)
+        if needs_critic(algorithm)
+        else None
+    )
+    set_blank_media(expand, policy.actor, policy.reference, critic and critic.module)
+    teacher = (
+        build_teacher(config, strategy, tokenizer, expand, policy)
+        if algorithm.distill_coef > 0
+        else None
+    )
+    return policy, critic, teacher
+
+
+def build_ptx_loss(
+    config: Config, policy: Policy, training_data: TrainingData, teacher: Teacher | None
+) -> PtxLoss | None:
+    """Build the supervised loss on --pretrain_data, to be added to the loss on the samples."""
+    if not config.data.pretrain_data:
+        return None
+
+    tokenizer = training_data.tokenizer
+    expand = training_data.expand
+    prompts = load_supervised(config, tokenizer, expand, source="pretrain_data")
+    if len(prompts) < config.train.train_batch_size:
+        raise ConfigError(
+            f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one"
+            f" optimizer step of --train_batch_size {config.train.train_batch_size}"
+        )
+
+    # The order is a function of the seed, so a resumed run goes on with the next rows.
+    options = {
+        "expand": expand,
+        "order": prompts.order(policy.strategy.data_order, config.train.seed),
+    }
+    return PtxLoss(
+        policy,
+        prompts,
+        tokenizer,
+        train=config.train,
+        algorithm=config.algorithm,
+        teacher=teacher if config.algorithm.ptx_teacher else None,
+        **options,
+    )
+
+
 def start_engine(
     config: Config,
     strategy: Strategy,
@@ -507,6 +361,167 @@ def start_engine(
     with log_duration(strategy, f"starting the engine {name}"):
         strategy.host.start(config, config.engine.engine_type, actor=actor, draft=draft)
     strategy.host.engine.check_media(media_columns(config.data))
+
+
+# -- from samples to experience, and from prompts to samples
+
+
+def build_experience_maker(
+    config: Config,
+    policy: Policy,
+    critic: Critic | None,
+    teacher: Teacher | None,
+    training_data: TrainingData,
+    shaper: RewardShaper,
+    kl_coefficient: KLCoefficient,
+    entropy_coefficient: EntropyCoefficient,
+) -> ExperienceMaker:
+    """Build what turns scored samples into experience."""
+    rollout = config.rollout
+    routed = None
+    if config.engine.router_replay:
+        routed = RoutedShape.of(policy.actor.hf_model.config)
+
+    return experience_maker(
+        policy,
+        config.algorithm,
+        config.train,
+        shaper=shaper,
+        kl_coefficient=kl_coefficient,
+        entropy_coefficient=entropy_coefficient,
+        critic=critic,
+        teacher=teacher,
+        flatten=partial(
+            flatten,
+            expand=training_data.expand,
+            first_token_apart=rollout.first_token_temperature is not None,
+            min_tokens=rollout.min_tokens,
+            routed=routed,
+        ),
+        teacher_columns=teacher_columns(config, training_data.tokenizer),
+        reward_weights=reward_weights(
+            config.reward.reward, config.model, config.reward.reward_model_coef
+        ),
+        num_updates=updates_of_a_step(config),
+        branches=has_episodes(config.environment),
+    )
+
+
+def build_sampler(
+    config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase
+) -> Sampler:
+    """Build what samples responses, or episodes if the run has environments or tools."""
+    episodes = build_episodes(config, tokenizer)
+    if episodes is None:
+        return Sampler(strategy, tokenizer, config.rollout)
+    return EpisodeSampler(strategy, tokenizer, config.rollout, episodes)
+
+
+def build_overlap(
+    config: Config,
+    strategy: Strategy,
+    make_experience: ExperienceMaker,
+    rewards: RewardRunner,
+    trace: Untraced,
+) -> Overlap | None:
+    """Build the thread that computes early, while other groups are still generated.
+
+    It computes the models' outputs and the scores of reward models for complete groups. None
+    without --overlap.
+    """
+    if not config.rollout.overlap:
+        return None
+
+    def compute(groups: list[Group]) -> None:
+        make_experience.compute_early([sample for group in groups for sample in group.samples])
+        if rewards.models is not None:
+            rewards.models.compute_early([sample for group in groups for sample in group.responses])
+
+    return Overlap(compute, strategy.device, trace)
+
+
+def build_scheduler(
+    config: Config,
+    strategy: Strategy,
+    training_data: TrainingData,
+    sampler: Sampler,
+    rewards: RewardRunner,
+    *,
+    trace: Untraced,
+    overlap: Overlap | None = None,
+) -> Scheduler:
+    """Build the scheduler that chooses the prompts of a step."""
+    prompts = training_data.prompts
+    options = {
+        "section": config.rollout,
+        "data": strategy.mesh.data,
+        "seed": config.train.seed,
+        "greedy": "greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator]),
+        "order": prompts.order(strategy.data_order, config.train.seed),
+        "expander": training_data.expand,
+        "trace": trace,
+    }
+
+    # Only media are read again after loading, so only they can become unreadable.
+    skips = config.data.bad_rows == "skip" and training_data.expand is not None
+    if not skips and not needs_rounds(config.rollout):
+        return FixedBatch(sampler, rewards, prompts, **options)
+    return Rounds(
+        sampler,
+        rewards,
+        prompts,
+        **options,
+        skips_unreadable=skips,
+        overlap=overlap,
+        total_steps=training_data.total_steps,
+    )
+
+
+# -- what learns
+
+
+def build_learners(
+    config: Config,
+    policy: Policy,
+    critic: Critic | None,
+    draft: Draft | None,
+    ptx_loss: PtxLoss | None,
+    objective: PolicyObjective,
+) -> list[Learner]:
+    """Build the models that learn in a step, the policy last."""
+    learners = []
+    if critic is not None:
+        learners.append(Learner("critic", critic, ValueObjective(config.algorithm), "critic"))
+    if draft is not None:
+        learners.append(Learner("draft", draft, sft, "draft"))
+
+    actor = Learner(
+        "actor",
+        policy,
+        objective,
+        "train",
+        first_step=config.train.freezing_actor_steps + 1,
+        ptx_loss=ptx_loss,
+    )
+    return [*learners, actor]
+
+
+def replay_trainer(
+    config: Config,
+    strategy: Strategy,
+    policy: Policy,
+    training_data: TrainingData,
+    options: dict[str, Any],
+) -> ReplayTrainer:
+    """Build the trainer of --replay_rollouts: it learns from samples that another run wrote."""
+    recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
+    read = partial(
+        recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned
+    )
+    return ReplayTrainer(config, strategy, policy, training_data, read=read, **options)
+
+
+# -- evaluation alone
 
 
 def evaluation(config: Config, strategy: Strategy) -> Evaluation:
