@@ -1,4 +1,9 @@
-"""Training objectives: from the log-probs of one micro-batch to its share of the global loss."""
+"""Training objectives: from the log-probs of one micro-batch to its share of the global loss.
+
+An objective is called with the values of a role, the batch, and the denominator of the whole
+optimizer step. PolicyObjective is the one of PPO, GRPO and the like; the losses that it chooses
+from are in policy_loss.py.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

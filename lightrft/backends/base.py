@@ -73,6 +73,8 @@ class Backend(ABC):
                 f"{cls.__name__}.{former}() has another name now: {RENAMED_HOOKS[former]}()"
             )
 
+    # -- the run
+
     @property
     @abstractmethod
     def mesh(self) -> Mesh:
@@ -95,12 +97,7 @@ class Backend(ABC):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from the counters of a checkpoint; empty if only parameters were loaded."""
 
-    @abstractmethod
-    def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Distribute one module in place, and point the optimizer at the new parameters.
-
-        Both have been checked, the optimizer has not stepped yet, and make_ready() has been called.
-        """
+    # -- distributing a model
 
     def make_ready(self, module: nn.Module) -> None:
         """Set up kernels, activation recomputation, sequence parallelism and parameter dtypes.
@@ -140,6 +137,28 @@ class Backend(ABC):
                 )
 
     @abstractmethod
+    def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
+        """Distribute one module in place, and point the optimizer at the new parameters.
+
+        Both have been checked, the optimizer has not stepped yet, and make_ready() has been called.
+        """
+
+    @property
+    def sequence(self) -> SequenceParallel:
+        """Return the object that divides a batch among the ranks of a data replica."""
+        kind = (
+            SEQUENCES[sequence_layout(self.config.strategy)[1]]
+            if self.mesh.sp.size > 1
+            else NoSequenceParallel
+        )
+        return kind(
+            self.mesh.sp,
+            parts=self.mesh.tp.size if self.config.strategy.tp_sequence_parallel else 1,
+        )
+
+    # -- a training step
+
+    @abstractmethod
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
         """Add the gradients of one micro-batch; after the `last` one, sum them over all ranks.
 
@@ -168,6 +187,8 @@ class Backend(ABC):
     def clear_gradients(self, model: nn.Module) -> None:
         """Clear all gradients, including those that the backend keeps outside the parameters."""
         model.zero_grad(set_to_none=True)
+
+    # -- weights
 
     def stream(
         self, model: nn.Module, dtype: torch.dtype, divided: DeviceMesh | None = None
@@ -211,6 +232,8 @@ class Backend(ABC):
                 continue  # frozen bytes of --load_in_4bit
             goal.detach().lerp_(parameter.detach().to(goal.dtype), weight)
 
+    # -- memory and checkpoints
+
     def holds_gradients(self, model: nn.Module) -> bool:
         """Return True if the model has gradients, wherever the backend keeps them."""
         return any(parameter.grad is not None for parameter in model.parameters())
@@ -240,19 +263,6 @@ class Backend(ABC):
         Model and optimizer must not be offloaded.
         """
         return ModelState(model, optimizer, scheduler, self.mesh.world, self.device)
-
-    @property
-    def sequence(self) -> SequenceParallel:
-        """Return the object that divides a batch among the ranks of a data replica."""
-        kind = (
-            SEQUENCES[sequence_layout(self.config.strategy)[1]]
-            if self.mesh.sp.size > 1
-            else NoSequenceParallel
-        )
-        return kind(
-            self.mesh.sp,
-            parts=self.mesh.tp.size if self.config.strategy.tp_sequence_parallel else 1,
-        )
 
 
 def draw_by_data_rank(module: nn.Module, data: Axis, device: torch.device) -> None:

@@ -1,4 +1,7 @@
-"""Build optimizers and learning-rate schedules, clip gradients by one norm, and take steps."""
+"""Build optimizers and learning-rate schedules, clip gradients by one norm, and take steps.
+
+BitSums also records what a step has read and written, so that two runs can be compared.
+"""
 
 import math
 from collections import defaultdict

@@ -1,11 +1,11 @@
-"""Form micro-batches over all ranks, and run them.
+"""Form micro-batches over all ranks, run them, and find the prefixes that their sequences share.
 
-Once all ranks know the lengths of all sequences, each makes the same plan, and a value is sent to
-its new owner only once. A prefix that sequences share is computed once in a micro-batch.
+Once all ranks know the lengths of all sequences, each makes the same plan (planner.py), and a value
+is sent to its new owner only once (sample_store.py).
 
-What a causal model computes at a token depends only on the tokens up to it. Sequences with a common
-prefix therefore need it only once, and the gradients add up there. Work and memory shrink by
-nearly the prompts' share of the tokens.
+What a causal model computes at a token depends only on the tokens up to it. Sequences of a
+micro-batch with a common prefix therefore compute it only once, and the gradients add up there.
+Work and memory shrink by nearly the prompts' share of the tokens.
 """
 
 from collections.abc import Callable, Iterator

@@ -127,6 +127,18 @@ class Engine(ABC):
 
     # -- what a run calls
 
+    def open(self, sampling: Sampling) -> RequestLoop:
+        """Return a loop that takes requests while others decode.
+
+        `sampling` is for requests that bring none. Log-probs are taken under the sampled
+        distribution: without banned tokens, at the requested temperature, restricted to the top p
+        of the top k; greedy ones are raw (T = 1). A sample's noise depends only on the seed, not on
+        batching, on drafts of --speculative, or on other random numbers. Adding an invalid request
+        raises ValueError before any request begins, and the engine stays usable.
+        """
+        self._check_can_generate()
+        return RequestLoop(self, sampling)
+
     def generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
         """Return `n` completions for each request, in the order of the requests; see stream()."""
         completions = dict(self.stream(requests, sampling))
@@ -144,89 +156,6 @@ class Engine(ABC):
         loop.add(requests)
         return _to_the_end(loop)
 
-    def open(self, sampling: Sampling) -> RequestLoop:
-        """Return a loop that takes requests while others decode.
-
-        `sampling` is for requests that bring none. Log-probs are taken under the sampled
-        distribution: without banned tokens, at the requested temperature, restricted to the top p
-        of the top k; greedy ones are raw (T = 1). A sample's noise depends only on the seed, not on
-        batching, on drafts of --speculative, or on other random numbers. Adding an invalid request
-        raises ValueError before any request begins, and the engine stays usable.
-        """
-        self._check_can_generate()
-        return RequestLoop(self, sampling)
-
-    def begin_requests(self, requests: list[Request], loop: RequestLoop) -> list[Request]:
-        """Complete a loop's next requests with sampling, seeds and media; all ranks check them."""
-        self._check_can_generate(loop)
-        banned = self.vocabulary.never_sampled if self.vocabulary else ()
-        ends = self.vocabulary.end_token_ids if self.vocabulary else ()
-        own = [
-            replace(each, sampling=(each.sampling or loop.sampling).resolved(banned, ends))
-            for each in requests
-        ]
-        own = [
-            each if each.seeds else replace(each, seeds=_seeds(loop.sampling.seed, place, each))
-            for place, each in enumerate(own, loop.num_requests)
-        ]
-
-        return self._validated(own, loop.sampling)
-
-    def prepare(self, request: Request) -> Request:
-        """Read and expand a request's media ahead, so that add() need not take the time.
-
-        Another thread may call it while the engine does nothing else. Requests stay as they are if
-        ranks share the engine, because each of these ranks reads all media itself. So do requests
-        with media that cannot be read; add() reports them.
-        """
-        if (
-            self.axis.size > 1
-            or not any(request.multi_modal.values())
-            or self._media_problem(request)
-        ):
-            return request
-        try:
-            return self._with_media(request)
-        except ValueError:
-            return request
-
-    @contextmanager
-    def generating(self, loop: RequestLoop) -> Iterator[None]:
-        """Guard an action of a loop.
-
-        An exception inside, or requests that are left in the loop, make the engine unusable.
-        """
-        self._check_can_generate(loop)
-        with self._fatal("generate"):
-            yield
-        self._failure = loop.unread if loop.running else None
-
-    @contextmanager
-    def between_steps(self, loop: RequestLoop) -> Iterator[None]:
-        """Guard a load of weights under a loop's requests; the engine makes no step meanwhile.
-
-        An exception inside makes the engine unusable.
-        """
-        self._check_can_generate(loop)
-        with self._fatal("load_weights"), self._paused():
-            yield
-
-    def _check_can_generate(self, loop: RequestLoop | None = None) -> None:
-        """Raise EngineError if the engine cannot generate; a loop whose requests run always may."""
-        if loop is not None and self._failure is loop.unread:
-            return
-        self._check_usable()
-        if self.awake != {"weights", "kv_cache"}:
-            raise EngineError(
-                f"generate() on a sleeping engine (awake: {sorted(self.awake) or 'nothing'}): call"
-                " wake() first"
-            )
-        if not self.weights_valid:
-            raise EngineError(
-                "generate() without weights (sleep level 2, or a broken stream): call"
-                " load_weights() first"
-            )
-
     def load_weights(
         self,
         named_tensors: Iterable[tuple[str, Tensor]],
@@ -239,10 +168,12 @@ class Engine(ABC):
         A wrong, missing or repeated name raises ValueError, and the engine refuses to generate
         until a complete stream has arrived. Caches of the old weights are dropped. Raises
         EngineError on all ranks of the engine if the engine's weights differ from the streamed
-        ones, or a cache is left. The first sync, every FULL_EVERY-th one, and one after a failure is
-        verified completely. The others verify a sample (weight_sync/verify.py). Adapters are always
-        verified completely; every FULL_EVERY-th sync of them also compares the other weights with those
-        that were sent once.
+        ones, or a cache is left.
+
+        The first sync, every FULL_EVERY-th one, and one after a failure are verified completely.
+        The others verify a sample (weight_sync/verify.py). Adapters are always verified completely;
+        every FULL_EVERY-th sync of adapters also compares the other weights with those that were
+        sent once.
 
         While requests run, only their loop may load, with RequestLoop.load_weights(), and passes
         itself as `loop`. Then the caches stay, but later requests do not use them.
@@ -290,14 +221,6 @@ class Engine(ABC):
         self.weights_valid = True
         self.has_base = self.adapters is not None
 
-    @property
-    def takes_own_experts(self) -> bool:
-        """Return True if the next stream may bring each rank its own experts alone.
-
-        Stacked experts are DTensors then, divided evenly and in order over the engine's ranks.
-        """
-        return False
-
     def sleep(self, level: int | None = None) -> None:
         """Release memory.
 
@@ -328,6 +251,44 @@ class Engine(ABC):
             self._wake(part)
         self.awake.add(part)
 
+    @abstractmethod
+    def reset_cache(self) -> None:
+        """Drop every cached prefix and encoder output."""
+
+    def prepare(self, request: Request) -> Request:
+        """Read and expand a request's media ahead, so that add() need not take the time.
+
+        Another thread may call it while the engine does nothing else. Requests stay as they are if
+        ranks share the engine, because each of these ranks reads all media itself. So do requests
+        with media that cannot be read; add() reports them.
+        """
+        if (
+            self.axis.size > 1
+            or not any(request.multi_modal.values())
+            or self._media_problem(request)
+        ):
+            return request
+        try:
+            return self._with_media(request)
+        except ValueError:
+            return request
+
+    @abstractmethod
+    def prompts_at_once(self, n: int) -> int:
+        """Return how many prompts with n samples each decode at the same time."""
+
+    def problem(self, request: Request) -> str | None:
+        """Return why add() would refuse a request, or None; media are not looked at."""
+        return self._problem_of(
+            request if request.seeds else replace(request, seeds=(0,) * request.sampling.n)
+        )
+
+    def check_media(self, media: Iterable[str]) -> None:
+        """Raise ConfigError if the engine does not support one of the media of the data."""
+        for name in media:
+            if name not in self.limits:
+                raise ConfigError(f"--{name}_key: {self._reads()}")
+
     @classmethod
     def adapter_problem(
         cls, setup: EngineSetup, names: PublishedNames, media: Collection[str]
@@ -338,13 +299,13 @@ class Engine(ABC):
         """
         return "this engine takes merged weights only"
 
-    @abstractmethod
-    def prompts_at_once(self, n: int) -> int:
-        """Return how many prompts with n samples each decode at the same time."""
+    @property
+    def takes_own_experts(self) -> bool:
+        """Return True if the next stream may bring each rank its own experts alone.
 
-    @abstractmethod
-    def reset_cache(self) -> None:
-        """Drop every cached prefix and encoder output."""
+        Stacked experts are DTensors then, divided evenly and in order over the engine's ranks.
+        """
+        return False
 
     def parts(self, token_ids: list[int]) -> dict[str, Tensor]:
         """Return each model part's output for these tokens, for the doctor; see Probe.
@@ -365,6 +326,79 @@ class Engine(ABC):
         if not self.closed:
             self.closed = True
             self._close()
+
+    # -- what a loop calls
+
+    def begin_requests(self, requests: list[Request], loop: RequestLoop) -> list[Request]:
+        """Complete a loop's next requests with sampling, seeds and media; all ranks check them."""
+        self._check_can_generate(loop)
+        banned = self.vocabulary.never_sampled if self.vocabulary else ()
+        ends = self.vocabulary.end_token_ids if self.vocabulary else ()
+        own = [
+            replace(each, sampling=(each.sampling or loop.sampling).resolved(banned, ends))
+            for each in requests
+        ]
+        own = [
+            each if each.seeds else replace(each, seeds=_seeds(loop.sampling.seed, place, each))
+            for place, each in enumerate(own, loop.num_requests)
+        ]
+
+        return self._validated(own, loop.sampling)
+
+    @contextmanager
+    def generating(self, loop: RequestLoop) -> Iterator[None]:
+        """Guard an action of a loop.
+
+        An exception inside, or requests that are left in the loop, make the engine unusable.
+        """
+        self._check_can_generate(loop)
+        with self._fatal("generate"):
+            yield
+        self._failure = loop.unread if loop.running else None
+
+    @contextmanager
+    def between_steps(self, loop: RequestLoop) -> Iterator[None]:
+        """Guard a load of weights under a loop's requests; the engine makes no step meanwhile.
+
+        An exception inside makes the engine unusable.
+        """
+        self._check_can_generate(loop)
+        with self._fatal("load_weights"), self._paused():
+            yield
+
+    def _check_can_generate(self, loop: RequestLoop | None = None) -> None:
+        """Raise EngineError if the engine cannot generate; a loop whose requests run always may."""
+        if loop is not None and self._failure is loop.unread:
+            return
+        self._check_usable()
+        if self.awake != {"weights", "kv_cache"}:
+            raise EngineError(
+                f"generate() on a sleeping engine (awake: {sorted(self.awake) or 'nothing'}): call"
+                " wake() first"
+            )
+        if not self.weights_valid:
+            raise EngineError(
+                "generate() without weights (sleep level 2, or a broken stream): call"
+                " load_weights() first"
+            )
+
+    def _cut(self, samples: list[Completion], stop: tuple[str, ...]) -> list[Completion]:
+        """Return the samples up to the stop texts.
+
+        Raises EngineError for a log-prob that is no number: the samples would be nonsense.
+        """
+        for sample in samples:
+            if not math.isfinite(sum(sample.logprobs)):
+                raise EngineError(
+                    "the engine gave a sampled token a log-prob that is not finite, so its weights"
+                    " or activations are broken: `lightrft doctor` names the first part that"
+                    " differs from the trainer's"
+                )
+        return (
+            [StopStrings(self.vocabulary.tokenizer, stop).cut(sample) for sample in samples]
+            if stop
+            else samples
+        )
 
     # -- hooks of an adapter
 
@@ -452,32 +486,7 @@ class Engine(ABC):
     def _num_cached(self) -> int:
         """Return how many cached prefix blocks the next request could use."""
 
-    # -- shared checks
-
-    def _verify(self, *sent: Fingerprints, empty_cache: bool) -> None:
-        """Raise EngineError unless the engine has the sent weights.
-
-        Sums over the ranks of the engine are compared. With `empty_cache`, the engine must also
-        have no cache of earlier weights.
-        """
-        problems = []
-        for prints in sent:
-            if self.adapters is not None and prints.shapes is self.adapters.shapes:
-                numbers = self._adapter_fingerprints(Fingerprints(prints.shapes, prints.dtype))
-            else:
-                numbers = self._engine_fingerprints(self._fingerprints(prints.dtype, prints.round))
-            if wrong := prints.wrong([self.axis.sum(each) for each in numbers], self.axis):
-                problems.append(
-                    f"{wrong[0]} in the engine differs from the weight that was sent "
-                    f"({len(wrong)} of {len(prints.shapes)} differ)"
-                )
-
-        if empty_cache and (cached := self._num_cached()):
-            problems.append(f"the prefix cache still contains {cached} blocks of the old weights")
-        # All ranks raise together; one rank alone would leave the others waiting.
-        for rank, problem in enumerate(self.axis.gather("; ".join(problems))):
-            if problem:
-                raise EngineError(f"weight sync, rank {rank} of the engine: {problem}")
+    # -- checks of a weight stream
 
     def _checked(
         self,
@@ -525,6 +534,33 @@ class Engine(ABC):
             return f"{name} came twice"
         return f"{name} is not a weight of the engine's model"
 
+    def _verify(self, *sent: Fingerprints, empty_cache: bool) -> None:
+        """Raise EngineError unless the engine has the sent weights.
+
+        Sums over the ranks of the engine are compared. With `empty_cache`, the engine must also
+        have no cache of earlier weights.
+        """
+        problems = []
+        for prints in sent:
+            if self.adapters is not None and prints.shapes is self.adapters.shapes:
+                numbers = self._adapter_fingerprints(Fingerprints(prints.shapes, prints.dtype))
+            else:
+                numbers = self._engine_fingerprints(self._fingerprints(prints.dtype, prints.round))
+            if wrong := prints.wrong([self.axis.sum(each) for each in numbers], self.axis):
+                problems.append(
+                    f"{wrong[0]} in the engine differs from the weight that was sent "
+                    f"({len(wrong)} of {len(prints.shapes)} differ)"
+                )
+
+        if empty_cache and (cached := self._num_cached()):
+            problems.append(f"the prefix cache still contains {cached} blocks of the old weights")
+        # All ranks raise together; one rank alone would leave the others waiting.
+        for rank, problem in enumerate(self.axis.gather("; ".join(problems))):
+            if problem:
+                raise EngineError(f"weight sync, rank {rank} of the engine: {problem}")
+
+    # -- checks of requests
+
     def _validated(self, requests: list[Request], sampling: Sampling) -> list[Request]:
         """Return the requests with expanded media.
 
@@ -561,53 +597,6 @@ class Engine(ABC):
             raise ValueError(problem)
         return readable
 
-    def _with_checked_media(self, index: int, request: Request) -> Request:
-        """Return the request with expanded media; raises ValueError if they are invalid."""
-        if problem := self._media_problem(request):
-            raise ValueError(f"request {index} {problem}")
-        if not any(request.multi_modal.values()) or request.expanded is not None:
-            return request
-        try:
-            return self._with_media(request)
-        except ValueError as error:
-            raise ValueError(f"request {index} has media that cannot be read: {error}") from error
-
-    def _with_media(self, request: Request) -> Request:
-        request = replace(request, multi_modal=read(request.multi_modal))
-        return replace(request, expanded=self._expanded(request))
-
-    def _media_problem(self, request: Request) -> str | None:
-        if others := sorted(request.multi_modal.keys() - self.limits):
-            return f"carries {', '.join(others)}: {self._reads()}"
-        for name, limit in self.limits.items():
-            count = len(request.multi_modal.get(name, []))
-            places = self.vocabulary.num_placeholders(request.token_ids, MEDIA_NAMES[name])
-            if count > limit:
-                return f"has {count} {name}, more than --limit_mm_{MEDIA_NAMES[name]}_per_prompt {limit}"
-            if count != places:
-                return f"has {count} {name} and {places} placeholders for {name}"
-        return None
-
-    def check_media(self, media: Iterable[str]) -> None:
-        """Raise ConfigError if the engine does not support one of the media of the data."""
-        for name in media:
-            if name not in self.limits:
-                raise ConfigError(f"--{name}_key: {self._reads()}")
-
-    def _reads(self) -> str:
-        """Say which media the engine supports, and which the hf engine supports besides."""
-        more = [name for name in self.model_reads if name not in self.limits]
-        message = f"this engine supports only {' and '.join(['text', *self.limits])}"
-        return (
-            f"{message}; --engine_type hf also supports {' and '.join(more)}" if more else message
-        )
-
-    def problem(self, request: Request) -> str | None:
-        """Return why add() would refuse a request, or None; media are not looked at."""
-        return self._problem_of(
-            request if request.seeds else replace(request, seeds=(0,) * request.sampling.n)
-        )
-
     def _problem_of(self, request: Request) -> str | None:
         length = len(request.prompt)
         new = request.sampling.max_tokens
@@ -641,23 +630,42 @@ class Engine(ABC):
         except ValueError as error:
             return f"cannot be processed: {error}"
 
-    def _cut(self, samples: list[Completion], stop: tuple[str, ...]) -> list[Completion]:
-        """Return the samples up to the stop texts.
+    def _with_checked_media(self, index: int, request: Request) -> Request:
+        """Return the request with expanded media; raises ValueError if they are invalid."""
+        if problem := self._media_problem(request):
+            raise ValueError(f"request {index} {problem}")
+        if not any(request.multi_modal.values()) or request.expanded is not None:
+            return request
+        try:
+            return self._with_media(request)
+        except ValueError as error:
+            raise ValueError(f"request {index} has media that cannot be read: {error}") from error
 
-        Raises EngineError for a log-prob that is no number: the samples would be nonsense.
-        """
-        for sample in samples:
-            if not math.isfinite(sum(sample.logprobs)):
-                raise EngineError(
-                    "the engine gave a sampled token a log-prob that is not finite, so its weights"
-                    " or activations are broken: `lightrft doctor` names the first part that"
-                    " differs from the trainer's"
-                )
+    def _with_media(self, request: Request) -> Request:
+        request = replace(request, multi_modal=read(request.multi_modal))
+        return replace(request, expanded=self._expanded(request))
+
+    def _media_problem(self, request: Request) -> str | None:
+        if others := sorted(request.multi_modal.keys() - self.limits):
+            return f"carries {', '.join(others)}: {self._reads()}"
+        for name, limit in self.limits.items():
+            count = len(request.multi_modal.get(name, []))
+            places = self.vocabulary.num_placeholders(request.token_ids, MEDIA_NAMES[name])
+            if count > limit:
+                return f"has {count} {name}, more than --limit_mm_{MEDIA_NAMES[name]}_per_prompt {limit}"
+            if count != places:
+                return f"has {count} {name} and {places} placeholders for {name}"
+        return None
+
+    def _reads(self) -> str:
+        """Say which media the engine supports, and which the hf engine supports besides."""
+        more = [name for name in self.model_reads if name not in self.limits]
+        message = f"this engine supports only {' and '.join(['text', *self.limits])}"
         return (
-            [StopStrings(self.vocabulary.tokenizer, stop).cut(sample) for sample in samples]
-            if stop
-            else samples
+            f"{message}; --engine_type hf also supports {' and '.join(more)}" if more else message
         )
+
+    # -- checks of the engine
 
     def _check_usable(self, loop: RequestLoop | None = None) -> None:
         """Raise EngineError for a closed or failed engine, and while other loops' requests run."""

@@ -17,9 +17,10 @@ MEDIA_NAMES = {"images": "image", "videos": "video", "audios": "audio"}
 class Sampling:
     """Sampling parameters of a call, or of one request.
 
-    First, banned tokens are removed. Then logits are divided by the temperature, and only tokens
-    with at least min p of the largest probability are kept, of these the top k, and of these the
-    top p. The remaining probabilities are normalised to 1.
+    First, banned tokens are removed, and logits are divided by the temperature. Then three limits
+    apply one after another: tokens with less than min p of the largest probability are left out,
+    then all but the top k, and then all but the top p. The remaining probabilities are normalised
+    to 1.
     """
 
     n: int = 1

@@ -327,8 +327,8 @@ class Trace(Untraced):
             yield
             self._synchronize()
         except BaseException:
-            self.failed = self.failed or path
             # The innermost phase gets here first, and that is the one to report.
+            self.failed = self.failed or path
             raise
         finally:
             ended = time.perf_counter()

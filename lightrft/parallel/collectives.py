@@ -115,9 +115,10 @@ class Axis:
         return list(out.split(counts))
 
     def gather_rows(self, rows: Tensor, note: int = 0) -> tuple[list[Tensor], list[int]]:
-        """Return every rank's rows [n, w] int64, with w at least 2, and a note.
+        """Return the rows and the notes of all ranks, in rank order.
 
-        It takes one collective, or two if a rank has more rows than any had before.
+        `rows` are [n, w] int64, with w at least 2; `note` is one number of this rank. It takes one
+        collective, or two if a rank has more rows than any had before.
         """
         if self.size == 1:
             return [rows], [note]

@@ -48,21 +48,23 @@ FRACTION = rf"(?<![\d/])({NUMBER_PATTERN})/(\d*[1-9]\d*)(?![\d/]|[.,]\d)|({NUMBE
 """Pattern of 1/2, or of a number alone: 1/2/2024 is a date."""
 
 JOINED = r"[ \t]*(?:(?:,[ \t]*)?\b(?i:or|and)\b|[,/;&])[ \t]*"
+"""Pattern of what joins letters: `or`, a comma and the like."""
 ONE = (
     # not the word A or I of a sentence
     r"[*_($]{0,3}(?![AI][ \t]+(?!(?i:because|since|as|or|and)\b)\w)"
     r"[A-J](?![^\W_]|['\u2019])[*_)$]{0,3}"
 )
 """Pattern of a letter that a response chooses, such as B, (B) and **B**."""
-SEVERAL_NUMBERS = rf"{ONE}(?:{JOINED}{ONE})*"
+SEVERAL_LETTERS = rf"{ONE}(?:{JOINED}{ONE})*"
+"""Pattern of such a letter, or of several that are joined, such as `A and C`."""
 CHOICE = re.compile(
     r"(?i:\banswer(?:[*_]{0,2}[ ]?:|[ ]is[ ]?:?))[*_]{0,2}[ \t]*(?i:option[ ]|choice["
-    rf" ])?(?P<named>{SEVERAL_NUMBERS})"
+    rf" ])?(?P<named>{SEVERAL_LETTERS})"
     rf"|(?<![\w(])(?P<in_parentheses>\([A-J]\)(?:{JOINED}{ONE})*)"
-    rf"|^[ \t]*(?P<alone>{SEVERAL_NUMBERS}|\(?[a-j]\)?)[.)]?[*_]{{0,2}}[ \t]*\r?$",
+    rf"|^[ \t]*(?P<alone>{SEVERAL_LETTERS}|\(?[a-j]\)?)[.)]?[*_]{{0,2}}[ \t]*\r?$",
     re.MULTILINE,
 )
-BOXED_CHOICE = re.compile(rf"({SEVERAL_NUMBERS}|\(?[a-j]\)?)(?:[.:)].*|\s+[^\W_].*)?", re.DOTALL)
+BOXED_CHOICE = re.compile(rf"({SEVERAL_LETTERS}|\(?[a-j]\)?)(?:[.:)].*|\s+[^\W_].*)?", re.DOTALL)
 LETTER = re.compile(r"(?<![^\W_])[A-Ja-j](?![^\W_])")
 LATEX = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|bf|rm)\b[ ]*|[{}$\\]")
 """Pattern of what may surround a letter in LaTeX."""
@@ -255,6 +257,9 @@ rewards.register_deferred(
 def none(samples: list[Sample], **_: Any) -> list[float]:
     """Return 0 for every sample; for runs that learn from a teacher or from reward models only."""
     return [0.0] * len(samples)
+
+
+# -- how responses and labels are read
 
 
 def _last_number(text: str) -> Fraction | None:

@@ -60,56 +60,6 @@ Pending = tuple[list[Sample], Result]
 """The samples of a call, and the result."""
 
 
-class InProcess:
-    """Calls in this process, made when the results are needed.
-
-    The function shares memory, devices and globals with the run.
-    """
-
-    def __init__(
-        self,
-        function: RewardFunction,
-        *,
-        limit: float | None,
-        too_late: Callable[[list[Sample], int], None],
-        around: Callable[[], AbstractContextManager[None]] = kept_alive,
-    ):
-        """Set up the calls. `too_late` ends the process.
-
-        It is called in a thread, with the samples and the thread of a call that takes more than
-        `limit` s. `around` returns a context for each call: code of the user must not end the
-        process.
-        """
-        self.function = function
-        self.around = around
-        self.limit = limit
-        self.too_late = too_late
-        self.trace = Untraced()
-
-    def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
-        return DeferredCall(partial(self._call, samples))
-
-    def _call(self, samples: list[Sample]) -> Any:
-        timer = threading.Timer(self.limit or 0, self.too_late, [samples, threading.get_ident()])
-        timer.daemon = True
-        if self.limit is not None:
-            timer.start()
-        try:
-            with self.around():
-                return self.function.judge(samples)
-        except Exception as error:
-            raise failure_of(f"{said(error)}{place(error)}", samples) from error
-        finally:
-            timer.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredCall:
-    """A result that is computed when it is needed."""
-
-    result: Callable[[], Any]
-
-
 class LaterJudge(Protocol):
     """A judge that scores in addition to the function, in the engine; see engine_judge.py."""
 
@@ -238,6 +188,8 @@ class RewardRunner:
             return None
         return 60 * (self.section.reward_minutes + any(on_server) * self.section.server_minutes)
 
+    # -- what data must have
+
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raise ConfigError if the function cannot be called with the columns of these prompts."""
         try:
@@ -257,6 +209,8 @@ class RewardRunner:
         """
         problem = self.function.row_problem(prompt.columns)
         return f"--reward {self.name}: {problem}" if problem else None
+
+    # -- a step
 
     def __call__(self, samples: list[Sample]) -> None:
         """Set the rewards of samples, in one call.
@@ -330,6 +284,8 @@ class RewardRunner:
             metrics.sum(name, self._failures)
         self._failures = 0
 
+    # -- results and failures of calls
+
     def _failure(self) -> ConfigError | None:
         """Process the results of all calls; return the error that ends the run, if there is one."""
         pending: Iterable[Pending] = self._pending
@@ -395,6 +351,38 @@ class RewardRunner:
             return error
         return None
 
+    def _set(self, sample: Sample, value: Any) -> None:
+        sample.reward_parts = {}
+        sample.token_rewards = None
+        if isinstance(value, list):
+            sample.token_rewards = self._per_token(value, sample)
+            sample.reward = math.fsum(reward for _, reward in sample.steps)  # exact, in any order
+        elif isinstance(value, dict):
+            sample.reward_parts = {name: self._number(part, sample) for name, part in value.items()}
+            sample.reward = math.fsum(sample.reward_parts.values())
+        else:
+            sample.reward = self._number(value, sample)
+
+        self._number(sample.reward, sample)  # a sum may be out of range
+
+    def _per_token(self, values: list[float | None], sample: Sample) -> list[float | None]:
+        if len(values) != len(sample.token_ids) or all(value is None for value in values):
+            expected = (
+                f"a list of {len(sample.token_ids)} numbers or None, one for each token, and at"
+                " least one number"
+            )
+            raise CallFailed(f"{values!r:.200} is not {expected}", sample)
+        return [None if value is None else self._number(value, sample) for value in values]
+
+    def _number(self, value: Any, sample: Sample) -> float:
+        number = as_number(value)
+        if math.isfinite(number) and abs(number) <= MAX_REWARD:
+            return number
+        problem = (
+            f"is larger than {MAX_REWARD:g}" if math.isfinite(number) else "is not a finite number"
+        )
+        raise CallFailed(f"{value!r:.200} {problem}", sample)
+
     def _failures_one_by_one(self, samples: list[Sample], error: CallFailed) -> list[CallFailed]:
         """Call the function for each sample alone, and return as many failures as are needed.
 
@@ -442,38 +430,6 @@ class RewardRunner:
             f" {prompt.text!r:.200} ({row}){error.hint}"
         )
 
-    def _set(self, sample: Sample, value: Any) -> None:
-        sample.reward_parts = {}
-        sample.token_rewards = None
-        if isinstance(value, list):
-            sample.token_rewards = self._per_token(value, sample)
-            sample.reward = math.fsum(reward for _, reward in sample.steps)  # exact, in any order
-        elif isinstance(value, dict):
-            sample.reward_parts = {name: self._number(part, sample) for name, part in value.items()}
-            sample.reward = math.fsum(sample.reward_parts.values())
-        else:
-            sample.reward = self._number(value, sample)
-
-        self._number(sample.reward, sample)  # a sum may be out of range
-
-    def _per_token(self, values: list[float | None], sample: Sample) -> list[float | None]:
-        if len(values) != len(sample.token_ids) or all(value is None for value in values):
-            expected = (
-                f"a list of {len(sample.token_ids)} numbers or None, one for each token, and at"
-                " least one number"
-            )
-            raise CallFailed(f"{values!r:.200} is not {expected}", sample)
-        return [None if value is None else self._number(value, sample) for value in values]
-
-    def _number(self, value: Any, sample: Sample) -> float:
-        number = as_number(value)
-        if math.isfinite(number) and abs(number) <= MAX_REWARD:
-            return number
-        problem = (
-            f"is larger than {MAX_REWARD:g}" if math.isfinite(number) else "is not a finite number"
-        )
-        raise CallFailed(f"{value!r:.200} {problem}", sample)
-
     def _end(self, samples: list[Sample], thread: int) -> None:
         error = ConfigError(
             self._describe(
@@ -484,6 +440,62 @@ class RewardRunner:
             self.fail(error, code=USER_ERROR, brief=True)
         logger.error(str(error))
         exit_process(str(error), USER_ERROR)
+
+
+# -- calls in this process
+
+
+class InProcess:
+    """Calls in this process, made when the results are needed.
+
+    The function shares memory, devices and globals with the run.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        *,
+        limit: float | None,
+        too_late: Callable[[list[Sample], int], None],
+        around: Callable[[], AbstractContextManager[None]] = kept_alive,
+    ):
+        """Set up the calls. `too_late` ends the process.
+
+        It is called in a thread, with the samples and the thread of a call that takes more than
+        `limit` s. `around` returns a context for each call: code of the user must not end the
+        process.
+        """
+        self.function = function
+        self.around = around
+        self.limit = limit
+        self.too_late = too_late
+        self.trace = Untraced()
+
+    def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
+        return DeferredCall(partial(self._call, samples))
+
+    def _call(self, samples: list[Sample]) -> Any:
+        timer = threading.Timer(self.limit or 0, self.too_late, [samples, threading.get_ident()])
+        timer.daemon = True
+        if self.limit is not None:
+            timer.start()
+        try:
+            with self.around():
+                return self.function.judge(samples)
+        except Exception as error:
+            raise failure_of(f"{said(error)}{place(error)}", samples) from error
+        finally:
+            timer.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredCall:
+    """A result that is computed when it is needed."""
+
+    result: Callable[[], Any]
+
+
+# -- names of functions, and the order of results
 
 
 def _as_they_end(pending: Iterable[Pending]) -> Iterator[Pending]:

@@ -1,7 +1,7 @@
 """Turn scored samples into the experience that each rank trains on.
 
-The result is flat columns, balanced over the ranks, with the outputs of the stages that the run
-needs.
+ExperienceMaker writes samples as flat columns, compares their rewards, balances the sequences over
+the ranks, and lets the stages of the run fill the other columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -286,8 +286,8 @@ def numbers_of_rows(parts: Sequence[Sequence[tuple[int, int]]], rank: int) -> tu
 def place_at_tokens(values: Tensor, samples: list[Sample], experience: Experience) -> Tensor:
     """Put the values [M] of this rank's rewards at the tokens that earned them: [T] float32.
 
-    The result is 0 elsewhere. The experience has a row for each sample and for each of
-    the sample's branches. A branch gets the sum of the sample's values at the branch's last token.
+    The result is 0 elsewhere. The experience has a row for each sample and for each branch of the
+    sample. A branch gets the sum of the sample's values at the branch's last token.
     If a token is not learned, such as one of an observation, the value goes to the last learned
     token before it: returns are sums over learned tokens, and the tokens before led to the reward.
     The value is dropped if no token before it is learned.

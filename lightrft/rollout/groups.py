@@ -1,6 +1,7 @@
-"""The responses to a prompt: while they grow, their rewards, and the outcome that is kept.
+"""Groups of responses to one prompt: as they grow, as they are compared, and as they are reported.
 
-Every rank gets the rewards of all ranks, because estimators and reward shaping compare them.
+Every rank gets the rewards of all ranks, because estimators and reward shaping compare them. After
+a step only the outcome of a group is kept.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -200,11 +201,16 @@ class GatheredRewards:
 
 
 def _components(sample: Sample, reward: float) -> dict[str, float]:
+    """Return the named parts of a reward, or the reward itself as its only part."""
     named = sample.reward_parts if sample.token_rewards is None else {}
     return named or {"reward": reward}
 
 
 def _lines(row: int, sample: Sample, names: list[str]) -> Iterator[tuple[float, ...]]:
+    """Yield the numbers of each reward of a sample.
+
+    They are the tensors of GatheredRewards in the order of the fields, and then the parts `names`.
+    """
     before = 0
     for place, (token, reward) in enumerate(sample.steps, 1):
         length, greedy = (

@@ -1,8 +1,9 @@
-"""From rewards to the advantage of each token, the stages that every run has and what they add up.
+"""The way from rewards to the advantage of each token.
 
-CompareRewards finds what each reward is worth. Outputs of models follow: what the policy, the
-reference and the critic say about the samples before the step. Then the advantage of each token is
-what the rewards after it are worth.
+CompareRewards finds how much better each reward is than the others of its group. The stages follow:
+first those that compute outputs of models, such as log-probs of the policy before the step, then
+those that make advantages of tokens. build.py chooses the stages that a run needs; plain GRPO has
+PolicyLogprobs and RewardToGo.
 """
 
 from collections.abc import Mapping
@@ -111,8 +112,8 @@ class CompareRewards:
 class PolicyLogprobs(Stage):
     """Computes the policy's log-probs before the update, and the entropy if a later stage needs it.
 
-    With a single update they equal the log-probs of the update itself, so they are computed only if
-    a stage `needs` them.
+    With a single update they equal the log-probs of the update itself. They are computed then only
+    if they are `needed` by another stage.
     """
 
     depends_on_samples_alone = True
@@ -180,7 +181,8 @@ class Values(Stage):
 class RewardToGo(Stage):
     """Sums the advantages of the rewards from each token on, discounted by gamma.
 
-    They are what the estimator made of the rewards, less the penalty of --init_kl_coef.
+    The advantages of rewards are what the estimator made of them, less the penalty of
+    --init_kl_coef.
     """
 
     reads = ("reward_advantages",)

@@ -3,18 +3,18 @@
 Fingerprints of pieces add up, so it does not matter how an engine fuses, splits and repeats
 weights. There are two verifications:
 
-- A full one follows the first sync of an engine, every FULL_EVERY-th one, and one after a failed sync.
-  It sums words of four bytes of each weight, multiplied by a random odd number for the row and one
-  for the place in the row, modulo 2^64. A single changed bit always changes the sum. Anything else
+- A full one follows the first sync of an engine, every FULL_EVERY-th one, and one after a failed
+  sync. It sums words of four bytes of each weight, multiplied by a random odd number for the row
+  and one for the place in the row, modulo 2^64. A single changed bit always changes the sum. Anything else
   does too, except with a chance of about 2^-32: a weight that is missing, stale or another one, and
   rows, columns or elements that lie elsewhere. It reads all weights at both ends, and takes longer
   than copying them.
 - A sample follows each other sync. It sums the bits of every FULL_EVERY-th row, and the next round
   begins one row later. Vectors, and weights with fewer rows, are summed completely. It finds at
-  once a weight that is missing or stale, or that arrived under another name. It finds at once, too,
-  if that is true of only a part of a weight, such as a rank's, with at least FULL_EVERY rows. One wrong
-  element is found if the row is in the sample, thus within FULL_EVERY syncs if it stays wrong. What
-  changed places within the sample is left to the next full verification.
+  once a weight that is missing or stale, or that arrived under another name. It also finds at once
+  a part of a weight, such as the part of a rank, that is so and has at least FULL_EVERY rows. One
+  wrong element is found if the row is in the sample, thus within FULL_EVERY syncs if it stays
+  wrong. What changed places within the sample is left to the next full verification.
 
 If an engine keeps weights only in a packed form for the kernels, the products W x with random signs
 x are compared instead, up to rounding errors. A full verification computes them for all layers, and
