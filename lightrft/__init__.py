@@ -7,8 +7,8 @@ run.history, run.model_path, run.evaluate()
 import os
 from typing import Any
 
-# Torch reads this at its first tensor. It then asks the kernel for huge pages for tensors of 2 MB and
-# more: a host takes long to page in the memory of a large tensor in steps of 4 kB.
+# Torch reads this at its first tensor. It then asks the kernel for huge pages for tensors of 2 MB
+# and more: a host takes long to page in the memory of a large tensor in steps of 4 kB.
 if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 

@@ -33,7 +33,6 @@ from lightrft.weight_sync.stream import bucket_limit, hf_parameters, stream, unw
 SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zigzag}
 """Value of --sp_impl -> class that divides the tokens of a batch among ranks."""
 
-
 RENAMED_HOOKS = {
     "send_model_away": "offload_model_state",
     "send_optimizer_away": "offload_optimizer_state",
@@ -42,7 +41,7 @@ RENAMED_HOOKS = {
 
 
 class Backend(ABC):
-    """Hooks that a strategy and the parts of it call; users never call them.
+    """Hooks that a strategy and its parts call; users never call them.
 
     All ranks call every hook together. A backend must implement distribute() and accumulate(). The
     other hooks fit parameters that are plain tensors or DTensors.

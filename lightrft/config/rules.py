@@ -1128,4 +1128,7 @@ RULES = (
     (TRAINING, MEDIA_RULES),
     (EVERY, STRATEGY),
 )
-"""Commands, and the rules for them. DEEPSPEED and LAYOUT_RULES depend on the strategy and the sizes."""
+"""Commands, and the rules for them.
+
+DEEPSPEED and LAYOUT_RULES depend on the strategy and the sizes.
+"""

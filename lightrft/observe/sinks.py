@@ -46,7 +46,10 @@ class Writer:
         """Error of the call that failed."""
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Make a call after all earlier ones; wait while WRITER_BACKLOG calls have not been made."""
+        """Make a call after all earlier ones.
+
+        Wait first while WRITER_BACKLOG calls have not been made.
+        """
         while len(self._pending) >= WRITER_BACKLOG or self._pending and self._pending[0].done():
             self._pending.popleft().result()
         if self.error is not None:

@@ -46,7 +46,10 @@ class StepRewards:
     """Rewards at the last token of each step of a response."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str, form: str):
-        """Set up the rewards. `separator` ends a step and belongs to it; `form` is one of STEP_FORMS."""
+        """Set up the rewards.
+
+        `separator` ends a step and belongs to it; `form` is one of STEP_FORMS.
+        """
         self.ends = StepEnds(tokenizer, separator)
         self.form = STEP_FORMS[form]
 

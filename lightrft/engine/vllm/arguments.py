@@ -58,6 +58,7 @@ VLLM_RESERVED = {
 
 
 def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, int]) -> dict:
+    """Return the arguments of a model with at most `limits` items of each medium in a prompt."""
     section = setup.section
     on_cpu = setup.device.type == "cpu"
     sleeps = not on_cpu and section.enable_engine_sleep

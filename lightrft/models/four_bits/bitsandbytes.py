@@ -25,9 +25,9 @@ ELEMENTS = 2**18
 def quantize(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize a matrix [out, in], whose `in` is a multiple of SCALE_BLOCK.
 
-    Return the codes [out, in / 2] uint8, the scales [out, in / SCALE_BLOCK] uint8, and what the scales
-    stand for, as the bytes of float32: the SCALE_GROUP values that a scale can have, a factor for every
-    SCALE_GROUP scales, and the mean that was subtracted. The results are bit by bit those of
+    Return the codes [out, in / 2] uint8, the scales [out, in / SCALE_BLOCK] uint8, and what the
+    scales stand for, as the bytes of float32: the SCALE_GROUP values that a scale can have, a
+    factor for every SCALE_GROUP scales, and the mean that was subtracted. The results are bit by bit those of
     quantize_4bit(compress_statistics=True) for the whole matrix, which on a CPU would take the
     memory of 16 matrices.
     """
