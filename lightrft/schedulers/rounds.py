@@ -135,20 +135,23 @@ class Rounds(FixedBatch):
         self._capacity = 1
         """How many responses the engines of a data replica decode at once, known from the first
         round on."""
+        self._step = 0
+        """The step that was generated last."""
+        self._num_rounds = 0
+        """How many rounds it has taken."""
+        self._selection = self._new_selection()
+        self._kept: list[Group] = []
+        """This rank's complete groups of the step."""
 
     # -- a step
 
     def generate(self, step: int) -> Iterator[Group]:
         self._step = step
-        self._num_ahead = min(self.section.max_staleness, self.total_steps - step)
         self._num_rounds = 0
-        self._kept: list[Group] = []
-        """This rank's complete groups of the step."""
-        most_rounds = self.section.dynamic_sampling_rounds
-        selection = DynamicSampling(self.section.rollout_batch_size, most_rounds)
-        self._selection = selection
+        self._kept = []
+        selection = self._selection = self._new_selection()
 
-        while selection.missing and self._num_rounds < most_rounds:
+        while selection.missing and self._num_rounds < self.section.dynamic_sampling_rounds:
             # With --max_staleness an earlier step has begun this step's first round.
             if self._ahead and not self._num_rounds:
                 active = self._ahead.popleft()
@@ -159,6 +162,11 @@ class Rounds(FixedBatch):
             self._num_rounds += 1
             yield from active.round.generate()
             self._take_groups(active.round.groups(), active.plan)
+
+    def _new_selection(self) -> DynamicSampling:
+        return DynamicSampling(
+            self.section.rollout_batch_size, self.section.dynamic_sampling_rounds
+        )
 
     def _take_groups(self, groups: list[Group], plan: OpenPlan) -> None:
         """Take this rank's groups when a round has ended."""
@@ -194,7 +202,7 @@ class Rounds(FixedBatch):
             metrics.max("rollout/groups_parked", len(self.deferred))
 
         # The rounds of later steps start here, with the engine awake and its newest weights.
-        while len(self._ahead) < self._num_ahead:
+        while len(self._ahead) < min(self.section.max_staleness, self.total_steps - self._step):
             later = self._step + 1 + len(self._ahead)
             self._ahead.append(self._start(later, 0, self.section.rollout_batch_size, 1.0))
 
