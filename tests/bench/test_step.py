@@ -92,7 +92,8 @@ def test_time_of_an_iterator_is_that_of_its_items():
     )
 
 
-def steps_with_workers() -> list[dict[str, float]]:
+def test_worker_processes_belong_to_the_step():
+    """One still runs at the end of the step, the other has ended."""
     spin = "import time\nwhile time.process_time() < .2: pass\nprint(flush=True)\n"
     clock = Clock()
     subprocess.run([sys.executable, "-c", spin], capture_output=True, check=True)
@@ -102,15 +103,8 @@ def steps_with_workers() -> list[dict[str, float]]:
         clock.end_of_step({})
         clock.end_of_step({})
         worker.communicate(b"\n")
-    return clock.rows
 
-
-def test_worker_processes_belong_to_the_step():
-    """One still runs at the end of the step, the other has ended.
-
-    The steps are those of a process without other children, which would belong to them too.
-    """
-    ((first, second),) = run_ranks(1, steps_with_workers)
+    first, second = clock.rows
     assert first["prep_cpu"] == first["total_cpu"] >= 0.38  # the kernel counts in 0.01 s
     assert second["prep_cpu"] < 0.1
 
