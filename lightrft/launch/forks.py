@@ -210,7 +210,12 @@ def main(fd: int) -> None:
     It ends when the rank closes the socket.
     """
     end_with(os.getppid())
-    control = Connection(fd)
+    # A rank may end at any time, also while it waits for an answer, and nobody else reads one.
+    with suppress(EOFError, ConnectionError):
+        _serve(Connection(fd))
+
+
+def _serve(control: Connection) -> None:
     setup: WorkerSetup = pickle.loads(control.recv_bytes())
     try:
         work = setup.prepare()

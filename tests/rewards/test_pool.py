@@ -2,11 +2,13 @@
 
 import gc
 import os
+import pickle
 import re
 import subprocess
 import sys
 import time
 import weakref
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,11 @@ from loguru import logger
 from lightrft.compat.command_line import parse, update
 from lightrft.config import Config, ConfigError, DataSection, RewardSection
 from lightrft.data.prompts import load_prompts
-from lightrft.launch.forks import end_with
+from lightrft.launch.forks import FORK, end_with
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import FAILURES_IN_A_ROW, RewardRunner, importable_name
+from lightrft.rewards.worker import Setup
 from lightrft.types import Prompt, Sample
 from tiny import byte_tokenizer
 
@@ -371,3 +374,24 @@ def test_calls_of_a_pool_that_closes_get_a_result():
         ConfigError, match="the worker processes have been closed, for the response 'hang'"
     ):
         made.finish([])
+
+
+@pytest.mark.parametrize("asked", ["setup", "worker"])
+def test_the_process_that_forks_says_nothing_if_the_rank_ends_before_its_answer(asked):
+    mine, other = Pipe()
+    program = f"from lightrft.launch.forks import main; main({other.fileno()})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        pass_fds=[other.fileno()],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    other.close()
+    mine.send_bytes(pickle.dumps(Setup("exact_match")))
+    if asked == "worker":
+        assert mine.recv() == ""
+        mine.send(FORK)
+    mine.close()
+
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "")
