@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightrft.algorithms.truncation import HOST_BLOCK, Truncation
 from lightrft.parallel.collectives import Axis
+from lightrft.parallel.device import exponentials
 from lightrft.parallel.sequence_parallel import all_gather_tensor
 
 
@@ -175,15 +176,16 @@ def _block_sums(
     top = logits.amax(-1)
     # At most 0, so nothing overflows and no digits of the entropy cancel. All logits of a part may
     # be -inf.
-    below = logits.sub_(torch.where(top.isneginf(), 0.0, top)[:, None])
+    below = logits if scratch is None else scratch[: len(logits)]
+    torch.sub(logits, torch.where(top.isneginf(), 0.0, top)[:, None], out=below)
+    weights = exponentials(below, out=logits)
+    total = weights.sum(-1)
     if scratch is None:
-        return top, below.exp_().sum(-1), torch.zeros_like(top)
+        return top, total, torch.zeros_like(top)
 
-    moments = scratch[: len(below)].copy_(below)
     if masked:
-        finite(moments)
-    weights = below.exp_()
-    return top, weights.sum(-1), moments.mul_(weights).sum(-1)
+        finite(below)
+    return top, total, below.mul_(weights).sum(-1)
 
 
 def blocks(logits: Tensor) -> tuple[Tensor, ...]:
@@ -257,18 +259,20 @@ def _block_gradient(
     scratch: Tensor | None,
 ) -> None:
     asked_for = grad_logprobs.sum(-1, keepdim=True)
-    below = logits.sub_(distribution.largest[:, None])
+    below = logits if scratch is None else scratch[: len(logits)]
+    torch.sub(logits, distribution.largest[:, None], out=below)
+    weights = exponentials(below, out=logits)
     total = distribution.total[:, None]
     if grad_entropy is None:
-        below.exp_().mul_(-asked_for / total)
+        weights.mul_(-asked_for / total)
         return
 
     through_entropy = (
-        finite(scratch[: len(below)].copy_(below))
+        finite(below)
         .add_(distribution.entropy[:, None] - total.log())
         .mul_(grad_entropy[:, None])
     )
-    below.exp_().div_(total).mul_(through_entropy.add_(asked_for).neg_())
+    weights.div_(total).mul_(through_entropy.add_(asked_for).neg_())
 
 
 def gradient_of_exponentials(

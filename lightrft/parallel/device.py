@@ -1,5 +1,6 @@
 """Choose the device and the collective backends, and measure memory of accelerator and host."""
 
+import math
 import os
 import platform
 from collections.abc import Iterator
@@ -141,6 +142,9 @@ def is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability(local_rank())[0] == 9
 
 
+LOG2_E = math.log2(math.e)
+VECTORS = 32
+"""Numbers that a CPU's loops compute together: two of the largest vectors."""
 WIDENED_ROWS = 8192
 """Number of rows of a matrix that a CPU casts to float32 at a time."""
 
@@ -159,6 +163,19 @@ def float32_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     for rows, columns in zip(right.split(WIDENED_ROWS), out.split(WIDENED_ROWS, 1), strict=True):
         torch.mm(wide, rows.float().T, out=columns)
     return out
+
+
+def exponentials(exponents: Tensor, out: Tensor) -> Tensor:
+    """Write the exponentials of `exponents` [t, v] float32 to `out`, and return it.
+
+    On a CPU torch's exp2 takes a third of the time of its exp. But it rounds numbers otherwise that
+    do not fill a vector at the end of what a thread computes, so that equal rows would differ. It
+    is used where nothing is left over.
+    """
+    by_vectors = exponents.shape[-1] % VECTORS == 0 and torch.get_num_threads() == 1
+    if exponents.device.type == "cpu" and by_vectors:
+        return torch.mul(exponents, LOG2_E, out=out).exp2_()
+    return torch.exp(exponents, out=out)
 
 
 def peak_memory(device: torch.device) -> int:
