@@ -268,9 +268,7 @@ def _block_gradient(
         return
 
     through_entropy = (
-        finite(below)
-        .add_(distribution.entropy[:, None] - total.log())
-        .mul_(grad_entropy[:, None])
+        finite(below).add_(distribution.entropy[:, None] - total.log()).mul_(grad_entropy[:, None])
     )
     weights.div_(total).mul_(through_entropy.add_(asked_for).neg_())
 

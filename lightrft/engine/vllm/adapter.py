@@ -27,7 +27,11 @@ from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import loader  # noqa: F401  registered by its import
 from lightrft.engine.vllm.adapter_slots import slots_problem
 from lightrft.engine.vllm.arguments import arguments, mamba2_problem, replay_problem
-from lightrft.engine.vllm.on_cpu import share_last_blocks, use_fast_sampling
+from lightrft.engine.vllm.on_cpu import (
+    leave_embeddings_unpacked,
+    share_last_blocks,
+    use_fast_sampling,
+)
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
 from lightrft.parallel.device import grow_segments, release_cached_memory
@@ -120,6 +124,8 @@ class VLLMEngine(LibraryEngine):
             if self._num_ids < self.vocabulary.size:
                 self._shim.limit_vocabulary(self._num_ids)
             runner_v2 = self._llm.llm_engine.vllm_config.use_v2_model_runner
+            if self.on_cpu:
+                leave_embeddings_unpacked(self._shim.model)
             if self.on_cpu and not runner_v2:
                 use_fast_sampling(self._shim.sampler)
             # Model runner V1 draws from torch's generators even if all requests have a seed. V2

@@ -1,4 +1,4 @@
-"""Replace what vLLM computes slowly on CPUs: a layer, sampling, and the last blocks of prompts.
+"""Replace what vLLM computes slowly on CPUs: layers, sampling, and the last blocks of prompts.
 
 Importing this module registers the layer. Model runner V1 samples with noise for blocks of tokens,
 then for one block.
@@ -10,6 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.outputs import LogprobsTensors
@@ -56,18 +61,37 @@ class _HostRMSNorm(RMSNorm):
         return x, residual
 
 
+def leave_embeddings_unpacked(model: torch.nn.Module) -> None:
+    """Drop the packed copies of embeddings that no product reads.
+
+    After each load vLLM packs a copy of every embedding for products. Only heads have any, and an
+    embedding that is a head too keeps its copy.
+    """
+    heads = {id(head.weight) for head in model.modules() if isinstance(head, ParallelLMHead)}
+    if not heads:  # the embedding itself is the head
+        return
+    for layer in model.modules():
+        if type(layer) is not VocabParallelEmbedding or id(layer.weight) in heads:
+            continue
+        if type(layer.quant_method) is UnquantizedEmbeddingMethod:
+            layer.quant_method.process_weights_after_loading = lambda _: None
+            layer.cpu_linear = torch.nn.functional.linear
+
+
 def use_fast_sampling(sampler: Sampler) -> None:
     """Replace the parts of a sampler that vLLM 0.32 computes slowly on a CPU.
 
-    vLLM draws noise for the whole vocabulary for each token. It also looks for the rank of the
-    sampled token, by comparing the log-probs of the whole vocabulary in a function that needs a C++
-    compiler; nobody reads the rank. The parts here pass probabilities to each other instead of
-    log-probs, and compute the logarithm for sampled tokens only.
+    vLLM draws noise for the whole vocabulary for each token, and divides all logits by the
+    temperature even if it is 1. It also looks for the rank of the sampled token, by comparing the
+    log-probs of the whole vocabulary in a function that needs a C++ compiler; nobody reads the
+    rank. The parts here pass probabilities to each other instead of log-probs, and compute the
+    logarithm for sampled tokens only.
     """
     if sampler.topk_topp_sampler.forward == sampler.topk_topp_sampler.forward_cpu:
         sampler.topk_topp_sampler.forward = _FastSampling()
         sampler.compute_logprobs = lambda logits: logits.softmax(-1, dtype=torch.float32)
         sampler.gather_logprobs = _gather_logprobs
+        sampler.apply_temperature = _apply_temperature
 
 
 def copy_of(generator: torch.Generator) -> torch.Generator:
@@ -145,6 +169,13 @@ class _FastSampling:
         result = np.zeros((2, num_rows), dtype=np.int64)
         result[:, self._rows] = np.array([seeds.pop() for seeds in self._seeds]).T
         return torch.from_numpy(result)
+
+
+def _apply_temperature(logits: Tensor, temperature: Tensor, all_random: bool) -> Tensor:
+    """Divide logits [R, V] in place by the temperatures [R]; 0 belongs to a greedy row."""
+    if (temperature == 1.0).all():
+        return logits
+    return Sampler.apply_temperature(logits, temperature, all_random)
 
 
 def _gather_logprobs(

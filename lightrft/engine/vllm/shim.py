@@ -322,12 +322,15 @@ class VLLMShim:
         return len(self.cache.block_pool.cached_block_hash_to_block)
 
     def destroy_weights(self) -> None:
-        """Fill the weights with NaN where vLLM does not support sleep level 2."""
+        """Write NaN to the weights where vLLM does not support sleep level 2.
+
+        One in each row of a matrix makes all of its products NaN.
+        """
         with torch.no_grad():
             for model in filter(None, (self.model, self.draft_model)):
                 for parameter in model.parameters():
                     if parameter.is_floating_point():
-                        parameter.fill_(torch.nan)
+                        (parameter if parameter.dim() < 2 else parameter[..., :1]).fill_(torch.nan)
 
     def keep_draft_weights(self) -> None:
         """Copy the draft model's own weights to host memory, before a sleep that drops all weights.
