@@ -28,6 +28,7 @@ from lightrft.engine.vllm import loader  # noqa: F401  registered by its import
 from lightrft.engine.vllm.adapter_slots import slots_problem
 from lightrft.engine.vllm.arguments import arguments, mamba2_problem, replay_problem
 from lightrft.engine.vllm.on_cpu import (
+    call_attention_directly,
     leave_embeddings_unpacked,
     share_last_blocks,
     use_fast_sampling,
@@ -124,8 +125,11 @@ class VLLMEngine(LibraryEngine):
             if self._num_ids < self.vocabulary.size:
                 self._shim.limit_vocabulary(self._num_ids)
             runner_v2 = self._llm.llm_engine.vllm_config.use_v2_model_runner
+            eager = self.on_cpu and self._llm.llm_engine.model_config.enforce_eager
             if self.on_cpu:
                 leave_embeddings_unpacked(self._shim.model)
+            if eager:
+                call_attention_directly(self._shim.model)
             if self.on_cpu and not runner_v2:
                 use_fast_sampling(self._shim.sampler)
             # Model runner V1 draws from torch's generators even if all requests have a seed. V2
@@ -135,7 +139,6 @@ class VLLMEngine(LibraryEngine):
             )
             # Compiling functions of vLLM, such as the routing of some mixtures, takes seconds on a
             # CPU and needs a C++ compiler, so it is off there unless it was asked for.
-            eager = self.on_cpu and self._llm.llm_engine.model_config.enforce_eager
             self._stance: Callable[[], AbstractContextManager] = (
                 partial(torch.compiler.set_stance, "force_eager") if eager else nullcontext
             )
