@@ -18,7 +18,9 @@ part of the vocabulary contributes to the gradient of the hidden states, so that
 Shapes: T tokens, H hidden size, V vocabulary, v of it on this rank, K targets at each position.
 """
 
+import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -320,9 +322,10 @@ class _Logprobs(torch.autograd.Function):
 
         bits = _bits(inputs, options) if learns and options.truncated else None
         result = _distribution(inputs, weight, local_targets, options, memory, bits)
-        ctx.memory = (
-            memory if learns and weight is not None and len(inputs) <= options.chunk else None
-        )
+        is_kept = learns and weight is not None and len(inputs) <= options.chunk
+        ctx.memory = memory if is_kept else None
+        if not is_kept:
+            _give_back(memory)
         ctx.save_for_backward(
             inputs,
             weight,
@@ -357,15 +360,9 @@ class _Logprobs(torch.autograd.Function):
         # overwritten by the gradient, so a second backward pass recomputes
         memory, ctx.memory = ctx.memory, None
         if memory is None:
+            memory = _logits_memory(inputs, options)
             gradients = _computed_again(
-                inputs,
-                weight,
-                distribution,
-                local_targets,
-                upstream,
-                bits,
-                _logits_memory(inputs, options),
-                options,
+                inputs, weight, distribution, local_targets, upstream, bits, memory, options
             )
         else:
             gradients = [
@@ -380,6 +377,7 @@ class _Logprobs(torch.autograd.Function):
 
         learned = ctx.needs_input_grad[1]
         grad_inputs, grad_weight = _of_product(inputs, weight, gradients, learned=learned)
+        _give_back(memory)
         return grad_inputs, grad_weight.to(weight.dtype) if learned else None, None, None, None
 
 
@@ -434,6 +432,7 @@ class _KnownUpstream(torch.autograd.Function):
 
         # This runs the generator above, so it fills the lists.
         ctx.gradients = _of_product(hidden, weight, gradients(), learned=ctx.needs_input_grad[1])
+        _give_back(memory)
         of_logprobs, of_entropy = zip(*gradients_of_groups, strict=True)
         ctx.upstream_gradients = (
             torch.cat(of_logprobs),
@@ -548,10 +547,31 @@ def _truncate(
             bits[rows] = vocab_parallel.pack_mask(outside)
 
 
+_spare: deque[Tensor] = deque(maxlen=1)
+"""Memory on a host for the logits of a chunk that nothing uses."""
+
+
 def _logits_memory(inputs: Tensor, options: _Options) -> Tensor:
-    """Return memory for the logits of a chunk, float32."""
+    """Return memory for the logits of a chunk, float32.
+
+    On a host it is that of an earlier chunk, if possible: to page in new memory takes longer than
+    all exponentials.
+    """
     size = min(options.chunk, len(inputs)), options.part.num
-    return torch.empty(size, dtype=torch.float32, device=inputs.device)
+    num = math.prod(size)
+    on_host = inputs.device.type == "cpu" and type(inputs) is Tensor  # not a fake one
+    memory = _spare.pop() if _spare and on_host else None
+    if memory is None or len(memory) < num:
+        memory = torch.empty(num, dtype=torch.float32, device=inputs.device)
+    return memory[:num].view(size)
+
+
+def _give_back(memory: Tensor) -> None:
+    """Let the next chunk have this memory, unless it is larger than a chunk usually is."""
+    num = memory.untyped_storage().nbytes() // memory.itemsize
+    on_host = memory.device.type == "cpu" and type(memory) is Tensor
+    if on_host and num <= HOST_CHUNK and not memory.is_inference():
+        _spare.append(memory.as_strided((num,), (1,), 0))
 
 
 def _bits(inputs: Tensor, options: _Options) -> Tensor:

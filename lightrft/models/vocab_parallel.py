@@ -162,30 +162,23 @@ def local_sums(
     parts = blocks(logits)
     # Memory of their own for all blocks would be paged in once for each.
     scratch = torch.empty_like(parts[0]) if entropy else None
-    sums = [_block_sums(part, masked, scratch) for part in parts]
+    sums = []
+    for part in parts:
+        top = part.amax(-1)
+        # At most 0, so nothing overflows and no digits of the entropy cancel. All logits of a part
+        # may be -inf.
+        below = part if scratch is None else scratch[: len(part)]
+        torch.sub(part, torch.where(top.isneginf(), 0.0, top)[:, None], out=below)
+        weights = exponentials(below, out=part)
+        total = weights.sum(-1)
+
+        if scratch is None:
+            moment = torch.zeros_like(top)
+        else:
+            moment = (finite(below) if masked else below).mul_(weights).sum(-1)
+        sums.append((top, total, moment))
+
     return *(torch.cat(values) for values in zip(*sums, strict=True)), picked
-
-
-def _block_sums(
-    logits: Tensor, masked: bool, scratch: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first three of local_sums() for a block [t, v].
-
-    `scratch` is memory for at least as many rows, and needed for the moment alone.
-    """
-    top = logits.amax(-1)
-    # At most 0, so nothing overflows and no digits of the entropy cancel. All logits of a part may
-    # be -inf.
-    below = logits if scratch is None else scratch[: len(logits)]
-    torch.sub(logits, torch.where(top.isneginf(), 0.0, top)[:, None], out=below)
-    weights = exponentials(below, out=logits)
-    total = weights.sum(-1)
-    if scratch is None:
-        return top, total, torch.zeros_like(top)
-
-    if masked:
-        finite(below)
-    return top, total, below.mul_(weights).sum(-1)
 
 
 def blocks(logits: Tensor) -> tuple[Tensor, ...]:

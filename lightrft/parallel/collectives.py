@@ -1,6 +1,6 @@
 """Collectives along one axis of the mesh, of tensors, objects, numbers and dicts of numbers.
 
-Only Axis.begin_sum_in_place() modifies the caller's tensor.
+Only Axis.begin_sum() modifies the caller's tensor.
 """
 
 import io
@@ -40,11 +40,7 @@ class Axis:
         return value if self.size == 1 else self._reduce(value, dist.ReduceOp.SUM)
 
     def begin_sum(self, value: Tensor) -> Callable[[], Tensor]:
-        """Start sum(), and return a function that waits for the result."""
-        return self.begin_sum_in_place(value.clone())
-
-    def begin_sum_in_place(self, value: Tensor) -> Callable[[], Tensor]:
-        """Start to sum a contiguous tensor itself, as begin_sum() sums a copy."""
+        """Start to sum a contiguous tensor in place; return a function that waits for the sum."""
         if self.size == 1:
             return lambda: value
         work = dist.all_reduce(value, group=self.group, async_op=True)

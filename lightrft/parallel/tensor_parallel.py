@@ -478,7 +478,7 @@ class _EnterBranch(torch.autograd.Function):
             wait = begin_reduce_scatter(gradient[0], ctx.axis)
         elif gradient is not None:
             # Only the layers of this branch have contributed to it, so nobody else has this tensor.
-            wait = ctx.axis.begin_sum_in_place(gradient.contiguous())
+            wait = ctx.axis.begin_sum(gradient.contiguous())
 
         rows = tokens.flatten(0, -2)
         of_weights = [

@@ -235,7 +235,7 @@ class Strategy(Backend):
         """
         if type(self).all_reduce is not Strategy.all_reduce:
             return partial(self.all_reduce, data, "sum")
-        return self._data.begin_sum(data)
+        return self._data.begin_sum(data.clone())
 
     # -- data
 

@@ -287,8 +287,19 @@ def _verification_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list
             stale = str(caught.value)
 
     unknown = engine._shim.weights.unknown
+    _only_heads_have_packed_copies(engine._shim.model, tied=model.config.tie_word_embeddings)
+    engine.sleep(2)
+    for weight in engine._shim.model.parameters():
+        rows = weight.isnan().flatten(0, -2) if weight.dim() > 1 else weight.isnan()[:, None]
+        assert rows.any(-1).all()
     engine.close()
     return unknown, stale
+
+
+def _only_heads_have_packed_copies(model: torch.nn.Module, *, tied: bool) -> None:
+    plain = torch.nn.functional.linear
+    assert (model.model.embed_tokens.cpu_linear is plain) == (not tied)
+    assert model.lm_head.cpu_linear is not plain
 
 
 ON_V2 = (

@@ -12,12 +12,14 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lightrft.algorithms.kl import generalized_jsd
+from lightrft.models import logprobs
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs, top_logprobs
 from lightrft.tools.step_memory import total
 from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
@@ -936,6 +938,52 @@ print(peak() - before)
 """
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_chunks_take_the_memory_of_earlier_ones_only_when_it_is_free(known):
+    """Backward passes may come later than the next forward passes, and then these need their own.
+
+    What has been given back is used again, by a smaller chunk too.
+    """
+    hidden, weight, targets = inputs()
+    ones = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
+    options = {"entropy": False, "upstream": ones, "chunk": 5} if known else {}
+    expected = [
+        gradients(dense, hidden, weight, targets, (torch.ones(T), None), temperature=1.0),
+        gradients(dense, hidden[:9], weight, targets[:9], (torch.ones(9), None), temperature=1.0),
+    ]
+
+    logprobs._spare.clear()
+    for _ in range(2):
+        first, _ = token_logprobs(hidden, weight, targets, **options)
+        second, _ = token_logprobs(hidden[:9], weight, targets[:9], **options)
+        found = [torch.autograd.grad(values.sum(), [hidden, weight]) for values in (first, second)]
+        for mine, (of_hidden, of_weight) in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine[0][: len(of_hidden)], of_hidden, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine[1], of_weight, rtol=1e-5, atol=1e-6)
+        (spare,) = logprobs._spare
+
+    memory = spare.data_ptr()
+    token_logprobs(hidden[:3], weight, targets[:3])[0].sum().backward()
+    assert logprobs._spare[0].data_ptr() == memory
+
+
+def test_memory_of_unusual_chunks_is_not_kept(monkeypatch):
+    """A longer sequence than a chunk has, or tensors that have no memory."""
+    logprobs._spare.clear()
+    monkeypatch.setattr(logprobs, "HOST_CHUNK", 5 * V)
+    hidden, weight, targets = inputs()
+    token_logprobs(hidden, weight, targets, chunk=6)[0].sum().backward()
+    assert not logprobs._spare
+    token_logprobs(hidden, weight, targets)[0].sum().backward()
+    (spare,) = logprobs._spare
+    assert len(spare) == 5 * V
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        parts = [fake.from_tensor(each) for each in (hidden, weight, targets)]
+        token_logprobs(*parts)[0].sum().backward()
+    assert [each is spare for each in logprobs._spare] == [True]
+
+
 def test_one_gradient_of_logits_exists_at_a_time():
     """At the peak a logit of a chunk takes 4 bytes and its bfloat16 gradient 2.
 
@@ -945,6 +993,7 @@ def test_one_gradient_of_logits_exists_at_a_time():
     vocabulary = 4096
     size = 8
     chunk = 64
+    logprobs._spare.clear()  # the tracker does not see memory that is there already
     hidden = torch.randn(tokens, size, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocabulary, size, dtype=torch.bfloat16, requires_grad=True)
     tracker = MemTracker()

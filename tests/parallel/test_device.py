@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightrft.parallel.device import _side_stream, ahead, grow_segments
+from lightrft.parallel.device import _side_stream, ahead, exponentials, grow_segments
 from ranks import run_ranks
 
 SIZE = 4096
@@ -186,3 +186,25 @@ def test_large_tensors_on_a_host_ask_for_huge_pages(asked, advised):
         [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True
     )
     assert process.stdout == f"{advised}\n"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("width", [7, 96, 4099, 40960])
+def test_equal_rows_have_equal_exponentials(width: int, threads: int) -> None:
+    """They do so wherever they are, and are right to a few parts in 10^7."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        row = -30 * torch.rand(width, generator=torch.Generator().manual_seed(1))
+        row[0] = 0
+        row[1] = -torch.inf
+        rows = row.repeat(9, 1)
+        found = exponentials(rows, out=torch.empty_like(rows))
+        in_place = exponentials(rows, out=rows)
+    finally:
+        torch.set_num_threads(before)
+
+    assert torch.equal(found, found[:1].expand(9, -1)) and torch.equal(found, in_place)
+    assert found[0, 0] == 1 and found[0, 1] == 0
+    # An exponent of -30 is rounded by 2^-20 at most when it becomes a power of two.
+    torch.testing.assert_close(found[0].double(), row.double().exp(), rtol=2e-6, atol=0)

@@ -390,7 +390,7 @@ def split_decoder_pass(folder: str, policy: str | None, sequence: bool) -> list:
     model = AutoModelForCausalLM.from_pretrained(folder)
     parallelize(model, strategy(tp_size=2).mesh.tensor, sequence=sequence)
     operations = Operations()
-    begin = Axis.begin_sum_in_place
+    begin = Axis.begin_sum
 
     def begin_noted(axis: Axis, value: Tensor):
         wait = begin(axis, value)
@@ -401,11 +401,11 @@ def split_decoder_pass(folder: str, policy: str | None, sequence: bool) -> list:
 
         return noted
 
-    Axis.begin_sum_in_place = begin_noted
+    Axis.begin_sum = begin_noted
     try:
         decoder_pass(model, policy, operations)
     finally:
-        Axis.begin_sum_in_place = begin
+        Axis.begin_sum = begin
     return operations.seen
 
 

@@ -118,24 +118,21 @@ def draw(probabilities: Tensor, seeds: Tensor) -> Tensor:
 
     Noise takes several times as long as a softmax. Here a row needs it for V / B + B places instead
     of V, where B is TOKEN_BLOCK. Rows with the same seeds and similar probabilities mostly draw the
-    same token, and drafts depend on that. One number and running sums would not do: a difference at one token moves
-    the numbers of all later ones.
+    same token, and drafts depend on that. One number and running sums would not do: a difference at
+    one token moves the numbers of all later ones.
     """
+    # draws places [R] by the Gumbel-max trick, from logarithms [R, N] and seeds [R]
+    gumbel_max = torch.ops._C.fused_gumbel_argmax
     num_tokens = probabilities.shape[1]
     if num_tokens <= TOKEN_BLOCK:
-        return _draw(probabilities, seeds[0])
+        return gumbel_max(probabilities.log(), seeds[0])
     blocks, rest = probabilities.tensor_split((num_tokens // TOKEN_BLOCK * TOKEN_BLOCK,), 1)
     sums = torch.cat([blocks.unflatten(1, (-1, TOKEN_BLOCK)).sum(2), rest.sum(1, keepdim=True)], 1)
-    tokens = TOKEN_BLOCK * _draw(sums, seeds[0])[:, None] + torch.arange(TOKEN_BLOCK)
+    tokens = TOKEN_BLOCK * gumbel_max(sums.log(), seeds[0])[:, None] + torch.arange(TOKEN_BLOCK)
     inside = probabilities.gather(1, tokens.clamp(max=num_tokens - 1)).masked_fill_(
         tokens >= num_tokens, 0
     )
-    return tokens.gather(1, _draw(inside, seeds[1])[:, None]).squeeze(1)
-
-
-def _draw(weights: Tensor, seeds: Tensor) -> Tensor:
-    """Draw places [R] in proportion to weights [R, N], by the Gumbel-max trick."""
-    return torch.ops._C.fused_gumbel_argmax(weights.log(), seeds)
+    return tokens.gather(1, gumbel_max(inside.log(), seeds[1])[:, None]).squeeze(1)
 
 
 class _FastSampling:
