@@ -51,14 +51,19 @@ def course(flags: list[str], folder: str) -> list[dict]:
     return repeatable(rows_of(folder))
 
 
+def both_ways(flags: list[str], folder: str) -> list[list[dict]]:
+    """Return what is learned through memory, and through the queue."""
+    return [
+        course([*flags, f"--sample_store={store}"], f"{folder} {store}")
+        for store in ("memory", "transfer_queue")
+    ]
+
+
 def everything(inputs: list[str], folder: Path) -> dict[str, object]:
-    """Return rows of the store, and for each case what is learned through memory and the queue."""
+    """Return rows of the store, and for each case what is learned in both ways."""
     found = {"store": store_of_two_ranks()}
     for case, flags in CASES.items():
-        found[case] = [
-            course([*inputs, *flags, f"--sample_store={store}"], f"{folder}/{case} {store}")
-            for store in ("memory", "transfer_queue")
-        ]
+        found[case] = both_ways([*inputs, *flags], f"{folder}/{case}")
     return found
 
 
@@ -84,3 +89,11 @@ def test_steps_through_the_queue_are_those_through_memory(tmp_path):
     for case in CASES:
         through_memory, through_queue = found[0][case]
         assert len(through_queue) == 1 and through_queue == through_memory
+
+
+@pytest.mark.slow
+def test_a_single_rank_can_use_the_queue_too(tmp_path):
+    """It needs no store of its own, but other programs may read the samples there."""
+    inputs = [*prepare(tmp_path), *PPO, "--max_steps=1", "--init_kl_coef=0.1"]
+    ((through_memory, through_queue),) = run_ranks(1, both_ways, inputs, f"{tmp_path}/run")
+    assert len(through_queue) == 1 and through_queue == through_memory
