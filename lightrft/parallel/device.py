@@ -143,8 +143,9 @@ def is_hopper() -> bool:
 
 
 LOG2_E = math.log2(math.e)
+"""e^x is 2 to the power of x times this."""
 VECTORS = 32
-"""Numbers that a CPU's loops compute together: two of the largest vectors."""
+"""Numbers that torch's loops compute together on a CPU: two of the largest vectors."""
 WIDENED_ROWS = 8192
 """Number of rows of a matrix that a CPU casts to float32 at a time."""
 
@@ -168,9 +169,9 @@ def float32_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 def exponentials(exponents: Tensor, out: Tensor) -> Tensor:
     """Write the exponentials of `exponents` [t, v] float32 to `out`, and return it.
 
-    On a CPU torch's exp2 takes a third of the time of its exp. But it rounds numbers otherwise that
-    do not fill a vector at the end of what a thread computes, so that equal rows would differ. It
-    is used where nothing is left over.
+    On a CPU torch's exp2 takes a third of the time of its exp. But it computes the last numbers of
+    a thread, if they do not fill its vectors, with another function that rounds differently, and
+    then equal rows would differ. So it is used where no number is left over.
     """
     by_vectors = exponents.shape[-1] % VECTORS == 0 and torch.get_num_threads() == 1
     if exponents.device.type == "cpu" and by_vectors:
