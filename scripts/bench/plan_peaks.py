@@ -16,6 +16,7 @@ import gc
 import json
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,9 @@ def peak(policy: Policy, config: Config) -> int:
 
 def rank(folder: str, layout: str) -> None:
     """Measure one layout on this rank; rank 0 prints."""
+    # as on an accelerator, where chunks are larger and no memory of one is kept for the next
     logprobs.HOST_CHUNK = logprobs.DEVICE_CHUNK
+    logprobs._spare = deque(maxlen=0)
     ranks, config = configuration(folder, layout)
     strategy = get_strategy(config)
     strategy.setup_distributed()
