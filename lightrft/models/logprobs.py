@@ -373,12 +373,14 @@ class _Logprobs(torch.autograd.Function):
             ]
 
         if weight is None:
-            return *_of_logits(inputs, gradients), None, None, None
+            grad_inputs, grad_weight = _of_logits(inputs, gradients), None
+        else:
+            learned = ctx.needs_input_grad[1]
+            grad_inputs, grad_weight = _of_product(inputs, weight, gradients, learned=learned)
+            grad_weight = grad_weight.to(weight.dtype) if learned else None
 
-        learned = ctx.needs_input_grad[1]
-        grad_inputs, grad_weight = _of_product(inputs, weight, gradients, learned=learned)
         _give_back(memory)
-        return grad_inputs, grad_weight.to(weight.dtype) if learned else None, None, None, None
+        return grad_inputs, grad_weight, None, None, None
 
 
 class _KnownUpstream(torch.autograd.Function):
@@ -665,11 +667,11 @@ def _fused(like: Tensor, part: VocabularyPart) -> bool:
     )
 
 
-def _of_logits(logits: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tuple[Tensor, None]:
+def _of_logits(logits: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> Tensor:
     grad_logits = torch.empty_like(logits)
     for rows, grad in gradients:
         grad_logits[rows] = grad
-    return grad_logits, None
+    return grad_logits
 
 
 def _of_product(

@@ -228,6 +228,17 @@ def _weighted_sums(words: Tensor, factors: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@torch.no_grad()
+def destroy_weights(model: torch.nn.Module) -> None:
+    """Write NaN to weights, so that none is used that a stream does not bring.
+
+    One in each row of a matrix makes all of its products NaN.
+    """
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            (weight if weight.dim() < 2 else weight[..., :1]).fill_(torch.nan)
+
+
 def product(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Return matrix [R, K] times the signs of the columns: [R] float64.
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -276,6 +277,11 @@ def _verification_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list
     bench = Bench(engine, model, mesh.world, mesh.world.rank)
     bench.load(perturbed(model, 1))
     flipped_elements_are_named(bench, engine.expected)
+    with Called() as called:
+        bench.greedy()
+    assert "_C.onednn_mm" in called.names
+    assert not any(name.startswith("vllm.unified_attention") for name in called.names)
+
     stale = ""
 
     with pytest.MonkeyPatch.context() as patch:
@@ -294,6 +300,18 @@ def _verification_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list
         assert rows.any(-1).all()
     engine.close()
     return unknown, stale
+
+
+class Called(TorchDispatchMode):
+    """Collects the names of the operators that torch's dispatcher calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function).removesuffix(".default"))
+        return function(*args, **kwargs or {})
 
 
 def _only_heads_have_packed_copies(model: torch.nn.Module, *, tied: bool) -> None:

@@ -964,11 +964,13 @@ def test_chunks_take_the_memory_of_earlier_ones_only_when_it_is_free(known):
 
     memory = spare.data_ptr()
     token_logprobs(hidden[:3], weight, targets[:3])[0].sum().backward()
+    logits = torch.randn(5, V, requires_grad=True)
+    logprobs_of_logits(logits, targets[:5])[0].sum().backward()
     assert logprobs._spare[0].data_ptr() == memory
 
 
 def test_memory_of_unusual_chunks_is_not_kept(monkeypatch):
-    """A longer sequence than a chunk has, or tensors that have no memory."""
+    """A longer sequence than a chunk has, tensors that have no memory, or of inference mode."""
     logprobs._spare.clear()
     monkeypatch.setattr(logprobs, "HOST_CHUNK", 5 * V)
     hidden, weight, targets = inputs()
@@ -982,6 +984,11 @@ def test_memory_of_unusual_chunks_is_not_kept(monkeypatch):
         parts = [fake.from_tensor(each) for each in (hidden, weight, targets)]
         token_logprobs(*parts)[0].sum().backward()
     assert [each is spare for each in logprobs._spare] == [True]
+
+    logprobs._spare.clear()
+    with torch.inference_mode():
+        token_logprobs(hidden, weight, targets)
+    assert not logprobs._spare
 
 
 def test_one_gradient_of_logits_exists_at_a_time():

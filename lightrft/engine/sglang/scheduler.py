@@ -17,7 +17,7 @@ from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.sglang.sampling import draw, with_seeds
 from lightrft.parallel.gloo import share_gloo_device
 from lightrft.weight_sync.fused_layout import FUSED_PARTS, FusedWeights
-from lightrft.weight_sync.verify import Fingerprints
+from lightrft.weight_sync.verify import Fingerprints, destroy_weights
 
 CALLED_OTHERWISE = {
     "model.language_model.": "model.",
@@ -68,13 +68,6 @@ def answer_question(self: Scheduler, folder: str) -> None:
     question, arguments = torch.load(Path(folder, "question"))
     answer = QUESTIONS[question](self, **arguments)
     torch.save(answer, Path(folder, str(torch.distributed.get_rank(self.tp_group.cpu_group))))
-
-
-@torch.no_grad()
-def _fill_with_nan(scheduler: Scheduler) -> None:
-    for parameter in scheduler.tp_worker.model_runner.model.parameters():
-        if parameter.is_floating_point():
-            parameter.fill_(torch.nan)
 
 
 def _weights(
@@ -201,7 +194,7 @@ def _seen(scheduler: Scheduler) -> dict[str, Tensor]:
 
 
 QUESTIONS = {
-    "fill_with_nan": _fill_with_nan,
+    "destroy_weights": lambda scheduler: destroy_weights(scheduler.tp_worker.model_runner.model),
     "unknown_weights": _unknown_weights,
     "held": _engine_fingerprints,
     "num_slots": _num_slots,

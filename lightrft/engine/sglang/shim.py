@@ -168,8 +168,8 @@ class SGLangShim:
         self.engine.resume_memory_occupation(tags=tags)
 
     def destroy_weights(self) -> None:
-        """Fill the weights with NaN: on a CPU SGLang releases nothing at sleep level 2."""
-        self.ask("fill_with_nan")
+        """Write NaN to the weights: on a CPU SGLang releases nothing at sleep level 2."""
+        self.ask("destroy_weights")
 
     def ask(self, question: str, **arguments: Any) -> list[Any]:
         """Ask SGLang's processes one of QUESTIONS; return the results by tensor-parallel rank."""

@@ -27,12 +27,7 @@ from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import loader  # noqa: F401  registered by its import
 from lightrft.engine.vllm.adapter_slots import slots_problem
 from lightrft.engine.vllm.arguments import arguments, mamba2_problem, replay_problem
-from lightrft.engine.vllm.on_cpu import (
-    call_attention_directly,
-    leave_embeddings_unpacked,
-    share_last_blocks,
-    use_fast_sampling,
-)
+from lightrft.engine.vllm.on_cpu import replace_slow_parts, share_last_blocks
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
 from lightrft.parallel.device import grow_segments, release_cached_memory
@@ -40,7 +35,7 @@ from lightrft.thinker import OmniThinkerConfig, load_config, whole_config
 from lightrft.types import Completion
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.names import DRAFT, NamedTensor, PublishedNames
-from lightrft.weight_sync.verify import Fingerprints
+from lightrft.weight_sync.verify import Fingerprints, destroy_weights
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
 """Families whose positions of text differ from transformers', after a video that is longer than it
@@ -127,11 +122,7 @@ class VLLMEngine(LibraryEngine):
             runner_v2 = self._llm.llm_engine.vllm_config.use_v2_model_runner
             eager = self.on_cpu and self._llm.llm_engine.model_config.enforce_eager
             if self.on_cpu:
-                leave_embeddings_unpacked(self._shim.model)
-            if eager:
-                call_attention_directly(self._shim.model)
-            if self.on_cpu and not runner_v2:
-                use_fast_sampling(self._shim.sampler)
+                replace_slow_parts(self._shim.model, self._shim.sampler, eager=eager)
             # Model runner V1 draws from torch's generators even if all requests have a seed. V2
             # never does: its kernels compute random numbers from the seeds.
             self._generators_kept: Callable[[], AbstractContextManager] = (
@@ -410,7 +401,8 @@ class VLLMEngine(LibraryEngine):
         if not self.on_cpu:
             self._llm.sleep(level)
         elif level == 2:
-            self._shim.destroy_weights()
+            for model in filter(None, (self._shim.model, self._shim.draft_model)):
+                destroy_weights(model)
 
     def _wake(self, part: Part) -> None:
         if not self.on_cpu:

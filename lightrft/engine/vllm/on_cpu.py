@@ -4,6 +4,7 @@ Importing this module registers the layer. Model runner V1 samples with noise fo
 then for one block.
 """
 
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
@@ -62,31 +63,26 @@ class _HostRMSNorm(RMSNorm):
         return x, residual
 
 
-def call_attention_directly(model: torch.nn.Module) -> None:
-    """Let layers of attention call their functions, which a compiler needs as operators of torch.
+def replace_slow_parts(model: torch.nn.Module, sampler: Any, *, eager: bool) -> None:
+    """Let a model skip what it does not need, and the sampler of model runner V1 sample fast.
 
-    The dispatcher of torch takes as long as a fifth of such a call on a few tokens.
-    """
-    for layer in model.modules():
-        if isinstance(layer, Attention):
-            layer.use_direct_call = True
-
-
-def leave_embeddings_unpacked(model: torch.nn.Module) -> None:
-    """Drop the packed copies of embeddings that no product reads.
-
-    After each load vLLM packs a copy of every embedding for products. Only heads have any, and an
-    embedding that is a head too keeps its copy.
+    After each load vLLM packs a copy of every embedding for products. Only heads have any; an
+    embedding that is a head too keeps its copy. An `eager` model calls the functions of attention
+    themselves: only a compiler needs operators of torch, whose dispatcher takes time.
     """
     heads = {id(head.weight) for head in model.modules() if isinstance(head, ParallelLMHead)}
-    if not heads:  # the embedding itself is the head
-        return
     for layer in model.modules():
-        if type(layer) is not VocabParallelEmbedding or id(layer.weight) in heads:
-            continue
-        if type(layer.quant_method) is UnquantizedEmbeddingMethod:
+        if eager and isinstance(layer, Attention):
+            layer.use_direct_call = True
+
+        # Without a layer for the head, the embedding itself is the head.
+        is_input = heads and type(layer) is VocabParallelEmbedding and id(layer.weight) not in heads
+        if is_input and type(layer.quant_method) is UnquantizedEmbeddingMethod:
             layer.quant_method.process_weights_after_loading = lambda _: None
             layer.cpu_linear = torch.nn.functional.linear
+
+    if isinstance(sampler, Sampler):
+        use_fast_sampling(sampler)
 
 
 def use_fast_sampling(sampler: Sampler) -> None:

@@ -38,7 +38,6 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
-from vllm.v1.sample.sampler import Sampler
 
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import Clip, Video, metadata
@@ -309,8 +308,8 @@ class VLLMShim:
         return sample.completion
 
     @property
-    def sampler(self) -> Sampler:
-        """Return the sampler of model runner V1."""
+    def sampler(self) -> Any:
+        """Return the sampler of the model runner; V1 and V2 have different ones."""
         return self.worker.model_runner.sampler
 
     @property
@@ -320,17 +319,6 @@ class VLLMShim:
 
     def num_cached_blocks(self) -> int:
         return len(self.cache.block_pool.cached_block_hash_to_block)
-
-    def destroy_weights(self) -> None:
-        """Write NaN to the weights where vLLM does not support sleep level 2.
-
-        One in each row of a matrix makes all of its products NaN.
-        """
-        with torch.no_grad():
-            for model in filter(None, (self.model, self.draft_model)):
-                for parameter in model.parameters():
-                    if parameter.is_floating_point():
-                        (parameter if parameter.dim() < 2 else parameter[..., :1]).fill_(torch.nan)
 
     def keep_draft_weights(self) -> None:
         """Copy the draft model's own weights to host memory, before a sleep that drops all weights.
