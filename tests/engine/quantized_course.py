@@ -1,8 +1,9 @@
 """Eight bits in an engine: loads one after another, what is generated, and what is noticed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -59,6 +60,13 @@ def is_noticed(engine: Engine, model: PreTrainedModel, part: str, change: Any) -
     except EngineError as error:
         return f": {changed} in the engine differs" in str(error) and "(1 of " in str(error)
     return False
+
+
+def as_on_amx(course: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a course where torch says that the processor has AMX, by which vLLM chooses kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        return course(*arguments)
 
 
 def an_engine_of_int8(folder: str, bf16: bool) -> dict[str, Any]:
