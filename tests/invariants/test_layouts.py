@@ -29,6 +29,9 @@ PROMPT = 3
 STEPS = 5
 LEARNING_RATE = 3e-4
 MAX_NORM = 0.5
+EPSILON = 1e-3
+"""AdamW's, as large as gradients are. With one near 0 a step has each gradient's sign, and gradients
+near 0 move parameters by their rounding, which differs from processor to processor."""
 TEMPERATURE = 0.8
 RESPONSES = [1, 9, 4, 17, 2, 6, 6, 12, 3, 5]
 LONGEST = 20
@@ -158,9 +161,13 @@ def build(folder: str, mode: str, layout: Layout) -> tuple[Config, Policy]:
     strategy = get_strategy(config)
     strategy.setup_distributed()
 
-    return config, build_policy(
+    policy = build_policy(
         config, strategy, updates=STEPS, reference=False, sampling=sampling_of(config.rollout)
     )
+    for group in policy.optimizer.param_groups:
+        group["eps"] = EPSILON
+
+    return config, policy
 
 
 def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[list[float]]:
@@ -238,7 +245,7 @@ def assert_same_parameters(found: dict, expected: dict, start: dict, what: objec
         off = (tensor - expected[name]).norm()
         assert off <= 1e-5 * expected[name].norm(), (what, name)
         # of what was learned
-        assert off <= 2e-3 * (expected[name] - start[name]).norm(), (what, name)
+        assert off <= 5e-4 * (expected[name] - start[name]).norm(), (what, name)
 
 
 def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
@@ -247,7 +254,9 @@ def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
     )
     decayed = [parameter for parameter in model.parameters()]
 
-    optimizer = torch.optim.AdamW(decayed, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        decayed, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0
+    )
     numbers = []
     for _ in range(steps):
         per_sequence = [

@@ -78,9 +78,11 @@ def of_paper(name: str, p: torch.Tensor, row: dict[str, torch.Tensor]) -> torch.
     return -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a).sum()
 
 
-def plain_gradients(folder: str, name: str, data: Examples) -> tuple[float, dict, list]:
+def plain_gradients(
+    folder: str, name: str, data: Examples, dtype: torch.dtype = torch.float32
+) -> tuple[float, dict, list]:
     """Return the loss, the gradients and the log-probs of plain transformers, datum by datum."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     total = torch.zeros(())
     logprobs = []
     for place in range(len(data.lengths)):
@@ -94,6 +96,10 @@ def plain_gradients(folder: str, name: str, data: Examples) -> tuple[float, dict
         logprobs.append(p.detach())
     total.backward()
     return float(total.detach()), {n: p.grad for n, p in model.named_parameters()}, logprobs
+
+
+def largest_difference(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    return max(float((found[name] - grad).abs().max()) for name, grad in exact.items())
 
 
 def worker_of(folder: str, save_path: str, *flags: str, engine: bool = False) -> TinkerWorker:
@@ -239,14 +245,16 @@ def test_gradients_are_those_of_plain_torch_in_every_layout(folder):
     layouts = run_cases(2, gradients, {flag: (folder, flag) for flag in flags})
     for name in LOSSES:
         loss, grads, logprobs = plain_gradients(f"{folder}/model", name, examples())
-        scale = max(float(each.abs().max()) for each in grads.values())
+        _, exact, _ = plain_gradients(f"{folder}/model", name, examples(), torch.float64)
+        # Plain torch in float32 errs by this much, and another order of sums by about as much.
+        rounding = largest_difference(grads, exact)
         for ranks in layouts.values():
             for found in ranks:
                 assert found[name][0] == pytest.approx(loss, rel=1e-5), name
                 for mine, theirs in zip(found[name][2], logprobs, strict=True):
                     torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
-            for key, grad in grads.items():
-                torch.testing.assert_close(ranks[0][name][1][key], grad, atol=1e-6 * scale, rtol=0)
+            assert ranks[0][name][1].keys() == exact.keys()
+            assert largest_difference(ranks[0][name][1], exact) <= 2 * rounding, name
 
 
 @pytest.mark.slow
