@@ -26,7 +26,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["lightrft", "lightrft.*"]),
-    package_data={"lightrft.observe": ["report.html"]},
+    package_data={"lightrft.observe": ["report.html"], "lightrft.compat": ["tables/*.yaml"]},
     install_requires=versions["requirements"](versions["CORE"]),
     extras_require={
         extra: versions["requirements"](table) for extra, table in versions["EXTRAS"].items()

@@ -21,6 +21,7 @@ SUMMARIES = {
     "serve_reward": "serve reward models over HTTP",
     "tinker": "train and sample a model at the requests of Tinker clients",
     "evaluate": "evaluate a model, a run or a checkpoint on held-out prompts and benchmarks",
+    "migrate": "translate a script or a configuration of another tool into one of this program",
     "export": "write a checkpoint or an adapter as a Hugging Face folder",
     "bench": "run ten steps of train_ppo, and say how fast they are and what limits them",
     "plan": "plan a run: memory, seconds and layout on any number of devices, without weights",
@@ -34,14 +35,15 @@ SUMMARIES = {
     "doctor": "check this machine, and compare engine and trainer on a model",
     "selfcheck": "the same, with a model: lightrft selfcheck MODEL --config FILE",
 }
-ALIASES = {
-    "selfcheck": "doctor",
+MODULES = {
+    "selfcheck": "lightrft.cli.doctor",
+    "migrate": "lightrft.extras.migrate",
     **{
-        name: f"debug.{name}"
+        name: f"lightrft.cli.debug.{name}"
         for name in "bisect bundle chat diagnose forecast replay report test_rewards".split()
     },
 }
-"""Command -> module in lightrft/cli, where that has another name."""
+"""Command -> its module, where that is not lightrft.cli.COMMAND."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -76,8 +78,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"there is no command {chosen.command!r}{near}. All commands: lightrft --help")
 
     try:
-        name = ALIASES.get(chosen.command, chosen.command)
-        importlib.import_module(f"lightrft.cli.{name}").main(chosen.arguments)
+        module = MODULES.get(chosen.command, f"lightrft.cli.{chosen.command}")
+        importlib.import_module(module).main(chosen.arguments)
     except KeyboardInterrupt:
         parser.exit(130, "interrupted by SIGINT\n")
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent / "lightrft"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
+    "extras": 14,
     "cli": 13,
     "recorder": 12,
     "trainer": 12,

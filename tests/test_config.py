@@ -283,8 +283,8 @@ def test_the_shipped_files_can_run(path):
     [
         (["--learning_rat", "1"], "unknown flag --learning_rat; did you mean --learning_rate"),
         (["--max_stps=3"], "unknown flag --max_stps; did you mean --max_steps. All flags"),
-        (["--train_data", "x"], "unknown flag --train_data; the flag here is --prompt_data"),
-        (["--lr=1"], "unknown flag --lr; the flag here is --learning_rate"),
+        (["--train_data", "x"], "unknown flag --train_data; write --prompt_data"),
+        (["--lr=1"], "unknown flag --lr; write --learning_rate"),
         (["--scale_for_train", "x"], "unknown flag --scale_for_train. All flags"),
         (["--no_seed"], "unknown flag --no_seed; did you mean --seed"),
         (["--nothing_like_it"], "unknown flag --nothing_like_it. All flags"),

@@ -16,8 +16,8 @@ from lightrft.cli import doctor, export, plan
 from lightrft.cli.debug import bundle, forecast, replay, test_rewards
 from lightrft.compat import openrlhf, renamed
 from lightrft.compat.command_line import parse
-from lightrft.compat.openrlhf import DOTTED, OPENRLHF_IGNORED
-from lightrft.compat.trl import TRL_FLAGS
+from lightrft.compat.counterparts import names
+from lightrft.compat.openrlhf import DOTTED, IGNORED
 from lightrft.config import COMMANDS, ConfigError, resolve
 from lightrft.config.resolve import range_problems
 from lightrft.config.sections import aliases, field_types, section_of_field
@@ -25,6 +25,10 @@ from lightrft.config.values import JSONObject
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+OTHERS = {*openrlhf.NAMES, *openrlhf.EQUIVALENT_FLAGS, *openrlhf.SPECIAL, *openrlhf.IGNORED}
+OF_TRL = names("trl").keys() - section_of_field().keys() - aliases().keys() - OTHERS
+"""Flags of TRL, which are answered with what to write instead."""
 
 OTHER_PROGRAMS = {
     "pip",
@@ -264,10 +268,10 @@ def test_printed_flags_and_their_values_are_accepted(page, code):
         missing = [flag for flag, *_ in groups if f'"{flag}"' not in scripts]
         assert not missing, f"no script has {missing}"
     elif code.endswith("*"):
-        assert any(f"--{name}".startswith(code.rstrip("*")) for name in OPENRLHF_IGNORED)
+        assert any(f"--{name}".startswith(code.rstrip("*")) for name in IGNORED)
     elif not all(flag in OTHER_FLAGS or flag in options_of_tools() for flag, *_ in groups):
         refused = [
-            flag for flag, *_ in groups if flag in REFUSED or flag.removeprefix("--") in TRL_FLAGS
+            flag for flag, *_ in groups if flag in REFUSED or flag.removeprefix("--") in OF_TRL
         ]
         words = [word for flag, *values in groups for word in (flag, *values_of(flag, values))]
         try:
@@ -334,7 +338,7 @@ def current(flag: str) -> str:
     """Return the name of the field that a flag sets, also for a flag of another tool."""
     name = flag.removeprefix("--")
     name = DOTTED.get(name, name)
-    name = openrlhf.OPENRLHF_NAMES.get(name, name)
+    name = openrlhf.NAMES.get(name, name)
     return renamed.RENAMED.get(name, aliases().get(name, name))
 
 

@@ -171,6 +171,10 @@ def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
 def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightrft").rglob("*.py")}
     here.add("lightrft/observe/report.html")
+    here |= {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "lightrft/compat/tables").glob("*.yaml")
+    }
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == here
 

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.compat import openrlhf
+from lightrft.compat.counterparts import SETTING_KEY, answer, names, verl_problems
 from lightrft.compat.renamed import current_flags, current_keys, current_names
-from lightrft.compat.trl import TRL_FLAGS
-from lightrft.compat.verl import is_verl_key, verl_problems
 from lightrft.config import command_line
 from lightrft.config.command_line import Flags, group_flags
-from lightrft.config.sections import Config
+from lightrft.config.sections import Config, aliases, section_of_field
 
 
 def parse(
@@ -40,17 +39,18 @@ def translate(tokens: list[str], config: Config) -> tuple[Flags, list[str]]:
     """Return the flags of this program with the meaning of a command line, and a sentence for each
     flag that has no counterpart. Notices go to `config`.
     """
-    problems = verl_problems([token for token in tokens if is_verl_key(token)])
-    written = group_flags([token for token in tokens if not is_verl_key(token)])
+    settings = [token for token in tokens if SETTING_KEY.fullmatch(token)]
+    problems = verl_problems(settings)
+    written = group_flags([token for token in tokens if token not in settings])
 
     translation = openrlhf.translate(written)
     config.notices += translation.notices
     problems += translation.refused
 
-    for name in [name for name in translation.flags if name in TRL_FLAGS]:
-        answer = TRL_FLAGS[name]
-        hint = answer if " " in answer else f"the flag here is --{answer}"
-        problems.append(f"unknown flag --{name}; {hint}")
-        del translation.flags[name]
+    of_trl = names("trl").keys() - section_of_field().keys() - aliases().keys()
+    for name in [name for name in translation.flags if name in of_trl]:
+        words = translation.flags.pop(name)
+        value = words[0] if len(words) == 1 else None
+        problems.append(f"unknown flag --{name}; {answer(names('trl')[name], value)}")
 
     return current_flags(translation.flags, config), problems

@@ -208,6 +208,8 @@ def _int(value: Any) -> int:
             value = int(value)
         except ValueError:
             raise ValueError(f"expected an integer, not {value!r}") from None
+    if isinstance(value, float) and value.is_integer():  # as YAML and TRL write whole numbers
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"expected an integer, not {value!r}")
     if abs(value) > LARGEST_INTEGER:

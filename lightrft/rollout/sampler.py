@@ -152,8 +152,8 @@ class Sampler:
 
         # Everything below reads self.section, and evaluation differs only in the temperature.
         training = self.section
-        if training.eval_temperature is not None:
-            self.section = replace(training, temperature=training.eval_temperature)
+        if self.section.eval_temperature is not None:
+            self.section = replace(training, temperature=self.section.eval_temperature)
         try:
             loop = self.open(seed)
             loop.add([(group, group.places) for group in groups])

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightrft.compat.command_line import load, update
+from lightrft.compat.trl_objects import taken
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, fields_read, section_of_field
 from lightrft.observe.sinks import read_rows
@@ -91,6 +92,9 @@ def train_ppo(
     list of rows, and so are the other data. `reward` is a name or a function, or a list of them; a
     function that is defined inside another one is called in this process.
 
+    The arguments of TRL's trainers are taken too: train_dataset, reward_funcs, a GRPOConfig as args,
+    a LoraConfig as peft_config.
+
     `config` is a YAML file or a Config. `values` are flags by name and take precedence:
     `max_steps=20`. Under torchrun all processes make the same call; without a launcher the run has
     one process. Raises ConfigError for what cannot run.
@@ -148,8 +152,10 @@ def evaluate(
 
 
 def _train(command: str, config: ConfigOrFile, values: dict[str, Any]) -> TrainedRun:
+    values, notices = taken(command, values)
     with model_folder(values) as named:
         resolved = _configuration(config, named)
+        resolved.notices += notices
         trainer = _run(command, resolved)
     return TrainedRun(command, resolved, trainer.done if trainer else 0)
 

@@ -11,9 +11,7 @@ import pytest
 
 from lightrft.cli import train_ppo
 from lightrft.compat.command_line import parse
-from lightrft.compat.openrlhf import OPENRLHF_DEFAULTS
-from lightrft.compat.trl import TRL_FLAGS
-from lightrft.compat.verl import VERL_KEYS
+from lightrft.compat.counterparts import answer, names, table
 from lightrft.config import Config, ConfigError, resolve, section_of_field
 from runs import prepare, rows_of
 from teacher_server import teacher_server
@@ -216,20 +214,19 @@ def test_every_translation_leads_to_a_flag_that_exists():
 
     known = set(section_of_field())
     words = {
-        *other_tools.OPENRLHF_NAMES,
-        *other_tools.OPENRLHF_SWITCHES,
-        *other_tools.OPENRLHF_IGNORED,
-        *other_tools.OPENRLHF_REFUSED,
+        *other_tools.NAMES,
+        *other_tools.EQUIVALENT_FLAGS,
+        *other_tools.IGNORED,
+        *other_tools.REFUSED,
         *other_tools.SPECIAL,
     }
-    assert (
-        set(other_tools.OPENRLHF_NAMES.values()) <= known and set(other_tools.OFF) <= known | words
-    )
+    assert set(other_tools.NAMES.values()) <= known
+    assert set(other_tools.TABLE["off"]) <= known | words
     assert {old for old in other_tools.DOTTED.values()} <= known | words
     assert not (words - set(other_tools.SPECIAL)) & known, (
         "a flag of here is never taken for one of theirs"
     )
-    for flags in other_tools.OPENRLHF_SWITCHES.values():
+    for flags in other_tools.EQUIVALENT_FLAGS.values():
         parse(flags)
 
 
@@ -252,11 +249,13 @@ def test_keys_of_verl_are_answered_with_our_flags_all_at_once():
         "trainer.n_gpus_per_node: torchrun",
         "trainer.total_epochs: write --num_episodes 15",
         "trainer.nonsense: no flag has this meaning",
-        "--num_generations; the flag here is --n_samples_per_prompt",
+        "--num_generations; write --n_samples_per_prompt 8",
+        "where nothing is written, verl has --generate_max_len 512",
     ):
         assert said in str(error.value)
 
-    assert str(error.value).count("\n  - ") == len(VERL) + 1
+    # and a line of verl's defaults
+    assert str(error.value).count("\n  - ") == len(VERL) + 2
 
 
 TRL = """--model_name_or_path --dataset_name --per_device_train_batch_size --gradient_accumulation_steps --num_train_epochs
@@ -269,19 +268,27 @@ def test_flags_of_trl_are_answered_with_our_flags_all_at_once():
         parse([f"{flag}=1" for flag in TRL])
     lines = str(error.value).splitlines()[1:]
     assert len(lines) == len(TRL)
-    assert all(
-        "; the flag here is --" in line or "; write --" in line or "packed" in line
-        for line in lines
-    )
+    assert all("; write --" in line or "packed" in line for line in lines)
 
 
-@pytest.mark.parametrize("answers", [TRL_FLAGS, VERL_KEYS], ids=["trl", "verl"])
-def test_every_answer_names_a_flag_that_exists(answers):
-    known = {*section_of_field(), "push_to_hub", "help"}
-    for key, answer in answers.items():
-        named = re.findall(r"--([a-z_0-9]+)", answer) if " " in answer else [answer]
-        assert set(named) <= known, f"{key}: {answer}"
-        assert key not in known, f"{key} is a flag here"
+def flags_of(entry) -> set[str]:
+    """Return the flags that an entry of a table names, in its sentences and as values."""
+    if isinstance(entry, str):
+        return set(re.findall(r"--([a-z_0-9]+)", entry)) if " " in entry else {entry}
+    found = {entry["flag"]} if "flag" in entry else set()
+    for value in entry.get("values", {}).values():
+        found |= set(value) if isinstance(value, dict) else set()
+        found |= flags_of(value) if isinstance(value, str) and " " in value else set()
+    return found | flags_of(entry.get("say", "no flag"))
+
+
+@pytest.mark.parametrize("tool", ["trl", "verl", "axolotl", "swift", "unsloth"])
+def test_every_answer_names_a_flag_that_exists(tool):
+    known = {*section_of_field(), "help"}
+    tables = [table(tool)[part] for part in table(tool) if part not in ("like", "defaults")]
+    for key, entry in (pair for part in tables for pair in part.items()):
+        assert flags_of(entry) <= known, f"{key}: {entry}"
+        assert answer(entry)
 
 
 def test_the_tables_of_the_page_say_what_the_program_says():
@@ -290,18 +297,14 @@ def test_the_tables_of_the_page_say_what_the_program_says():
     assert len(rows) > 20
 
     for key, flag in rows:
-        answer = VERL_KEYS[key]
-        assert answer == flag or f"--{flag}" in answer, key
+        assert flag in flags_of(names("verl")[key]) or key == "algorithm.use_kl_in_reward", key
 
     section = page.partition("## Flags of TRL")[2].partition("## ")[0]
-    for names, ours in re.findall(r"^\| (`--.*?) \| (.*) \|$", section, flags=re.MULTILINE):
-        for name in re.findall(r"`--(\w+)`", names):
-            answer = TRL_FLAGS[name]
-            assert f"--{answer}" in ours or set(re.findall(r"--\w+", ours)) & set(
-                re.findall(r"--\w+", answer)
-            ), name
+    for theirs, ours in re.findall(r"^\| (`--.*?) \| (.*) \|$", section, flags=re.MULTILINE):
+        for name in re.findall(r"`--(\w+)`", theirs):
+            assert flags_of(names("trl")[name]) & flags_of(f" {ours}"), name
 
-    for name, value in OPENRLHF_DEFAULTS.items():
+    for name, value in table("openrlhf")["defaults"].items():
         assert re.search(
             rf"^\| `--{name}` \| .* \| {re.escape(value)} \|$", page, flags=re.MULTILINE
         ), name

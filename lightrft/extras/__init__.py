@@ -1,0 +1,1 @@
+"""What stands beside training and can be deleted: nothing outside this folder imports it."""
