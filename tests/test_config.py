@@ -130,13 +130,13 @@ def test_forms_of_switching_off(argv):
         (["--report_to=wandb", "--no_use_wandb"], "jsonl"),
     ],
 )
-def test_the_former_switches_of_trackers_add_and_remove_destinations(argv, report_to):
+def test_switches_of_trackers_add_and_remove_destinations(argv, report_to):
     config = parse(argv)
     assert config.observe.report_to == report_to
-    assert [notice for notice in config.notices if "--report_to with or without" in notice]
+    assert f"the switches of trackers are --report_to {report_to}" in config.notices[0]
 
 
-def test_the_former_switch_keeps_the_destinations_of_a_file(file):
+def test_a_switch_of_trackers_keeps_the_destinations_of_a_file(file):
     path = file("observe:\n  report_to: [tensorboard, mlflow]\n  wandb_project: mine\n")
     config = parse(["--config", path, "--use_tensorboard", "false"])
     assert config.observe.report_to == "mlflow" and config.observe.tracker_project == "mine"
@@ -1656,12 +1656,6 @@ def test_no_coefficient_no_reference_unless_it_is_to_be_measured(argv, line):
     resolve(config, "train_ppo", 2)
     assert f"KL penalty: {line}" in summary(config, "train_ppo", 2)
     assert needs_reference(config.algorithm) is (line != "none")
-
-
-def test_a_former_value_of_a_flag_is_still_read():
-    config = parsed("--bad_rows", "fail")
-    assert config.data.bad_rows == "stop"
-    assert config.notices == ["--bad_rows fail is the old form of a flag: use --bad_rows stop"]
 
 
 def test_data_sets_may_be_a_list(tmp_path):

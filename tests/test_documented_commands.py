@@ -14,7 +14,7 @@ import pytest
 
 from lightrft.cli import doctor, export, plan
 from lightrft.cli.debug import bundle, forecast, replay, test_rewards
-from lightrft.compat import openrlhf, renamed
+from lightrft.compat import openrlhf
 from lightrft.compat.command_line import parse
 from lightrft.compat.counterparts import names
 from lightrft.compat.openrlhf import DOTTED, IGNORED
@@ -22,11 +22,13 @@ from lightrft.config import COMMANDS, ConfigError, resolve
 from lightrft.config.resolve import range_problems
 from lightrft.config.sections import aliases, field_types, section_of_field
 from lightrft.config.values import JSONObject
+from lightrft.extras import migrate
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 OTHERS = {*openrlhf.NAMES, *openrlhf.EQUIVALENT_FLAGS, *openrlhf.SPECIAL, *openrlhf.IGNORED}
+OTHERS |= openrlhf.TRACKER_SWITCHES.keys()
 OF_TRL = names("trl").keys() - section_of_field().keys() - aliases().keys() - OTHERS
 """Flags of TRL, which are answered with what to write instead."""
 
@@ -193,6 +195,8 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
             ["checkpoint", "folder"] if command == "export" and arguments[0].startswith("-") else []
         )
         parsers[command]().parse_args([*arguments, *positional])
+    elif command == "migrate":
+        migrate.parser().parse_args([word for word in arguments if word != ">"][:-1])
     elif command in ("bisect", "bundle", "replay", "diagnose", "forecast", "test_rewards"):
         import_module(f"lightrft.cli.debug.{command}").parser().parse_args(arguments)
     elif command == "report":
@@ -316,7 +320,7 @@ def values_of(flag: str, values: list[str]) -> list[str]:
     """Return values for placeholders such as N or FOLDER, the first of `a|b`, or a value of our
     own.
     """
-    kind = bool if current(flag) in renamed.SWITCHES else field_types().get(current(flag))
+    kind = bool if current(flag) in openrlhf.TRACKER_SWITCHES else field_types().get(current(flag))
     if not values and kind is not bool:
         values = [] if kind is None else ["N"]
 
@@ -339,7 +343,7 @@ def current(flag: str) -> str:
     name = flag.removeprefix("--")
     name = DOTTED.get(name, name)
     name = openrlhf.NAMES.get(name, name)
-    return renamed.RENAMED.get(name, aliases().get(name, name))
+    return aliases().get(name, name)
 
 
 def test_extras_are_those_of_this_folder():

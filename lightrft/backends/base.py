@@ -33,12 +33,6 @@ from lightrft.weight_sync.stream import bucket_limit, hf_parameters, stream, unw
 SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zigzag}
 """Value of --sp_impl -> class that divides the tokens of a batch among ranks."""
 
-RENAMED_HOOKS = {
-    "send_model_away": "offload_model_state",
-    "send_optimizer_away": "offload_optimizer_state",
-}
-"""Former name of a hook -> the name that is called now."""
-
 
 class Backend(ABC):
     """Hooks that a strategy and its parts call; users never call them.
@@ -63,14 +57,6 @@ class Backend(ABC):
     """Models without support for sequence parallelism; each rank computes whole sequences."""
     adapters_apart: bool = False
     """True once an engine holds the adapters beside the weights; models then compute so too."""
-
-    def __init_subclass__(cls, **options: object) -> None:
-        """Raise TypeError if a subclass overrides a hook by a former name that nobody calls."""
-        super().__init_subclass__(**options)
-        for former in RENAMED_HOOKS.keys() & vars(cls).keys():
-            raise TypeError(
-                f"{cls.__name__}.{former}() has another name now: {RENAMED_HOOKS[former]}()"
-            )
 
     # -- the run
 

@@ -1,12 +1,10 @@
-"""Read command lines, files and values that may have names of other tools and former names."""
+"""Read command lines, files and values that may have names of other tools."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lightrft.compat import openrlhf
 from lightrft.compat.counterparts import SETTING_KEY, answer, names, verl_problems
-from lightrft.compat.renamed import current_flags, current_keys, current_names
 from lightrft.config import command_line
 from lightrft.config.command_line import Flags, group_flags
 from lightrft.config.sections import Config, aliases, section_of_field
@@ -20,19 +18,12 @@ def parse(
     Flags of LightRFT and OpenRLHF are translated, flags of TRL and verl are answered with the ones
     to write instead. Otherwise this is lightrft.config.parse().
     """
-    return command_line.parse(
-        argv, command, description, read_flags=translate, read_keys=current_keys
-    )
+    return command_line.parse(argv, command, description, read_flags=translate)
 
 
 def load(file: str | Path) -> Config:
     """Return the configuration of a YAML file, not yet resolved."""
     return parse(["--config", str(file)])
-
-
-def update(config: Config, values: Mapping[str, Any]) -> None:
-    """Set values by names that may be former ones."""
-    config.update(current_names(values, config))
 
 
 def translate(tokens: list[str], config: Config) -> tuple[Flags, list[str]]:
@@ -43,6 +34,8 @@ def translate(tokens: list[str], config: Config) -> tuple[Flags, list[str]]:
     problems = verl_problems(settings)
     written = group_flags([token for token in tokens if token not in settings])
 
+    if openrlhf.has_tracker_switch(written):
+        written.setdefault("report_to", [config.observe.report_to])
     translation = openrlhf.translate(written)
     config.notices += translation.notices
     problems += translation.refused
@@ -53,4 +46,4 @@ def translate(tokens: list[str], config: Config) -> tuple[Flags, list[str]]:
         value = words[0] if len(words) == 1 else None
         problems.append(f"unknown flag --{name}; {answer(names('trl')[name], value)}")
 
-    return current_flags(translation.flags, config), problems
+    return translation.flags, problems

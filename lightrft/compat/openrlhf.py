@@ -28,6 +28,8 @@ REFUSED: dict[str, str] = TABLE["refused"]
 NAMES: dict[str, str] = TABLE["names"]
 EQUIVALENT_FLAGS: dict[str, list[str]] = TABLE["switches"]
 BEGINNINGS = tuple(TABLE["beginnings"])
+TRACKER_SWITCHES = {"use_tensorboard": "tensorboard", "use_wandb": "wandb"}
+"""Switch -> the destination of metrics that it adds to the others, or removes."""
 BOOLEAN = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
@@ -52,6 +54,9 @@ def translate(written: Flags) -> TranslatedFlags:
     result = TranslatedFlags()
     switched: Flags = {}
     understood: list[str] = []
+    if has_tracker_switch(written):
+        written = _with_destinations(written)
+        understood.append(f"the switches of trackers are --report_to {written['report_to'][0]}")
 
     for name, words in written.items():
         if name in REFUSED:
@@ -125,16 +130,36 @@ def _other_defaults(written: Flags) -> list[str]:
     return [start + ", ".join(left_out)] if left_out else []
 
 
-def _use_wandb(values: list[str], flags: Flags) -> list[str]:
-    """Accept a key in place of true or false; it is put into WANDB_API_KEY, and into no file."""
-    if values and values[0].lower() not in BOOLEAN:
-        os.environ.setdefault("WANDB_API_KEY", values[0])
-        return ["--use_wandb"]
-    return ["--use_wandb", *values]
+def has_tracker_switch(written: Flags) -> bool:
+    """Return whether a command line has --use_wandb or the like; an empty value means nothing."""
+    return any(
+        f"no_{switch}" in written or (switch in written and written[switch] != [""])
+        for switch in TRACKER_SWITCHES
+    )
 
 
-def _use_tensorboard(values: list[str], flags: Flags) -> list[str]:
-    return ["--use_tensorboard", *(values if values and values[0].lower() in BOOLEAN else [])]
+def _with_destinations(written: Flags) -> Flags:
+    """Replace the switches of trackers by --report_to.
+
+    --use_wandb may have a key in place of true or false; it is put into WANDB_API_KEY, and into no
+    file. --use_tensorboard may have a folder.
+    """
+    names = ",".join(written.get("report_to", ["tensorboard"])).split(",")
+    for switch, name in TRACKER_SWITCHES.items():
+        word = "".join(written.get(switch, ["true"])).lower()
+        enabled = f"no_{switch}" not in written and word not in ("false", "no", "off", "0")
+        if switch not in written and enabled:
+            continue
+        if switch == "use_wandb" and word and word not in BOOLEAN:
+            os.environ.setdefault("WANDB_API_KEY", written[switch][0])
+
+        if enabled != (name in names):
+            rest = [each for each in names if each != name]
+            names = [*rest, name] if enabled else rest or ["jsonl"]
+
+    switches = {*TRACKER_SWITCHES, *(f"no_{switch}" for switch in TRACKER_SWITCHES)}
+    kept = {name: words for name, words in written.items() if name not in switches}
+    return kept | {"report_to": [",".join(names)]}
 
 
 def _reward_pretrain(values: list[str], flags: Flags) -> list[str]:
@@ -214,8 +239,6 @@ def _remote_rm_url(values: list[str], flags: Flags) -> list[str]:
 
 
 SPECIAL: dict[str, Callable[[list[str], Flags], list[str]]] = {
-    "use_wandb": _use_wandb,
-    "use_tensorboard": _use_tensorboard,
     "reward_pretrain": _reward_pretrain,
     "max_len": _max_len,
     "eps_clip_low_high": _pair("eps_clip_low", "eps_clip_high"),

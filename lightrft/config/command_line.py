@@ -70,13 +70,12 @@ def parse(
     description: str = "",
     *,
     read_flags: Callable[[list[str], Config], tuple[Flags, list[str]]] = _as_they_are,
-    read_keys: Callable[[dict[Any, Any], Config, str], dict[Any, Any]] = lambda keys, *_: keys,
 ) -> Config:
     """Return the configuration of `--config file.yaml` and flags, not yet resolved; see resolve().
 
-    `read_flags` and `read_keys` translate names that are no fields, in the command line and in the
-    content of a file; lightrft.compat has both. `read_flags` also returns sentences about flags
-    without a translation. Both may add to the configuration's notices.
+    `read_flags` translates names that are no fields in the command line, as lightrft.compat does,
+    and returns sentences about flags without a translation. It may add to the configuration's
+    notices.
 
     Raises ConfigError for names that do not exist and values of the wrong type, all of one source
     in one message. `--help` and `--version` print and exit.
@@ -88,7 +87,7 @@ def parse(
     config = Config()
     for file in files:
         source = f"--config {file}: "
-        config.update(_values_of_keys(read_keys(_content(file), config, source), source), source)
+        config.update(_values_of_keys(_content(file), source), source)
 
     values = _values_of_flags(*read_flags(tokens, config))
     # two forms of one choice: a flag of either replaces the value in a file

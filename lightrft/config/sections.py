@@ -94,7 +94,7 @@ DISTINCT = Bound("contains a name twice", lambda names: len(set(names)) == len(n
 class ModelSection(Section, commands=LEARNING):
     """Models, trained parameters, adapters."""
 
-    pretrain: str = option("", commands=WITH_PRETRAIN)
+    pretrain: str = option("", commands=WITH_PRETRAIN, alias="model")
     """Model to start from: a Hugging Face folder, a GGUF file or a hub name, as for all models
     here."""
     critic_pretrain: str = option("", needs=CRITIC, commands=PPO)
@@ -1083,14 +1083,18 @@ class ObserveSection(Section, commands=TRAINING):
     """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard
     (files in save_path/tensorboard), wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the
     files metrics.jsonl and samples.jsonl, always written."""
-    tracker_project: str = option("lightrft", needs=A_TRACKER)
+    tracker_project: str = option("lightrft", needs=A_TRACKER, alias="wandb_project")
     """Project of the run in the trackers of --report_to; in MLflow the experiment."""
-    tracker_run_name: str | None = option(None, needs=A_TRACKER)
+    tracker_run_name: str | None = option(None, needs=A_TRACKER, alias="wandb_run_name")
     """Name of the run in the trackers of --report_to; unset: each tracker chooses a name."""
-    tracker_org: str | None = option(None, needs="--report_to comet_ml or swanlab or wandb")
+    tracker_org: str | None = option(
+        None, needs="--report_to comet_ml or swanlab or wandb", alias="wandb_org"
+    )
     """Team or user that owns the project, in Weights & Biases, SwanLab and Comet; unset: your own.
     """
-    tracker_group: str | None = option(None, needs="--report_to swanlab or trackio or wandb")
+    tracker_group: str | None = option(
+        None, needs="--report_to swanlab or trackio or wandb", alias="wandb_group"
+    )
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
     trace_steps: int = option(10, NOT_NEGATIVE)
     """Number of steps in the timeline save_path/trace.json, the first ones after every start or

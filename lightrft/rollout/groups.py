@@ -119,9 +119,7 @@ class Group:
 
         for sample, values in zip(group.responses, state["responses"], strict=True):
             token_ids, logprobs, sample.text, finish_reason, versions = values
-            sample.finish_reason = finish_reason or None  # empty in states of older versions
-            if isinstance(versions, int):  # older versions noted the version of the first token
-                versions = [versions] * len(token_ids)
+            sample.finish_reason = finish_reason
             # The lists grow in place, and the saved state must stay as it is.
             sample.token_ids = list(token_ids)
             sample.logprobs = list(logprobs)

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightrft.compat.command_line import load, update
+from lightrft.compat.command_line import load
 from lightrft.compat.trl_objects import taken
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, fields_read, section_of_field
@@ -180,5 +180,5 @@ def _configuration(config: ConfigOrFile, values: dict[str, Any]) -> Config:
             " as model=... or **values"
         )
     config = config if isinstance(config, Config) else Config() if config is None else load(config)
-    update(config, with_names(values))
+    config.update(with_names(values))
     return config

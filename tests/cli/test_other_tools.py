@@ -219,6 +219,7 @@ def test_every_translation_leads_to_a_flag_that_exists():
         *other_tools.IGNORED,
         *other_tools.REFUSED,
         *other_tools.SPECIAL,
+        *other_tools.TRACKER_SWITCHES,
     }
     assert set(other_tools.NAMES.values()) <= known
     assert set(other_tools.TABLE["off"]) <= known | words

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
-from lightrft.compat.command_line import parse, update
-from lightrft.config import Config, ConfigError, DataSection, RewardSection
+from lightrft.config import ConfigError, DataSection, RewardSection
 from lightrft.data.prompts import load_prompts
 from lightrft.launch.forks import FORK, end_with
 from lightrft.observe.metrics import Metrics
@@ -332,15 +331,6 @@ def test_a_function_of_the_main_script_stays_in_this_process(monkeypatch):
         gc.collect()
 
     assert collected() is None, "nothing keeps it, or the reward models beside it, in memory"
-
-
-def test_the_flag_of_before_still_says_where_a_reward_is_called():
-    config = Config()
-    update(config, {"reward_background": "false"})
-    assert config.reward.reward_workers == 0
-    assert config.notices == ["--reward_background stands for --reward_workers 0"]
-    with pytest.raises(ConfigError, match="--reward_background: "):
-        parse(["--reward_background=perhaps"])
 
 
 SLOW_IMPORT = """

@@ -375,10 +375,3 @@ def test_before_setup():
     made.close()
     with pytest.raises(RuntimeError, match=r"call setup_distributed\(\) first"):
         _ = made.mesh
-
-
-def test_a_hook_under_its_former_name_is_refused():
-    with pytest.raises(
-        TypeError, match=r"Own.send_model_away\(\) has another name now: offload_model_state\(\)"
-    ):
-        type("Own", (FSDPStrategy,), {"send_model_away": None})

@@ -123,7 +123,7 @@ def hanging(inputs, tmp_path):
     return [*inputs, f"--reward={tmp_path / 'hanging.py'}:hangs"]
 
 
-@pytest.mark.parametrize("where", ["--reward_workers=1", "--no_reward_background"])
+@pytest.mark.parametrize("where", ["--reward_workers=1", "--reward_workers=0"])
 def test_a_reward_that_hangs_on_all_ranks(
     hanging, tmp_path, monkeypatch, no_launcher_to_wait_for, where
 ):
