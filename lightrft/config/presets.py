@@ -107,21 +107,27 @@ PRESETS: dict[str, Recipe] = {
 PRESETS["group_norm"] = PRESETS["grpo"]
 PRESETS["reinforce_baseline"] = PRESETS["reinforce++_baseline"]
 
+EPOCHS = {"num_episodes": 3}
+"""Three passes over given examples, as in Alpaca and in TRL's configurations."""
+
 COMMAND_DEFAULTS: dict[str, Recipe] = {
     # LIMA, arXiv 2305.11206: 1e-5, batches of 32 for the largest model and of 64 for smaller ones
-    "train_sft": {"learning_rate": 1e-5, "train_batch_size": 64},
+    "train_sft": EPOCHS | {"learning_rate": 1e-5, "train_batch_size": 64},
     # InstructGPT, arXiv 2203.02155
-    "train_rm": {"learning_rate": 9e-6, "train_batch_size": 64},
+    "train_rm": EPOCHS | {"learning_rate": 9e-6, "train_batch_size": 64},
     # the rate of TRL's PRMConfig
-    "train_prm": {"learning_rate": 1e-5, "train_batch_size": 64},
+    "train_prm": EPOCHS | {"learning_rate": 1e-5, "train_batch_size": 64},
     # Zephyr, arXiv 2310.16944
-    "train_dpo": {"learning_rate": 5e-7, "train_batch_size": 32},
+    "train_dpo": EPOCHS | {"learning_rate": 5e-7, "train_batch_size": 32},
     # the rate of TRL's example
-    "train_kto": {"learning_rate": 5e-7, "train_batch_size": 32},
+    "train_kto": EPOCHS | {"learning_rate": 5e-7, "train_batch_size": 32},
     # a strategy that adds up the gradients of several requests
     "tinker": {"strategy": "fsdp"},
 }
 """Command -> defaults that differ from train_ppo's in the sections."""
+RATE_OF_ADAPTERS = 10
+"""How many times larger the best rate is for adapters than for all weights (Schulman et al., LoRA
+Without Regret, 2025)."""
 
 CORRECTIONS: dict[str, Recipe] = {
     "icepop": {

@@ -12,11 +12,12 @@ from typing import Any
 from lightrft.config.effects import flags_without_effect
 from lightrft.config.errors import ConfigError, refuse
 from lightrft.config.facts import RunFacts
-from lightrft.config.presets import COMMAND_DEFAULTS, correction_bounds, recipe
+from lightrft.config.presets import COMMAND_DEFAULTS, RATE_OF_ADAPTERS, correction_bounds, recipe
 from lightrft.config.rules import DEEPSPEED, LAYOUT_RULES, RULES, STRATEGY, problems_of
 from lightrft.config.sections import (
     PPO,
     SECTIONS,
+    TRAINING,
     Config,
     ModelSection,
     StrategySection,
@@ -94,6 +95,7 @@ def resolve(
 
     convert_values(config)
     config.expand(COMMAND_DEFAULTS.get(command, {}))
+    _follow(config, command)
 
     algorithm = config.algorithm
     if config.engine.rollout_quantization != "none" and command in PPO:
@@ -127,6 +129,18 @@ def resolve(
     config.command = command
 
     return [*config.notices, *flags_without_effect(config, command)]
+
+
+def _follow(config: Config, command: str) -> None:
+    """Let defaults follow from what the user set: batches from each other, the rate from LoRA."""
+    train = config.train
+    rollout = config.rollout
+    optim = config.optim
+    if config.model.lora_rank > 0 and "learning_rate" not in optim.written and command in TRAINING:
+        optim.put("learning_rate", RATE_OF_ADAPTERS * optim.learning_rate)
+    if command in PPO and "train_batch_size" not in train.written:
+        samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+        train.put("train_batch_size", samples)
 
 
 def _correct_quantized_rollouts(config: Config) -> None:

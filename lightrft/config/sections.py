@@ -462,7 +462,8 @@ class RolloutSection(Section, commands=PPO):
     """Prompts and samples of a step, sampling parameters."""
 
     rollout_batch_size: int = option(128, COUNT, commands=SAMPLING)
-    """Number of prompts in one step, over all ranks."""
+    """Number of prompts in one step, over all ranks. Unset: 128, or fewer if the data would
+    otherwise give fewer than 50 steps."""
     n_samples_per_prompt: int = option(8, COUNT, commands=SAMPLING)
     """Number of responses sampled for each prompt; they form a group."""
     generate_max_len: int = option(1024, COUNT, commands=WITH_ENGINE)
@@ -959,7 +960,8 @@ class OptimSection(Section, commands=TRAINING):
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo,
     1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and
     train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in
-    train_prm (as in TRL)."""
+    train_prm (as in TRL); with --lora_rank ten times that (Schulman et al., LoRA Without Regret,
+    2025)."""
     critic_learning_rate: float = option(9e-6, LEARNING_RATE, needs=CRITIC, commands=PPO)
     """Peak learning rate of the critic, if there is one."""
     draft_learning_rate: float = option(0.0, LEARNING_RATE, commands=PPO)
@@ -997,7 +999,7 @@ class TrainSection(Section, commands=TRAINING):
     """Seed of all random numbers."""
     num_episodes: int = option(1, COUNT)
     """Number of passes over the training data. The run ends after them, or earlier at
-    --max_steps."""
+    --max_steps. Unset: 3 for given examples, as in TRL, and 1 in train_ppo."""
     max_steps: int | None = option(None, COUNT)
     """Largest number of steps; the end of --num_episodes may come earlier."""
     max_epochs: int = option(1, COUNT, commands=PPO)
@@ -1005,9 +1007,9 @@ class TrainSection(Section, commands=TRAINING):
     freezing_actor_steps: int = option(0, NOT_NEGATIVE, commands=PPO)
     """Number of first steps that train only the critic; the actor's schedule begins after them."""
     train_batch_size: int = option(1024, COUNT)
-    """Number of samples in one optimizer step, over all ranks. Unset: 1024 in train_ppo, 64 in
-    train_sft, train_rm and train_prm, 32 in train_dpo and train_kto, from the sources of
-    --learning_rate."""
+    """Number of samples in one optimizer step, over all ranks. Unset: the samples of a step in
+    train_ppo, 64 in train_sft, train_rm and train_prm, 32 in train_dpo and train_kto, from the
+    sources of --learning_rate; fewer if the data would otherwise give fewer than 50 steps."""
     micro_train_batch_size: int | None = option(None, COUNT)
     """Maximum number of sequences in one forward and backward pass on one rank; unset:
     max_tokens_per_microbatch is the only limit."""

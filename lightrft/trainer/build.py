@@ -95,7 +95,7 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
 
     # data, and what reads it
     rewards = build_rewards(config, strategy)
-    training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
+    training_data = load_training_data(config, rewards=rewards)
     rewards.check(training_data.prompts.examples)
     tokenizer = training_data.tokenizer
     eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)

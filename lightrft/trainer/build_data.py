@@ -1,5 +1,6 @@
 """Load the data of a run: prompts, answers, and the number of steps that they allow."""
 
+import os
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,14 @@ from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_episodes import check_tools
 from lightrft.types import Prompt
 
+ENOUGH_STEPS = 50
+"""Steps for which default batches become smaller."""
+FEW_STEPS = 20
+SMALLEST_BATCH = 4
+"""Rows of a step that no default goes below."""
 
-def load_training_data(
-    config: Config, batch_size: int, *, rewards: RewardRunner | None = None
-) -> TrainingData:
+
+def load_training_data(config: Config, *, rewards: RewardRunner | None = None) -> TrainingData:
     """Load the training data of a run.
 
     With `rewards`, prompts come with the columns that the rewards need. Without, they come with
@@ -50,7 +55,7 @@ def load_training_data(
         tokenizer,
         prompts,
         eval_prompts,
-        total_steps(config, prompts.draws_of_epoch, batch_size),
+        steps_of_epochs(config, prompts.draws_of_epoch),
         expand,
     )
 
@@ -165,18 +170,71 @@ def load_supervised(
     )
 
 
-def total_steps(config: Config, num_rows: int, batch_size: int) -> int:
-    """Return how many whole batches all epochs have together, at most --max_steps."""
-    Order.check(num_rows, batch_size)
+def steps_of_epochs(config: Config, num_rows: int) -> int:
+    """Return how many whole batches all epochs have together, at most --max_steps.
+
+    A batch size that nobody set is halved while the data would give too few steps. Rows that no
+    step learns from, and very short runs, are warnings.
+    """
     train = config.train
-    steps = num_rows * train.num_episodes // batch_size
-    if train.max_steps is None:
-        return steps
+    batch_size = _fitting_batch(config, num_rows)
+    Order.check(num_rows, batch_size)
+    rows = num_rows * train.num_episodes
+    steps = rows // batch_size
+    notices = []
 
     # In other tools the number of steps replaces the number of epochs.
-    if steps < train.max_steps and is_first_rank():
-        logger.warning(
+    if train.max_steps is not None and steps < train.max_steps:
+        notices.append(
             f"--max_steps {train.max_steps} is not reached: --num_episodes {train.num_episodes} of"
             f" {num_rows} rows ends after {steps} steps; raise --num_episodes for more"
         )
-    return min(steps, train.max_steps)
+    elif train.max_steps is None and steps < FEW_STEPS:
+        notices.append(
+            f"the run has {steps} steps, in which a model learns little: --num_episodes"
+            f" {train.num_episodes} of {num_rows} rows, {batch_size} in a step; raise the first or"
+            " lower the last"
+        )
+    if (train.max_steps or steps) >= steps and rows % batch_size:
+        notices.append(
+            f"{rows % batch_size} of {rows} rows are left over at the end: they do not fill a step"
+            f" of {batch_size}"
+        )
+
+    if is_first_rank():
+        for notice in notices:
+            logger.warning(notice)
+
+    return min(steps, train.max_steps or steps)
+
+
+def _fitting_batch(config: Config, num_rows: int) -> int:
+    """Return the rows of a step: what the user set, or a default that suits the data."""
+    train = config.train
+    generates = config.command == "train_ppo"
+    section = config.rollout if generates else train
+    name = "rollout_batch_size" if generates else "train_batch_size"
+    default = size = getattr(section, name)
+    if name in section.written:
+        return size
+
+    # The samples of a step stay a multiple of the samples of an update that the user set.
+    samples = config.rollout.n_samples_per_prompt if generates else 1
+    update = train.train_batch_size if "train_batch_size" in train.written else samples
+    least = max(SMALLEST_BATCH, int(os.environ.get("WORLD_SIZE", "1")))
+    wanted = min(ENOUGH_STEPS, train.max_steps or ENOUGH_STEPS)
+    rows = num_rows * train.num_episodes
+    while rows // size < wanted and size // 2 >= least and size * samples % (2 * update) == 0:
+        size //= 2
+    if size == default:
+        return size
+
+    section.put(name, size)
+    if "train_batch_size" not in train.written:
+        train.put("train_batch_size", size * samples)
+    if is_first_rank():
+        logger.info(
+            f"--{name} is {size} instead of {default}, so that {num_rows} rows give"
+            f" {rows // size} steps; set it for another number"
+        )
+    return size

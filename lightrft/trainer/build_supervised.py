@@ -20,7 +20,7 @@ from lightrft.trainer.build_data import (
     limits_of_media,
     load_trained_expander,
     load_training_data,
-    total_steps,
+    steps_of_epochs,
 )
 from lightrft.trainer.build_roles import build_policy, build_reward_model, set_blank_media
 from lightrft.trainer.supervised import SupervisedTrainer, Task
@@ -36,7 +36,7 @@ Learning = tuple[Role, Task, TrainingData]
 
 def sft_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
-        training_data = load_training_data(config, config.train.train_batch_size)
+        training_data = load_training_data(config)
         with log_duration(strategy, f"loading {config.model.pretrain}"):
             policy = build_policy(
                 config, strategy, updates=training_data.total_steps, reference=False
@@ -209,6 +209,6 @@ def _load_judged(config: Config, load: Callable[..., PromptSet]) -> TrainingData
         tokenizer,
         rows,
         eval_rows,
-        total_steps(config, rows.draws_of_epoch, train.train_batch_size),
+        steps_of_epochs(config, rows.draws_of_epoch),
         expand,
     )

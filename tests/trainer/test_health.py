@@ -8,12 +8,12 @@ import pytest
 import torch
 from loguru import logger
 
-from lightrft.config import Config, parse
+from lightrft.config import Config, parse, resolve
 from lightrft.run.health import ENOUGH, Health
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
-from lightrft.trainer.build_data import total_steps
+from lightrft.trainer.build_data import steps_of_epochs
 from ranks import run_ranks
 from runs import PPO, prepare, rows_of, train
 
@@ -69,12 +69,66 @@ def test_a_symptom_is_told_once_while_the_run_goes_on(log):
 # -- length
 
 
+def steps_of(num_rows: int, command: str = "train_sft", **flags) -> tuple[int, Config]:
+    config = Config.of(pretrain="m", prompt_data="d.jsonl", **flags)
+    resolve(config, command, 1)
+    return steps_of_epochs(config, num_rows), config
+
+
 @pytest.mark.parametrize("max_steps, steps, said", [(20, 6, True), (6, 6, False), (None, 6, False)])
 def test_a_run_whose_epochs_end_before_max_steps_says_so(log, max_steps, steps, said):
-    config = Config.of(num_episodes=2, max_steps=max_steps)
-    assert total_steps(config, 12, 4) == steps
+    found, _ = steps_of(12, num_episodes=2, train_batch_size=4, max_steps=max_steps)
+    assert found == steps
     warning = "--max_steps 20 is not reached: --num_episodes 2 of 12 rows ends after 6 steps"
     assert (warning in log.read_text()) == said
+
+
+@pytest.mark.parametrize(
+    ("rows", "command", "flags", "size", "steps"),
+    [
+        (200, "train_sft", {}, 8, 75),
+        (10_000, "train_sft", {}, 64, 468),
+        (200, "train_dpo", {}, 8, 75),
+        (200, "train_kto", {"num_episodes": 1}, 4, 50),
+        (20, "train_sft", {}, 4, 15),
+        (200, "train_sft", {"train_batch_size": 64}, 64, 9),
+        (200, "train_sft", {"max_steps": 5}, 64, 5),
+        (200, "train_ppo", {}, 4, 50),
+        (7473, "train_ppo", {}, 128, 58),
+        (200, "train_ppo", {"rollout_batch_size": 32}, 32, 6),
+        (200, "train_ppo", {"train_batch_size": 64}, 8, 25),
+    ],
+)
+def test_a_batch_that_nobody_set_suits_the_data(log, rows, command, flags, size, steps):
+    if command == "train_ppo":
+        flags = {"engine_type": "hf", "reward": "exact_match"} | flags
+    found, config = steps_of(rows, command, **flags)
+    name = "rollout_batch_size" if command == "train_ppo" else "train_batch_size"
+    assert (getattr(config, name), found) == (size, steps)
+    if command == "train_ppo" and "train_batch_size" not in flags:
+        assert config.train_batch_size == size * config.n_samples_per_prompt
+
+    said = log.read_text()
+    default = {"train_sft": 64, "train_ppo": 128}.get(command, 32)
+    chosen = name not in flags and size < default
+    assert (f"--{name} is {size} instead of" in said) == chosen
+    assert ("in which a model learns little" in said) == (steps < 20 and "max_steps" not in flags)
+
+
+def test_rows_that_no_step_learns_from_are_counted(log):
+    steps_of(203, num_episodes=1, train_batch_size=8)
+    assert "3 of 203 rows are left over at the end" in log.read_text()
+    steps_of(203, num_episodes=8, train_batch_size=8)
+    steps_of(203, num_episodes=1, train_batch_size=8, max_steps=4)
+    assert log.read_text().count("left over") == 1
+
+
+@pytest.mark.parametrize("command, rate", [("train_kto", 5e-6), ("train_sft", 1e-4)])
+def test_adapters_have_a_larger_default_rate(command, rate):
+    _, config = steps_of(100, command, lora_rank=8)
+    assert config.learning_rate == pytest.approx(rate)
+    _, config = steps_of(100, command, lora_rank=8, learning_rate=1e-3)
+    assert config.learning_rate == 1e-3
 
 
 # -- signal
