@@ -299,6 +299,8 @@ class Trace(Untraced):
         """
         self.current = ""
         """Path of the current phase, such as `generate/weight_sync`, or ""."""
+        self.began = time.perf_counter()
+        """When the newest phase began."""
         self.failed = ""
         """Path of the innermost phase that an exception left; empty if there was none."""
         self._peak_memory = peak_memory
@@ -322,7 +324,7 @@ class Trace(Untraced):
         for each in self._on_phase:
             each(path)
 
-        began = time.perf_counter()
+        began = self.began = time.perf_counter()
         try:
             yield
             self._synchronize()

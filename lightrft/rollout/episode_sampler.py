@@ -46,6 +46,7 @@ class EpisodeLoop(RolloutLoop):
         """Index of a request -> episode."""
         self._groups: dict[int, Group] = {}
         """Group number -> group."""
+        sampler.generating = self._groups
 
     def add(self, parts: list[GroupPart], prepared: Requests | None = None) -> None:
         """Begin this rank's share of the episodes of some groups."""

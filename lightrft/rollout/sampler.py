@@ -42,6 +42,7 @@ class RolloutLoop:
         self.seed = seed
         self._pending: dict[int, Pending] = {}
         """Index of a request -> what it extends."""
+        sampler.generating = {}
 
     @property
     def capacity(self) -> int:
@@ -58,6 +59,7 @@ class RolloutLoop:
         prepared = prepared or {}
         pending: list[Pending] = []
         for group, places in parts:
+            self.sampler.generating[group.number] = group
             ready = prepared.get((group.number, places))
             pending += ready or self.sampler.pending(group, places, self.seed)
 
@@ -113,6 +115,8 @@ class Sampler:
         self.strategy = strategy
         self.tokenizer = tokenizer
         self.section = section
+        self.generating: dict[int, Group] = {}
+        """Number -> this rank's group, of those that the newest loop has begun."""
 
     @property
     def exchange(self) -> Axis:

@@ -31,6 +31,7 @@ from lightrft.data.rendering.template import turn_end_ids
 from lightrft.models.weight_files import weights_of
 from lightrft.observe.metrics import Metrics, Trace
 from lightrft.observe.pending_metrics import PendingMetrics
+from lightrft.observe.progress import progress_lines
 from lightrft.observe.report import write_report
 from lightrft.observe.sinks import Observer, read_rows
 from lightrft.observe.timeline import extend_timeline
@@ -165,7 +166,8 @@ class Trainer(ABC):
             # The context also covers saving: other ranks' launchers may send the signal later.
             with self.interruption:
                 try:
-                    self._loop()
+                    with progress_lines(self.progress, shown=self.strategy.is_rank_0()):
+                        self._loop()
                 except Interrupted:
                     self.strategy.announce("checkpoint")
                     self._save_interrupted()
@@ -190,6 +192,10 @@ class Trainer(ABC):
                 if self.described:
                     ending.callback(self._describe_run, status, time.perf_counter() - began)
                 ending.callback(self.observer.close, status)
+
+    def progress(self) -> str:
+        """Return where the run is, for a line of the log; another thread may ask."""
+        return f"step {self.done + 1}: {self.trace.current.replace('/', ', ') or 'between phases'}"
 
     def models_to_save(self) -> dict[str, nn.Module]:
         """Return the models to write at the end of a run, by folder name."""

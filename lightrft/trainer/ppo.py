@@ -1,5 +1,6 @@
 """PPO, GRPO and the like: generate samples, score them, estimate advantages, update."""
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -135,6 +136,21 @@ class PPOTrainer(Trainer):
         if plan.store is not None:
             plan.store.clear(plan.experience.rows.tolist())
         return StepRecord(plan.experience, plan.minibatches, losses, samples)
+
+    def progress(self) -> str:
+        """Add how many responses this rank has, and how many tokens a second."""
+        where = super().progress()
+        if not self.trace.current.startswith("generate"):
+            return where
+
+        groups = list(self.sampler.generating.values())
+        responses = [each for group in groups for each in group.responses]
+        done = sum(each.finish_reason is not None for each in responses)
+        tokens = sum(len(each.token_ids) for each in responses)
+        seconds = time.perf_counter() - self.trace.began
+        rank = " of rank 0" if self.strategy.mesh.world.size > 1 else ""
+        speed = f"{tokens / seconds:.0f} tokens/s"
+        return f"{where}, {done:,} of {len(responses):,} responses{rank}, {speed}"
 
     def _collect(self, number: int) -> tuple[list[Sample], int]:
         """Generate and score this rank's samples; return them and the engine's weight version."""
