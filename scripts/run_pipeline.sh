@@ -15,7 +15,8 @@ while (($#)); do
     esac
 done
 
-if python -c 'import lightrft' 2>/dev/null; then
+# From the root of a clone lightrft can be imported everywhere, so torch is asked for too.
+if python -c 'import torch, transformers, lightrft' 2>/dev/null; then
     cd "$(dirname "$0")/.."
 else
     # shellcheck source=scripts/environment.sh

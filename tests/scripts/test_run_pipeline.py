@@ -4,7 +4,9 @@ Each starts from the folder that the one before it wrote.
 """
 
 import json
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,14 @@ def test_the_parts_fit_together(tmp_path):
             == 16
         )
         assert f"  after {stage}" in done.stdout
+
+
+def test_a_python_without_torch_is_not_taken_for_an_environment():
+    """From the root of a clone `import lightrft` alone succeeds with any Python."""
+    for script in sorted((ROOT / "scripts").rglob("*.sh")):
+        for question in re.findall(
+            r"python3? -c ['\"](import [^'\"]*lightrft[^'\"]*)['\"]", script.read_text()
+        ):
+            bare = [sys.executable, "-S", "-c", question]
+            done = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True)
+            assert "No module named 'torch'" in done.stderr, script
