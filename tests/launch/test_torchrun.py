@@ -93,7 +93,20 @@ from lightrft.launch.torchrun import install
 install()
 import signal
 from torch.distributed.elastic.multiprocessing.api import SignalException
-raise SignalException("stopped", signal.SIGINT) if sys.argv[-1] != "fails" else RuntimeError("broken")
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+def failed(code, message):
+    with open("/dev/null") as nowhere:
+        failure = ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file=nowhere.name)
+    failure.message = message
+    return ChildFailedError("program", {3: failure})
+
+raise {
+    "fails": RuntimeError("broken"),
+    "user": failed(2, {"message": "unknown flag --sed"}),
+    "crashes": failed(1, {"message": "Traceback\\n  lines\\nValueError: a shape"}),
+    "killed": failed(-9, "Signal 9 (SIGKILL) received by PID 1"),
+}.get(sys.argv[-1], SignalException("stopped", signal.SIGINT))
 """
 
 
@@ -106,10 +119,21 @@ def each_apart(
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
-def test_only_signals_of_our_own_programs_are_shortened():
+def test_ends_of_our_own_programs_are_one_line():
     cases = [
         (["-m", "lightrft.cli.train_ppo"], 130, "torchrun: stopped by SIGINT"),
         (["-m", "lightrft.cli.train_ppo", "fails"], 1, "RuntimeError: broken"),
+        (["-m", "lightrft.cli.x", "user"], 2, "torchrun: rank 3 ended first, with exit code 2"),
+        (
+            ["-m", "lightrft.cli.x", "crashes"],
+            1,
+            "torchrun: rank 3 ended first, with exit code 1: ValueError: a shape",
+        ),
+        (
+            ["-m", "lightrft.cli.x", "killed"],
+            137,
+            "torchrun: rank 3 ended first, with signal SIGKILL: Signal 9 (SIGKILL) received by PID 1",
+        ),
         (
             ["-m", "another.program"],
             1,
