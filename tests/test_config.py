@@ -1205,6 +1205,27 @@ def test_help_explains_a_group_a_flag_or_everything(capsys):
     assert all(f"--{name}" in everything for name in fields_read("train_ppo"))
 
 
+def test_help_begins_with_what_most_runs_set(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"], "train_ppo")
+    text = capsys.readouterr().out.partition("\nmodel: ")[0]
+    lines = [line.split() for line in text.splitlines() if line.startswith("  --")]
+    assert len(lines) == 22 and all(len(words) > 2 for words in lines)
+    assert lines[0] == ["--pretrain", "Model", "to", "start", "from"]
+
+
+@pytest.mark.parametrize("word, flags", [("lora", 4), ("warmup", 1), ("tracker", 4)])
+def test_help_of_a_word_lists_the_flags_that_have_it(word, flags):
+    text = help_text("train_sft", word)
+    names = re.findall(r"^  --(\w+)", text, re.MULTILINE)
+    assert len(names) >= flags and all(word in name for name in names)
+
+
+def test_a_server_may_be_greedy_and_training_may_not():
+    check("--pretrain=m", "--temperature=0", command="serve", world_size=1)
+    assert "--temperature must be above 0" in problems(*RUNNABLE, "--temperature=0")
+
+
 def test_help_shows_the_recipe_of_an_estimator(capsys):
     assert "--use_kl_loss True --init_kl_coef 0.04 --kl_estimator k3" in shown(
         capsys, "--help", "grpo"

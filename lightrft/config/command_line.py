@@ -8,6 +8,7 @@ reported at once.
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,13 @@ from lightrft.config.values import CommaSeparated, JSONObject, Verbatim, nearest
 
 Flags = dict[str, list[str]]
 """Flag, without dashes -> the words after it."""
+ESSENTIAL = (
+    "pretrain prompt_data eval_data input_key label_key apply_chat_template reward"
+    " advantage_estimator engine_type rollout_batch_size n_samples_per_prompt generate_max_len"
+    " train_batch_size learning_rate num_episodes max_steps lora_rank bf16 save_path save_steps"
+    " load_checkpoint report_to"
+).split()
+"""Flags that most runs set; --help begins with them."""
 HELP = ("-h", "--help")
 VERSION = "--version"
 
@@ -294,6 +302,9 @@ def help_text(command: str, topic: str = "", description: str = "") -> str:
             topic
         )
 
+    if topic and (alike := [name for name in sorted(read) if topic in name]):
+        return _help_of_flags(command, alike)
+
     near = nearest(topic, {*groups, *read, *PRESETS}).rstrip("?")
     unknown = [f"no group, flag or recipe is called {topic}{near}", ""] if topic else []
     lines = [
@@ -301,6 +312,8 @@ def help_text(command: str, topic: str = "", description: str = "") -> str:
         f"usage: lightrft {command} [--config file.yaml] [--flag value ...]",
         "",
         description.strip(),
+        "",
+        *(_first_sentence(name) for name in ESSENTIAL if name in read),
         "",
     ]
 
@@ -313,12 +326,19 @@ def help_text(command: str, topic: str = "", description: str = "") -> str:
     lines += [
         "",
         (
-            "--help GROUP explains the flags of a group, --help FLAG a single flag, and --help all"
-            " every flag."
+            "--help GROUP explains the flags of a group, --help WORD those with the word in their"
+            " names, and --help all every flag."
         ),
     ]
     lines += ["--version prints the version. Flags of other tools: docs/migrating.md."]
     return "\n".join(lines) + "\n"
+
+
+def _first_sentence(name: str) -> str:
+    """Return a line about a flag that most runs set."""
+    meaning = field_docs(SECTIONS[section_of_field()[name]])[name]
+    first = re.split(r"(?<=\w[.:;,]) ", meaning)[0].rstrip(".:;,")
+    return f"  --{name:<22} {textwrap.shorten(first, 92, placeholder=' ...')}"
 
 
 def _recipe(name: str) -> str:

@@ -260,6 +260,12 @@ GENERATION_RULES = (
         ),
     ),
     Rule(
+        "--temperature must be above 0: the log-probs of samples have no meaning at 0, and"
+        " evaluations are greedy anyway",
+        lambda run: run.temperature == 0,
+        SAMPLING,
+    ),
+    Rule(
         "--min_tokens {min_tokens} exceeds --generate_max_len {generate_max_len}",
         lambda run: run.min_tokens > run.generate_max_len,
     ),

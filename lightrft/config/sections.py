@@ -470,7 +470,7 @@ class RolloutSection(Section, commands=PPO):
     """Maximum length of a response in tokens."""
     temperature: float = option(
         1.0,
-        POSITIVE.hint("; evaluation is always greedy"),
+        NOT_NEGATIVE,
         needs=UNLESS_GREEDY,
         commands=GENERATING,
     )
@@ -1088,7 +1088,8 @@ class ObserveSection(Section, commands=TRAINING):
     tracker_project: str = option("lightrft", needs=A_TRACKER, alias="wandb_project")
     """Project of the run in the trackers of --report_to; in MLflow the experiment."""
     tracker_run_name: str | None = option(None, needs=A_TRACKER, alias="wandb_run_name")
-    """Name of the run in the trackers of --report_to; unset: each tracker chooses a name."""
+    """Name of the run in the trackers of --report_to; unset: the name of the
+    folder --save_path."""
     tracker_org: str | None = option(
         None, needs="--report_to comet_ml or swanlab or wandb", alias="wandb_org"
     )

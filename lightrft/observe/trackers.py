@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -75,7 +75,8 @@ class Tracker(Sink):
         """
         self._name = name
         self._folder = Path(folder)
-        self._section = section
+        name_of_run = section.tracker_run_name or self._folder.name
+        self._section = replace(section, tracker_run_name=name_of_run)
         self._package = PACKAGES[name]
         self._calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
         self._failed = False

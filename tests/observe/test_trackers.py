@@ -271,3 +271,11 @@ def test_a_missing_login_is_found_before_anything_is_loaded(
             check_login(["tensorboard", "wandb"])
     else:
         check_login(["tensorboard", "wandb", "mlflow"])
+
+
+def test_a_run_without_a_name_has_the_name_of_the_folder():
+    for folder, section, name in (
+        ("runs/mine", ObserveSection(), "mine"),
+        ("runs/mine", ObserveSection(tracker_run_name="other"), "other"),
+    ):
+        assert Tracker("wandb", folder, section)._section.tracker_run_name == name
