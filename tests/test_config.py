@@ -1214,7 +1214,7 @@ def test_help_begins_with_what_most_runs_set(capsys):
     assert lines[0] == ["--pretrain", "Model", "to", "start", "from"]
 
 
-@pytest.mark.parametrize("word, flags", [("lora", 4), ("warmup", 1), ("tracker", 4)])
+@pytest.mark.parametrize("word, flags", [("lora", 3), ("warmup", 1), ("tracker", 4)])
 def test_help_of_a_word_lists_the_flags_that_have_it(word, flags):
     text = help_text("train_sft", word)
     names = re.findall(r"^  --(\w+)", text, re.MULTILINE)
