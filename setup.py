@@ -24,9 +24,17 @@ setup(
     long_description_content_type="text/markdown",
     author="The lightrft authors",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    license_files=["LICENSE"],
+    keywords=(
+        "reinforcement-learning rlhf grpo ppo dpo sft llm fine-tuning vllm sglang fsdp deepspeed"
+    ),
+    python_requires=">=3.11,<3.14",
     packages=find_packages(include=["lightrft", "lightrft.*"]),
-    package_data={"lightrft.observe": ["report.html"], "lightrft.compat": ["tables/*.yaml"]},
+    package_data={
+        "lightrft": ["py.typed", "__init__.pyi"],
+        "lightrft.observe": ["report.html"],
+        "lightrft.compat": ["tables/*.yaml"],
+    },
     install_requires=versions["requirements"](versions["CORE"]),
     extras_require={
         extra: versions["requirements"](table) for extra, table in versions["EXTRAS"].items()
@@ -36,8 +44,15 @@ setup(
         "torchrun.handlers": ["lightrft = lightrft.launch.torchrun:install"],
     },
     classifiers=[
-        "Programming Language :: Python :: 3",
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Typing :: Typed",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from scripts import configuration_page, step_picture
+from scripts import configuration_page, python_stub, step_picture
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -82,10 +82,11 @@ def test_the_site_has_every_page():
     assert pages == {"index.md", *(page.name for page in PAGES if page.name != "README.md")}
 
 
-def test_the_picture_of_a_step_and_the_list_of_flags_are_what_the_scripts_write():
+def test_files_are_what_the_scripts_write():
     assert step_picture.PICTURE.read_text() == step_picture.picture()
     text = configuration_page.PAGE.read_text()
     assert text == configuration_page.page(text)
+    assert python_stub.STUB.read_text() == python_stub.stub()
 
 
 def test_messages_of_the_troubleshooting_page_are_in_the_code():
