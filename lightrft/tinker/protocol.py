@@ -3,7 +3,6 @@
 A request is checked completely before anything is done with it: a ValueError says what is wrong.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from lightrft.tinker.records import TARGET_TOKENS, Examples, Outputs, Sampled
 
 MOST_SAMPLES = 4096
 """Samples of one prompt."""
+LARGEST_NUMBER = 1e12
+"""Options of losses and of the optimizer: torch computes with them and their ratios in float32."""
 NAME_PATTERN = re.compile(r"[\w.-]{1,200}")
 SCHEME = "tinker://"
 CHECKPOINT_KINDS = {"weights": "training", "sampler_weights": "sampler"}
@@ -106,8 +107,10 @@ def _config(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float
             raise ValueError(
                 f"loss_fn_config {name!r:.100} is not an option of {message.loss_fn}: {allowed}"
             )
-        if not isinstance(value, float) or not math.isfinite(value):
-            raise ValueError(f"loss_fn_config {name} is a number, not {value!r:.100}")
+        if not isinstance(value, float) or not abs(value) <= LARGEST_NUMBER:
+            raise ValueError(
+                f"loss_fn_config {name} is a number up to {LARGEST_NUMBER:g}, not {value!r:.100}"
+            )
     return {**loss.config, **options}
 
 
@@ -237,8 +240,8 @@ def read_adam(request: types.OptimStepRequest) -> dict[str, float]:
     values = adam.model_dump()
     at_least_0 = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
     for name in at_least_0:
-        if not (math.isfinite(values[name]) and values[name] >= 0):
-            raise ValueError(f"{name} is a number from 0 on, not {values[name]}")
+        if not 0 <= values[name] <= LARGEST_NUMBER:
+            raise ValueError(f"{name} is a number from 0 to {LARGEST_NUMBER:g}, not {values[name]}")
     for name in ("beta1", "beta2"):
         if values[name] >= 1:
             raise ValueError(f"{name} is below 1, not {values[name]}")

@@ -5,9 +5,11 @@ The loops are those of tinker-cookbook, with data that need no hub. The servers 
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -354,3 +356,66 @@ def test_a_meaningless_request_harms_no_other(adapters, client):
     assert torch.isfinite(
         client.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
     ).all()
+
+
+EXTREME = {
+    "a learning rate": {"learning_rate": 1e30},
+    "a large learning rate": {"learning_rate": 1e12},
+    "a learning rate beyond float32": {"learning_rate": 1e300},
+    "a division by zero": {"learning_rate": 1e-3, "eps": 0.0, "beta1": 0.0, "beta2": 0.0},
+    "betas beside 1": {"learning_rate": 1e12, "beta1": 1 - 2**-53, "beta2": 1 - 2**-53},
+    "a decay": {"learning_rate": 1e12, "weight_decay": 1e12},
+    "an epsilon": {"learning_rate": 1e-3, "eps": 1e12},
+    "a norm": {"learning_rate": 1e-3, "grad_clip_norm": 1e-300},
+}
+
+
+def test_extreme_numbers_harm_no_other(adapters, client):
+    """Why: one client's overflow ended the server."""
+    service = tinker.ServiceClient(base_url=adapters.url)
+    prompt = types.ModelInput.from_ints(SENTENCE)
+    greedy = types.SamplingParams(max_tokens=3, temperature=0.0)
+    learns = [datum(SENTENCE, weights=[1.0] * 4)]
+    client.forward_backward(learns, "cross_entropy").result()
+    client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+
+    def sampled(of: tinker.TrainingClient) -> list[int]:
+        sampler = of.save_weights_and_get_sampling_client().result()
+        return sampler.sample(prompt, 1, greedy).result().sequences[0].tokens
+
+    expected = sampled(client)
+    refused = {case: set() for case in EXTREME}
+    for case, adam in EXTREME.items():
+        other = service.create_lora_training_client(base_model=MODEL, rank=RANK).result()
+        uses = [
+            lambda other=other: other.forward_backward(learns, "cross_entropy"),
+            lambda other=other, adam=adam: other.optim_step(types.AdamParams(**adam)),
+            lambda other=other: sampled(other),
+            lambda other=other: other.save_state("x"),
+        ]
+        for place, use in enumerate(uses):
+            try:
+                result = use()
+                result if place == 2 else result.result()
+            except (tinker.UnprocessableEntityError, tinker.RequestFailedError) as error:
+                assert re.search("too large or no numbers|from 0 to 1e", str(error)), error
+                refused[case].add(place)
+        assert sampled(client) == expected, case
+    assert refused["a division by zero"] == refused["a decay"] == {1, 2, 3}
+    assert refused["a learning rate beyond float32"] == {1}
+
+    columns = {"logprobs": [0.0] * 4, "advantages": [1.0] * 4}
+    for loss, option in (("ppo", "clip_low_threshold"), ("dro", "beta")):
+        for value in (1e300, -1e300, 1e12, -1e12, 1e-300):
+            with (
+                nullcontext()
+                if abs(value) < 1e13
+                else pytest.raises(tinker.UnprocessableEntityError, match="up to 1e")
+            ):
+                client.forward_backward(
+                    [datum(SENTENCE, **columns)], loss, {option: value}
+                ).result()
+    columns = {"logprobs": [3e38] * 4, "advantages": [-3e38] * 4}
+    client.forward_backward([datum(SENTENCE, **columns)], "dro").result()
+    assert client.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["optim/skipped"]
+    assert sampled(client) == expected
