@@ -21,7 +21,7 @@ from lightrft.tinker.records import TARGET_TOKENS, Examples, Outputs, Sampled
 
 MOST_SAMPLES = 4096
 """Samples of one prompt."""
-LARGEST_NUMBER = 1e12
+LARGEST_OPTION = 1e12
 """Options of losses and of the optimizer: torch computes with them and their ratios in float32."""
 NAME_PATTERN = re.compile(r"[\w.-]{1,200}")
 SCHEME = "tinker://"
@@ -101,15 +101,16 @@ def _config(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float
         name: getattr(value, value.WhichOneof("value") or "text")
         for name, value in message.loss_fn_config_v2.items()
     }
+
     for name, value in options.items():
         if name not in loss.config:
             allowed = ", ".join(loss.config) or "none"
             raise ValueError(
                 f"loss_fn_config {name!r:.100} is not an option of {message.loss_fn}: {allowed}"
             )
-        if not isinstance(value, float) or not abs(value) <= LARGEST_NUMBER:
+        if not isinstance(value, float) or not abs(value) <= LARGEST_OPTION:
             raise ValueError(
-                f"loss_fn_config {name} is a number up to {LARGEST_NUMBER:g}, not {value!r:.100}"
+                f"loss_fn_config {name} is a number up to {LARGEST_OPTION:g}, not {value!r:.100}"
             )
     return {**loss.config, **options}
 
@@ -240,8 +241,8 @@ def read_adam(request: types.OptimStepRequest) -> dict[str, float]:
     values = adam.model_dump()
     at_least_0 = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
     for name in at_least_0:
-        if not 0 <= values[name] <= LARGEST_NUMBER:
-            raise ValueError(f"{name} is a number from 0 to {LARGEST_NUMBER:g}, not {values[name]}")
+        if not 0 <= values[name] <= LARGEST_OPTION:
+            raise ValueError(f"{name} is a number from 0 to {LARGEST_OPTION:g}, not {values[name]}")
     for name in ("beta1", "beta2"):
         if values[name] >= 1:
             raise ValueError(f"{name} is below 1, not {values[name]}")

@@ -17,9 +17,12 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
+
+from lightrft.rewards.verifiers.asserts import Asserts
 
 RUN_SECONDS = 10
 """Time limit of each run."""
@@ -37,6 +40,8 @@ FIRST_USER_ID = 1 << 30
 
 A program of root's run has one of them, also because limits of processes count by user.
 """
+REFUSED = 86
+"""Exit code of tests that cannot be judged, whatever the program is."""
 INSIDE = Path(__file__).with_name("inside.py")
 NEW_ROOT = """
 set -e
@@ -130,6 +135,7 @@ def running(
             "memory": MEMORY_BYTES,
             "processes": PROCESSES,
             "file_size": FILE_SIZE,
+            "refused": REFUSED,
         }
         # The job comes over a descriptor: arguments would be in /proc for all to read.
         passed = [number for number in (settings["job"], settings["socket"]) if number >= 0]
@@ -161,15 +167,30 @@ def output_of(
         return code, output.read(FILE_SIZE).decode(errors="replace")
 
 
-def passes(program: str, asserts: list[str]) -> bool:
-    """Return True if a program passes all asserts; these run in another sandbox."""
+def passes(program: str, tests: Asserts) -> bool:
+    """Return True if a program passes all tests; these run in another sandbox.
+
+    Raises ValueError if the tests pass the program what cannot be sent to it.
+    """
     of_program, of_tests = socket.socketpair()
     silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    with of_program, of_tests, running("module", program, connection=of_program, **silent):
+    with (
+        of_program,
+        of_tests,
+        tempfile.TemporaryFile() as reason,
+        running("module", program, connection=of_program, **silent),
+    ):
         of_program.close()
-        with running("tests", asserts, connection=of_tests, **silent) as tests:
+        with running(
+            "tests", asdict(tests), connection=of_tests, **silent | {"stderr": reason}
+        ) as process:
             of_tests.close()
-            return tests.wait() == 0
+            code = process.wait()
+
+        if code == REFUSED:
+            reason.seek(0)
+            raise ValueError(reason.read().decode(errors="replace"))
+        return code == 0
 
 
 def _bubblewrap() -> tuple[str, ...]:
