@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightrft.agents.episodes import FAILURES_IN_A_ROW
 from lightrft.agents.messages import ToolCall, TurnRequest
 from lightrft.agents.programs import ProgramSetup
-from lightrft.agents.tool_calls import before_calls, hermes
+from lightrft.agents.tool_calls import HERMES_BEGIN, before_calls, hermes
 from lightrft.agents.tools import schemas
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
@@ -530,11 +530,39 @@ def test_rewards_of_an_environment_that_the_run_ignores(player):
             ),
             [ToolCall("f", {}), ToolCall("g", {"b": []})],
         ),
-        ('<tool_call>{"name": "f", "arguments": {}}', []),
+        ('<tool_call>{"name": "f", "arguments": {}}', [ToolCall("f", {})]),
+        ('<tool_call>{"name": "f", "arguments": {}}\n</tool_c', [ToolCall("f", {})]),
+        (
+            '<tool_call>{"name": "f"}\n<tool_call> {"name": "g"}',
+            [ToolCall("f", {}), ToolCall("g", {})],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "</tool_call> <tool_call>{"}}</tool_call>!',
+            [ToolCall("f", {"a": "</tool_call> <tool_call>{"})],
+        ),
+        ("I can write <tool_call> to call", []),
+        ("<think>a <tool_call>{</think>so", []),
     ],
 )
 def test_calls_in_a_text(text, calls):
-    assert hermes(text)[1] == calls
+    content, found = hermes(text)
+    assert found == calls
+    assert calls == [] or HERMES_BEGIN not in content
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "f", "argu',
+        '<tool_call>{"name": "f"} }</tool_call>',
+        "<tool_call>f()</tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+    ],
+)
+def test_a_call_that_cannot_be_read_is_a_problem(text):
+    content, (call,) = hermes(text)
+    assert call.problem and content == ""
 
 
 @pytest.mark.parametrize(
