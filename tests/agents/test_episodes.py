@@ -484,6 +484,57 @@ def test_tools_are_described_by_their_types_and_docstrings(file, tmp_path):
         ProgramSetup("", ("calculator", "calculator")).program()
 
 
+WRAPPED = """
+import functools
+from functools import partial
+def add(a: int, b: int) -> int:
+    '''Add.
+
+    Args:
+        a: One.
+        b: Other.
+    '''
+    return a + b
+@functools.lru_cache
+def cached(a: int) -> int:
+    '''Look up.
+
+    Args:
+        a: Key.
+    '''
+    return a + 1
+LIMIT = 5
+class Helper: pass
+_hidden = partial(add, b=1)
+"""
+CALLABLE = "class Search:\n  def __call__(self, a): return a\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "chosen", "found"),
+    [
+        ("", "", ["add", "cached"]),
+        ("", ":cached", ["cached"]),
+        ("", ":add", ["add"]),
+        ("more = partial(add, b=1)", "", "more is an object of the class partial"),
+        ("more = partial(add, b=1)", ":more", "more is an object of the class partial"),
+        (f"{CALLABLE}search = Search()", "", "search is an object of the class Search"),
+        (f"{CALLABLE}search = Search()", ":search", "search is an object of the class Search"),
+        ("class StructuredTool: pass\nfind = StructuredTool()", "", "the class StructuredTool"),
+        ("", ":Helper", "has no public functions"),
+    ],
+)
+def test_what_is_called_like_a_function_is_a_tool_or_named(tmp_path, more, chosen, found):
+    (tmp_path / "tools.py").write_text(WRAPPED + more)
+    setup = ProgramSetup("", (f"{tmp_path}/tools.py{chosen}",))
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=f"--tools .*{found}"):
+            setup.program()
+        return
+    tools = setup.program().all_tools
+    assert list(tools) == [each["function"]["name"] for each in schemas(tools)] == found
+
+
 def told_tools(tools: str, model: str) -> str:
     """Return the tools that this rank describes to the model, or why it cannot."""
     config = Config(
