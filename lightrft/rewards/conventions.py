@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config.errors import ConfigError
+from lightrft.data.rendering.messages import Message, as_messages
 from lightrft.rewards.functions import readers
 from lightrft.samples import Prompt, Sample
 
@@ -50,15 +51,24 @@ class Convention:
 
 
 def _trl(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
-    prompts = [sample.prompt.text for sample in samples]
     texts = [sample.text for sample in samples]
+    prompts = {"prompts": [sample.prompt.text for sample in samples]}
+    if chat:
+        # The messages as the data have them: the text of the prompt is the chat template's.
+        columns = dict(columns)
+        inputs = columns.pop("prompt", None)
+        prompts = {} if inputs is None else {"prompts": [*map(_messages, inputs)]}
     return columns | {
-        "prompts": [[{"role": "user", "content": text}] for text in prompts] if chat else prompts,
+        **prompts,
         "completions": (
             [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
         ),
         "completion_ids": [sample.token_ids for sample in samples],
     }
+
+
+def _messages(row_input: Any) -> list[Message]:
+    return as_messages(row_input) or [{"role": "user", "content": row_input}]
 
 
 def _openrlhf(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
@@ -196,6 +206,13 @@ class RewardFunction:
             for name in common_columns(samples)
         }
         return self(samples, **columns)
+
+    @property
+    def reads_messages(self) -> bool:
+        """Return True if the function gets the messages of the prompt, from the column prompt."""
+        accepted = self.signature and _accepts(self.signature)
+        is_trl = self.convention is CONVENTIONS["TRL"]
+        return self.chat and is_trl and (accepted is None or "prompts" in accepted)
 
     @property
     def signatures(self) -> str:
