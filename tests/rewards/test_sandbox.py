@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import time
 
@@ -148,6 +149,21 @@ HOARDS = {
         "  if os.fork() == 0: os.setsid(); x = b'1' * (150 << 20); time.sleep(100)\n"
         "time.sleep(2)"
     ),
+    "buffers of sockets": (
+        "\nimport socket\nfor i in range(60):\n  if os.fork() == 0:\n"
+        "    for j in range(29): keep += socket.socketpair(); keep[-1].setblocking(0)\n"
+        "    for s in keep:\n"
+        "      try:\n        while True: s.send(b'1' * 4096)\n      except OSError: pass\n"
+        "    time.sleep(100)\ntime.sleep(4)"
+    ),
+    "larger buffers": (
+        "\nimport socket\na, b = socket.socketpair()\n"
+        "a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)"
+    ),
+    "asynchronous input": (
+        "\nassert libc.syscall({'x86_64': 206, 'aarch64': 0}[os.uname().machine], 1024, "
+        "ctypes.byref(ctypes.c_ulong())) == 0"
+    ),
     "the watcher": "\nos.kill(1, 9); os.kill(1, 19); time.sleep(.2); open('/proc/1/mem', 'r+b')",
 }
 
@@ -157,6 +173,18 @@ def test_memory_and_processes_are_bounded_together(case):
     names = "import ctypes, os, time\nfrom mmap import mmap\nkeep, libc = [], ctypes.CDLL(None)"
     code, output = output_of(f"{names}\n{HOARDS[case]}\nprint('done')")
     assert code != 0 and "done" not in output
+
+
+def test_only_sockets_of_the_sandbox_can_be_made():
+    program = """
+import socket
+for family in range(64):
+    for kind in (1, 2, 3, 5):
+        try: socket.socket(family, kind); print(family)
+        except OSError: pass
+"""
+    code, output = output_of(program, errors=subprocess.STDOUT)
+    assert (code, set(output.split())) == (0, {str(int(socket.AF_UNIX))})
 
 
 def test_what_a_right_program_needs_is_not_denied():
@@ -171,6 +199,12 @@ context = multiprocessing.get_context("fork")
 with context.Pool(2) as pool: assert pool.map(abs, [-1, 2]) == [1, 2]
 with ThreadPoolExecutor(4) as threads: assert list(threads.map(abs, [-1, 2])) == [1, 2]
 with tempfile.TemporaryFile() as file: file.write(b'1' * (1 << 20))
+import asyncio, time
+assert asyncio.run(asyncio.sleep(0, 3)) == 3
+threads = [threading.Thread(target=time.sleep, args=(.5,)) for _ in range(25)]
+for each in threads: each.start()
+for each in threads: each.join()
+with context.Manager() as manager: assert list(manager.list([1])) == [1]
 print('done')
 """
     assert output_of(program, errors=subprocess.STDOUT) == (0, "done\n")

@@ -36,15 +36,21 @@ PR_SET_DUMPABLE = 4
 PR_SET_NO_NEW_PRIVS = 38
 PR_SET_SECCOMP = 22
 SECCOMP_MODE_FILTER = 2
+M_ARENA_MAX = -8
 DENIED_CALLS = {
-    "x86_64": (0xC000003E, (29, 64, 68, 165, 240, 248, 319, 425, 430, 447)),
-    "aarch64": (0xC00000B7, (194, 190, 186, 40, 180, 217, 279, 425, 430, 447)),
+    "x86_64": (0xC000003E, (29, 64, 68, 165, 206, 240, 248, 319, 425, 430, 447)),
+    "aarch64": (0xC00000B7, (194, 190, 186, 40, 0, 180, 217, 279, 425, 430, 447)),
 }
 """Architecture and numbers of the kernel's calls that allocate memory of no process.
 
-No limit counts such memory. They are shmget, semget, msgget, mount, mq_open, add_key, memfd_create,
-io_uring_setup, fsopen and memfd_secret.
+No limit counts such memory. They are shmget, semget, msgget, mount, io_setup, mq_open, add_key,
+memfd_create, io_uring_setup, fsopen and memfd_secret.
 """
+SOCKET_CALLS = {"x86_64": (41, 54), "aarch64": (198, 208)}
+"""Numbers of socket and setsockopt."""
+BYTES_OF_SOCKET = 208 << 10
+"""What the kernel buffers for a socket. It counts for every file, as each may be a socket."""
+MAX_FILES = 64
 
 
 # -- limits
@@ -91,12 +97,22 @@ def _uses_more(memory: int) -> bool:
     if os.getpid() != 1 or not os.path.isdir("/proc/1"):
         return False  # without a sandbox, /proc shows the processes of everybody
     processes = [name for name in os.listdir("/proc") if name.isdigit()]
+    memory -= sum(map(_num_files, processes)) * BYTES_OF_SOCKET
     alone = [_kilobytes(name, "status", "VmRSS:") for name in processes]
     # The exact sum is slow to read, so it is asked for only when this upper bound is too large.
     if sum(alone) << 10 <= memory:
         return False
     shared = [_kilobytes(name, "smaps_rollup", "Pss:") for name in processes]
     return sum(one or other for one, other in zip(shared, alone, strict=True)) << 10 > memory
+
+
+def _num_files(process: str) -> int:
+    try:
+        return len(os.listdir(f"/proc/{process}/fd"))
+    except FileNotFoundError:
+        return 0
+    except OSError:  # it does not permit a look
+        return MAX_FILES
 
 
 def _kilobytes(process: str, file: str, key: str) -> int:
@@ -113,7 +129,7 @@ def _limit(settings: dict[str, Any]) -> None:
         "CPU": settings["seconds"],
         "NPROC": settings["processes"],
         "FSIZE": settings["file_size"],
-        "NOFILE": 64,
+        "NOFILE": MAX_FILES,
         "MSGQUEUE": 0,
         "MEMLOCK": 0,
         "CORE": 0,
@@ -125,12 +141,21 @@ def _limit(settings: dict[str, Any]) -> None:
     library = ctypes.CDLL(None)
     library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if os.uname().machine in DENIED_CALLS:
-        _deny(library, *DENIED_CALLS[os.uname().machine])
+    # Otherwise the heaps of twenty threads would take all addresses.
+    library.mallopt(M_ARENA_MAX, 1)
+    machine = os.uname().machine
+    if machine in DENIED_CALLS:
+        _deny(library, *DENIED_CALLS[machine], *SOCKET_CALLS[machine])
 
 
-def _deny(library: ctypes.CDLL, architecture: int, calls: tuple[int, ...]) -> None:
-    """Let these calls of the kernel fail, and all calls of another architecture."""
+def _deny(
+    library: ctypes.CDLL, architecture: int, calls: tuple[int, ...], socket: int, setsockopt: int
+) -> None:
+    """Let these calls of the kernel fail, and all calls of another architecture.
+
+    Sockets can only be of this machine (AF_UNIX), as some families go beyond a sandbox, and keep
+    the size of their buffers (SO_SNDBUF).
+    """
     load = 0x20
     equal = 0x15
     at_least = 0x35
@@ -138,13 +163,19 @@ def _deny(library: ctypes.CDLL, architecture: int, calls: tuple[int, ...]) -> No
     allow = 0x7FFF0000  # the latter with EPERM
     refuse = 0x00050001
 
-    last = len(calls) + 5
+    last = len(calls) + 11
     program = [
         (load, 0, 0, 4),
         (equal, 0, last - 2, architecture),
         (load, 0, 0, 0),
         (at_least, last - 4, 0, 0x40000000),  # the calls of x32
         *((equal, last - 5 - place, 0, call) for place, call in enumerate(calls)),
+        (equal, 0, 2, socket),
+        (load, 0, 0, 16),  # the first argument
+        (equal, 3, 4, 1),
+        (equal, 0, 2, setsockopt),
+        (load, 0, 0, 32),  # the third argument
+        (equal, 1, 0, 7),
         (end, 0, 0, allow),
         (end, 0, 0, refuse),
     ]
