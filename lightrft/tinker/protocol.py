@@ -23,7 +23,9 @@ MOST_SAMPLES = 4096
 """Samples of one prompt."""
 LARGEST_OPTION = 1e12
 """Options of losses and of the optimizer: torch computes with them and their ratios in float32."""
-NAME_PATTERN = re.compile(r"[\w.-]{1,200}")
+NAME_PATTERN = re.compile(r"[\w.-]+")
+MAX_NAME_BYTES = 200
+"""Length of a name in UTF-8: a folder can have 255, with what is appended while it is written."""
 SCHEME = "tinker://"
 CHECKPOINT_KINDS = {"weights": "training", "sampler_weights": "sampler"}
 """Part of a path -> the SDK's name of such a checkpoint."""
@@ -236,7 +238,9 @@ def read_adam(request: types.OptimStepRequest) -> dict[str, float]:
     """Return the parameters of a step of AdamW."""
     adam = request.optim_params
     if not isinstance(adam, types.AdamParams):
-        raise ValueError(f"the optimizer is {adam.type!r:.100}: this server has adamw alone")
+        if adam.type != "adamw":
+            raise ValueError(f"the optimizer is {adam.type!r:.100}: this server has adamw alone")
+        adam = types.AdamParams(**adam.model_dump(exclude={"type"}))
 
     values = adam.model_dump()
     at_least_0 = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
@@ -349,4 +353,6 @@ def checked_name(name: str) -> str:
     """Return a name that can be a folder. Raises ValueError for any other."""
     if not NAME_PATTERN.fullmatch(name) or set(name) == {"."} or name.endswith((PART, OLD)):
         raise ValueError(f"{name!r:.200} is no name: use letters, digits, dots, - and _")
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"{name!r:.200} has more than {MAX_NAME_BYTES} bytes")
     return name

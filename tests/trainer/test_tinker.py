@@ -2,7 +2,10 @@
 models that take turns, and snapshots that clients sample from.
 """
 
+import asyncio
 import math
+import time
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -338,6 +341,29 @@ def test_a_model_that_overflows_is_refused_alone(folder, adapters):
     for case, refusals in found.items():
         assert list(refusals) == ["step", "sample", "save", "learn"], case
         assert len(set(refusals.values())) == 1 and "too large" in refusals["step"]
+
+
+def test_old_results_cost_a_new_request_nothing(monkeypatch):
+    """Why: each request looked at all results of the last quarter of an hour."""
+    promises = pytest.importorskip("lightrft.tinker.promises")
+    kept = promises.Promises()
+    done = Future()
+    done.set_result({})
+
+    def add(first: int, count: int) -> float:
+        began = time.process_time()
+        for number in range(first, first + count):
+            kept.add(str(number), lambda: done, dict)
+        return time.process_time() - began
+
+    add(0, 20_000)
+    assert add(20_000, 1000) < 1.0
+    assert asyncio.run(kept.answer("0")).status_code == 200
+    monkeypatch.setattr(promises, "KEPT_SECONDS", 0.0)
+    time.sleep(0.01)
+    add(21_000, 1)
+    assert asyncio.run(kept.answer("0")).status_code == 410
+    assert asyncio.run(kept.answer("21000")).status_code == 200
 
 
 def test_every_loss_reads_what_the_sdk_sends():

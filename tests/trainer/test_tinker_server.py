@@ -21,9 +21,12 @@ import datasets  # noqa: E402
 import tinker  # noqa: E402
 import torch  # noqa: E402
 from tinker import types  # noqa: E402
+from tinker.types.optimizer import OptimParamsBase  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from lightrft.checkpoint.final_model import export_checkpoint  # noqa: E402
+from lightrft.config.sections import Config, ServerSection  # noqa: E402
+from lightrft.run.prepare import unprotected_server  # noqa: E402
 from scripts.prepare_quickstart import tiny_qwen3  # noqa: E402
 from warm import warm_environment, warm_programs  # noqa: E402
 
@@ -275,6 +278,52 @@ def test_checkpoints_are_listed_loaded_and_deleted(adapters, client):
         service.create_training_client_from_state(path).result()
 
 
+def test_adamw_may_be_named(client):
+    client.forward_backward([datum(SENTENCE, weights=[1.0] * 4)], "cross_entropy").result()
+    named = OptimParamsBase(type="adamw", learning_rate=1e-3, beta2=0.9)
+    assert client.optim_step(named).result().metrics["optim/grad_norm"] > 0
+    with pytest.raises(tinker.UnprocessableEntityError, match="momentum"):
+        client.optim_step(OptimParamsBase(type="adamw", momentum=1e-3)).result()
+
+
+BROKEN = [
+    "",
+    "{",
+    "[]",
+    "null",
+    "{}",
+    '{"model_id": [], "base_model": "", "lora_rank": 4}',
+    "\udc80",
+]
+
+
+def test_a_broken_file_blocks_no_listing(folder, adapters, client):
+    """Why: one such file was a 500 for all listings."""
+    client.save_state("good").result()
+    listed = tinker.ServiceClient(base_url=adapters.url).create_rest_client()
+    before = len(listed.list_training_runs().result().training_runs)
+    for number, text in enumerate(BROKEN):
+        file = folder / "adapters" / "checkpoints" / f"broken{number}" / "model.json"
+        file.parent.mkdir()
+        file.write_bytes(text.encode(errors="surrogateescape"))
+    assert len(listed.list_training_runs().result().training_runs) == before
+    found = listed.list_user_checkpoints().result().checkpoints
+    assert any(each.checkpoint_id == "weights/good" for each in found)
+    with pytest.raises(tinker.APIStatusError, match="model.json cannot be read"):
+        listed.get_training_run("broken0").result()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "host.example"])
+def test_a_server_that_others_reach_asks_for_a_key_or_warns(monkeypatch, host):
+    config = Config(server=ServerSection(host=host))
+    for command, key in (("tinker", "MODEL_API_KEY"), ("serve_reward", "REWARD_API_KEY")):
+        monkeypatch.delenv(key, raising=False)
+        assert f"set {key}" in unprotected_server(config, command)[0]
+        monkeypatch.setenv(key, "x")
+        assert unprotected_server(config, command) == []
+    assert unprotected_server(Config(), "serve") == unprotected_server(config, "train_ppo") == []
+
+
 @pytest.mark.parametrize(
     ("columns", "loss", "config", "message"),
     [
@@ -317,6 +366,9 @@ def test_what_the_server_lacks_is_refused_by_name(adapters, full, client):
     refused("no checkpoint", lambda: service.create_sampling_client("tinker://a/weights/b"))
     refused("is no name", lambda: service.create_sampling_client("tinker://a/weights/.."))
     refused("adamw alone", lambda: client.optim_step(types.DimuonParams(learning_rate=0.1)))
+    for name in ("\u00e9" * 101, "a" * 201, "a b", ".."):
+        refused("is no name|more than 200 bytes", lambda name=name: client.save_state(name))
+    client.save_state("\u00e9" * 100).result()
 
     sampler = service.create_sampling_client(base_model=MODEL).result()
     prompt = types.ModelInput.from_ints(SENTENCE)
