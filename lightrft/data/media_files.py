@@ -3,6 +3,7 @@
 The files of a row are named when it is loaded. Contents are read only when needed.
 """
 
+import asyncio
 import base64
 import json
 import os
@@ -12,17 +13,17 @@ import struct
 import tempfile
 import wave
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from io import BytesIO
+from ipaddress import ip_address
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
-from urllib.request import urlopen
 
 import numpy as np
 from PIL import Image, ImageOps, ImageSequence
@@ -61,8 +62,10 @@ FIRST_ROWS = 64
 """Number of rows whose media --check_media first reads."""
 ROWS_AHEAD = 1024
 """Number of rows whose media are read ahead by --check_media all."""
-FETCH_TIMEOUT = 60.0
-"""Seconds that a server may take to answer."""
+FETCH_SECONDS = 300.0
+SILENT_SECONDS = 30.0
+"""Longest time until a file has been fetched, and without a byte of it."""
+MOST_REDIRECTS = 10
 RIFF = b"RIFF"
 """First bytes of a .wav file."""
 WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
@@ -520,20 +523,57 @@ def fetch(address: str, most_bytes: int) -> Path:
             " folder of your own"
         )
 
-    file = folder / sha256(address.encode()).hexdigest()
+    file = folder / sha256(address.encode(errors="surrogatepass")).hexdigest()
     if not file.exists():
-        try:
-            with urlopen(address, timeout=FETCH_TIMEOUT) as response:
-                content = response.read(most_bytes + 1)
-        except OSError as error:
-            raise ValueError(f"{address} cannot be fetched: {error}") from error
-        if len(content) > most_bytes:
-            raise ValueError(f"{address} has more than --media_max_mb {most_bytes / 1e6:,.6g}")
+        with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in its own
+            content = thread.submit(asyncio.run, _fetched(address, most_bytes)).result()
         part = file.with_suffix(f".{os.getpid()}")
         part.write_bytes(content)
         part.rename(file)
 
     return file
+
+
+async def _fetched(address: str, most_bytes: int) -> bytes:
+    """Return the content of an address, or raise ValueError as fetch() does."""
+    try:
+        import httpx
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--media_urls needs {error.name}: pip install httpx") from error
+
+    content = bytearray()
+    try:
+        url = httpx.URL(address)
+        async with asyncio.timeout(FETCH_SECONDS), httpx.AsyncClient(timeout=SILENT_SECONDS) as web:
+            for _ in range(MOST_REDIRECTS):
+                async with web.stream("GET", url) as response:
+                    if response.next_request is None:
+                        response.raise_for_status()
+                        async for part in response.aiter_bytes():
+                            content += part
+                            if len(content) > most_bytes:
+                                most = f"{most_bytes / 1e6:,.6g}"
+                                raise ValueError(f"it has more than --media_max_mb {most}")
+                        return bytes(content)
+
+                    origin = url.host
+                    url = response.next_request.url
+                    if url.host != origin:
+                        await _check_public(url.host)
+            raise ValueError(f"it leads on more than {MOST_REDIRECTS} times")
+    except TimeoutError as error:
+        raise ValueError(f"{address} cannot be fetched in {FETCH_SECONDS:g} s") from error
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+        what = str(error) or type(error).__name__
+        raise ValueError(f"{address} cannot be fetched: {what}") from error
+
+
+async def _check_public(host: str) -> None:
+    """Raise ValueError for a host of this machine or its network: no server may send us there."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, None)
+    addresses = {address[0].partition("%")[0] for *_, address in found}
+    if not all(ip_address(address).is_global for address in addresses):
+        raise ValueError(f"it leads to {host}, which is no public address")
 
 
 def open_media(multi_modal: Mapping[str, list[MediaFile]]) -> dict[str, list]:

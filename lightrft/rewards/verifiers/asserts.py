@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 PROGRAM_MODULES = ("program", "solution")
 """Modules from which tests import the names of the program."""
-ELSEWHERE = frozenset(
+OUT_OF_REACH = frozenset(
     "ast asyncio concurrent contextlib.redirect_stderr contextlib.redirect_stdout ctypes dis gc"
     " importlib inspect io multiprocessing pathlib shutil signal socket subprocess sys.stdin"
     " sys.stdout tempfile threading unittest.main unittest.mock weakref".split()
@@ -55,7 +55,7 @@ def read_asserts(texts: list[str]) -> Asserts:
     imported = list(_imports(tree))
     for name in imported:
         top = name.partition(".")[0]
-        if name in ELSEWHERE or top in ELSEWHERE:
+        if name in OUT_OF_REACH or top in OUT_OF_REACH:
             raise ValueError(f"the tests use {name}: the program runs in a process of its own")
         if top not in sys.stdlib_module_names and top not in PROGRAM_MODULES:
             raise ValueError(f"the tests import {name}, which is no part of Python")
@@ -105,10 +105,10 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             case ast.ImportFrom(module=str(module), names=names):
                 yield module
                 yield from (
-                    each for name in names if (each := f"{module}.{name.name}") in ELSEWHERE
+                    each for name in names if (each := f"{module}.{name.name}") in OUT_OF_REACH
                 )
             case ast.Attribute(value=ast.Name(id=module), attr=attribute):
-                if f"{module}.{attribute}" in ELSEWHERE:
+                if f"{module}.{attribute}" in OUT_OF_REACH:
                     yield f"{module}.{attribute}"
 
 
