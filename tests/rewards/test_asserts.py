@@ -198,6 +198,17 @@ DECEITS = {
         "  __abs__ = lambda s: 0",
         ["s = S()", "assert s.f('abc').startswith('ab')"],
     ),
+    "a forged object": (
+        "import os\nstartswith = lambda x: True\ndef f(x):\n  for fd in range(3, 20):\n"
+        "    try: os.write(fd, b'[\"object\", 0]\\n')\n    except OSError: pass",
+        ["assert f('abc').startswith('ab')"],
+    ),
+    "a forged function": (
+        "import os\nclass F: startswith = staticmethod(lambda x: True)\ndef f(x):\n"
+        "  for fd in range(3, 20):\n"
+        "    try: os.write(fd, b'[\"callable\", null]\\n')\n    except OSError: pass",
+        ["assert f('abc').startswith('ab')"],
+    ),
     "a class with a method of texts": (
         "class f:\n  def __init__(s, x): pass\n  startswith = lambda s, x: True",
         ["assert f('abc').startswith('ab')"],
@@ -392,6 +403,10 @@ SOLVES = {
         },
     ),
     "outputs": ("print(int(input()) ** 2)", {"inputs": ["2", "3"], "outputs": ["4", "9\n"]}),
+    "arguments by name": (
+        "def f(verb, number, *, name, self): return [verb, number, name, self]",
+        ["assert f(1, number=2, name=3, self=4) == [1, 2, 3, 4]"],
+    ),
     "an argument in place": (
         "def f(x): x.sort(); x.append(9)",
         ["x = [2, 1]", "assert f(x) is None and x == [1, 2, 9]"],

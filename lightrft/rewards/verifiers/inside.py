@@ -254,14 +254,7 @@ def _items(items: list[Any], more: bool) -> Iterator[Any]:
 # -- the end of the program
 
 
-OBJECT_FUNCTIONS = {
-    "len": len,
-    "str": str,
-    "repr": repr,
-    "iter": iter,
-    "bool": bool,
-    "getitem": operator.getitem,
-}
+OBJECT_FUNCTIONS = {each.__name__: each for each in (len, str, repr, iter, bool, operator.getitem)}
 """What tests can do with an object. An operator that is told what the test expects, such as `-` or
 `==` or `in`, is not among them."""
 
@@ -283,7 +276,11 @@ def serve(program: str, descriptor: int) -> None:
         try:
             answer = json.dumps(_answer(objects, *json.loads(line)))
         except BaseException as error:
-            answer = json.dumps(["raise", _about(error)])
+            try:
+                arguments = encode(list(error.args), {}, flatten=True)
+            except TypeError:
+                arguments = [str(error)]
+            answer = json.dumps(["raise", [_bases(type(error)), arguments]])
         file.write(answer.encode() + b"\n")
         file.flush()
 
@@ -315,30 +312,20 @@ def _answer(
         objects[len(objects)] = result
         return "object", len(objects) - 1
     # What a function does to its arguments is its result only if it has no other.
-    calls = verb in ("call", "make")
-    changed = [*values, *named.values()] if calls and result is None else []
-    everything = [encode(result, {}, flatten=True)]
-    return "value", everything + [encode(each, objects, flatten=True) for each in changed]
+    changed = [*values, *named.values()] if verb in ("call", "make") and result is None else []
+    sent = [encode(each, objects, flatten=True) for each in changed]
+    return "value", [encode(result, {}, flatten=True), *sent]
 
 
 def _bases(kind: type) -> list[tuple[str, bool]]:
     return [(base.__name__, base.__module__ == "builtins") for base in kind.__mro__]
 
 
-def _about(error: BaseException) -> list[Any]:
-    """Return the classes of an exception, and its arguments."""
-    try:
-        arguments = encode(list(error.args), {}, flatten=True)
-    except TypeError:
-        arguments = [str(error)]
-    return [_bases(type(error)), arguments]
-
-
 # -- the end of the tests
 
 
 class NotPlainError(BaseException):
-    """Raised for an argument that cannot be sent, whatever the program does."""
+    """Raised for an argument that cannot be sent. No test should take it for the program's."""
 
 
 class TestedProgram:
@@ -348,14 +335,15 @@ class TestedProgram:
         self.objects: dict[int, Object] = {}
         """Objects that the tests have made by calling a class."""
         self.refused = ""
-        """Why the tests cannot be judged."""
+        """Why the tests cannot be judged, whatever the program does."""
         self._file = socket.socket(fileno=descriptor).makefile("rwb")
         self._exceptions: dict[str, type[Exception]] = {}
 
-    def ask(
-        self, verb: str, number: int, name: str = "", values: tuple[Any, ...] = (), **named: Any
-    ) -> Any:
-        """Return the value that the program answers, or raise its exception."""
+    def ask(self, verb: str, number: int, name: str, /, *values: Any, **named: Any) -> Any:
+        """Return the value that the program answers, or raise its exception.
+
+        Only what is asked for decides whether the answer can be an object, a function or a class.
+        """
         try:
             sent = [encode(each, self.objects, flatten=False) for each in ([*values], named)]
         except TypeError as error:
@@ -368,15 +356,15 @@ class TestedProgram:
         if not line:
             os._exit(1)  # the program has ended
         kind, content = json.loads(line)
-        match kind:
-            case "raise":
-                raise self._exception(*content)
-            case "exception":
-                return self._exception_class(content)
-            case "callable":
-                may_be_class = number == 0 and name[0].isupper() and "." not in name
-                return (Class if may_be_class else Function)(self, number, name)
-            case "object":
+        match verb, kind:
+            case _, "raise":
+                bases, arguments = content
+                raise self._made(self._exception(bases), decode(arguments, {}))
+            case "get", "exception":
+                return self._exception(content)
+            case "get", "callable":
+                return Function(self, number, name)
+            case "make", "object":
                 return Object(self, content)
 
         result, *changed = content
@@ -384,29 +372,25 @@ class TestedProgram:
             _replace(value, decode(new, self.objects))
         return decode(result, {})
 
-    def _exception(self, bases: Any, arguments: Any) -> Exception:
-        kind = self._exception_class(bases)
-        values = decode(arguments, {})
-        try:
-            return kind(*values)
-        except TypeError:  # its class makes the arguments of others
-            return kind.__new__(kind, *values)
-
-    def _exception_class(self, bases: Any) -> type[Exception]:
+    def _exception(self, bases: Any) -> type[Exception]:
         """Return a builtin class, or one that stands for the program's.
 
         Others could end a test that has not passed, as SystemExit, StopIteration and SkipTest do.
         """
-        for place, (name, is_builtin) in enumerate(bases):
-            if not is_builtin:
-                if name not in self._exceptions:
-                    base = self._exception_class(bases[place + 1 :])
-                    self._exceptions[name] = type(name, (base,), {})
-                return self._exceptions[name]
+        (name, is_builtin), *others = bases
+        if is_builtin:
             found = getattr(builtins, name, None)
-            if isinstance(found, type) and issubclass(found, Exception):
-                return RuntimeError if name.startswith("Stop") else found
-        return RuntimeError
+            usable = isinstance(found, type) and issubclass(found, Exception)
+            return found if usable and not name.startswith("Stop") else RuntimeError
+        if name not in self._exceptions:
+            self._exceptions[name] = type(name, (self._exception(others),), {})
+        return self._exceptions[name]
+
+    def _made(self, kind: type[Exception], values: list[Any]) -> Exception:
+        try:
+            return kind(*values)
+        except TypeError:  # its class makes the arguments of others
+            return kind.__new__(kind, *values)
 
 
 def _replace(old: Any, new: Any) -> None:
@@ -419,30 +403,25 @@ def _replace(old: Any, new: Any) -> None:
 
 
 class Function:
-    """A function or method of the program."""
+    """A function or method of the program; under a name with a capital letter perhaps a class."""
 
     def __init__(self, program: TestedProgram, number: int, name: str):
         self._asked = program, number, name
+        self._may_be_class = number == 0 and name[0].isupper() and "." not in name
 
-    def __call__(self, *values: Any, **named: Any) -> Any:
-        program, number, name = self._asked
-        return program.ask("call", number, name, values, **named)
-
-
-class Class(Function):
-    """What the program has under a name with a capital letter: a class, or a function."""
-
-    def __call__(self, *values: Any, **named: Any) -> Any:
-        program, number, name = self._asked
-        return program.ask("make", number, name, values, **named)
+    def __call__(self, /, *values: Any, **named: Any) -> Any:
+        program, *about = self._asked
+        return program.ask("make" if self._may_be_class else "call", *about, *values, **named)
 
     def __getattr__(self, name: str) -> Any:
         program, number, own_name = self._asked
+        if not self._may_be_class:
+            raise AttributeError(name)
         return program.ask("get", number, f"{own_name}.{name}")
 
     def __instancecheck__(self, one: Any) -> bool:
-        program, number, name = self._asked
-        return type(one) is Object and program.ask("has", number, name, (one,))
+        program, *about = self._asked
+        return type(one) is Object and program.ask("has", *about, one)
 
 
 class Object:
@@ -458,32 +437,20 @@ class Object:
 
     def __setattr__(self, name: str, value: Any) -> None:
         program, number = self._asked
-        program.ask("set", number, name, (value,))
+        program.ask("set", number, name, value)
 
 
 def _operator(verb: str) -> Any:
-    def apply(self: Object, *values: Any) -> Any:
-        program, number = self._asked
-        return program.ask(verb, number, values=values)
-
-    return apply
+    return lambda self, *values: self._asked[0].ask(verb, self._asked[1], "", *values)
 
 
 for _verb in OBJECT_FUNCTIONS:
     setattr(Object, f"__{_verb}__", _operator(_verb))
 
 
-def test(job: dict[str, Any], descriptor: int) -> None:
+def test(job: dict[str, Any], program: TestedProgram) -> None:
     """Run the tests that asserts.py describes; raise an exception unless they pass."""
-    program = TestedProgram(descriptor)
-    try:
-        _run(job, program)
-    finally:
-        if program.refused:
-            raise NotPlainError(program.refused)
 
-
-def _run(job: dict[str, Any], program: TestedProgram) -> None:
     def member(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -520,18 +487,20 @@ def main() -> None:
         return
 
     sys.set_int_max_str_digits(0)
-    try:
-        if settings["what"] == "module":
-            serve(job, settings["socket"])
-        sys.stderr = None  # its file tells why tests are refused
-        test(job, settings["socket"])
-    except NotPlainError as error:
-        os.write(2, str(error).encode())
-        os._exit(settings["refused"])
-    except BaseException:
-        os._exit(1)
+    if settings["what"] == "module":
+        serve(job, settings["socket"])
+        return
 
-    os._exit(0)
+    program = TestedProgram(settings["socket"])
+    code = 1
+    try:
+        test(job, program)
+        code = 0
+    finally:
+        if program.refused:
+            os.write(2, program.refused.encode())
+            code = settings["refused"]
+        os._exit(code)
 
 
 if __name__ == "__main__":
