@@ -199,15 +199,16 @@ DECEITS = {
         ["s = S()", "assert s.f('abc').startswith('ab')"],
     ),
     "a forged object": (
-        "import os\nstartswith = lambda x: True\ndef f(x):\n  for fd in range(3, 20):\n"
-        "    try: os.write(fd, b'[\"object\", 0]\\n')\n    except OSError: pass",
+        "import os\ndef f(x):\n  for fd in range(3, 20):\n    for text in (\n"
+        "        b'[\"object\", 0]', b'[\"callable\", null]', b'[\"value\", [true]]'):\n"
+        "      try: os.write(fd, text + b'\\n')\n      except OSError: pass",
         ["assert f('abc').startswith('ab')"],
     ),
     "a forged function": (
-        "import os\nclass F: startswith = staticmethod(lambda x: True)\ndef f(x):\n"
-        "  for fd in range(3, 20):\n"
-        "    try: os.write(fd, b'[\"callable\", null]\\n')\n    except OSError: pass",
-        ["assert f('abc').startswith('ab')"],
+        "import os\ndef f(x):\n  for fd in range(3, 20):\n    for text in (\n"
+        "        b'[\"callable\", null]', b'[\"value\", [true]]'):\n"
+        "      try: os.write(fd, text + b'\\n')\n      except OSError: pass",
+        ["assert f('abc')('ab')"],
     ),
     "a class with a method of texts": (
         "class f:\n  def __init__(s, x): pass\n  startswith = lambda s, x: True",
