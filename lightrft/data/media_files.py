@@ -70,18 +70,7 @@ RIFF = b"RIFF"
 """First bytes of a .wav file."""
 WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
 """Bytes of a sample -> the type."""
-SOURCE_KEYS = (
-    "path",
-    "url",
-    "image",
-    "video",
-    "audio",
-    "image_url",
-    "video_url",
-    "audio_url",
-    "input_audio",
-    "data",
-)
+SOURCE_KEYS = "path url image video audio image_url video_url audio_url input_audio data".split()
 """Keys of an object that names a file."""
 MIN_BASE64 = 256
 """A text without a head that is shorter than this is not taken for base64."""

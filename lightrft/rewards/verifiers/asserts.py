@@ -52,7 +52,7 @@ def read_asserts(texts: list[str]) -> Asserts:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the tests are not Python: {error}") from error
 
-    imported = list(_imports(tree))
+    imported = set(_imports(tree))
     for name in imported:
         top = name.partition(".")[0]
         if name in OUT_OF_REACH or top in OUT_OF_REACH:
@@ -64,14 +64,14 @@ def read_asserts(texts: list[str]) -> Asserts:
     functions, cases = _tests_of(tree, used)
     declared = any(name.partition(".")[0] in PROGRAM_MODULES for name in imported)
     free = used - defined - set(dir(builtins))
-    modules = sorted(name for name in free & sys.stdlib_module_names if _is_module(tree, name))
-    names = sorted(free.difference(modules))
+    called = {node.func.id for node in _calls(tree) if isinstance(node.func, ast.Name)}
+    modules = sorted((free & sys.stdlib_module_names) - called)
+    # The task may be about a function that is called like a builtin one.
+    names = sorted(free.difference(modules)) or (
+        [] if declared else sorted(called & used - defined)
+    )
     if not names and not declared:
-        # The task may be about a function that is called like a builtin one.
-        calls = {node.func.id for node in _calls(tree) if isinstance(node.func, ast.Name)}
-        names = sorted(calls & used - defined)
-        if not names:
-            raise ValueError("the tests call no function that they do not define themselves")
+        raise ValueError("the tests call no function that they do not define themselves")
     if len(names) > 1 or names and declared:
         raise ValueError(
             f"the tests use {' and '.join(names)}, and do not say which of them is the program's:"
@@ -121,16 +121,6 @@ def _from_program(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in PROGRAM_MODULES:
             yield from (name.asname or name.name for name in node.names)
-
-
-def _is_module(tree: ast.Module, name: str) -> bool:
-    """Return True if all that is done with a name is to read attributes of it."""
-    owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return all(
-        any(node is owner for owner in owners)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and node.id == name
-    )
 
 
 def _calls(tree: ast.AST) -> list[ast.Call]:

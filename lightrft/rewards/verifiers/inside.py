@@ -50,7 +50,7 @@ SOCKET_CALLS = {"x86_64": (41, 54), "aarch64": (198, 208)}
 """Numbers of socket and setsockopt."""
 BYTES_OF_SOCKET = 208 << 10
 """What the kernel buffers for a socket. It counts for every file, as each may be a socket."""
-MAX_FILES = 64
+MOST_OPEN_FILES = 64
 
 
 # -- limits
@@ -112,7 +112,7 @@ def _num_files(process: str) -> int:
     except FileNotFoundError:
         return 0
     except OSError:  # it does not permit a look
-        return MAX_FILES
+        return MOST_OPEN_FILES
 
 
 def _kilobytes(process: str, file: str, key: str) -> int:
@@ -129,7 +129,7 @@ def _limit(settings: dict[str, Any]) -> None:
         "CPU": settings["seconds"],
         "NPROC": settings["processes"],
         "FSIZE": settings["file_size"],
-        "NOFILE": MAX_FILES,
+        "NOFILE": MOST_OPEN_FILES,
         "MSGQUEUE": 0,
         "MEMLOCK": 0,
         "CORE": 0,

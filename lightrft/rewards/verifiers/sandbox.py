@@ -196,38 +196,14 @@ def passes(program: str, tests: Asserts) -> bool:
 def _bubblewrap() -> tuple[str, ...]:
     if not (path := shutil.which("bwrap")):
         return ()
-
+    alone = "--unshare-all --as-pid-1 --die-with-parent --new-session --cap-drop ALL --clearenv"
+    disk = f"--size {DISK_SIZE} --tmpfs"
+    devices = f"--dev /dev {disk} /dev/shm --remount-ro /dev {disk} /tmp"
     binds = [part for folder in _folders() for part in ("--ro-bind-try", folder, folder)]
-    alone = (
-        "--unshare-all",
-        "--as-pid-1",
-        "--die-with-parent",
-        "--new-session",
-        "--cap-drop",
-        "ALL",
-        "--clearenv",
-    )
-    disk = ("--size", str(DISK_SIZE), "--tmpfs")
-
     # The root is made read-only last, after everything has its place in it.
-    devices = ("--dev", "/dev", *disk, "/dev/shm", "--remount-ro", "/dev")
-
-    return (
-        *_as_nobody(),
-        path,
-        *alone,
-        "--proc",
-        "/proc",
-        *_hidden_settings(),
-        *devices,
-        *disk,
-        "/tmp",
-        *binds,
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/tmp",
-    )
+    last = "--remount-ro / --chdir /tmp"
+    proc = ["--proc", "/proc", *_hidden_settings()]
+    return (*_as_nobody(), path, *alone.split(), *proc, *devices.split(), *binds, *last.split())
 
 
 def _unshare(*, by_root: bool) -> tuple[str, ...]:
@@ -257,20 +233,9 @@ def _as_nobody() -> tuple[str, ...]:
 
     # A number of its own for each process, so that no run can signal another one.
     user = FIRST_USER_ID + os.getpid()
-    rights = (
-        "--clear-groups",
-        "--inh-caps=-all",
-        "--bounding-set=-all",
-        "--no-new-privs",
-        "--pdeathsig=KILL",
-    )
-    return (
-        shutil.which("setpriv") or "setpriv",
-        f"--reuid={user}",
-        f"--regid={user}",
-        *rights,
-        "--",
-    )
+    rights = "--clear-groups --inh-caps=-all --bounding-set=-all --no-new-privs --pdeathsig=KILL"
+    setpriv = shutil.which("setpriv") or "setpriv"
+    return (setpriv, f"--reuid={user}", f"--regid={user}", *rights.split(), "--")
 
 
 def _hidden_settings() -> list[str]:
@@ -308,12 +273,8 @@ def _folders() -> list[str]:
 
 def _works(sandbox: tuple[str, ...]) -> bool:
     with tempfile.TemporaryDirectory() as folder:
-        return (
-            subprocess.run(
-                [*sandbox, *_python("-c", "")], env={}, cwd=folder, capture_output=True
-            ).returncode
-            == 0
-        )
+        command = [*sandbox, *_python("-c", "")]
+        return subprocess.run(command, env={}, cwd=folder, capture_output=True).returncode == 0
 
 
 def _python(*arguments: str) -> list[str]:
