@@ -77,16 +77,11 @@ def watch(settings: dict[str, Any]) -> None:
     deadline = time.monotonic() + settings["seconds"]
     while time.monotonic() < deadline and not _uses_more(settings["memory"]):
         signal.sigtimedwait({signal.SIGCHLD}, MEMORY_POLL_SECONDS)
-        while (ended := _ended_child()) is not None:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == child:
                 os._exit(os.waitstatus_to_exitcode(ended[1]) & 255)
     os.killpg(child, signal.SIGKILL)
     os._exit(128 + signal.SIGKILL)
-
-
-def _ended_child() -> tuple[int, int] | None:
-    ended = os.waitpid(-1, os.WNOHANG)
-    return ended if ended[0] else None
 
 
 def _uses_more(memory: int) -> bool:
