@@ -14,7 +14,7 @@ import tempfile
 import wave
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from io import BytesIO
@@ -81,6 +81,16 @@ STILL = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 """Suffixes of images in a list that is one video."""
 
 
+@contextmanager
+def _readable(what: str, problem: type[ValueError] = ValueError) -> Iterator[None]:
+    """Raise the problem, with what cannot be read, for a damaged file that is read inside."""
+    try:
+        yield
+    except UNREADABLE as error:
+        advice = "; repair it, or remove its rows from the data" if problem is DataError else ""
+        raise problem(f"{what} cannot be read: {error}{advice}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class ImageFile:
     """Image file that is read each time it is needed."""
@@ -96,33 +106,26 @@ class ImageFile:
 
         Only the start of the file is read. Raise ValueError if it cannot be read.
         """
-        try:
+        with _readable(f"image {self.name}"):
             with _of_bytes(
                 BytesIO(self.source) if isinstance(self.source, bytes) else _regular(self.source)
             ) as image:
                 # PNG's own getexif would decode the whole image
                 turned = Image.Image.getexif(image).get(ORIENTATION, 1) >= 5
                 return image.size[::-1] if turned else image.size
-        except UNREADABLE as error:
-            raise ValueError(f"image {self.name} cannot be read: {error}") from error
 
     def open(self) -> Image.Image:
         """Return the image in RGB, without transparency, and upright.
 
         Raise DataError if it cannot be read.
         """
-        try:
+        with _readable(f"image {self.name}", DataError):
             content = (
                 self.source
                 if isinstance(self.source, bytes)
                 else _regular(self.source).read_bytes()
             )
             return ImageOps.exif_transpose(_of_bytes(BytesIO(content))).convert("RGB")
-        except UNREADABLE as error:
-            raise DataError(
-                f"image {self.name} cannot be read: {error}; repair it, or remove its rows from the"
-                " data"
-            ) from error
 
     @property
     def identity(self) -> bytes:
@@ -154,20 +157,18 @@ class VideoFile:
 
         Raise ValueError if it cannot be read.
         """
-        try:
+        with _readable(f"video {self.name}"):
             with closing(self._read()) as frames:
                 total, seconds = next(frames)
                 first = next(frames)
                 return len(self._frame_indices(total, seconds)), first.height, first.width
-        except UNREADABLE as error:
-            raise ValueError(f"video {self.name} cannot be read: {error}") from error
 
     def open(self) -> dict[str, Any]:
         """Return `frames` [T, H, W, 3] uint8 and `fps`.
 
         Raise DataError if it cannot be read.
         """
-        try:
+        with _readable(f"video {self.name}", DataError):
             with closing(self._read()) as frames:
                 total, seconds = next(frames)
                 places = self._frame_indices(total, seconds)
@@ -175,11 +176,6 @@ class VideoFile:
             last = max(frame_of)  # a header may promise more frames than there are
             rows = [np.asarray(frame_of[min(place, last)].convert("RGB")) for place in places]
             return {"frames": np.stack(rows), "fps": len(rows) / seconds if seconds else self.fps}
-        except UNREADABLE as error:
-            raise DataError(
-                f"video {self.name} cannot be read: {error}; repair it, or remove its rows from the"
-                " data"
-            ) from error
 
     @property
     def identity(self) -> bytes:
@@ -244,15 +240,13 @@ class AudioFile:
 
         Raise ValueError if it cannot be read.
         """
-        try:
+        with _readable(f"sound {self.name}"):
             count, rate = self._stored_size()
             return (
                 (resampled_length(count, rate, self.rate), self.rate)
                 if self.rate
                 else (count, rate)
             )
-        except UNREADABLE as error:
-            raise ValueError(f"sound {self.name} cannot be read: {error}") from error
 
     def _stored_size(self) -> tuple[int, int]:
         if isinstance(self.source, tuple):
@@ -268,16 +262,11 @@ class AudioFile:
 
         Raise DataError if it cannot be read.
         """
-        try:
+        with _readable(f"sound {self.name}", DataError):
             clip = self._stored()
             return (
                 resample(clip, self.rate) if self.rate not in (0, clip["sampling_rate"]) else clip
             )
-        except UNREADABLE as error:
-            raise DataError(
-                f"sound {self.name} cannot be read: {error}; repair it, or remove its rows from the"
-                " data"
-            ) from error
 
     def _stored(self) -> dict[str, Any]:
         if isinstance(self.source, tuple):
