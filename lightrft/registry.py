@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -49,9 +49,11 @@ class Registry:
     rewards["folder/mine.py:mine"]      # an object in a file
     """
 
-    def __init__(self, kind: str, *, flag: str):
+    def __init__(self, kind: str, *, flag: str, elsewhere: Mapping[str, str] | None = None):
+        """Begin an empty table. `elsewhere`: names in other libraries -> names here, for hints."""
         self.kind = kind
         self.flag = flag
+        self.elsewhere = elsewhere or {}
         self._objects: dict[str, Any] = {}
 
     def register(self, *names: str) -> Callable[[Any], Any]:
@@ -83,8 +85,7 @@ class Registry:
         if ":" in name:
             return self._import(name)
 
-        near = get_close_matches(name, self._objects, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = _near(self.elsewhere.get(name, name), self._objects) or "."
         if name.endswith(".py"):
             hint = f"; add the name of the function: {self.flag} {name}:function."
         raise ValueError(
@@ -131,7 +132,13 @@ class Registry:
         except AttributeError as error:
             raise ValueError(
                 f"{self.flag} {path}: {source!r} has no object {attribute!r}"
+                f"{_near(attribute, [name for name in vars(module) if name[0] != '_'])}"
             ) from error
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    found = get_close_matches(name, list(names), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 class ProcessEnd(RuntimeError):

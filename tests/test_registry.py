@@ -3,6 +3,7 @@
 import pytest
 
 from lightrft.registry import Registry
+from lightrft.rewards.functions import rewards as known_rewards
 
 
 @pytest.fixture
@@ -59,6 +60,23 @@ def test_unknown_name_shows_the_nearest_and_the_way_out(rewards):
     assert "Choices: exact, exact_match, gsm8k" in str(
         error.value
     ) and "--reward module:object" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("accuracy_reward", "'math'"),
+        ("think_format_reward", "'format'"),
+        ("mth", "'math'"),
+        ("FILE:goood", "'good'"),
+        ("FILE:Good", "'good'"),
+        ("json:lods", "'loads'"),
+    ],
+)
+def test_a_wrong_name_says_what_was_meant(tmp_path, name, meant):
+    path = write(tmp_path / "mine.py", "def good(samples): return [1.0]\ndef _goood(): pass")
+    with pytest.raises(ValueError, match=f"; did you mean {meant}"):
+        known_rewards[name.replace("FILE", path)]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,14 @@ from typing import Any
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.messages import Ended, Observation, to_bytes
 from lightrft.agents.session import EpisodeOver, Session
-from lightrft.agents.tools import RUNNING, answers, call_function, tools_of
+from lightrft.agents.tools import (
+    RUNNING,
+    answers,
+    call_function,
+    check_tool,
+    is_function,
+    tools_of,
+)
 from lightrft.registry import Registry, kept_alive
 
 environments = Registry("environment", flag="--environment")
@@ -119,7 +126,14 @@ class ProgramSetup:
             return {**ToolServer(name.removeprefix(MCP)).tools(self.tool_seconds)}
 
         one = tools[name] if name in tools or ":" in name else tools.module(name)
-        return {one.__name__: one} if inspect.isfunction(one) else tools_of(one)
+        try:
+            check_tool(name.rpartition(":")[2], one, type(one).__module__)
+            found = {one.__name__: one} if is_function(one) else tools_of(one)
+        except ValueError as error:
+            raise ValueError(f"--tools {name}: {error}") from error
+        if not found:
+            raise ValueError(f"--tools {name}: it has no public functions of its own")
+        return found
 
     def _client_of(self, agent: Any) -> Callable[[Session, dict[str, Any]], Awaitable[None]]:
         if not inspect.iscoroutinefunction(agent):

@@ -10,7 +10,9 @@ from lightrft.data.rendering.messages import THINKING
 Parse = Callable[[str], tuple[str, list[ToolCall]]]
 """Function from the text of a turn to the text without calls, and the calls."""
 HERMES_BEGIN = "<tool_call>"
-HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+HERMES_END = "</tool_call>"
+AFTER_CALL = re.compile(rf"\s*(?:{HERMES_END}|(?={HERMES_BEGIN})|(?:</?[a-z_]*)?\Z)")
+"""What follows the JSON of a call: the tag, or, as models forget it, the next call or the end."""
 
 
 def after_thinking(parse: Parse) -> Parse:
@@ -33,9 +35,33 @@ def after_thinking(parse: Parse) -> Parse:
 def hermes(text: str) -> tuple[str, list[ToolCall]]:
     """Read calls such as <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>.
 
-    Hermes and Qwen models write them.
+    Hermes and Qwen models write them. The last tag may be missing, and strings may have tags in
+    them.
     """
-    return HERMES.sub("", text).strip(), [_call(content) for content in HERMES.findall(text)]
+    content = ""
+    calls = []
+    while HERMES_BEGIN in text:
+        before, _, text = text.partition(HERMES_BEGIN)
+        content += before
+        if HERMES_END not in text and not text.lstrip().startswith("{"):
+            content += HERMES_BEGIN  # it only speaks of the tag
+            continue
+        end = _end_of_call(text)
+        calls.append(_call(text[:end]))
+        text = AFTER_CALL.sub("", text[end:], count=1)
+    return (content + text).strip(), calls
+
+
+def _end_of_call(text: str) -> int:
+    """Return the number of characters of the first call in a text that begins with it."""
+    try:
+        _, end = json.JSONDecoder(strict=False).raw_decode(text, len(text) - len(text.lstrip()))
+    except (ValueError, RecursionError):
+        end = 0
+    if end and AFTER_CALL.match(text, end):
+        return end
+    end = text.find(HERMES_END)
+    return end if end >= 0 else len(text)
 
 
 def before_calls(text: str) -> str:

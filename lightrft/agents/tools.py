@@ -40,14 +40,16 @@ def tools_of(owner: Any) -> dict[str, Callable[..., Any]]:
     """Return the tools of an environment or a module.
 
     They are the public methods of an environment, and the public functions that a module defines
-    itself.
+    itself. Raises ValueError for an object of a module that is meant as a tool and is no function.
     """
     if isinstance(owner, ModuleType):
-        functions = inspect.getmembers(owner, inspect.isfunction)
+        public = {name: one for name, one in vars(owner).items() if not name.startswith("_")}
+        for name, one in public.items():
+            check_tool(name, one, owner.__name__)
         return {
             name: one
-            for name, one in functions
-            if not name.startswith("_") and one.__module__ == owner.__name__
+            for name, one in public.items()
+            if is_function(one) and one.__module__ == owner.__name__
         }
     methods = inspect.getmembers(owner, callable)
     return {
@@ -55,6 +57,28 @@ def tools_of(owner: Any) -> dict[str, Callable[..., Any]]:
         for name, one in methods
         if not name.startswith("_") and name not in ENVIRONMENT_METHODS
     }
+
+
+def is_function(one: Any) -> bool:
+    """Return True for a function, also one with a decorator such as functools.cache."""
+    return inspect.isfunction(inspect.unwrap(one))
+
+
+def check_tool(name: str, one: Any, module: str) -> None:
+    """Raise ValueError for an object that is called like a function, and has no types to describe.
+
+    Other libraries make such tools of functions. Objects of other classes are no tools.
+    """
+    kind = type(one)
+    of_other_library = kind.__name__.endswith("Tool") or isinstance(one, partial)
+    own = kind.__module__ == module and callable(one) and not isinstance(one, type)
+    if is_function(one):
+        return
+    if of_other_library or own:
+        raise ValueError(
+            f"{name} is an object of the class {kind.__name__}, and a tool is a function: define"
+            f" one that calls it, with types and a docstring, and rename it to _{name}"
+        )
 
 
 def schemas(tools: Tools) -> list[dict[str, Any]]:

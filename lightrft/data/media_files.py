@@ -3,6 +3,7 @@
 The files of a row are named when it is loaded. Contents are read only when needed.
 """
 
+import asyncio
 import base64
 import json
 import os
@@ -12,17 +13,17 @@ import struct
 import tempfile
 import wave
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, suppress
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from io import BytesIO
+from ipaddress import ip_address
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
-from urllib.request import urlopen
 
 import numpy as np
 from PIL import Image, ImageOps, ImageSequence
@@ -61,24 +62,15 @@ FIRST_ROWS = 64
 """Number of rows whose media --check_media first reads."""
 ROWS_AHEAD = 1024
 """Number of rows whose media are read ahead by --check_media all."""
-FETCH_TIMEOUT = 60.0
-"""Seconds that a server may take to answer."""
+FETCH_SECONDS = 300.0
+SILENT_SECONDS = 30.0
+"""Longest time until a file has been fetched, and without a byte of it."""
+MOST_REDIRECTS = 10
 RIFF = b"RIFF"
 """First bytes of a .wav file."""
 WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
 """Bytes of a sample -> the type."""
-SOURCE_KEYS = (
-    "path",
-    "url",
-    "image",
-    "video",
-    "audio",
-    "image_url",
-    "video_url",
-    "audio_url",
-    "input_audio",
-    "data",
-)
+SOURCE_KEYS = "path url image video audio image_url video_url audio_url input_audio data".split()
 """Keys of an object that names a file."""
 MIN_BASE64 = 256
 """A text without a head that is shorter than this is not taken for base64."""
@@ -87,6 +79,16 @@ MAX_PATH = 4096
 """Number of characters of the longest path of Linux."""
 STILL = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 """Suffixes of images in a list that is one video."""
+
+
+@contextmanager
+def _readable(what: str, problem: type[ValueError] = ValueError) -> Iterator[None]:
+    """Raise the problem, with what cannot be read, for a damaged file that is read inside."""
+    try:
+        yield
+    except UNREADABLE as error:
+        advice = "; repair it, or remove its rows from the data" if problem is DataError else ""
+        raise problem(f"{what} cannot be read: {error}{advice}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,33 +106,26 @@ class ImageFile:
 
         Only the start of the file is read. Raise ValueError if it cannot be read.
         """
-        try:
+        with _readable(f"image {self.name}"):
             with _of_bytes(
                 BytesIO(self.source) if isinstance(self.source, bytes) else _regular(self.source)
             ) as image:
                 # PNG's own getexif would decode the whole image
                 turned = Image.Image.getexif(image).get(ORIENTATION, 1) >= 5
                 return image.size[::-1] if turned else image.size
-        except UNREADABLE as error:
-            raise ValueError(f"image {self.name} cannot be read: {error}") from error
 
     def open(self) -> Image.Image:
         """Return the image in RGB, without transparency, and upright.
 
         Raise DataError if it cannot be read.
         """
-        try:
+        with _readable(f"image {self.name}", DataError):
             content = (
                 self.source
                 if isinstance(self.source, bytes)
                 else _regular(self.source).read_bytes()
             )
             return ImageOps.exif_transpose(_of_bytes(BytesIO(content))).convert("RGB")
-        except UNREADABLE as error:
-            raise DataError(
-                f"image {self.name} cannot be read: {error}; repair it, or remove its rows from the"
-                " data"
-            ) from error
 
     @property
     def identity(self) -> bytes:
@@ -162,20 +157,18 @@ class VideoFile:
 
         Raise ValueError if it cannot be read.
         """
-        try:
+        with _readable(f"video {self.name}"):
             with closing(self._read()) as frames:
                 total, seconds = next(frames)
                 first = next(frames)
                 return len(self._frame_indices(total, seconds)), first.height, first.width
-        except UNREADABLE as error:
-            raise ValueError(f"video {self.name} cannot be read: {error}") from error
 
     def open(self) -> dict[str, Any]:
         """Return `frames` [T, H, W, 3] uint8 and `fps`.
 
         Raise DataError if it cannot be read.
         """
-        try:
+        with _readable(f"video {self.name}", DataError):
             with closing(self._read()) as frames:
                 total, seconds = next(frames)
                 places = self._frame_indices(total, seconds)
@@ -183,11 +176,6 @@ class VideoFile:
             last = max(frame_of)  # a header may promise more frames than there are
             rows = [np.asarray(frame_of[min(place, last)].convert("RGB")) for place in places]
             return {"frames": np.stack(rows), "fps": len(rows) / seconds if seconds else self.fps}
-        except UNREADABLE as error:
-            raise DataError(
-                f"video {self.name} cannot be read: {error}; repair it, or remove its rows from the"
-                " data"
-            ) from error
 
     @property
     def identity(self) -> bytes:
@@ -252,15 +240,13 @@ class AudioFile:
 
         Raise ValueError if it cannot be read.
         """
-        try:
+        with _readable(f"sound {self.name}"):
             count, rate = self._stored_size()
             return (
                 (resampled_length(count, rate, self.rate), self.rate)
                 if self.rate
                 else (count, rate)
             )
-        except UNREADABLE as error:
-            raise ValueError(f"sound {self.name} cannot be read: {error}") from error
 
     def _stored_size(self) -> tuple[int, int]:
         if isinstance(self.source, tuple):
@@ -276,16 +262,11 @@ class AudioFile:
 
         Raise DataError if it cannot be read.
         """
-        try:
+        with _readable(f"sound {self.name}", DataError):
             clip = self._stored()
             return (
                 resample(clip, self.rate) if self.rate not in (0, clip["sampling_rate"]) else clip
             )
-        except UNREADABLE as error:
-            raise DataError(
-                f"sound {self.name} cannot be read: {error}; repair it, or remove its rows from the"
-                " data"
-            ) from error
 
     def _stored(self) -> dict[str, Any]:
         if isinstance(self.source, tuple):
@@ -520,20 +501,57 @@ def fetch(address: str, most_bytes: int) -> Path:
             " folder of your own"
         )
 
-    file = folder / sha256(address.encode()).hexdigest()
+    file = folder / sha256(address.encode(errors="surrogatepass")).hexdigest()
     if not file.exists():
-        try:
-            with urlopen(address, timeout=FETCH_TIMEOUT) as response:
-                content = response.read(most_bytes + 1)
-        except OSError as error:
-            raise ValueError(f"{address} cannot be fetched: {error}") from error
-        if len(content) > most_bytes:
-            raise ValueError(f"{address} has more than --media_max_mb {most_bytes / 1e6:,.6g}")
+        with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in its own
+            content = thread.submit(asyncio.run, _fetched(address, most_bytes)).result()
         part = file.with_suffix(f".{os.getpid()}")
         part.write_bytes(content)
         part.rename(file)
 
     return file
+
+
+async def _fetched(address: str, most_bytes: int) -> bytes:
+    """Return the content of an address, or raise ValueError as fetch() does."""
+    try:
+        import httpx
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--media_urls needs {error.name}: pip install httpx") from error
+
+    content = bytearray()
+    try:
+        url = httpx.URL(address)
+        async with asyncio.timeout(FETCH_SECONDS), httpx.AsyncClient(timeout=SILENT_SECONDS) as web:
+            for _ in range(MOST_REDIRECTS):
+                async with web.stream("GET", url) as response:
+                    if response.next_request is None:
+                        response.raise_for_status()
+                        async for part in response.aiter_bytes():
+                            content += part
+                            if len(content) > most_bytes:
+                                most = f"{most_bytes / 1e6:,.6g}"
+                                raise ValueError(f"it has more than --media_max_mb {most}")
+                        return bytes(content)
+
+                    origin = url.host
+                    url = response.next_request.url
+                    if url.host != origin:
+                        await _check_public(url.host)
+            raise ValueError(f"it leads on more than {MOST_REDIRECTS} times")
+    except TimeoutError as error:
+        raise ValueError(f"{address} cannot be fetched in {FETCH_SECONDS:g} s") from error
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+        what = str(error) or type(error).__name__
+        raise ValueError(f"{address} cannot be fetched: {what}") from error
+
+
+async def _check_public(host: str) -> None:
+    """Raise ValueError for a host of this machine or its network: no server may send us there."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, None)
+    addresses = {address[0].partition("%")[0] for *_, address in found}
+    if not all(ip_address(address).is_global for address in addresses):
+        raise ValueError(f"it leads to {host}, which is no public address")
 
 
 def open_media(multi_modal: Mapping[str, list[MediaFile]]) -> dict[str, list]:

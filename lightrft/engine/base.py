@@ -34,6 +34,10 @@ class EngineError(RuntimeError):
     """An engine was used wrongly or has failed; after a failure it cannot be used again."""
 
 
+class NotFiniteError(EngineError):
+    """The weights or activations are broken. The engine itself is not: others can be loaded."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
     """Settings that an adapter starts this rank's engine with."""
@@ -385,11 +389,11 @@ class Engine(ABC):
     def _cut(self, samples: list[Completion], stop: tuple[str, ...]) -> list[Completion]:
         """Return the samples up to the stop texts.
 
-        Raises EngineError for a log-prob that is no number: the samples would be nonsense.
+        Raises NotFiniteError for a log-prob that is no number: the samples would be nonsense.
         """
         for sample in samples:
             if not math.isfinite(sum(sample.logprobs)):
-                raise EngineError(
+                raise NotFiniteError(
                     "the engine gave a sampled token a log-prob that is not finite, so its weights"
                     " or activations are broken: `lightrft doctor` names the first part that"
                     " differs from the trainer's"

@@ -376,6 +376,8 @@ def _sample(
         tokens = torch.searchsorted(
             cumulative, torch.minimum(uniform[:, None] * total, below_total), right=True
         )
+        # Logits that are no numbers have no place; the log-prob of any token says so.
+        tokens.clamp_(max=size - 1)
 
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 

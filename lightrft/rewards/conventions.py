@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config.errors import ConfigError
+from lightrft.data.rendering.messages import Message, as_messages
 from lightrft.rewards.functions import readers
 from lightrft.samples import Prompt, Sample
 
@@ -50,15 +51,24 @@ class Convention:
 
 
 def _trl(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
-    prompts = [sample.prompt.text for sample in samples]
     texts = [sample.text for sample in samples]
+    prompts = {"prompts": [sample.prompt.text for sample in samples]}
+    if chat:
+        # The messages as the data have them: the text of the prompt is the chat template's.
+        columns = dict(columns)
+        inputs = columns.pop("prompt", None)
+        prompts = {} if inputs is None else {"prompts": [*map(_messages, inputs)]}
     return columns | {
-        "prompts": [[{"role": "user", "content": text}] for text in prompts] if chat else prompts,
+        **prompts,
         "completions": (
             [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
         ),
         "completion_ids": [sample.token_ids for sample in samples],
     }
+
+
+def _messages(row_input: Any) -> list[Message]:
+    return as_messages(row_input) or [{"role": "user", "content": row_input}]
 
 
 def _openrlhf(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
@@ -198,6 +208,13 @@ class RewardFunction:
         return self(samples, **columns)
 
     @property
+    def reads_messages(self) -> bool:
+        """Return True if the function gets the messages of the prompt, from the column prompt."""
+        accepted = self.signature and _accepts(self.signature)
+        is_trl = self.convention is CONVENTIONS["TRL"]
+        return self.chat and is_trl and (accepted is None or "prompts" in accepted)
+
+    @property
     def signatures(self) -> str:
         """Return the signature as text."""
         return str(self.signature)
@@ -217,33 +234,16 @@ class RewardFunction:
         """
         if not self.signature:
             return ""
-
-        arguments = {name: [value] for name, value in columns.items()}
-        needed = _required(self.signature)
         try:
-            arguments = (
-                self.convention.arguments([], arguments, self.chat)
-                if self.convention
-                else arguments
-            )
+            arguments, problem = self._bound({name: [value] for name, value in columns.items()})
         except ValueError as error:
             return str(error)
-        except KeyError as missing:
-            return (
-                f"the function needs the column {missing}: {_shown(self.signature)}."
-                f" {_present(columns)}"
-            )
+        if problem:
+            return f"{problem}. {_present(columns)}"
 
-        if self.convention is None:
-            needed -= set(list(self.signature.parameters)[:1])
-        if absent := needed - set(arguments):
-            return (
-                f"the function needs {', '.join(sorted(absent))}: {_shown(self.signature)}."
-                f" {_present(columns)}"
-            )
-
+        needed = self._needed(self.signature)
         for name in LABEL_ARGUMENTS:
-            if name in needed & set(arguments) and _is_null(arguments[name][0]):
+            if name in needed and _is_null(arguments[name][0]):
                 return (
                     f"{name} (--label_key) is {arguments[name][0]}, and the function needs it:"
                     f" {_shown(self.signature)}. A function with a default for it, such as"
@@ -269,46 +269,34 @@ class RewardFunction:
             return ""
 
         if self.convention is None:
-            required = _required(self.signature)
-            accepted = _accepts(self.signature)
-
             first = next(iter(self.signature.parameters.values()), None)
-            if (
-                first is None
-                or first.kind is inspect.Parameter.KEYWORD_ONLY
-                or first.kind is inspect.Parameter.VAR_KEYWORD
-            ):
+            if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
                 return f"the function has no parameter for samples: {_shown(self.signature)}"
 
-            if first.kind is not inspect.Parameter.VAR_POSITIONAL:
-                required = required - {first.name}
-                accepted = accepted and accepted - {first.name}
-
-            if accepted is not None and columns - accepted:
-                surplus = ", ".join(sorted(columns - accepted))
+            accepted = _accepts(self.signature)
+            if accepted is not None and (surplus := columns - (accepted - {first.name})):
                 return (
-                    f"the function does not take {surplus}: add **columns to"
+                    f"the function does not take {', '.join(sorted(surplus))}: add **columns to"
                     f" {_shown(self.signature)}"
                 )
 
-            if required - columns:
-                return (
-                    f"the function needs {', '.join(sorted(required - columns))}:"
-                    f" {_shown(self.signature)}"
-                )
-            return ""
+        return self._bound({name: [] for name in columns})[1]
 
+    def _needed(self, signature: inspect.Signature) -> set[str]:
+        """Return the arguments without a default. By our own convention the first is the samples."""
+        first = [] if self.convention else list(signature.parameters)[:1]
+        return _required(signature).difference(first)
+
+    def _bound(self, columns: Columns) -> tuple[Columns, str]:
+        """Return the arguments that these columns give, and which the function lacks."""
+        shown = _shown(self.signature)
         try:
-            arguments = self.convention.arguments([], {name: [] for name in columns}, self.chat)
+            if self.convention is not None:
+                columns = self.convention.arguments([], columns, self.chat)
         except KeyError as missing:
-            return f"the function needs the column {missing}: {_shown(self.signature)}"
-
-        missing = _required(self.signature) - set(arguments)
-        return (
-            f"the function needs {', '.join(sorted(missing))}: {_shown(self.signature)}"
-            if missing
-            else ""
-        )
+            return {}, f"the function needs the column {missing}: {shown}"
+        absent = sorted(self._needed(self.signature) - set(columns))
+        return columns, f"the function needs {', '.join(absent)}: {shown}" if absent else ""
 
     def _accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the function accepts: not every one has **kwargs."""

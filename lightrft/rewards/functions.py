@@ -33,7 +33,14 @@ from lightrft.registry import Registry
 from lightrft.samples import Sample
 
 Reward = Callable[..., list[float | list[float | None] | dict[str, float]]]
-rewards = Registry("reward", flag="--reward")
+ELSEWHERE = {
+    **dict.fromkeys(("accuracy", "accuracy_reward", "reasoning_accuracy_reward"), "math"),
+    **dict.fromkeys(("think_format_reward", "tag_count_reward"), "format"),
+    "get_soft_overlong_punishment": "length",
+    "code_reward": "code",
+}
+"""Names of rewards in TRL and Open R1 -> names here."""
+rewards = Registry("reward", flag="--reward", elsewhere=ELSEWHERE)
 
 FAST_REWARDS = frozenset(
     {"choice", "environment", "exact_match", "f1", "format", "gsm8k", "length", "none", "number"}

@@ -57,6 +57,11 @@ class WeightedRewards:
         return [_combine(parts) for parts in returned]
 
     @property
+    def reads_messages(self) -> bool:
+        """Return True if a function gets the messages of the prompt, from the column prompt."""
+        return any(function.reads_messages for _, function in self.functions)
+
+    @property
     def signatures(self) -> str:
         """Return the signatures of all functions as text."""
         return " ".join(function.signatures for _, function in self.functions)

@@ -13,6 +13,7 @@ from lightrft.algorithms.unread import unread_flags
 from lightrft.checkpoint.model_folders import name_folders
 from lightrft.config.errors import ConfigError
 from lightrft.config.paths import evaluated_training_data
+from lightrft.config.references import MODEL_KEY, REWARD_KEY
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config
 from lightrft.config.summary import summary
@@ -37,7 +38,7 @@ def prepare_config(command: str, config: Config) -> Config:
         notices = check_versions()
         name_folders(config)
         notices += resolve(config, command, has_bf16=has_bf16())
-        notices += slow_float32(config)
+        notices += slow_float32(config) + unprotected_server(config, command)
         notices += evaluated_training_data(config, command)
         notices += unread_flags(config.algorithm) if command == "train_ppo" else []
     except ValueError as error:
@@ -65,6 +66,15 @@ def slow_float32(config: Config) -> list[str]:
     if has_bf16():
         return ["--zero_stage 0 computes in float32, several times slower: 1, 2 and 3 use bfloat16"]
     return [f"{name} has no fast bfloat16, so that everything is computed in float32, slowly"]
+
+
+def unprotected_server(config: Config, command: str) -> list[str]:
+    """Return a warning if other machines can reach a server that asks for no key."""
+    key = {"serve": MODEL_KEY, "tinker": MODEL_KEY, "serve_reward": REWARD_KEY}.get(command, "")
+    host = config.server.host
+    if not key or os.environ.get(key) or host in ("localhost", "::1") or host.startswith("127."):
+        return []
+    return [f"--host {host} without a key: whoever reaches the port can use the server; set {key}"]
 
 
 def quiet_libraries() -> None:

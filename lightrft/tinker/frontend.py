@@ -429,7 +429,9 @@ class Frontend:
         self._check_session(body.session_id)
         self._check_optimizer(body.optimizer_config)
         name = f"{body.session_id}:train:{body.model_seq_id}"
-        base_model = body.base_model or self._about(tag)["base_model"]
+        base_model = (
+            body.base_model or self._about((self.served.folder / tag).parents[1])["base_model"]
+        )
         self._check_base(base_model)
         create = self._beginning(name, body.session_id, base_model, body.user_metadata)
 
@@ -447,7 +449,7 @@ class Frontend:
         body = json.loads(content)
         if not isinstance(body, dict) or not isinstance(body.get("tinker_path"), str):
             raise ValueError("weights_info needs a tinker_path")
-        about = self._about(self._tag(body["tinker_path"]))
+        about = self._about((self.served.folder / self._tag(body["tinker_path"])).parents[1])
         rank = about["lora_rank"]
         return {
             "base_model": about["base_model"],
@@ -462,8 +464,27 @@ class Frontend:
             raise NotThere(f"there is no checkpoint {path!r:.200} in {self.served.folder}")
         return tag
 
-    def _about(self, tag: str) -> dict[str, Any]:
-        return json.loads((self.served.folder / tag).parents[1].joinpath(ABOUT).read_text())
+    def _about(self, folder: Path) -> dict[str, Any]:
+        """Return what a folder of checkpoints says about its model. Raises ValueError."""
+        try:
+            written = json.loads((folder / ABOUT).read_text())
+            about = {key: written[key] for key in ("model_id", "base_model", "lora_rank")}
+            if [*map(type, about.values())] != [str, str, int]:
+                raise ValueError(about)
+            return about
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{folder / ABOUT} cannot be read: {error!r}") from error
+
+    def _folders(self) -> list[Path]:
+        """Return the folders of all models that have been trained; broken ones are left out."""
+        found = []
+        for file in sorted(self.served.folder.glob(f"*/{ABOUT}")):
+            try:
+                self._about(file.parent)
+                found.append(file.parent)
+            except ValueError as error:
+                logger.warning("{}", error)
+        return found
 
     # -- sampling
 
@@ -527,7 +548,7 @@ class Frontend:
         return {"supported_models": [model]}
 
     def training_runs(self, _: Request) -> dict[str, Any]:
-        found = [self._run(each.parent) for each in sorted(self.served.folder.glob(f"*/{ABOUT}"))]
+        found = [self._run(folder) for folder in self._folders()]
         cursor = {"offset": 0, "limit": len(found), "total_count": len(found)}
         return {"training_runs": found, "cursor": cursor}
 
@@ -535,10 +556,7 @@ class Frontend:
         return self._run(self._run_folder(request))
 
     def checkpoints(self, request: Request) -> dict[str, Any]:
-        if request.path_params:
-            folders = [self._run_folder(request)]
-        else:
-            folders = [each.parent for each in self.served.folder.glob(f"*/{ABOUT}")]
+        folders = [self._run_folder(request)] if request.path_params else self._folders()
         return {"checkpoints": [each for folder in folders for each in self._saved(folder)]}
 
     def delete_checkpoint(self, request: Request) -> dict[str, Any]:
@@ -555,7 +573,7 @@ class Frontend:
         return folder
 
     def _run(self, folder: Path) -> dict[str, Any]:
-        about = json.loads((folder / ABOUT).read_text())
+        about = self._about(folder)
         model = self._models.get(about["model_id"])
         last = model.last_request if model else (folder / ABOUT).stat().st_mtime
         return {
@@ -568,7 +586,7 @@ class Frontend:
         }
 
     def _saved(self, folder: Path) -> list[dict[str, Any]]:
-        model = json.loads((folder / ABOUT).read_text())["model_id"]
+        model = self._about(folder)["model_id"]
         return [
             {
                 "checkpoint_id": f"{kind}/{each.name}",

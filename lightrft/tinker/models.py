@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from lightrft.parallel.device import local_part
 from lightrft.roles.policy import Policy
@@ -30,6 +31,8 @@ class TrainedModel:
     """Parameters while another model has the actor."""
     moments: list[dict[str, Any]] = field(default_factory=list)
     """State of the optimizer meanwhile, of each parameter."""
+    problem: str = ""
+    """Why the model cannot be used until other weights are loaded; empty: it can."""
 
     @property
     def key(self) -> Hashable:
@@ -73,9 +76,16 @@ class Models:
         if self.current is model:
             self.current = None
 
-    def take(self, name: str) -> TrainedModel:
-        """Give a model the actor and the optimizer."""
+    def usable(self, name: str) -> TrainedModel:
+        """Return a model. Raises RequestRefused if it is broken."""
         model = self.models[name]
+        if model.problem:
+            raise RequestRefused(model.problem)
+        return model
+
+    def take(self, name: str) -> TrainedModel:
+        """Give a model the actor and the optimizer. Raises RequestRefused if it is broken."""
+        model = self.usable(name)
         self.memory.enter(Phase.TRAIN, self.policy.actor, self.policy.optimizer)
         if self.current is not model:
             self._set_aside()
@@ -123,6 +133,24 @@ class Models:
             self.sampled.discard(model.key)
             self.keep(model.key)
         model.version += 1
+
+    def check(self, model: TrainedModel, cause: str) -> None:
+        """Look at the parameters of the current model after a change.
+
+        Raises RequestRefused, now and whenever the model is used, if they are too large or are no
+        numbers.
+        """
+        if not self.are_finite():
+            model.problem = (
+                f"the weights of {model.name} are too large or no numbers since {cause}: load saved"
+                " weights into it (load_state), or begin again with a smaller learning rate"
+            )
+            raise RequestRefused(model.problem)
+
+    def are_finite(self) -> bool:
+        """Return True if the norm of the actor's trained parameters is finite, on all ranks."""
+        norm = get_total_norm([local_part(each).detach() for each in self.trained])
+        return all(self.policy.strategy.mesh.world.gather(bool(norm.isfinite())))
 
     def collect_gradients(self, model: TrainedModel) -> None:
         """Move the gradients of the actor to the model's sum."""

@@ -86,7 +86,6 @@ class Promise:
     result: Future[Any]
     encode: Callable[[Any], bytes | dict[str, Any]]
     """Function that writes the result: bytes of protobuf, or an object."""
-    ended: float | None = None
 
 
 class Promises:
@@ -94,6 +93,8 @@ class Promises:
 
     def __init__(self) -> None:
         self._known: dict[str, Promise] = {}
+        self._ended: deque[tuple[float, str]] = deque()
+        """Requests that have ended, in this order, with the time."""
 
     def add(
         self,
@@ -104,7 +105,9 @@ class Promises:
         """Begin a request, unless one with this id has begun; return the id."""
         self._forget_old()
         if request_id not in self._known:
-            self._known[request_id] = Promise(begin(), encode)
+            result = begin()
+            self._known[request_id] = Promise(result, encode)
+            result.add_done_callback(lambda _: self._ended.append((time.monotonic(), request_id)))
         return request_id
 
     async def answer(self, request_id: str) -> Response:
@@ -119,7 +122,6 @@ class Promises:
             again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return JSONResponse(again, 408)
 
-        promise.ended = promise.ended or time.monotonic()
         error = promise.result.exception()
         if error is not None:
             of_the_user = isinstance(error, RequestRefused | ValueError)
@@ -133,8 +135,5 @@ class Promises:
 
     def _forget_old(self) -> None:
         before = time.monotonic() - KEPT_SECONDS
-        for request_id, promise in list(self._known.items()):
-            if promise.result.done() and promise.ended is None:
-                promise.ended = time.monotonic()
-            if promise.ended is not None and promise.ended < before:
-                del self._known[request_id]
+        while self._ended and self._ended[0][0] < before:
+            del self._known[self._ended.popleft()[1]]

@@ -3,7 +3,6 @@
 A request is checked completely before anything is done with it: a ValueError says what is wrong.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,11 @@ from lightrft.tinker.records import TARGET_TOKENS, Examples, Outputs, Sampled
 
 MOST_SAMPLES = 4096
 """Samples of one prompt."""
-NAME_PATTERN = re.compile(r"[\w.-]{1,200}")
+LARGEST_OPTION = 1e12
+"""Options of losses and of the optimizer: torch computes with them and their ratios in float32."""
+NAME_PATTERN = re.compile(r"[\w.-]+")
+MAX_NAME_BYTES = 200
+"""Length of a name in UTF-8: a folder can have 255, with what is appended while it is written."""
 SCHEME = "tinker://"
 CHECKPOINT_KINDS = {"weights": "training", "sampler_weights": "sampler"}
 """Part of a path -> the SDK's name of such a checkpoint."""
@@ -100,14 +103,17 @@ def _config(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float
         name: getattr(value, value.WhichOneof("value") or "text")
         for name, value in message.loss_fn_config_v2.items()
     }
+
     for name, value in options.items():
         if name not in loss.config:
             allowed = ", ".join(loss.config) or "none"
             raise ValueError(
                 f"loss_fn_config {name!r:.100} is not an option of {message.loss_fn}: {allowed}"
             )
-        if not isinstance(value, float) or not math.isfinite(value):
-            raise ValueError(f"loss_fn_config {name} is a number, not {value!r:.100}")
+        if not isinstance(value, float) or not abs(value) <= LARGEST_OPTION:
+            raise ValueError(
+                f"loss_fn_config {name} is a number up to {LARGEST_OPTION:g}, not {value!r:.100}"
+            )
     return {**loss.config, **options}
 
 
@@ -232,13 +238,15 @@ def read_adam(request: types.OptimStepRequest) -> dict[str, float]:
     """Return the parameters of a step of AdamW."""
     adam = request.optim_params
     if not isinstance(adam, types.AdamParams):
-        raise ValueError(f"the optimizer is {adam.type!r:.100}: this server has adamw alone")
+        if adam.type != "adamw":
+            raise ValueError(f"the optimizer is {adam.type!r:.100}: this server has adamw alone")
+        adam = types.AdamParams(**adam.model_dump(exclude={"type"}))
 
     values = adam.model_dump()
     at_least_0 = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
     for name in at_least_0:
-        if not (math.isfinite(values[name]) and values[name] >= 0):
-            raise ValueError(f"{name} is a number from 0 on, not {values[name]}")
+        if not 0 <= values[name] <= LARGEST_OPTION:
+            raise ValueError(f"{name} is a number from 0 to {LARGEST_OPTION:g}, not {values[name]}")
     for name in ("beta1", "beta2"):
         if values[name] >= 1:
             raise ValueError(f"{name} is below 1, not {values[name]}")
@@ -345,4 +353,6 @@ def checked_name(name: str) -> str:
     """Return a name that can be a folder. Raises ValueError for any other."""
     if not NAME_PATTERN.fullmatch(name) or set(name) == {"."} or name.endswith((PART, OLD)):
         raise ValueError(f"{name!r:.200} is no name: use letters, digits, dots, - and _")
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"{name!r:.200} has more than {MAX_NAME_BYTES} bytes")
     return name

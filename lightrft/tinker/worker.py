@@ -1,6 +1,7 @@
 """Compute for the clients on all ranks: gradients, optimizer steps, checkpoints and samples."""
 
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from lightrft.batching.micro_batches import micro_batches
 from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
+from lightrft.engine.base import NotFiniteError
 from lightrft.engine.requests import Sampling
 from lightrft.roles.policy import Policy
 from lightrft.roles.policy_methods import EVERYTHING
@@ -26,6 +28,8 @@ from lightrft.tinker.records import (
 )
 from lightrft.types import Batch, token_index
 
+PROBED_TOKENS = 8
+"""Number of tokens of a prompt that new weights must compute before the engine gets them."""
 STEPS_PER_TURN = 8
 """Number of steps of the engine between two looks at new requests."""
 ACTOR = "actor"
@@ -76,14 +80,16 @@ class TinkerWorker:
 
     def load(self, name: str, tag: str, *, optimizer: bool) -> None:
         """Replace the weights of the model, and with `optimizer` the moments."""
+        self.models.models[name].problem = ""  # the load replaces whatever was broken
         model = self.models.take(name)
         self.models.changes(model)
         self._load(tag, optimizer=optimizer)
         model.gradients = [None] * len(model.gradients)
+        self.models.check(model, f"the load of {tag}")
 
     def snapshot(self, name: str) -> Hashable:
         """Return the key of the model's weights as they are now, for sampling."""
-        key = self.models.models[name].key
+        key = self.models.usable(name).key
         self.models.sampled.add(key)
         return key
 
@@ -139,6 +145,7 @@ class TinkerWorker:
         self.strategy.max_norm = adam["grad_clip_norm"]
         skipped = self.strategy.skipped_steps
         norm = self.strategy.optimizer_step(optimizer, self.policy.actor, name=name)
+        self.models.check(model, f"a step with the learning rate {adam['learning_rate']:g}")
         metrics = {"optim/skipped": float(self.strategy.skipped_steps - skipped)}
         # JSON has no word for the norm of a step that was skipped.
         return metrics | ({"optim/grad_norm": float(norm)} if norm.isfinite() else {})
@@ -222,6 +229,8 @@ class TinkerWorker:
         scored = [prompt for prompt in prompts if prompt.scored]
         if stale or scored:
             self._prepare(key)
+        if stale:
+            self._check_finite(prompts[0].request.token_ids)
 
         # Engines score no prompts, so the trainer does, before the engine wakes.
         scores = {prompt.number: self._score(prompt.request.token_ids) for prompt in scored}
@@ -240,12 +249,23 @@ class TinkerWorker:
                 own |= dict(zip(indices, (each.number for each in own_prompts), strict=True))
 
                 ended = []
-                for _ in range(STEPS_PER_TURN):
-                    if session.running:
-                        ended += [(own.pop(index), each) for index, each in session.step()]
-                for number, completions in (pair for each in world.gather(ended) for pair in each):
+                problem = ""
+                try:
+                    for _ in range(STEPS_PER_TURN):
+                        if session.running:
+                            ended += [(own.pop(index), each) for index, each in session.step()]
+                except NotFiniteError as error:
+                    problem = str(error)
+                everywhere = world.gather((ended, problem))
+                for number, completions in (pair for each, _ in everywhere for pair in each):
                     running.discard(number)
                     yield number, Sampled(completions, scores.pop(number, None))
+
+                # The engine is as it was, and other weights can have it next.
+                if problems := [each for _, each in everywhere if each]:
+                    with suppress(NotFiniteError):
+                        session.abort()
+                    raise RequestRefused(problems[0])
                 prompts = more(key)
                 if prompts:
                     self.strategy.announce("generate")  # the time limit begins anew
@@ -256,9 +276,23 @@ class TinkerWorker:
             # The model that has the actor is set aside, or the checkpoint would replace it.
             self.models.take_key(None)
             self._load(key, optimizer=False)
+            if not self.models.are_finite():
+                raise RequestRefused(f"{key} has weights that are too large or no numbers")
             self.models.keep(key)
             return
         self.models.take_key(key)
+
+    def _check_finite(self, token_ids: list[int]) -> None:
+        """Raise RequestRefused if the actor computes no numbers for these tokens.
+
+        Finite weights can overflow in the forward pass. Some engines end at such logits.
+        """
+        probe = token_ids[:PROBED_TOKENS] + token_ids[:1]  # two tokens at least
+        if not self._score(probe)[1:].isfinite().all():
+            raise RequestRefused(
+                "a forward pass of these weights overflows: load earlier ones, or train with a"
+                " smaller learning rate"
+            )
 
     def _score(self, token_ids: list[int]) -> Tensor:
         """Return the log-prob of each token of a prompt under the actor: [L], NaN for the first."""

@@ -120,7 +120,7 @@ def load_rewarded(
         measure=expand and expand.measure,
         distinguishing=config.reward.reward_key,
         requirements=requirements,
-        keep_input=has_episodes(config.environment),
+        keep_input=has_episodes(config.environment) or rewards.function.reads_messages,
     )
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightrft.agents.episodes import FAILURES_IN_A_ROW
 from lightrft.agents.messages import ToolCall, TurnRequest
 from lightrft.agents.programs import ProgramSetup
-from lightrft.agents.tool_calls import before_calls, hermes
+from lightrft.agents.tool_calls import HERMES_BEGIN, before_calls, hermes
 from lightrft.agents.tools import schemas
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
@@ -484,6 +484,57 @@ def test_tools_are_described_by_their_types_and_docstrings(file, tmp_path):
         ProgramSetup("", ("calculator", "calculator")).program()
 
 
+WRAPPED = """
+import functools
+from functools import partial
+def add(a: int, b: int) -> int:
+    '''Add.
+
+    Args:
+        a: One.
+        b: Other.
+    '''
+    return a + b
+@functools.lru_cache
+def cached(a: int) -> int:
+    '''Look up.
+
+    Args:
+        a: Key.
+    '''
+    return a + 1
+LIMIT = 5
+class Helper: pass
+_hidden = partial(add, b=1)
+"""
+CALLABLE = "class Search:\n  def __call__(self, a): return a\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "chosen", "found"),
+    [
+        ("", "", ["add", "cached"]),
+        ("", ":cached", ["cached"]),
+        ("", ":add", ["add"]),
+        ("more = partial(add, b=1)", "", "more is an object of the class partial"),
+        ("more = partial(add, b=1)", ":more", "more is an object of the class partial"),
+        (f"{CALLABLE}search = Search()", "", "search is an object of the class Search"),
+        (f"{CALLABLE}search = Search()", ":search", "search is an object of the class Search"),
+        ("class StructuredTool: pass\nfind = StructuredTool()", "", "the class StructuredTool"),
+        ("", ":Helper", "has no public functions"),
+    ],
+)
+def test_what_is_called_like_a_function_is_a_tool_or_named(tmp_path, more, chosen, found):
+    (tmp_path / "tools.py").write_text(WRAPPED + more)
+    setup = ProgramSetup("", (f"{tmp_path}/tools.py{chosen}",))
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=f"--tools .*{found}"):
+            setup.program()
+        return
+    tools = setup.program().all_tools
+    assert list(tools) == [each["function"]["name"] for each in schemas(tools)] == found
+
+
 def told_tools(tools: str, model: str) -> str:
     """Return the tools that this rank describes to the model, or why it cannot."""
     config = Config(
@@ -530,11 +581,39 @@ def test_rewards_of_an_environment_that_the_run_ignores(player):
             ),
             [ToolCall("f", {}), ToolCall("g", {"b": []})],
         ),
-        ('<tool_call>{"name": "f", "arguments": {}}', []),
+        ('<tool_call>{"name": "f", "arguments": {}}', [ToolCall("f", {})]),
+        ('<tool_call>{"name": "f", "arguments": {}}\n</tool_c', [ToolCall("f", {})]),
+        (
+            '<tool_call>{"name": "f"}\n<tool_call> {"name": "g"}',
+            [ToolCall("f", {}), ToolCall("g", {})],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "</tool_call> <tool_call>{"}}</tool_call>!',
+            [ToolCall("f", {"a": "</tool_call> <tool_call>{"})],
+        ),
+        ("I can write <tool_call> to call", []),
+        ("<think>a <tool_call>{</think>so", []),
     ],
 )
 def test_calls_in_a_text(text, calls):
-    assert hermes(text)[1] == calls
+    content, found = hermes(text)
+    assert found == calls
+    assert calls == [] or HERMES_BEGIN not in content
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "f", "argu',
+        '<tool_call>{"name": "f"} }</tool_call>',
+        "<tool_call>f()</tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+    ],
+)
+def test_a_call_that_cannot_be_read_is_a_problem(text):
+    content, (call,) = hermes(text)
+    assert call.problem and content == ""
 
 
 @pytest.mark.parametrize(

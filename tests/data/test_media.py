@@ -6,6 +6,7 @@ A video must be cut to the length that was counted.
 import io
 import json
 import os
+import time
 import wave
 from typing import ClassVar
 
@@ -265,12 +266,50 @@ class Files(JsonHandler):
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
-        if self.path == "/v.gif":
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(gif(3))
-        else:
-            self.send_error(404)
+        port = self.server.server_address[1]
+        to = {
+            "/here": "/v.gif",
+            "/loop": "/loop",
+            "/loopback": f"http://localhost:{port}/v.gif",
+            "/mapped": f"http://[::ffff:127.0.0.1]:{port}/v.gif",
+            "/number": f"http://2130706433:{port}/v.gif",
+            "/private": "http://10.0.0.1/",
+            "/link-local": "http://169.254.169.254/latest/meta-data",
+            "/file": "file:///etc/passwd",
+            "/nonsense": "http://[::1/v.gif",
+        }
+        try:
+            if self.path == "/v.gif":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(gif(3))
+            elif self.path in to:
+                self.send_response(302)
+                self.send_header("Location", to[self.path])
+                self.end_headers()
+            elif self.path == "/truncated":
+                self.send_response(200)
+                self.send_header("Content-Length", "100000")
+                self.end_headers()
+                self.wfile.write(gif(3))
+            elif self.path == "/large":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(bytes(2 << 20))
+            elif self.path.startswith("/drip"):
+                if self.path == "/drip":
+                    self.send_response(200)
+                    self.end_headers()
+                for _ in range(100):
+                    self.wfile.write(b"H")
+                    self.wfile.flush()
+                    time.sleep(0.1)
+            elif self.path == "/no-http":
+                self.wfile.write(b"SSH-2.0\r\n\r\n")
+            else:
+                self.send_error(404)
+        except OSError:
+            self.close_connection = True
 
 
 def test_addresses_are_fetched_once_and_with_a_flag(folder, monkeypatch):
@@ -293,8 +332,46 @@ def test_addresses_are_fetched_once_and_with_a_flag(folder, monkeypatch):
         ) and Files.asked == ["/v.gif"]
         with pytest.raises(DataError, match="v.gif is an address: --media_urls allows to fetch it"):
             load(folder, rows)
-        with pytest.raises(DataError, match="nothing.gif cannot be fetched: HTTP Error 404"):
+        with pytest.raises(DataError, match="nothing.gif cannot be fetched: .*404"):
             load(folder, [{"input": "x", "film": f"{address}/nothing.gif"}], media_urls=True)
+
+
+FETCHED = {
+    "/loop": "leads on more than 10 times",
+    "/loopback": "leads to localhost, which is no public address",
+    "/mapped": "no public address",
+    "/number": "no public address",
+    "/private": "leads to 10.0.0.1, which",
+    "/link-local": "leads to 169.254.169.254, which",
+    "/file": "",
+    "/nonsense": "",
+    "/truncated": "incomplete|without sending complete",
+    "/large": "more than --media_max_mb 1",
+    "/drip": "in 1 s",
+    "/drip-head": "in 1 s",
+    "/no-http": "",
+}
+
+
+def test_what_cannot_be_fetched_is_a_bad_row_and_not_kept(tmp_path, monkeypatch):
+    """Why: a truncated file was kept for ever, and a drip held the start for ever."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("lightrft.data.media_files.FETCH_SECONDS", 1.0)
+    with listening(Files) as address:
+        for path, message in FETCHED.items():
+            with pytest.raises(ValueError, match=f"{path} cannot be fetched.*({message})"):
+                fetch(address + path, 1_000_000)
+        for wrong in (
+            "http://[::1",
+            "http:///x",
+            "http://a b/",
+            "http://x:99999/",
+            "http://\ud800",
+        ):
+            with pytest.raises(ValueError, match="cannot be fetched"):
+                fetch(wrong, 1000)
+        assert list(tmp_path.glob("*/*")) == []
+        assert fetch(f"{address}/here", 1_000_000).read_bytes() == gif(3)
 
 
 @pytest.mark.parametrize("made", ["a link", "by another user", "for all"])

@@ -1,5 +1,6 @@
 """What a reward may be and how it is checked; every error names the flag and the path."""
 
+import json
 import math
 import multiprocessing
 import sys
@@ -10,10 +11,12 @@ from dataclasses import replace
 import pytest
 from loguru import logger
 
-from lightrft.config import ConfigError, RewardSection
+from lightrft.config import Config, ConfigError, DataSection, RewardSection
 from lightrft.rewards.functions import rewards
 from lightrft.rewards.runner import RewardRunner
+from lightrft.trainer.build_data import load_rewarded
 from lightrft.types import Prompt, Sample
+from tiny import byte_tokenizer
 
 
 def sample(text: str, finish_reason: str = "stop", **columns) -> Sample:
@@ -327,7 +330,8 @@ def plain(completions, prompts, answer, **kwargs):
 
 def chat(prompts, completions, answer):
     contents = [completion[0]["content"] for completion in completions]
-    assert [prompt[-1]["role"] for prompt in prompts] == ["user"] * 2
+    assert prompts[0] == [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    assert prompts[1] == [{"role": "user", "content": "{}"}]
     return [float(text == right) for text, right in zip(contents, answer)]
 """
 OPENRLHF = """
@@ -370,6 +374,10 @@ def test_rewards_of_other_tools(tmp_path, case):
     (tmp_path / "theirs.py").write_text(source)
     judge = runner(f"{tmp_path}/theirs.py:{name}", chat="chat" in case)
     samples = [sample("a", **columns), sample("b", **columns)]
+    if judge.function.reads_messages:
+        chat = [{"role": "system", "content": "S"}, {"role": "human", "content": "U"}]
+        for one, given in zip(samples, (chat, "{}"), strict=True):
+            one.prompt.columns["prompt"] = given
     judge.check([one.prompt for one in samples])
     judge(samples)
     assert [one.reward for one in samples] == expected
@@ -578,3 +586,25 @@ def test_a_row_of_verls_data_without_the_right_answer():
     assert "needs the column 'ground_truth'" in judge.row_problem(
         sample("", reward_model=None).prompt
     )
+
+
+def test_trl_gets_the_messages_of_the_row(tmp_path):
+    """Why: the whole rendered prompt came as one message of the user."""
+    (tmp_path / "theirs.py").write_text(
+        "def chat(prompts, completions, **kwargs):\n"
+        "    return [float(prompt == [{'role': 'user', 'content': 'hi'}]) for prompt in prompts]\n"
+    )
+    row = {"messages": [{"role": "user", "content": "hi"}], "label": "x"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    data = DataSection(
+        prompt_data=f"{tmp_path}/rows.jsonl", input_key="messages", apply_chat_template=True
+    )
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    judge = runner(f"{tmp_path}/theirs.py:chat", chat=True)
+    (prompt,) = load_rewarded(Config(data=data), tokenizer, None, judge)
+    assert prompt.text.startswith("<user>hi")
+    one = replace(sample("a"), prompt=prompt)
+    judge.check([prompt])
+    judge([one])
+    assert one.reward == 1.0

@@ -2,7 +2,10 @@
 models that take turns, and snapshots that clients sample from.
 """
 
+import asyncio
 import math
+import time
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.compat.command_line import parse
 from lightrft.engine.requests import Request, Sampling
+from lightrft.parallel.device import local_part
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.tinker.losses import LOSSES
@@ -229,6 +233,67 @@ def sampling(folder: str, adapters: bool) -> dict[str, object]:
     return found
 
 
+HARMFUL = {
+    "finite parameters": {"learning_rate": 1e16},
+    "parameters whose squares overflow": {"learning_rate": 1e30},
+    "a decay that overflows": {"learning_rate": 1e10, "weight_decay": 1e10},
+    "a division by zero": {"eps": 0.0, "beta1": 0.0, "beta2": 0.0},
+}
+
+
+def harm(folder: str, adapters: bool) -> dict[str, dict[str, str]]:
+    """Break a model in several ways, use it, and another one after each; return the refusals."""
+    flags = ["--lora_rank=4"] if adapters else []
+    worker = worker_of(folder, f"{folder}/harm{adapters}", *flags, engine=True)
+    worker.create("good", [])
+    step(worker, "good", examples())
+    expected = greedy(worker, worker.snapshot("good"))
+    worker.save("good", "good/weights/x", optimizer=True)
+
+    found = {}
+    for number, (case, adam) in enumerate(HARMFUL.items()):
+        name = f"bad{number}"
+        worker.create(name, [])
+        worker.forward_backward(name, examples(), "cross_entropy", {}, learn=True)
+        uses = {
+            "step": lambda name=name, adam=adam: worker.optim_step(name, ADAM | adam),
+            "sample": lambda name=name: greedy(worker, worker.snapshot(name)),
+            "save": lambda name=name: worker.save(name, f"{name}/weights/x", optimizer=True),
+            "learn": lambda name=name: step(worker, name, examples()),
+        }
+        found[case] = {}
+        for use, does in uses.items():
+            try:
+                does()
+            except RequestRefused as error:
+                found[case][use] = str(error)
+            assert greedy(worker, worker.snapshot("good")) == expected
+        worker.load(name, "good/weights/x", optimizer=True)
+        assert greedy(worker, worker.snapshot(name)) == expected
+
+    # Of weights that were broken before, by another server or on disk.
+    worker.create("broken", [])
+    broken = worker.models.take("broken")
+    with torch.no_grad():
+        for parameter in worker.models.trained:
+            local_part(parameter).fill_(math.inf)
+    worker.save("broken", "broken/weights/x", optimizer=True)
+    broken.version += 1
+    with pytest.raises(RequestRefused, match="too large or no numbers"):
+        greedy(worker, "broken/weights/x")
+    with pytest.raises(RequestRefused, match="a forward pass of these weights overflows"):
+        greedy(worker, worker.snapshot("broken"))
+    worker._check_finite = lambda token_ids: None  # as if a later token were the first to overflow
+    with pytest.raises(RequestRefused, match="log-prob that is not finite"):
+        greedy(worker, worker.snapshot("broken"))
+    with pytest.raises(RequestRefused, match="since the load of broken/weights/x"):
+        worker.load("good", "broken/weights/x", optimizer=True)
+    worker.load("good", "good/weights/x", optimizer=True)
+    assert greedy(worker, worker.snapshot("good")) == expected
+    worker.strategy.close()
+    return found
+
+
 # -- tests
 
 
@@ -272,6 +337,41 @@ def test_clients_sample_from_the_weights_that_they_saved(folder, adapters):
     assert found["first"] == found["base"] == found["first again"]
     assert found["second"] == found["saved"] != found["first"]
     assert found["resumed losses"] == pytest.approx(found["losses"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [True, False])
+def test_a_model_that_overflows_is_refused_alone(folder, adapters):
+    """Why: the next sample ended the server, and the models of all other clients were lost."""
+    found = run_ranks(2, partial(harm, folder, adapters))[0]
+    finite = found.pop("finite parameters")
+    assert "step" not in finite and "forward pass of these weights overflows" in finite["sample"]
+    for case, refusals in found.items():
+        assert list(refusals) == ["step", "sample", "save", "learn"], case
+        assert len(set(refusals.values())) == 1 and "too large" in refusals["step"]
+
+
+def test_old_results_cost_a_new_request_nothing(monkeypatch):
+    """Why: each request looked at all results of the last quarter of an hour."""
+    promises = pytest.importorskip("lightrft.tinker.promises")
+    kept = promises.Promises()
+    done = Future()
+    done.set_result({})
+
+    def add(first: int, count: int) -> float:
+        began = time.process_time()
+        for number in range(first, first + count):
+            kept.add(str(number), lambda: done, dict)
+        return time.process_time() - began
+
+    add(0, 20_000)
+    assert add(20_000, 1000) < 1.0
+    assert asyncio.run(kept.answer("0")).status_code == 200
+    monkeypatch.setattr(promises, "KEPT_SECONDS", 0.0)
+    time.sleep(0.01)
+    add(21_000, 1)
+    assert asyncio.run(kept.answer("0")).status_code == 410
+    assert asyncio.run(kept.answer("21000")).status_code == 200
 
 
 def test_every_loss_reads_what_the_sdk_sends():

@@ -5,9 +5,11 @@ The loops are those of tinker-cookbook, with data that need no hub. The servers 
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +21,12 @@ import datasets  # noqa: E402
 import tinker  # noqa: E402
 import torch  # noqa: E402
 from tinker import types  # noqa: E402
+from tinker.types.optimizer import OptimParamsBase  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from lightrft.checkpoint.final_model import export_checkpoint  # noqa: E402
+from lightrft.config.sections import Config, ServerSection  # noqa: E402
+from lightrft.run.prepare import unprotected_server  # noqa: E402
 from scripts.prepare_quickstart import tiny_qwen3  # noqa: E402
 from warm import warm_environment, warm_programs  # noqa: E402
 
@@ -273,6 +278,52 @@ def test_checkpoints_are_listed_loaded_and_deleted(adapters, client):
         service.create_training_client_from_state(path).result()
 
 
+def test_adamw_may_be_named(client):
+    client.forward_backward([datum(SENTENCE, weights=[1.0] * 4)], "cross_entropy").result()
+    named = OptimParamsBase(type="adamw", learning_rate=1e-3, beta2=0.9)
+    assert client.optim_step(named).result().metrics["optim/grad_norm"] > 0
+    with pytest.raises(tinker.UnprocessableEntityError, match="momentum"):
+        client.optim_step(OptimParamsBase(type="adamw", momentum=1e-3)).result()
+
+
+BROKEN = [
+    "",
+    "{",
+    "[]",
+    "null",
+    "{}",
+    '{"model_id": [], "base_model": "", "lora_rank": 4}',
+    "\udc80",
+]
+
+
+def test_a_broken_file_blocks_no_listing(folder, adapters, client):
+    """Why: one such file was a 500 for all listings."""
+    client.save_state("good").result()
+    listed = tinker.ServiceClient(base_url=adapters.url).create_rest_client()
+    before = len(listed.list_training_runs().result().training_runs)
+    for number, text in enumerate(BROKEN):
+        file = folder / "adapters" / "checkpoints" / f"broken{number}" / "model.json"
+        file.parent.mkdir()
+        file.write_bytes(text.encode(errors="surrogateescape"))
+    assert len(listed.list_training_runs().result().training_runs) == before
+    found = listed.list_user_checkpoints().result().checkpoints
+    assert any(each.checkpoint_id == "weights/good" for each in found)
+    with pytest.raises(tinker.APIStatusError, match="model.json cannot be read"):
+        listed.get_training_run("broken0").result()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "host.example"])
+def test_a_server_that_others_reach_asks_for_a_key_or_warns(monkeypatch, host):
+    config = Config(server=ServerSection(host=host))
+    for command, key in (("tinker", "MODEL_API_KEY"), ("serve_reward", "REWARD_API_KEY")):
+        monkeypatch.delenv(key, raising=False)
+        assert f"set {key}" in unprotected_server(config, command)[0]
+        monkeypatch.setenv(key, "x")
+        assert unprotected_server(config, command) == []
+    assert unprotected_server(Config(), "serve") == unprotected_server(config, "train_ppo") == []
+
+
 @pytest.mark.parametrize(
     ("columns", "loss", "config", "message"),
     [
@@ -315,6 +366,9 @@ def test_what_the_server_lacks_is_refused_by_name(adapters, full, client):
     refused("no checkpoint", lambda: service.create_sampling_client("tinker://a/weights/b"))
     refused("is no name", lambda: service.create_sampling_client("tinker://a/weights/.."))
     refused("adamw alone", lambda: client.optim_step(types.DimuonParams(learning_rate=0.1)))
+    for name in ("\u00e9" * 101, "a" * 201, "a b", ".."):
+        refused("is no name|more than 200 bytes", lambda name=name: client.save_state(name))
+    client.save_state("\u00e9" * 100).result()
 
     sampler = service.create_sampling_client(base_model=MODEL).result()
     prompt = types.ModelInput.from_ints(SENTENCE)
@@ -354,3 +408,66 @@ def test_a_meaningless_request_harms_no_other(adapters, client):
     assert torch.isfinite(
         client.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
     ).all()
+
+
+EXTREME = {
+    "a learning rate": {"learning_rate": 1e30},
+    "a large learning rate": {"learning_rate": 1e12},
+    "a learning rate beyond float32": {"learning_rate": 1e300},
+    "a division by zero": {"learning_rate": 1e-3, "eps": 0.0, "beta1": 0.0, "beta2": 0.0},
+    "betas beside 1": {"learning_rate": 1e12, "beta1": 1 - 2**-53, "beta2": 1 - 2**-53},
+    "a decay": {"learning_rate": 1e12, "weight_decay": 1e12},
+    "an epsilon": {"learning_rate": 1e-3, "eps": 1e12},
+    "a norm": {"learning_rate": 1e-3, "grad_clip_norm": 1e-300},
+}
+
+
+def test_extreme_numbers_harm_no_other(adapters, client):
+    """Why: one client's overflow ended the server."""
+    service = tinker.ServiceClient(base_url=adapters.url)
+    prompt = types.ModelInput.from_ints(SENTENCE)
+    greedy = types.SamplingParams(max_tokens=3, temperature=0.0)
+    learns = [datum(SENTENCE, weights=[1.0] * 4)]
+    client.forward_backward(learns, "cross_entropy").result()
+    client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+
+    def sampled(of: tinker.TrainingClient) -> list[int]:
+        sampler = of.save_weights_and_get_sampling_client().result()
+        return sampler.sample(prompt, 1, greedy).result().sequences[0].tokens
+
+    expected = sampled(client)
+    refused = {case: set() for case in EXTREME}
+    for case, adam in EXTREME.items():
+        other = service.create_lora_training_client(base_model=MODEL, rank=RANK).result()
+        uses = [
+            lambda other=other: other.forward_backward(learns, "cross_entropy"),
+            lambda other=other, adam=adam: other.optim_step(types.AdamParams(**adam)),
+            lambda other=other: sampled(other),
+            lambda other=other: other.save_state("x"),
+        ]
+        for place, use in enumerate(uses):
+            try:
+                result = use()
+                result if place == 2 else result.result()
+            except (tinker.UnprocessableEntityError, tinker.RequestFailedError) as error:
+                assert re.search("too large or no numbers|from 0 to 1e", str(error)), error
+                refused[case].add(place)
+        assert sampled(client) == expected, case
+    assert refused["a division by zero"] == refused["a decay"] == {1, 2, 3}
+    assert refused["a learning rate beyond float32"] == {1}
+
+    columns = {"logprobs": [0.0] * 4, "advantages": [1.0] * 4}
+    for loss, option in (("ppo", "clip_low_threshold"), ("dro", "beta")):
+        for value in (1e300, -1e300, 1e12, -1e12, 1e-300):
+            with (
+                nullcontext()
+                if abs(value) < 1e13
+                else pytest.raises(tinker.UnprocessableEntityError, match="up to 1e")
+            ):
+                client.forward_backward(
+                    [datum(SENTENCE, **columns)], loss, {option: value}
+                ).result()
+    columns = {"logprobs": [3e38] * 4, "advantages": [-3e38] * 4}
+    client.forward_backward([datum(SENTENCE, **columns)], "dro").result()
+    assert client.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["optim/skipped"]
+    assert sampled(client) == expected

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from lightrft.rewards.functions import reads
+from lightrft.rewards.verifiers.asserts import Asserts, read_asserts
 from lightrft.rewards.verifiers.sandbox import find_sandbox, output_of, passes
 from lightrft.samples import Sample
 
@@ -14,8 +15,24 @@ CODE_BLOCK = re.compile(
 )
 
 
-def _parse_tests(tests: Any) -> Any:
-    """Return the tests as a list of asserts, or as a dictionary with inputs and outputs."""
+AS_JSON = """
+from math import inf, nan
+
+def as_json(value):
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    return {key: as_json(each) for key, each in value.items()} if type(value) is dict else value
+
+try:
+    called = Solution().%(name)s
+except NameError:
+    called = %(name)s
+"""
+"""Tests of a function: a method of a class Solution, or a function. JSON has no tuples."""
+
+
+def _parse_tests(tests: Any) -> Asserts | dict[str, Any]:
+    """Return the tests as asserts, or as a dictionary with inputs and outputs."""
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
@@ -23,7 +40,7 @@ def _parse_tests(tests: Any) -> Any:
             tests = [tests]
 
     if isinstance(tests, list) and tests and all(isinstance(one, str) for one in tests):
-        return tests
+        return read_asserts(tests)
 
     if isinstance(tests, dict):
         inputs = tests.get("inputs")
@@ -33,10 +50,34 @@ def _parse_tests(tests: Any) -> Any:
             and isinstance(expected, list)
             and 0 < len(inputs) == len(expected)
         ):
-            return tests
+            name = tests.get("fn_name")
+            return _asserts_of_calls(name, inputs, expected) if name else tests
 
     forms = 'a list of asserts nor {"inputs": [...], "outputs": [...]} of equal length'
     raise ValueError(f"the column tests has {tests!r:.200}, which is neither {forms}")
+
+
+def _asserts_of_calls(name: Any, inputs: list[Any], expected: list[Any]) -> Asserts:
+    """Return asserts about calls of a function, in the form of APPS or of LiveCodeBench.
+
+    The arguments are a list, and the result may be in a list of its own; or they are a text with
+    the JSON of an argument in each line, and the result is JSON.
+    """
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(f"the column tests has fn_name {name!r:.80}, which is no name of Python")
+
+    texts = [AS_JSON % {"name": name}]
+    for given, result in zip(inputs, expected, strict=True):
+        if isinstance(given, str):
+            arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
+            right = [json.loads(result)]
+        elif isinstance(given, list):
+            arguments = given
+            right = [result, *result] if isinstance(result, list) and len(result) == 1 else [result]
+        else:
+            raise ValueError(f"the column tests has the input {given!r:.80}, no list of arguments")
+        texts.append(f"assert as_json(called(*{arguments!r})) in {right!r}")
+    return Asserts(texts, ["Solution", name])
 
 
 @reads(tests=_parse_tests)
@@ -45,8 +86,9 @@ def passes_tests(samples: list[Sample], tests: list[Any], **_: Any) -> list[floa
 
     Without a block the whole response is the program. The column `tests` has a list of asserts as
     texts, or {"inputs": [...], "outputs": [...]} with texts for standard input and the expected
-    output. Outputs are compared without whitespace at the ends of lines. Either may be JSON text.
-    Raises ValueError for other tests, or if the machine has no sandbox.
+    output, which are compared without whitespace at the ends of lines. With `fn_name` these are the
+    arguments and results of a function. All may be JSON text. Raises ValueError for other tests, or
+    if the machine has no sandbox.
     """
     find_sandbox()
     return [
@@ -60,8 +102,8 @@ def _program(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def _passes(program: str, tests: Any) -> bool:
-    if isinstance(tests, list):
+def _passes(program: str, tests: Asserts | dict[str, Any]) -> bool:
+    if isinstance(tests, Asserts):
         return passes(program, tests)
     pairs = zip(tests["inputs"], tests["outputs"], strict=True)
     runs = ((output_of(program, str(stdin)), str(expected)) for stdin, expected in pairs)

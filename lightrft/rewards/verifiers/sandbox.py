@@ -17,9 +17,12 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
+
+from lightrft.rewards.verifiers.asserts import Asserts
 
 RUN_SECONDS = 10
 """Time limit of each run."""
@@ -37,6 +40,8 @@ FIRST_USER_ID = 1 << 30
 
 A program of root's run has one of them, also because limits of processes count by user.
 """
+REFUSED = 86
+"""Exit code of tests that cannot be judged, whatever the program is."""
 INSIDE = Path(__file__).with_name("inside.py")
 NEW_ROOT = """
 set -e
@@ -130,6 +135,7 @@ def running(
             "memory": MEMORY_BYTES,
             "processes": PROCESSES,
             "file_size": FILE_SIZE,
+            "refused": REFUSED,
         }
         # The job comes over a descriptor: arguments would be in /proc for all to read.
         passed = [number for number in (settings["job"], settings["socket"]) if number >= 0]
@@ -161,52 +167,43 @@ def output_of(
         return code, output.read(FILE_SIZE).decode(errors="replace")
 
 
-def passes(program: str, asserts: list[str]) -> bool:
-    """Return True if a program passes all asserts; these run in another sandbox."""
+def passes(program: str, tests: Asserts) -> bool:
+    """Return True if a program passes all tests; these run in another sandbox.
+
+    Raises ValueError if the tests pass the program what cannot be sent to it.
+    """
     of_program, of_tests = socket.socketpair()
     silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    with of_program, of_tests, running("module", program, connection=of_program, **silent):
+    with (
+        of_program,
+        of_tests,
+        tempfile.TemporaryFile() as reason,
+        running("module", program, connection=of_program, **silent),
+    ):
         of_program.close()
-        with running("tests", asserts, connection=of_tests, **silent) as tests:
+        with running(
+            "tests", asdict(tests), connection=of_tests, **silent | {"stderr": reason}
+        ) as process:
             of_tests.close()
-            return tests.wait() == 0
+            code = process.wait()
+
+        if code == REFUSED:
+            reason.seek(0)
+            raise ValueError(reason.read().decode(errors="replace"))
+        return code == 0
 
 
 def _bubblewrap() -> tuple[str, ...]:
     if not (path := shutil.which("bwrap")):
         return ()
-
+    alone = "--unshare-all --as-pid-1 --die-with-parent --new-session --cap-drop ALL --clearenv"
+    disk = f"--size {DISK_SIZE} --tmpfs"
+    devices = f"--dev /dev {disk} /dev/shm --remount-ro /dev {disk} /tmp"
     binds = [part for folder in _folders() for part in ("--ro-bind-try", folder, folder)]
-    alone = (
-        "--unshare-all",
-        "--as-pid-1",
-        "--die-with-parent",
-        "--new-session",
-        "--cap-drop",
-        "ALL",
-        "--clearenv",
-    )
-    disk = ("--size", str(DISK_SIZE), "--tmpfs")
-
     # The root is made read-only last, after everything has its place in it.
-    devices = ("--dev", "/dev", *disk, "/dev/shm", "--remount-ro", "/dev")
-
-    return (
-        *_as_nobody(),
-        path,
-        *alone,
-        "--proc",
-        "/proc",
-        *_hidden_settings(),
-        *devices,
-        *disk,
-        "/tmp",
-        *binds,
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/tmp",
-    )
+    last = "--remount-ro / --chdir /tmp"
+    proc = ["--proc", "/proc", *_hidden_settings()]
+    return (*_as_nobody(), path, *alone.split(), *proc, *devices.split(), *binds, *last.split())
 
 
 def _unshare(*, by_root: bool) -> tuple[str, ...]:
@@ -236,20 +233,9 @@ def _as_nobody() -> tuple[str, ...]:
 
     # A number of its own for each process, so that no run can signal another one.
     user = FIRST_USER_ID + os.getpid()
-    rights = (
-        "--clear-groups",
-        "--inh-caps=-all",
-        "--bounding-set=-all",
-        "--no-new-privs",
-        "--pdeathsig=KILL",
-    )
-    return (
-        shutil.which("setpriv") or "setpriv",
-        f"--reuid={user}",
-        f"--regid={user}",
-        *rights,
-        "--",
-    )
+    rights = "--clear-groups --inh-caps=-all --bounding-set=-all --no-new-privs --pdeathsig=KILL"
+    setpriv = shutil.which("setpriv") or "setpriv"
+    return (setpriv, f"--reuid={user}", f"--regid={user}", *rights.split(), "--")
 
 
 def _hidden_settings() -> list[str]:
@@ -287,12 +273,8 @@ def _folders() -> list[str]:
 
 def _works(sandbox: tuple[str, ...]) -> bool:
     with tempfile.TemporaryDirectory() as folder:
-        return (
-            subprocess.run(
-                [*sandbox, *_python("-c", "")], env={}, cwd=folder, capture_output=True
-            ).returncode
-            == 0
-        )
+        command = [*sandbox, *_python("-c", "")]
+        return subprocess.run(command, env={}, cwd=folder, capture_output=True).returncode == 0
 
 
 def _python(*arguments: str) -> list[str]:
