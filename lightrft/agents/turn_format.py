@@ -66,10 +66,8 @@ class TurnFormat:
         elif not observation:
             return prompt
         elif isinstance(observation, str):
-            row = prompt.columns | {
-                self.section.input_key: _append_text(prompt.columns[INPUT], observation)
-            }
-            text = prompt_text(self.section, self.tokenizer, row)
+            value = _append_text(prompt.columns[INPUT], observation)
+            text = prompt_text(self.section, self.tokenizer, prompt.columns, value)
             special_tokens = not self.section.apply_chat_template
             token_ids = self._expand_media(
                 text_tokens(self.tokenizer, text, special_tokens=special_tokens)
@@ -241,7 +239,7 @@ def _are_token_ids(observation: str | list[Message] | list[int]) -> TypeGuard[li
 
 def _append_text(value: Any, observation: str) -> Any:
     """Return the input of a row with a text at the end of the last message."""
-    messages = as_messages(value)
-    if messages is None:
+    if isinstance(value, str):
         return f"{value}{observation}"
-    return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{observation}"}]
+    *others, last = value
+    return [*others, last | {"content": f"{last['content']}{observation}"}]

@@ -110,7 +110,8 @@ def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
     Raise ValueError for turns that cannot be learned.
     """
     for number, message in enumerate(messages, 1):
-        if is_answer(message) and not message["content"] and not message.get("tool_calls"):
+        is_empty = not str(message["content"] or "").strip() and not message.get("tool_calls")
+        if is_answer(message) and is_empty:
             raise ValueError(
                 f"message {number} of {len(messages)}, of role 'assistant', has no content"
             )

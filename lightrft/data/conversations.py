@@ -1,7 +1,6 @@
 """Supervised examples: a prompt and the answer to learn."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,26 +10,22 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection
 from lightrft.data.chats import conversation_tokens
+from lightrft.data.columns.forms import read_row
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import (
     HERE,
     MediaTokenCounter,
+    built_prompt,
     chat_of,
     complete_chat,
     load_prompts,
-    make_prompt,
     row_media,
     with_media_tokens,
 )
-from lightrft.data.rendering.messages import as_messages, is_answer
+from lightrft.data.rendering.messages import Message, is_answer
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
 from lightrft.types import Answer, Batch, Expand, Expanded, Prompt, TokenIds
-
-CHATS = ("messages", "conversations")
-"""Columns with whole conversations, used if no other column is configured."""
-COMPLETIONS = ("prompt", "completion")
-"""Columns with a prompt and an answer, used if no others are configured."""
 
 
 def load_examples(
@@ -51,6 +46,7 @@ def load_examples(
         "row_problem": problem,
         "measure": measure,
         "make": make_example,
+        "read": partial(read_row, purpose="answer"),
         "requirements": [longest, requirements],
     }
     return load_prompts(section, tokenizer, source=source, **options)
@@ -70,63 +66,74 @@ def make_example(
     The prompt of a conversation ends where the first learned turn begins. Raise ValueError for a
     bad row.
     """
-    section = _with_usual_names(section, row)
-    value = row.get(section.input_key)
-    label = row.get(section.label_key)
+    reading = read_row(section, row, "answer")
+    (answer,) = reading.answers or (None,)
+    if reading.answers and not can_be_learned(answer):
+        raise ValueError(f"{nothing_to_learn(answer)}; the row has {', '.join(row)}")
+    return learned_example(
+        section,
+        tokenizer,
+        row,
+        reading.prompt,
+        answer,
+        index=index,
+        folder=folder,
+        measure=measure,
+    )
 
-    messages = as_messages(value)
-    answer = as_messages(label)
-    if answer is None and not isinstance(label, str) and not (messages and is_answer(messages[-1])):
-        # answer_problem() says it
-        return make_prompt(section, tokenizer, row, index=index, folder=folder, measure=measure)
 
+def learned_example(
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    row: Mapping[str, Any],
+    prompt: Any,
+    answer: str | list[Message] | None,
+    *,
+    index: int,
+    folder: Path,
+    measure: MediaTokenCounter | None,
+) -> Prompt:
+    """Build a prompt whose `label` is learned, from text or messages and the answer to them.
+
+    Without an answer, the turns of the assistant in the prompt are learned. Raise ValueError for a
+    bad row.
+    """
     if not section.apply_chat_template:
-        if messages or answer:
-            raise ValueError(
-                f"{section.input_key!r} is a conversation; chat messages need --apply_chat_template"
-            )
-        return make_prompt(section, tokenizer, row, index=index, folder=folder, measure=measure)
+        if isinstance(answer, list):
+            raise ValueError("the answer is a list of messages, which need --apply_chat_template")
+        columns = {"label": answer}
+        return built_prompt(
+            section, tokenizer, row, prompt, columns, index=index, folder=folder, measure=measure
+        )
 
-    if messages and is_answer(messages[-1]) and isinstance(label, str):
-        label = None  # the conversation has its answers; the column is for rewards
-    if answer is None and label is not None:
-        answer = [{"role": "assistant", "content": label}]
-    learned = answer or messages
-
-    messages = [*chat_of(section, value, messages), *(answer or [])]
+    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer or []
+    messages = [*chat_of(section, prompt), *turns]
     if not is_answer(messages[-1]):
         raise ValueError(
-            f"{section.label_key!r} ends with a message of role {messages[-1]['role']!r}, not of"
-            " the assistant"
+            f"the answer ends with a message of role {messages[-1]['role']!r}, not of the assistant"
         )
 
     media = row_media(section, row, folder, messages)
-    text, token_ids, answer = conversation_tokens(
+    text, token_ids, learned = conversation_tokens(
         chat_template(section, tokenizer),
         complete_chat(section, row, messages, media),
-        sum(map(is_answer, learned)),
+        sum(map(is_answer, turns or messages)),
         only_last=section.learned_turns == "last",
     )
-    prompt = Prompt(index, text, token_ids, {"label": answer}, media)
+    example = Prompt(index, text, token_ids, {"label": learned}, media)
 
-    return with_media_tokens(prompt, section, measure)
+    return with_media_tokens(example, section, measure)
 
 
-def _with_usual_names(section: DataSection, row: dict[str, Any]) -> DataSection:
-    """Return the section with the usual column names of chat data.
+def can_be_learned(answer: Any) -> bool:
+    """Return whether an answer is a text with something in it, or messages."""
+    if isinstance(answer, str):
+        return bool(answer.strip())
+    return isinstance(answer, list) and bool(answer) and isinstance(answer[0], dict)
 
-    Only if the row has these columns and none were configured.
-    """
-    if row.get(section.input_key) is not None or section.input_key != DataSection.input_key:
-        return section
-    for name in CHATS:
-        if row.get(name) is not None:
-            return replace(section, input_key=name)
-    if section.label_key == DataSection.label_key and all(
-        row.get(name) is not None for name in COMPLETIONS
-    ):
-        return replace(section, input_key=COMPLETIONS[0], label_key=COMPLETIONS[1])
-    return section
+
+def nothing_to_learn(answer: Any) -> str:
+    return f"no text to train on in the answer column (--label_key): {answer!r:.100}"
 
 
 def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int) -> str | None:
@@ -135,8 +142,8 @@ def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: 
     It may have more than `longest` tokens, including the end token.
     """
     label = prompt.columns.get("label")
-    if not isinstance(label, str | Answer) or not label:
-        return f"no text to train on in the answer column (--label_key): {label!r}"
+    if not isinstance(label, Answer) and not can_be_learned(label):
+        return nothing_to_learn(label)
     length = prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids)
     if length > longest:
         return (

@@ -1,5 +1,7 @@
 """Build prompts from rows: template, chat template, tokens, and the limit on the length."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +16,7 @@ from lightrft.config.errors import DataError
 from lightrft.config.references import data_problems, data_sources
 from lightrft.config.sections import DataSection, media_columns
 from lightrft.data.chats import Conversation
+from lightrft.data.columns.forms import SYSTEMS, Reading, read_row
 from lightrft.data.columns.values import label_value, plain_row
 from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
@@ -31,14 +34,7 @@ from lightrft.data.media_files import (
 )
 from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.data.readers import BadRows, is_first_rank, read_rows
-from lightrft.data.rendering.messages import (
-    Message,
-    as_messages,
-    as_object,
-    as_tools,
-    is_answer,
-    shortened,
-)
+from lightrft.data.rendering.messages import SYSTEM_ROLES, Message, as_object, as_tools
 from lightrft.data.rendering.template import chat_template, template_variables
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.stored import stored_prompts, storing_problem
@@ -49,23 +45,25 @@ RowProblem = Callable[[Prompt], str | None]
 """Function that returns the reason why a prompt cannot be used; None if it can."""
 Make = Callable[..., Prompt]
 """make_prompt(), or another function with its signature."""
+Read = Callable[[DataSection, Mapping[str, Any]], Reading]
+"""Function that returns what a row means to `make`, as read_row() does for a purpose."""
 MediaTokenCounter = Callable[[Prompt], int]
 """Function that returns the number of additional tokens for a prompt's media.
 
 It raises ValueError for bad ones.
 """
 HERE = Path()
+PLACE_OF_ROW = re.compile(r"(:| row )\d+$")
+"""Place of a row in its file, at the end of a location."""
 NO_MEDIA: Mapping[str, list[MediaFile]] = {}
 INPUT = "prompt"
 """Column with the input of a row, as environments receive it."""
 
-TEMPLATE_COLUMNS = ("system", "tools", "chat_template_kwargs")
+TEMPLATE_COLUMNS = (*SYSTEMS, "tools", "chat_template_kwargs")
 """Columns for the chat template: a system message, schemas of tools, and variables.
 
 The variables replace the run's.
 """
-SYSTEM_ROLES = ("system", "developer")
-"""Roles of a row's own system message. Such a message takes the place of --system_prompt."""
 
 DATA_FIELDS = {
     "prompt_data": ("prompt_split", "max_samples"),
@@ -83,6 +81,7 @@ def load_prompts(
     row_problem: RowProblem | None = None,
     measure: MediaTokenCounter | None = None,
     make: Make | None = None,
+    read: Read | None = None,
     distinguishing: str | None = None,
     requirements: Any = None,
     keep_input: bool = False,
@@ -91,10 +90,11 @@ def load_prompts(
 
     They are in file order, and several data sets follow one another. Rows without the input column
     are bad rows, and so are prompts longer than `prompt_max_len` tokens. `measure` returns the
-    tokens that media add to the length; `make` is make_prompt() by default. With `data_cache` they
-    are stored in a file. It is used again unless `requirements` changes, a JSON value that
-    determines `row_problem` and `measure`. `distinguishing` is a column for PromptSet.examples.
-    With `keep_input` the input of a row is also a column, INPUT.
+    tokens that media add to the length; `make` is make_prompt() by default, and `read` tells what
+    a row means to it. With `data_cache` they are stored in a file. It is used again unless
+    `requirements` changes, a JSON value that determines `row_problem` and `measure`.
+    `distinguishing` is a column for PromptSet.examples. With `keep_input` the prompt of a row, a
+    text or messages, is also a column, INPUT.
     """
     if section.data_cache and requirements is None and not (make is row_problem is measure is None):
         raise TypeError("load_prompts() needs `requirements` to recognise its file")
@@ -118,6 +118,7 @@ def load_prompts(
         "row_problem": row_problem,
         "duplicates": duplicates,
         "numbers": numbers,
+        "read": read or partial(read_row, purpose="prompt"),
         "keep_input": keep_input,
     }
 
@@ -179,6 +180,7 @@ def _usable(
     row_problem: RowProblem | None,
     duplicates: Duplicates,
     numbers: Iterator[int],
+    read: Read,
     keep_input: bool,
 ) -> Iterator[Prompt]:
     """Yield the usable prompts of one data set, numbered by `numbers`."""
@@ -186,6 +188,9 @@ def _usable(
     limit = most and getattr(section, most)
     count = 0
     num_chats = 0
+    forms: Counter[str] = Counter()
+    known: dict[tuple[str, ...], str] = {}
+    files = set()
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
     place = Path(name).expanduser()
     folder = place.parent if place.is_file() else place
@@ -200,12 +205,16 @@ def _usable(
                 bad.add(location, str(error))
                 continue
 
-            num_chats += (
-                section.input_template is not None
-                and as_messages(row.get(section.input_key)) is not None
-            )
-            if keep_input:
-                prompt.columns.setdefault(INPUT, row[section.input_key])
+            # Rows with the same columns have the same form.
+            columns = tuple(name for name, value in row.items() if value is not None)
+            if columns not in known or keep_input or section.input_template is not None:
+                reading = read(section, row)
+                known[columns] = reading.form
+                num_chats += isinstance(reading.prompt, list)
+                if keep_input:
+                    prompt.columns.setdefault(INPUT, reading.prompt)
+            forms[known[columns]] += 1
+            files.add(PLACE_OF_ROW.sub("", location))
 
             problem = row_problem(prompt) if row_problem else None
             if problem := problem or (storing_problem(prompt) if section.data_cache else None):
@@ -226,7 +235,7 @@ def _usable(
                 break
 
     bad.report()
-    if num_chats and is_first_rank():
+    if num_chats and section.input_template is not None and is_first_rank():
         logger.warning(
             f"--{source} {name}: --input_template is for text: {num_chats} rows of chat messages"
             " are as they were"
@@ -238,6 +247,11 @@ def _usable(
             f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped{others})"
         )
     duplicates.report(f"--{source} {name}", count)
+    if is_first_rank():
+        shares = len(forms) > 1
+        understood = [f"{form} ({n:,} rows)" if shares else form for form, n in forms.items()]
+        of_files = f" of {len(files)} files" if len(files) > 1 else ""
+        logger.info(f"--{source} {name}: {', '.join(understood)}; {count:,} rows{of_files}")
 
 
 def _check_held_out(section: DataSection, names: list[str]) -> None:
@@ -275,24 +289,44 @@ def make_prompt(
 
     Raise ValueError for a bad row.
     """
-    if section.input_key not in row:
-        raise ValueError(
-            f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}"
-        )
+    reading = read_row(section, row, "prompt")
+    columns = reward_columns(section, row, reading)
+    return built_prompt(
+        section,
+        tokenizer,
+        row,
+        reading.prompt,
+        columns,
+        index=index,
+        folder=folder,
+        measure=measure,
+    )
 
-    has_parts = section.apply_chat_template and media_columns(section)
-    messages = as_messages(row[section.input_key]) if has_parts else None
-    media = row_media(section, row, folder, messages)
-    text = prompt_text(section, tokenizer, row, media=media)
+
+def built_prompt(
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    row: Mapping[str, Any],
+    value: Any,
+    columns: dict[str, Any],
+    *,
+    index: int,
+    folder: Path,
+    measure: MediaTokenCounter | None,
+) -> Prompt:
+    """Build a prompt from its text or messages, and give it `columns`.
+
+    Media and what a chat template reads are in the row. Raise ValueError for a bad one.
+    """
+    media = row_media(section, row, folder, value if isinstance(value, list) else None)
+    text = prompt_text(section, tokenizer, row, value, media=media)
 
     # a chat template writes its own special tokens
     token_ids = text_tokens(tokenizer, text, special_tokens=not section.apply_chat_template)
     if not token_ids:
         raise ValueError("the prompt is empty")
 
-    return with_media_tokens(
-        Prompt(index, text, token_ids, reward_columns(section, row), media), section, measure
-    )
+    return with_media_tokens(Prompt(index, text, token_ids, columns, media), section, measure)
 
 
 def row_media(
@@ -335,17 +369,15 @@ def with_media_tokens(
     return prompt
 
 
-def reward_columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
+def reward_columns(section: DataSection, row: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """Return the columns that rewards receive.
 
     Raise ValueError for a configured column that the row does not have.
     """
-    others = {section.input_key, *media_columns(section).values()}
+    others = {*reading.columns, *media_columns(section).values()}
     columns = {name: value for name, value in row.items() if name not in others}
-    if section.label_key in row:
-        columns["label"] = label_value(row[section.label_key], section.label_key)
-    elif section.label_key != DataSection.label_key:
-        raise ValueError(f"no column {section.label_key!r} (--label_key); it has {', '.join(row)}")
+    if reading.names:
+        columns["label"] = label_value(reading.label, reading.names[0])
 
     if section.reference_key is not None:
         if section.reference_key not in row:
@@ -361,34 +393,17 @@ def prompt_text(
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     row: Mapping[str, Any],
+    value: Any,
     *,
     media: Mapping[str, list[MediaFile]] = NO_MEDIA,
 ) -> str:
-    """Return the text of a row's prompt, given as a text or as chat messages.
+    """Return the text of a prompt that is a text or chat messages.
 
-    Raise ValueError for other values.
+    Raise ValueError for messages that cannot be rendered.
     """
-    value = row[section.input_key]
     if not section.apply_chat_template:
-        if not isinstance(value, str):
-            raise ValueError(
-                f"{section.input_key!r} is {type(value).__name__}, not text; chat messages need"
-                " --apply_chat_template"
-            )
-        if as_messages(value):
-            raise ValueError(
-                f"{section.input_key!r} is a list of chat messages as JSON: they need"
-                " --apply_chat_template"
-            )
         return with_template(section, value)
-
-    messages = as_messages(value)
-    if messages is not None and is_answer(messages[-1]):
-        raise ValueError(
-            f"the last message of {section.input_key!r} is a turn of the assistant, so the prompt"
-            " contains the answer; remove that message"
-        )
-    conversation = complete_chat(section, row, chat_of(section, value, messages), media)
+    conversation = complete_chat(section, row, chat_of(section, value), media)
     return conversation.render(chat_template(section, tokenizer), answer_follows=True)
 
 
@@ -397,17 +412,10 @@ def with_template(section: DataSection, text: str) -> str:
     return text if section.input_template is None else section.input_template.replace("{}", text, 1)
 
 
-def chat_of(section: DataSection, value: Any, messages: list[Message] | None) -> list[Message]:
-    """Return the messages of a prompt. A text becomes a message of the user, in --input_template.
-
-    Raise ValueError for other values.
-    """
-    if messages is not None:
-        return messages
+def chat_of(section: DataSection, value: str | list[Message]) -> list[Message]:
+    """Return the messages of a prompt. A text becomes a message of the user, in --input_template."""
     if not isinstance(value, str):
-        raise ValueError(
-            f"{section.input_key!r} is neither text nor a list of chat messages: {shortened(value)}"
-        )
+        return value
     return [{"role": "user", "content": with_template(section, value)}]
 
 
@@ -420,27 +428,37 @@ def complete_chat(
     """Return the conversation of a row, ready to render.
 
     That is the messages, the system prompt if there is none, media where they belong, and tools.
-    The columns `system`, `tools` and `chat_template_kwargs` are used, too. Raise ValueError if one
-    of them cannot be read.
+    The columns of TEMPLATE_COLUMNS are used, too. Raise ValueError if one of them cannot be read,
+    and for an empty message of the user.
     """
-    column = row.get("system")
-    system = column if column and isinstance(column, str) else section.system_prompt
+    columns = [row.get(name) for name in SYSTEMS]
+    own = [text for text in columns if isinstance(text, str) and text.strip()]
+    system = own[0] if own else section.system_prompt
     if system is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
         messages = [{"role": "system", "content": system}, *messages]
 
     # A part that nothing reads would vanish from the prompt.
     counts = {medium: len(media.get(medium, ())) for medium in media_columns(section)}
+    has_media = any(counts.values())
     for number, message in enumerate(messages, 1):
-        parts = message["content"] if isinstance(message["content"], list) else ()
+        content = message["content"]
+        if message["role"] == "user" and not has_media and not str(content or "").strip():
+            raise ValueError(f"message {number} of {len(messages)}, of role 'user', is empty")
+        parts = content if isinstance(content, list) else ()
         kinds = {str(part["type"]) for part in parts} - {
             "text",
             *(PART_TYPES[medium] for medium in counts),
         }
         if kinds:
+            kind = kinds.pop()
             raise ValueError(
-                f"message {number} of {len(messages)} has a part of type {kinds.pop()!r}: media are"
-                " read with --images_key, --videos_key or --audios_key, from the column of this"
-                " name or from the parts themselves"
+                f"message {number} of {len(messages)} has a part of type {kind!r}: "
+                + (
+                    "media are read with --images_key, --videos_key or --audios_key, from the"
+                    " column of this name or from the parts themselves"
+                    if kind in PART_TYPES.values()
+                    else "parts are texts, media, or Anthropic's thinking, tool_use and tool_result"
+                )
             )
     if counts:
         messages = with_parts(messages, counts)

@@ -208,7 +208,7 @@ BAD = {
     "completion by the user": (
         {"prompt": "1", "completion": messages(CHAT[0])},
         {},
-        "'completion' ends with a message of role",
+        "the answer ends with a message of role",
     ),
     "no chat template": (
         {"messages": messages(*CHAT)},

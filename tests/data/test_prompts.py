@@ -158,8 +158,8 @@ BAD_LINES = {
     "list": ('["a"]', "not a JSON object but list"),
     "number": ("5", "not a JSON object but int"),
     "no column": (
-        '{"question": "a", "label": "b"}',
-        "no column 'input' .--input_key.; it has question, label",
+        '{"title": "a", "label": 3}',
+        "no column 'input' .--input_key.; it has title, label; .* --input_key title",
     ),
     "no columns": ("{}", "no column 'input' .--input_key.; it has none"),
     "null": ('{"input": null}', "'input' is NoneType, not text"),
@@ -407,7 +407,7 @@ def test_duplicates_are_omitted_and_counted(tmp_path, infos):
     ) == 6
     assert [(p.index, p.text) for p in found["whitespace"]] == [(0, "a b"), (1, "c"), (2, "d")]
 
-    assert [message.strip() for message in infos if "duplicates" in message] == [
+    assert [message.strip() for message in infos if "omitted (" in message] == [
         f"--prompt_data {first}: 1 duplicates omitted (--deduplicate exact), 3 rows are left",
         f"--prompt_data {second}: 1 duplicates omitted (--deduplicate exact), 1 rows are left",
         f"--prompt_data {first}: 2 duplicates omitted (--deduplicate whitespace), 2 rows are left",
@@ -491,7 +491,7 @@ def test_messages_that_end_in_an_answer_are_not_a_prompt(tmp_path, warnings):
     file = write_lines(
         tmp_path / "data.jsonl",
         {"input": asked},
-        {"input": [*asked, {"role": "assistant", "content": "2"}]},
+        {"input": [*asked, {"role": "assistant", "content": "2"}], "label": "2"},
     )
 
     with pytest.raises(
