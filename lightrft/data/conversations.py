@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection
 from lightrft.data.chats import conversation_tokens
-from lightrft.data.columns.forms import read_row
+from lightrft.data.columns.forms import learned
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import (
     HERE,
@@ -32,54 +32,38 @@ def load_examples(
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    source: str = "prompt_data",
     longest: int,
-    measure: MediaTokenCounter | None = None,
     requirements: Any = None,
+    **options: Any,
 ) -> PromptSet:
-    """Load prompts with answers as load_prompts() does.
+    """Load prompts with answers as load_prompts() does, which has further options.
 
     Rows without an answer or above `longest` tokens are bad rows, too.
     """
-    problem = partial(answer_problem, tokenizer=tokenizer, longest=longest)
-    options = {
-        "row_problem": problem,
-        "measure": measure,
-        "make": make_example,
-        "read": partial(read_row, purpose="answer"),
-        "requirements": [longest, requirements],
-    }
-    return load_prompts(section, tokenizer, source=source, **options)
+    return load_prompts(
+        section,
+        tokenizer,
+        row_problem=partial(answer_problem, tokenizer=tokenizer, longest=longest),
+        make=make_example,
+        read=learned,
+        requirements=[longest, requirements],
+        **options,
+    )
 
 
 def make_example(
-    section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
-    row: dict[str, Any],
-    *,
-    index: int,
-    folder: Path = HERE,
-    measure: MediaTokenCounter | None = None,
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **options: Any
 ) -> Prompt:
     """Build a prompt whose `label` is learned: a text, or the Answer of a conversation.
 
-    The prompt of a conversation ends where the first learned turn begins. Raise ValueError for a
-    bad row.
+    The prompt of a conversation ends where the first learned turn begins. `options` are those of
+    built_prompt(). Raise ValueError for a bad row.
     """
-    reading = read_row(section, row, "answer")
+    reading = learned(section, row)
     (answer,) = reading.answers or (None,)
     if reading.answers and not can_be_learned(answer):
         raise ValueError(f"{nothing_to_learn(answer)}; the row has {', '.join(row)}")
-    return learned_example(
-        section,
-        tokenizer,
-        row,
-        reading.prompt,
-        answer,
-        index=index,
-        folder=folder,
-        measure=measure,
-    )
+    return learned_example(section, tokenizer, row, reading.prompt, answer, **options)
 
 
 def learned_example(
@@ -90,8 +74,8 @@ def learned_example(
     answer: str | list[Message] | None,
     *,
     index: int,
-    folder: Path,
-    measure: MediaTokenCounter | None,
+    folder: Path = HERE,
+    measure: MediaTokenCounter | None = None,
 ) -> Prompt:
     """Build a prompt whose `label` is learned, from text or messages and the answer to them.
 
@@ -114,13 +98,13 @@ def learned_example(
         )
 
     media = row_media(section, row, folder, messages)
-    text, token_ids, learned = conversation_tokens(
+    text, token_ids, label = conversation_tokens(
         chat_template(section, tokenizer),
         complete_chat(section, row, messages, media),
         sum(map(is_answer, turns or messages)),
         only_last=section.learned_turns == "last",
     )
-    example = Prompt(index, text, token_ids, {"label": learned}, media)
+    example = Prompt(index, text, token_ids, {"label": label}, media)
 
     return with_media_tokens(example, section, measure)
 

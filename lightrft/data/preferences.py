@@ -5,21 +5,20 @@ bad.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection
-from lightrft.data.columns.forms import Reading, column, read_row
+from lightrft.data.columns.forms import Reading, column, is_conversation, judged, pair
 from lightrft.data.conversations import answer_of, can_be_learned, flat_columns, learned_example
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.prompts import HERE, Make, MediaTokenCounter, load_prompts
+from lightrft.data.prompts import Make, load_prompts
 from lightrft.data.rendering.messages import Message, as_messages, is_answer
 from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
@@ -41,21 +40,34 @@ def load_pairs(
     preference: PreferenceSection,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    source: str = "prompt_data",
-    longest: int,
-    measure: MediaTokenCounter | None = None,
-    requirements: Any = None,
     heads: Sequence[str] = (),
+    **options: Any,
 ) -> PromptSet:
-    """Load prompts with a chosen and a rejected Answer, as load_prompts() does.
+    """Load prompts with a chosen and a rejected Answer, as load_judged() does."""
+    maker = pair_maker(preference, heads)
+    options["requirements"] = [list(heads), options.get("requirements")]
+    return load_judged(section, preference, tokenizer, make=maker, read=pair, **options)
 
-    Above `longest` tokens a pair is a bad row.
+
+def load_judged(
+    section: DataSection,
+    preference: PreferenceSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    longest: int,
+    read: Callable[..., Reading],
+    requirements: Any = None,
+    **options: Any,
+) -> PromptSet:
+    """Load prompts with answers that are judged, as load_prompts() does, with its `options`.
+
+    Above `longest` tokens, of the prompt with each answer, a row is a bad row.
     """
 
     def problem(prompt: Prompt) -> str | None:
-        length = pair_size(prompt)
+        length = size_of_row(prompt)
         return (
-            f"both answers with the prompt have {length} tokens, more than {longest}"
+            f"prompt and answer have {length} tokens, more than {longest}"
             if length > longest
             else None
         )
@@ -63,13 +75,17 @@ def load_pairs(
     return load_prompts(
         section,
         tokenizer,
-        source=source,
         row_problem=problem,
-        make=pair_maker(preference, heads),
-        read=partial(read_row, purpose="pair", preference=preference),
-        measure=measure,
-        requirements=[longest, asdict(preference), list(heads), requirements],
+        read=partial(read, preference=preference),
+        requirements=[longest, asdict(preference), requirements],
+        **options,
     )
+
+
+def size_of_row(prompt: Prompt) -> int:
+    """Return the number of tokens of a pair's two sequences, or of the one of a judged answer."""
+    answers = [answer for answer in prompt.columns.values() if isinstance(answer, Answer)]
+    return sum(prompt.num_tokens + len(answer.token_ids) for answer in answers)
 
 
 def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make:
@@ -82,17 +98,13 @@ def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make
         section: DataSection,
         tokenizer: PreTrainedTokenizerBase,
         row: dict[str, Any],
-        *,
-        index: int,
-        folder: Path = HERE,
-        measure: MediaTokenCounter | None = None,
+        **options: Any,
     ) -> Prompt:
-        reading = read_row(section, row, "pair", preference)
+        reading = pair(section, row, preference)
         if reading.answers[0] == reading.answers[1]:
             raise ValueError("the chosen and the rejected answer are the same")
 
         prompt, chosen, rejected = _parts(section, row, reading)
-        options = {"index": index, "folder": folder, "measure": measure}
         examples = [
             _example(section, tokenizer, row, prompt, answer, **options)
             for answer in (chosen, rejected)
@@ -108,11 +120,6 @@ def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make
     return make_pair
 
 
-def pair_size(pair: Prompt) -> int:
-    """Return the number of tokens of both sequences of a pair."""
-    return sum(pair.num_tokens + len(pair.columns[name].token_ids) for name in (CHOSEN, REJECTED))
-
-
 def pair_batch(
     pairs: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None
 ) -> JudgedBatch:
@@ -120,10 +127,10 @@ def pair_batch(
 
     `rows` has the index of each pair in the whole batch.
     """
-    both = [pair.columns for pair in pairs for _ in (CHOSEN, REJECTED)]
+    both = [each.columns for each in pairs for _ in (CHOSEN, REJECTED)]
     return JudgedBatch(
         **flat_columns(
-            [(pair, pair.columns[name]) for pair in pairs for name in (CHOSEN, REJECTED)], expand
+            [(each, each.columns[name]) for each in pairs for name in (CHOSEN, REJECTED)], expand
         ),
         rows=torch.tensor([2 * row + place for row in rows for place in (0, 1)], dtype=torch.int64),
         margins=torch.tensor([columns[MARGIN] for columns in both], dtype=torch.float32),
@@ -136,62 +143,32 @@ def load_answers(
     section: DataSection,
     preference: PreferenceSection,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    source: str = "prompt_data",
-    longest: int,
-    measure: MediaTokenCounter | None = None,
-    requirements: Any = None,
+    **options: Any,
 ) -> PromptSet:
-    """Load prompts with an Answer that is good or bad, as load_prompts() does.
-
-    Above `longest` tokens a row is a bad row.
-    """
+    """Load prompts with an Answer that is good or bad, as load_judged() does."""
 
     def make(
         section: DataSection,
         tokenizer: PreTrainedTokenizerBase,
         row: dict[str, Any],
-        *,
-        index: int,
-        folder: Path = HERE,
-        measure: MediaTokenCounter | None = None,
+        **options: Any,
     ) -> Prompt:
-        reading = read_row(section, row, "judged", preference)
+        reading = judged(section, row, preference)
         prompt = reading.prompt
         (answer,) = reading.answers
         # The answer is what follows the last message of somebody else.
-        if _is_conversation(answer, prompt is None):
+        if is_conversation(answer, prompt is None):
             last = max(place for place, message in enumerate(answer, 1) if not is_answer(message))
             prompt = answer[:last]
             answer = answer[last:]
 
         desirable = _bool(reading.label, reading.names[1], "label_key")
-        example = _example(
-            section, tokenizer, row, prompt, answer, index=index, folder=folder, measure=measure
-        )
+        example = _example(section, tokenizer, row, prompt, answer, **options)
         return replace(
             example, columns={ANSWER: answer_of(example, tokenizer), DESIRABLE: desirable}
         )
 
-    def problem(prompt: Prompt) -> str | None:
-        length = prompt.num_tokens + len(prompt.columns[ANSWER].token_ids)
-        return (
-            f"prompt and answer have {length} tokens, more than {longest}"
-            if length > longest
-            else None
-        )
-
-    others = [longest, asdict(preference), requirements]
-    return load_prompts(
-        section,
-        tokenizer,
-        source=source,
-        row_problem=problem,
-        make=make,
-        read=partial(read_row, purpose="judged", preference=preference),
-        measure=measure,
-        requirements=others,
-    )
+    return load_judged(section, preference, tokenizer, make=make, read=judged, **options)
 
 
 def mismatched(answers: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
@@ -226,18 +203,6 @@ def judged_batch(
     )
 
 
-def _is_conversation(answer: Any, alone: bool) -> bool:
-    """Return whether an answer is a conversation with a prompt.
-
-    `alone` says that the row has no other prompt.
-    """
-    return (
-        isinstance(answer, list)
-        and not all(map(is_answer, answer))
-        and (alone or not is_answer(answer[0]))
-    )
-
-
 def _parts(section: DataSection, row: dict[str, Any], reading: Reading) -> tuple[Any, Any, Any]:
     """Return the prompt and both answers.
 
@@ -251,7 +216,7 @@ def _parts(section: DataSection, row: dict[str, Any], reading: Reading) -> tuple
         first = _dialogue(first)
         second = _dialogue(second)
 
-    if not (_is_conversation(first, alone) and _is_conversation(second, alone)):
+    if not (is_conversation(first, alone) and is_conversation(second, alone)):
         if alone:
             column(row, section.input_key or "input", "input_key")
         return reading.prompt, first, second

@@ -16,7 +16,7 @@ from lightrft.config.errors import DataError
 from lightrft.config.references import data_problems, data_sources
 from lightrft.config.sections import DataSection, media_columns
 from lightrft.data.chats import Conversation
-from lightrft.data.columns.forms import SYSTEMS, Reading, read_row
+from lightrft.data.columns.forms import SYSTEMS, Reading, scored
 from lightrft.data.columns.values import label_value, plain_row
 from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
@@ -46,7 +46,7 @@ RowProblem = Callable[[Prompt], str | None]
 Make = Callable[..., Prompt]
 """make_prompt(), or another function with its signature."""
 Read = Callable[[DataSection, Mapping[str, Any]], Reading]
-"""Function that returns what a row means to `make`, as read_row() does for a purpose."""
+"""Function that returns what a row means to `make`, such as scored()."""
 MediaTokenCounter = Callable[[Prompt], int]
 """Function that returns the number of additional tokens for a prompt's media.
 
@@ -81,7 +81,7 @@ def load_prompts(
     row_problem: RowProblem | None = None,
     measure: MediaTokenCounter | None = None,
     make: Make | None = None,
-    read: Read | None = None,
+    read: Read = scored,
     distinguishing: str | None = None,
     requirements: Any = None,
     keep_input: bool = False,
@@ -118,7 +118,7 @@ def load_prompts(
         "row_problem": row_problem,
         "duplicates": duplicates,
         "numbers": numbers,
-        "read": read or partial(read_row, purpose="prompt"),
+        "read": read,
         "keep_input": keep_input,
     }
 
@@ -277,30 +277,15 @@ def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
 
 
 def make_prompt(
-    section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
-    row: dict[str, Any],
-    *,
-    index: int,
-    folder: Path = HERE,
-    measure: MediaTokenCounter | None = None,
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **options: Any
 ) -> Prompt:
-    """Build a prompt from the columns of a row of a file in `folder`.
+    """Build a prompt from the columns of a row. `options` are those of built_prompt().
 
     Raise ValueError for a bad row.
     """
-    reading = read_row(section, row, "prompt")
+    reading = scored(section, row)
     columns = reward_columns(section, row, reading)
-    return built_prompt(
-        section,
-        tokenizer,
-        row,
-        reading.prompt,
-        columns,
-        index=index,
-        folder=folder,
-        measure=measure,
-    )
+    return built_prompt(section, tokenizer, row, reading.prompt, columns, **options)
 
 
 def built_prompt(
@@ -311,12 +296,13 @@ def built_prompt(
     columns: dict[str, Any],
     *,
     index: int,
-    folder: Path,
-    measure: MediaTokenCounter | None,
+    folder: Path = HERE,
+    measure: MediaTokenCounter | None = None,
 ) -> Prompt:
     """Build a prompt from its text or messages, and give it `columns`.
 
-    Media and what a chat template reads are in the row. Raise ValueError for a bad one.
+    Media and what a chat template reads are in the row, of a file in `folder`. Raise ValueError for
+    a bad one.
     """
     media = row_media(section, row, folder, value if isinstance(value, list) else None)
     text = prompt_text(section, tokenizer, row, value, media=media)

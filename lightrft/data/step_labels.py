@@ -1,20 +1,18 @@
 """Answers in steps that are judged one by one, for process reward models."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection
-from lightrft.data.columns.forms import Reading, read_row
+from lightrft.data.columns.forms import Reading, judged_steps
 from lightrft.data.conversations import flat_columns, text_answer
-from lightrft.data.preferences import ANSWER
+from lightrft.data.preferences import ANSWER, load_judged
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.prompts import HERE, MediaTokenCounter, built_prompt, load_prompts
+from lightrft.data.prompts import built_prompt
 from lightrft.data.step_ends import StepEnds
 from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
@@ -26,15 +24,11 @@ def load_steps(
     section: DataSection,
     preference: PreferenceSection,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    source: str = "prompt_data",
-    longest: int,
-    measure: MediaTokenCounter | None = None,
-    requirements: Any = None,
+    **options: Any,
 ) -> PromptSet:
-    """Load prompts with an Answer of steps, as load_prompts() does.
+    """Load prompts with an Answer of steps, as load_judged() does.
 
-    Above `longest` tokens a row is a bad row. The separator joins the steps, and the end token
+    The separator joins the steps, and the end token
     follows the last one. The last token of each step is learned.
     """
     separator = section.step_separator
@@ -44,20 +38,15 @@ def load_steps(
         section: DataSection,
         tokenizer: PreTrainedTokenizerBase,
         row: dict[str, Any],
-        *,
-        index: int,
-        folder: Path = HERE,
-        measure: MediaTokenCounter | None = None,
+        **options: Any,
     ) -> Prompt:
-        reading = read_row(section, row, "steps", preference)
+        reading = judged_steps(section, row, preference)
         steps = _steps(reading)
         targets = _labels(reading)
         if len(steps) != len(targets):
             raise ValueError(f"the row has {len(steps)} steps but {len(targets)} labels")
 
-        prompt = built_prompt(
-            section, tokenizer, row, reading.prompt, {}, index=index, folder=folder, measure=measure
-        )
+        prompt = built_prompt(section, tokenizer, row, reading.prompt, {}, **options)
         text = separator.join(step.removesuffix(separator) for step in steps)
         token_ids = text_answer(section, tokenizer, prompt.text, text).token_ids
 
@@ -72,24 +61,7 @@ def load_steps(
         answer = Answer(TokenIds(token_ids), [place in ends for place in range(len(token_ids))])
         return replace(prompt, columns={ANSWER: answer, TARGETS: targets})
 
-    def problem(prompt: Prompt) -> str | None:
-        length = prompt.num_tokens + len(prompt.columns[ANSWER].token_ids)
-        return (
-            f"prompt and steps have {length} tokens, more than {longest}"
-            if length > longest
-            else None
-        )
-
-    return load_prompts(
-        section,
-        tokenizer,
-        source=source,
-        row_problem=problem,
-        make=make,
-        read=partial(read_row, purpose="steps", preference=preference),
-        measure=measure,
-        requirements=[asdict(preference), longest, requirements],
-    )
+    return load_judged(section, preference, tokenizer, make=make, read=judged_steps, **options)
 
 
 def step_batch(

@@ -16,7 +16,7 @@ from statistics import fmean, median
 
 from lightrft.config.errors import ConfigError, DataError
 from lightrft.config.sections import DataSection, RewardSection
-from lightrft.data.columns.forms import read_row
+from lightrft.data.columns.forms import scored
 from lightrft.data.prompts import reward_columns
 from lightrft.data.readers import BadRows, read_rows
 from lightrft.rewards.functions import right_answers
@@ -84,7 +84,7 @@ def read_prompts(section: DataSection, num_rows: int) -> list[Prompt]:
     bad = BadRows(skip=False, flag="data")
     for where, row in islice(read_rows(section.prompt_data, section.prompt_split, bad), num_rows):
         try:
-            reading = read_row(section, row, "prompt")
+            reading = scored(section, row)
             columns = reward_columns(section, row, reading)
         except ValueError as error:
             raise DataError(f"{where}: {error}") from error

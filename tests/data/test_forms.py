@@ -10,7 +10,7 @@ import pytest
 from loguru import logger
 
 from lightrft.config import DataSection, PreferenceSection
-from lightrft.data.columns.forms import read_row
+from lightrft.data.columns.forms import learned
 from lightrft.data.conversations import load_examples
 from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompts import load_prompts
@@ -412,5 +412,5 @@ def test_the_log_says_how_rows_were_understood(tmp_path, purpose):
 def test_columns_of_a_row_are_not_changed():
     row = {"instruction": "I", "input": "Q", "output": "A", "history": [["P", "B"]]}
     before = json.dumps(row)
-    read_row(DataSection(apply_chat_template=True), row, "answer")
+    learned(DataSection(apply_chat_template=True), row)
     assert json.dumps(row) == before

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from loguru import logger
 
@@ -27,10 +27,6 @@ from lightrft.data.rendering.messages import (
 from lightrft.data.rendering.template import texts_of
 
 Row = Mapping[str, Any]
-Purpose = Literal["prompt", "answer", "pair", "judged", "steps"]
-"""What a trainer takes from a row: a prompt with what rewards compare with, a prompt with an answer
-to learn, with two answers, with an answer that is good or bad, or with steps that are judged.
-"""
 
 CONTEXTS = ("context", "passage", "article", "document")
 """Columns that follow the question in a prompt, after an empty line."""
@@ -82,6 +78,8 @@ JUDGED = (("completion", "response", "output", "answer"), CHATS)
 """Columns of an answer that is good or bad."""
 JUDGEMENTS = (("label", "kto_tag"),)
 LABEL = "label"
+TRUTH = ("reward_model", "ground_truth")
+"""Column of verl, and its key with the right answer."""
 ENDING = re.compile(r"\n####[ ]*(\S.*?)\s*$")
 """Right answer at the end of a solution of GSM8K."""
 ENDS_WITH_ANSWER = (
@@ -139,24 +137,120 @@ class Reading:
         return f"{name}: ".removeprefix(": ") + " -> ".join(filter(None, sides))
 
 
-def read_row(
-    section: DataSection,
-    row: Row,
-    purpose: Purpose,
-    preference: PreferenceSection | None = None,
-) -> Reading:
-    """Return what a row means for a purpose.
+def learned(section: DataSection, row: Row) -> Reading:
+    """Return a prompt with an answer to learn, or a whole conversation.
 
-    Raise ValueError for a row that means nothing, or could mean two things, and name the flag.
+    Raise ValueError for a row that means nothing, or could mean two things, and name the flag. So
+    do the other functions.
     """
-    reader = _Reader(section, row, preference or PreferenceSection())
-    return {
-        "prompt": reader.scored,
-        "answer": reader.learned,
-        "pair": reader.pair,
-        "judged": reader.judged,
-        "steps": reader.steps,
-    }[purpose]()
+    columns = _Columns(section, row)
+    prefers_chat = section.apply_chat_template and section.input_key is None
+    chat = columns.chat if prefers_chat and not columns.are_own else None
+    prompt, names = columns.named(chat) if chat else columns.prompt()
+
+    answer = section.label_key or columns.first(LEARNED, "label_key", may_be=_may_ask)
+    if isinstance(prompt, list) and is_answer(prompt[-1]):
+        # The column of the answer is for rewards, unless the prompt is one by its name.
+        if answer is None or names[0].lower() not in PROMPTS:
+            return Reading(prompt, names)
+        raise ValueError(ENDS_WITH_ANSWER.format(names[0]))
+
+    if answer is None:
+        return Reading(prompt, names, (row.get(columns.found.get(LABEL)),))
+    if answer not in row:
+        column(row, answer, "label_key")
+    return Reading(prompt, names, (answer_value(section, row[answer]),), None, (answer,))
+
+
+def scored(section: DataSection, row: Row) -> Reading:
+    """Return a prompt with the right answer; that of a conversation is the last turn."""
+    columns = _Columns(section, row)
+    prompt, names = columns.prompt()
+    label = section.label_key or (LABEL if columns.are_own else columns.first(SCORED, "label_key"))
+    if isinstance(prompt, list) and is_answer(prompt[-1]):
+        if label and names[0].lower() not in CHATS:
+            raise ValueError(ENDS_WITH_ANSWER.format(names[0]))
+        said = "".join(texts_of(prompt[-1]))
+        prompt = prompt[: max(n for n, turn in enumerate([{}, *prompt]) if not is_answer(turn))]
+        if not prompt:
+            raise ValueError(f"{names[0]!r} has turns of the assistant alone")
+        if not label:
+            return Reading(prompt, names, (), said, (LAST_TURN,))
+
+    if label is None:
+        return Reading(prompt, names)
+    if label not in row:
+        column(row, label, "label_key")
+    value = row[label]
+    if section.label_key is None and label.lower() == TRUTH[0]:
+        return Reading(prompt, names, (), value[TRUTH[1]], (f"{label}.{TRUTH[1]}",))
+    if section.label_key is None and isinstance(value, str) and (ending := ENDING.search(value)):
+        value = ending[1].replace(",", "")
+    return Reading(prompt, names, (), value, (label,))
+
+
+def pair(section: DataSection, row: Row, preference: PreferenceSection) -> Reading:
+    """Return a chosen and a rejected answer; the prompt may be in them."""
+    columns = _Columns(section, row)
+    keys = (preference.chosen_key, preference.rejected_key)
+    ranking = None
+    if not {*keys} & row.keys():
+        ranking = columns.first([list(RANKED)], "chosen_key")
+        others = [RANKED[ranking.lower()]] if ranking else PAIRS
+        found = [names for names in others if columns.found.keys() >= {*names}]
+        keys = tuple(columns.found[name] for name in found[0]) if found else keys
+    if ranking:
+        preferred = row[ranking]
+        if not isinstance(preferred, int | float) or not preferred:
+            raise ValueError(f"the column {ranking!r} is {preferred!r}: no answer is better")
+        keys = keys if preferred < 0 else keys[::-1]
+
+    flags = ("chosen_key", "rejected_key")
+    chosen, rejected = (
+        answer_value(section, column(row, name, flag))
+        for name, flag in zip(keys, flags, strict=True)
+    )
+    if keys[0].lower() in CHATS and isinstance(chosen, list):
+        return Reading(chosen[:-1], keys[:1], (chosen[-1:], rejected), None, (LAST_TURN, keys[1]))
+    alone = all(is_conversation(answer, True) for answer in (chosen, rejected))
+    prompt, names = columns.prompt(needed=False, alone=alone)
+    return Reading(prompt, names, (chosen, rejected), None, keys)
+
+
+def judged(section: DataSection, row: Row, preference: PreferenceSection) -> Reading:
+    """Return an answer that is good or bad; the prompt may be in it."""
+    columns = _Columns(section, row)
+    flag = "completion_key"
+    name = preference.completion_key or columns.first(JUDGED, flag) or JUDGED[0][0]
+    answer = answer_value(section, column(row, name, flag))
+    judgement = section.label_key or columns.first(JUDGEMENTS, "label_key") or LABEL
+    label = column(row, judgement, "label_key")
+    prompt, names = None, ()
+    if name.lower() not in CHATS:
+        prompt, names = columns.prompt(needed=False, alone=is_conversation(answer, True))
+    return Reading(prompt, names, (answer,), label, (name, judgement))
+
+
+def judged_steps(section: DataSection, row: Row, preference: PreferenceSection) -> Reading:
+    """Return a prompt, the list of steps that answer it, and the list of their labels."""
+    steps = preference.completion_key or "completions"
+    labels = section.label_key or (LABEL if LABEL in row else "labels")
+    values = column(row, steps, "completion_key"), column(row, labels, "label_key")
+    prompt, names = _Columns(section, row).prompt()
+    return Reading(prompt, names, values[:1], values[1], (steps, labels))
+
+
+def is_conversation(answer: Any, alone: bool) -> bool:
+    """Return whether an answer is a conversation with a prompt.
+
+    `alone` says that the row has no other prompt.
+    """
+    return (
+        isinstance(answer, list)
+        and all(isinstance(each, dict) for each in answer)
+        and not all(map(is_answer, answer))
+        and (alone or not is_answer(answer[0]))
+    )
 
 
 def column(row: Row, name: str, flag: str) -> Any:
@@ -238,154 +332,39 @@ def _may_ask(value: Any) -> bool:
     )
 
 
-class _Reader:
-    """Reader of one row."""
+class _Columns:
+    """Columns of one row."""
 
-    def __init__(self, section: DataSection, row: Row, preference: PreferenceSection):
-        """Set up the reading. `preference` has further flags that name columns."""
+    def __init__(self, section: DataSection, row: Row):
+        """Set up the search for columns, unless flags of the section name them."""
         self.section = section
         self.row = row
-        self.preference = preference
-        self.found = {name.lower(): name for name, value in row.items() if value is not None}
+        truth = row.get(TRUTH[0])
+        has_truth = isinstance(truth, Mapping) and TRUTH[1] in truth
+        self.found = {
+            name.lower(): name
+            for name, value in row.items()
+            if value is not None and (name != TRUTH[0] or has_truth)
+        }
         """Name in lower case -> column, of those that are not null."""
 
-    # -- one method for each purpose
-
-    def learned(self) -> Reading:
-        """Return a prompt with an answer to learn, or a whole conversation."""
-        prefers_chat = self.section.apply_chat_template and self.section.input_key is None
-        name = self._chat() if prefers_chat and not self._is_own() else None
-        prompt, columns = self._named(name) if name else self._prompt()
-        named = self.section.label_key
-        answer = named or self._first(LEARNED, "label_key", of=self._is_learnable)
-        if isinstance(prompt, list) and is_answer(prompt[-1]):
-            # The column of the answer is for rewards, unless the prompt is one by its name.
-            if answer is None or not {*map(str.lower, columns)} & PROMPTS.keys():
-                return Reading(prompt, columns)
-            raise ValueError(ENDS_WITH_ANSWER.format(columns[0]))
-
-        answer = answer or self.found.get(LABEL)
-        if answer is None:
-            return Reading(prompt, columns, (None,))
-        if answer not in self.row:
-            column(self.row, answer, "label_key")
-        value = answer_value(self.section, self.row[answer])
-        return Reading(prompt, columns, (value,), None, (answer,))
-
-    def scored(self) -> Reading:
-        """Return a prompt with the right answer; that of a conversation is the last turn."""
-        prompt, columns = self._prompt()
-        named = self.section.label_key
-        label = named or (
-            LABEL if self._is_own() else self._first(SCORED, "label_key", of=self._has_truth)
-        )
-
-        if isinstance(prompt, list) and is_answer(prompt[-1]):
-            if label and not {*map(str.lower, columns)} & {*CHATS}:
-                raise ValueError(ENDS_WITH_ANSWER.format(columns[0]))
-            turns = len(prompt)
-            while turns and is_answer(prompt[turns - 1]):
-                turns -= 1
-            if not turns:
-                raise ValueError(f"{columns[0]!r} has turns of the assistant alone")
-            value = "".join(texts_of(prompt[-1]))
-            prompt = prompt[:turns]
-            if not label:
-                return Reading(prompt, columns, (), value, (LAST_TURN,))
-
-        if label is None:
-            return Reading(prompt, columns)
-        if label not in self.row:
-            raise ValueError(f"no column {label!r} (--label_key); it has {', '.join(self.row)}")
-        value = self.row[label]
-        if not named and label.lower() == "reward_model":
-            return Reading(prompt, columns, (), value["ground_truth"], (f"{label}.ground_truth",))
-        if not named and isinstance(value, str) and (ending := ENDING.search(value)):
-            value = ending[1].replace(",", "")
-        return Reading(prompt, columns, (), value, (label,))
-
-    def pair(self) -> Reading:
-        """Return a chosen and a rejected answer; the prompt may be in them."""
-        chosen = self.preference.chosen_key
-        rejected = self.preference.rejected_key
-        if not {chosen, rejected} & self.row.keys():
-            for ranking, names in RANKED.items():
-                if ranking in self.found and all(name in self.found for name in names):
-                    return self._ranked(self.found[ranking], names)
-            pairs = [names for names in PAIRS if all(name in self.found for name in names)]
-            if pairs:
-                chosen, rejected = (self.found[name] for name in pairs[0])
-
-        values = [
-            answer_value(self.section, column(self.row, name, flag))
-            for name, flag in ((chosen, "chosen_key"), (rejected, "rejected_key"))
-        ]
-        if chosen.lower() in CHATS and isinstance(values[0], list):
-            *prompt, last = values[0]
-            return Reading(prompt, (chosen,), ([last], values[1]), None, (LAST_TURN, rejected))
-        prompt, columns = self._prompt(needed=False, alone=all(map(is_whole, values)))
-        return Reading(prompt, columns, tuple(values), None, (chosen, rejected))
-
-    def judged(self) -> Reading:
-        """Return an answer that is good or bad; the prompt may be in it."""
-        name = self.preference.completion_key or self._first(JUDGED, "completion_key")
-        name = name or JUDGED[0][0]
-        value = answer_value(self.section, column(self.row, name, "completion_key"))
-        judgement = self.section.label_key or self._first(JUDGEMENTS, "label_key") or LABEL
-        prompt, columns = (None, ())
-        if name.lower() not in CHATS:
-            prompt, columns = self._prompt(needed=False, alone=is_whole(value))
-        label = column(self.row, judgement, "label_key")
-        return Reading(prompt, columns, (value,), label, (name, judgement))
-
-    def steps(self) -> Reading:
-        """Return a prompt, steps, and their labels."""
-        steps = self.preference.completion_key or "completions"
-        labels = self.section.label_key or (LABEL if LABEL in self.row else "labels")
-        values = column(self.row, steps, "completion_key"), column(self.row, labels, "label_key")
-        prompt, columns = self._prompt()
-        return Reading(prompt, columns, values[:1], values[1], (steps, labels))
-
-    # -- columns
-
-    def _ranked(self, ranking: str, names: Sequence[str]) -> Reading:
-        preference = self.row[ranking]
-        if (
-            isinstance(preference, bool)
-            or not isinstance(preference, int | float)
-            or not preference
-        ):
-            raise ValueError(f"the column {ranking!r} is {preference!r}: no answer is better")
-        names = tuple(self.found[name] for name in names)[:: 1 if preference < 0 else -1]
-        values = tuple(answer_value(self.section, self.row[name]) for name in names)
-        prompt, columns = self._prompt()
-        return Reading(prompt, columns, values, None, tuple(sorted(names)))
-
-    def _is_own(self) -> bool:
+    @property
+    def are_own(self) -> bool:
         """Return whether the row has the columns that are the default: input and label."""
-        return self.section.input_key is None and (
-            {"input", LABEL} <= self.row.keys() and "instruction" not in self.found
-        )
+        is_named = self.section.input_key is not None or "instruction" in self.found
+        return not is_named and {"input", LABEL} <= self.row.keys()
 
-    def _chat(self) -> str | None:
+    @property
+    def chat(self) -> str | None:
         """Return the column with a whole conversation."""
         names = [self.found[name] for name in CHATS if name in self.found]
         return next((name for name in names if _is_chat(self.row[name])), None)
 
-    def _is_learnable(self, name: str) -> bool:
-        return _may_ask(self.row[name])
-
-    def _has_truth(self, name: str) -> bool:
-        value = self.row[name]
-        return name.lower() != "reward_model" or (
-            isinstance(value, Mapping) and "ground_truth" in value
-        )
-
-    def _first(
+    def first(
         self,
         lines: Sequence[Sequence[str]],
         flag: str,
-        of: Callable[[str], bool] = lambda name: True,
+        may_be: Callable[[Any], bool] = lambda value: True,
     ) -> str | None:
         """Return the column of the first line that the row has one of; None if it has none.
 
@@ -393,64 +372,61 @@ class _Reader:
         """
         for line in lines:
             names = [self.found[name] for name in line if name in self.found]
-            names = [name for name in names if of(name)]
+            names = [name for name in names if may_be(self.row[name])]
             if any(self.row[name] != self.row[names[0]] for name in names):
-                raise ValueError(_two_meanings(names, flag))
+                raise ValueError(
+                    f"each of the columns {', '.join(names)} could be the"
+                    f" {'prompt' if flag == 'input_key' else 'answer'}, and they differ; name one"
+                    f" with --{flag}"
+                )
             if names:
                 return names[0]
         return None
 
-    def _prompt(
+    def prompt(
         self, *, needed: bool = True, alone: bool = False
     ) -> tuple[str | list[Message] | None, tuple[str, ...]]:
-        """Return the prompt and its columns.
+        """Return the prompt and its columns; None if there is none and it is not `needed`.
 
-        `alone` says that the answers are conversations, and need no prompt.
+        `alone` says that the answers are conversations.
         """
         if (name := self.section.input_key) is not None:
-            if not needed and self.row.get(name) is None:
+            if self.row.get(name) is None and not needed:
                 return None, ()
             if name not in self.row:
                 column(self.row, name, "input_key")
-            return self._named(name)
+            return self.named(name)
 
-        names = [self.found[name] for name in PROMPTS if name in self.found]
-        names = [name for name in names if _may_ask(self.row[name])]
-        if self._is_own():
-            names = ["input"]
-        elif "instruction" in self.found:
-            names = [name for name in names if name.lower() not in PROMPTS["instruction"]]
-        if any(self.row[name] != self.row[names[0]] for name in names):
-            raise ValueError(_two_meanings(names, "input_key"))
-        if names:
-            return self._joined(names[0])
+        names = [name for name in PROMPTS if name in self.found]
+        if "instruction" in self.found:
+            names.remove("input") if "input" in names else None
+        name = "input" if self.are_own else self.first([names], "input_key", may_be=_may_ask)
+        if name:
+            return self.joined(name)
 
-        chat = None if alone else self._chat()
+        chat = None if alone else self.chat
         if chat is None and not needed:
             return None, ()
         if chat is None and "input" not in self.row:
             column(self.row, "input", "input_key")
-        return self._named(chat or "input")
+        return self.named(chat or "input")
 
-    def _named(self, name: str) -> tuple[str | list[Message], tuple[str, ...]]:
+    def named(self, name: str) -> tuple[str | list[Message], tuple[str, ...]]:
         """Return the prompt that is in one column."""
-        value = prompt_value(self.section, self.row[name], name)
-        self._check_not_empty(value)
-        return value, (name,)
+        return self.checked(prompt_value(self.section, self.row[name], name)), (name,)
 
-    def _joined(self, name: str) -> tuple[str | list[Message], tuple[str, ...]]:
+    def joined(self, name: str) -> tuple[str | list[Message], tuple[str, ...]]:
         """Return the prompt of a column, with the other columns that belong to it."""
         value = prompt_value(self.section, self.row[name], name)
-        others = [self.found[each] for each in PROMPTS[name.lower()] if each in self.found]
-        systems = [self.found[each] for each in SYSTEMS if self._text(each).strip()][:1]
-        columns = (*systems, name, *others)
+        contexts = PROMPTS[name.lower()]
+        others = [self.found[each] for each in contexts if each in self.found]
+        systems = [each for each in SYSTEMS if _says(self.row.get(each))][:1]
+        history = [HISTORY] if self.row.get(HISTORY) and not self.are_own else []
 
         # What is left out here would be missing from the question.
         unread = [each for each in others if not isinstance(self.row[each], str)]
-        if PROMPTS[name.lower()]:
-            unread += [self.found[each] for each in CHOICES if self.found.get(each)]
-        if isinstance(value, list):
-            unread += [each for each in others if self.row[each].strip()]
+        unread += [each for each in CHOICES if contexts and self.row.get(each)]
+        unread += [each for each in others if isinstance(value, list) and _says(self.row[each])]
         if unread:
             raise ValueError(
                 f"the column {unread[0]!r} belongs to the question in {name!r}, and cannot be"
@@ -458,51 +434,40 @@ class _Reader:
             )
 
         if isinstance(value, str):
-            texts = [value, *(self.row[each] for each in others)]
-            if not self.section.apply_chat_template:
-                texts = [*(self.row[each] for each in systems), *texts]
-            value = "\n\n".join(text for text in texts if text.strip())
-        self._check_not_empty(value)
-        if (turns := self.row.get(self.found.get(HISTORY))) and not self._is_own():
-            return self._with_history(turns, value), (self.found[HISTORY], *columns)
-        return value, columns
+            before = [] if self.section.apply_chat_template else systems
+            texts = [*(self.row[each] for each in before), value, *map(self.row.get, others)]
+            value = self.checked("\n\n".join(filter(_says, texts)))
+        if history:
+            now = [{"role": "user", "content": value}] if isinstance(value, str) else value
+            value = [*prompt_value(self.section, _turns(self.row[HISTORY]), HISTORY), *now]
+        return value, (*systems, *history, name, *others)
 
-    def _with_history(self, turns: Any, value: str | list[Message]) -> list[Message]:
-        """Return the messages of earlier turns, and then the prompt."""
-        if isinstance(turns, list) and all(isinstance(turn, list) for turn in turns):
-            roles = ("user", "assistant")
-            turns = [
-                {"role": role, "content": text}
-                for turn in turns
-                for role, text in zip(roles, turn, strict=False)
-            ]
-        now = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        return [*prompt_value(self.section, turns, self.found[HISTORY]), *now]
-
-    def _text(self, name: str) -> str:
-        value = self.row.get(self.found.get(name))
-        return value if isinstance(value, str) else ""
-
-    def _check_not_empty(self, value: str | list[Message]) -> None:
-        has_media = any(self.row.get(name) for name in media_columns(self.section).values())
-        if isinstance(value, str) and not value.strip() and not has_media:
+    def checked(self, value: str | list[Message]) -> str | list[Message]:
+        """Return a prompt. Raise ValueError for an empty text without media."""
+        media = [self.row.get(name) for name in media_columns(self.section).values()]
+        if not _says(value) and not any(media):
             raise ValueError("the prompt is empty")
+        return value
 
 
-def is_whole(value: Any) -> bool:
-    """Return whether an answer is a conversation that begins with somebody else's message."""
-    return isinstance(value, list) and isinstance(value[0], dict) and not is_answer(value[0])
+def _says(value: Any) -> bool:
+    """Return whether a value is messages, or a text that is not empty."""
+    return bool(value.strip()) if isinstance(value, str) else isinstance(value, list)
+
+
+def _turns(history: Any) -> Any:
+    """Return pairs of texts as messages, and any other value as it is."""
+    if not isinstance(history, list) or not all(isinstance(turn, list) for turn in history):
+        return history
+    roles = ("user", "assistant")
+    return [
+        {"role": role, "content": text}
+        for turn in history
+        for role, text in zip(roles, turn, strict=False)
+    ]
 
 
 def _is_chat(value: Any) -> bool:
     if isinstance(value, str):
         return value.lstrip().startswith("[") and bool(messages_in_text(value, strict=False))
     return _may_ask(value)
-
-
-def _two_meanings(names: Sequence[str], flag: str) -> str:
-    what = {"input_key": "prompt", "label_key": "answer"}.get(flag, "answer")
-    return (
-        f"each of the columns {', '.join(names)} could be the {what}, and they differ; name one"
-        f" with --{flag}"
-    )
