@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -33,7 +34,7 @@ from lightrft.data.media_files import (
     with_parts,
 )
 from lightrft.data.prompt_set import DataPart, PromptSet
-from lightrft.data.readers import BadRows, is_first_rank, read_rows
+from lightrft.data.readers import BadRows, files_of, is_first_rank, read_rows
 from lightrft.data.rendering.messages import SYSTEM_ROLES, Message, as_object, as_tools
 from lightrft.data.rendering.template import chat_template, template_variables
 from lightrft.data.rendering.tokens import text_tokens
@@ -81,7 +82,7 @@ def load_prompts(
     row_problem: RowProblem | None = None,
     measure: MediaTokenCounter | None = None,
     make: Make | None = None,
-    read: Read = scored,
+    read: Read | None = None,
     distinguishing: str | None = None,
     requirements: Any = None,
     keep_input: bool = False,
@@ -91,7 +92,7 @@ def load_prompts(
     They are in file order, and several data sets follow one another. Rows without the input column
     are bad rows, and so are prompts longer than `prompt_max_len` tokens. `measure` returns the
     tokens that media add to the length; `make` is make_prompt() by default, and `read` tells what
-    a row means to it. With `data_cache` they are stored in a file. It is used again unless
+    a row means to it, for the log. With `data_cache` they are stored in a file. It is used again unless
     `requirements` changes, a JSON value that determines `row_problem` and `measure`.
     `distinguishing` is a column for PromptSet.examples. With `keep_input` the prompt of a row, a
     text or messages, is also a column, INPUT.
@@ -118,7 +119,7 @@ def load_prompts(
         "row_problem": row_problem,
         "duplicates": duplicates,
         "numbers": numbers,
-        "read": read,
+        "read": scored if make is None else read,
         "keep_input": keep_input,
     }
 
@@ -180,7 +181,7 @@ def _usable(
     row_problem: RowProblem | None,
     duplicates: Duplicates,
     numbers: Iterator[int],
-    read: Read,
+    read: Read | None,
     keep_input: bool,
 ) -> Iterator[Prompt]:
     """Yield the usable prompts of one data set, numbered by `numbers`."""
@@ -207,13 +208,13 @@ def _usable(
 
             # Rows with the same columns have the same form.
             columns = tuple(name for name, value in row.items() if value is not None)
-            if columns not in known or keep_input or section.input_template is not None:
+            if read and (columns not in known or keep_input or section.input_template is not None):
                 reading = read(section, row)
                 known[columns] = reading.form
                 num_chats += isinstance(reading.prompt, list)
                 if keep_input:
                     prompt.columns.setdefault(INPUT, reading.prompt)
-            forms[known[columns]] += 1
+            forms[known.get(columns, "columns of a benchmark")] += 1
             files.add(PLACE_OF_ROW.sub("", location))
 
             problem = row_problem(prompt) if row_problem else None
@@ -249,17 +250,36 @@ def _usable(
     duplicates.report(f"--{source} {name}", count)
     if is_first_rank():
         shares = len(forms) > 1
-        understood = [f"{form} ({n:,} rows)" if shares else form for form, n in forms.items()]
-        of_files = f" of {len(files)} files" if len(files) > 1 else ""
+        common = forms.most_common(5)
+        understood = [f"{form} ({n:,} rows)" if shares else form for form, n in common]
+        others = sorted(Path(file).name for file in files - {name} if Path(file).is_file())
+        num_files = f" of {len(others)} files" if len(others) > 1 else ""
+        of_files = f"{num_files} ({', '.join(others[:5])})" if others else ""
         logger.info(f"--{source} {name}: {', '.join(understood)}; {count:,} rows{of_files}")
 
 
 def _check_held_out(section: DataSection, names: list[str]) -> None:
-    """Raise DataError if training and held-out data have rows of reasoning-gym in common."""
+    """Raise DataError if training and held-out data have rows of reasoning-gym in common.
+
+    Warn of files that are in both.
+    """
+    training = [data_source.name for data_source in data_sources(section.prompt_data)]
+    learned: set[Path] = set()
+    for name in filter(None, training):
+        with suppress(DataError):  # an evaluation does not need them
+            learned.update(files_of(name, section.prompt_split, "--prompt_data"))
+    held_out = {
+        file for name in names for file in files_of(name, section.eval_split, "--eval_data")
+    }
+    resolved = [{file.resolve() for file in files} for files in (learned, held_out)]
+    for file in sorted(resolved[0] & resolved[1]) if is_first_rank() else ():
+        logger.warning(
+            f"--eval_data: {file} is also in --prompt_data, so rows are held out that were learned"
+        )
+
     if any(name.startswith(REASONING_GYM) for name in names):
         from lightrft.data.reasoning_gym.tasks import check_held_out
 
-        training = [data_source.name for data_source in data_sources(section.prompt_data)]
         check_held_out(training, names, split=section.prompt_split, eval_split=section.eval_split)
 
 
