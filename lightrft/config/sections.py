@@ -244,8 +244,8 @@ class DataSection(Section, commands=EVALUATED):
     reference_key: str | None = option(None, commands=SAMPLING)
     """Column of a reference answer: reward functions receive it as `reference`."""
     input_template: str | None = None
-    """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are
-    not changed."""
+    """Template with one {} of prompts that are text: in a shell $'Question: {}\\nAnswer: ', with a
+    line break. Chat messages are not changed."""
     apply_chat_template: bool = False
     """Render prompts with the tokenizer's chat template. A response then also stops at the token
     that ends a turn of the template."""

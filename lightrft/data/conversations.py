@@ -56,7 +56,7 @@ def make_example(
 ) -> Prompt:
     """Build a prompt whose `label` is learned: a text, or the Answer of a conversation.
 
-    The prompt of a conversation ends where the first learned turn begins. `options` are those of
+    The prompt of a conversation ends where the first learned turn begins. `options` go to
     built_prompt(). Raise ValueError for a bad row.
     """
     reading = learned(section, row)

@@ -202,7 +202,7 @@ def _usable(
             try:
                 row = plain_row(row, leave=media_columns(section).values())
                 prompt = make(row, index=0, folder=folder)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 bad.add(location, str(error))
                 continue
 
@@ -261,26 +261,31 @@ def _usable(
 def _check_held_out(section: DataSection, names: list[str]) -> None:
     """Raise DataError if training and held-out data have rows of reasoning-gym in common.
 
-    Warn of files that are in both.
+    Warn of data that are in both.
     """
-    training = [data_source.name for data_source in data_sources(section.prompt_data)]
-    learned: set[Path] = set()
-    for name in filter(None, training):
-        with suppress(DataError):  # an evaluation does not need them
-            learned.update(files_of(name, section.prompt_split, "--prompt_data"))
-    held_out = {
-        file for name in names for file in files_of(name, section.eval_split, "--eval_data")
-    }
-    resolved = [{file.resolve() for file in files} for files in (learned, held_out)]
-    for file in sorted(resolved[0] & resolved[1]) if is_first_rank() else ():
+    training = [each.name for each in data_sources(section.prompt_data) if each.name]
+    learned = _places(training, section.prompt_split)
+    held_out = _places(names, section.eval_split)
+    for place in sorted(learned & held_out) if is_first_rank() else ():
         logger.warning(
-            f"--eval_data: {file} is also in --prompt_data, so rows are held out that were learned"
+            f"--eval_data: {place} is in --prompt_data too: an evaluation on rows that are learned"
+            " does not show what the model does on others"
         )
 
     if any(name.startswith(REASONING_GYM) for name in names):
         from lightrft.data.reasoning_gym.tasks import check_held_out
 
         check_held_out(training, names, split=section.prompt_split, eval_split=section.eval_split)
+
+
+def _places(names: list[str], split: str) -> set[str]:
+    """Return the files of a split, and names of data that are not files."""
+    places = set()
+    for name in names:
+        with suppress(DataError):  # who reads the data says it
+            files = files_of(name, split, "")
+            places.update({str(file.resolve()) for file in files} or {f"{name}[{split}]"})
+    return places
 
 
 def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -299,7 +304,7 @@ def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
 def make_prompt(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **options: Any
 ) -> Prompt:
-    """Build a prompt from the columns of a row. `options` are those of built_prompt().
+    """Build a prompt from the columns of a row. `options` go to built_prompt().
 
     Raise ValueError for a bad row.
     """

@@ -30,9 +30,9 @@ HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+(?<!\.py))(?::(?P<subset>[^:/]+))?")
 SAVED = ("state.json", "dataset_dict.json")
 """Files that show a folder to be one of Dataset.save_to_disk."""
 ROWS_AT_ONCE = 64
-PART = r"([-_. ]?(part|shard)?[-_. ]?\d+([-_. ]?of[-_. ]?\d+)?(-[0-9a-f]{16})?)?"
+NUMBERED = r"([-_. ]?(part|shard)?[-_. ]?\d+([-_. ]?of[-_. ]?\d+)?(-[0-9a-f]{16})?)?"
 """Number of a part of a split in the name of a file, such as -00000-of-00002 after train."""
-SPLITS = re.compile(r"(train(ing)?|valid(ation)?|dev|test|eval(uation)?)" + PART)
+SPLITS = re.compile(r"(train(ing)?|valid(ation)?|dev|test|eval(uation)?)" + NUMBERED)
 """Name of a file of a split that is usually called so."""
 
 
@@ -206,7 +206,7 @@ def files_of(source: str, split: str, flag: str) -> list[Path]:
     if not files:
         raise DataError(f"{flag} {folder}: the folder contains no {', '.join(DATA_FILES)} file")
 
-    of_split = [file for file in files if re.fullmatch(re.escape(split) + PART, file.stem)]
+    of_split = [file for file in files if re.fullmatch(re.escape(split) + NUMBERED, file.stem)]
     others = [file for file in files if file not in of_split]
     names = ", ".join(file.name for file in others[:5])
     if not of_split and (len(files) > 1 or SPLITS.fullmatch(files[0].stem)):

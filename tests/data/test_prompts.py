@@ -147,8 +147,11 @@ def test_the_only_file_of_a_folder_may_be_of_another_split(tmp_path, name, held_
 
 def test_rows_that_are_learned_and_held_out_are_named(tmp_path, warnings):
     file = write_lines(tmp_path / "train.jsonl", {"input": "a"})
-    load(file, held_out=True, prompt_data=str(tmp_path))
-    assert f"--eval_data: {file.resolve()} is also in --prompt_data" in "".join(warnings)
+    other = write_lines(tmp_path / "test.jsonl", {"input": "b"})
+    for training in (f"{tmp_path}:0.7,{other}:0.3", str(other), ""):
+        load(file, held_out=True, prompt_data=training)
+        load(tmp_path, held_out=True, prompt_data="owner/name")
+    assert [line.partition(" is in")[0] for line in warnings] == [f"--eval_data: {file.resolve()}"]
 
 
 def test_escaped_characters_are_text(tmp_path):

@@ -41,7 +41,7 @@ PROMPTS = {
 }
 """Columns that are the prompt -> columns that belong to it, if the row has them."""
 SYSTEMS = ("system", "system_prompt")
-HISTORY = "history"
+EARLIER = "history"
 """Column with earlier turns: pairs of texts, or messages."""
 CHOICES = ("choices", "options")
 """Columns without which a question cannot be answered, and that no form writes into the prompt."""
@@ -130,7 +130,7 @@ class Reading:
     @property
     def form(self) -> str:
         """Return the columns in one line, such as `Alpaca: instruction + input -> output`."""
-        asked = [name for name in self.columns if name.lower() not in (*SYSTEMS, HISTORY)]
+        asked = [name for name in self.columns if name.lower() not in (*SYSTEMS, EARLIER)]
         key = [(names or ("",))[0].lower().partition(".")[0] for names in (asked, self.names)]
         name = FORMS.get((key[0], "" if key[1] == LAST_TURN else key[1]), "")
         sides = " + ".join(self.columns), ", ".join(self.names)
@@ -163,7 +163,7 @@ def learned(section: DataSection, row: Row) -> Reading:
 
 
 def scored(section: DataSection, row: Row) -> Reading:
-    """Return a prompt with the right answer; that of a conversation is the last turn."""
+    """Return a prompt with the right answer, which is the last turn of a conversation."""
     columns = _Columns(section, row)
     prompt, names = columns.prompt()
     label = section.label_key or (LABEL if columns.are_own else columns.first(SCORED, "label_key"))
@@ -421,7 +421,7 @@ class _Columns:
         contexts = PROMPTS[name.lower()]
         others = [self.found[each] for each in contexts if each in self.found]
         systems = [each for each in SYSTEMS if _says(self.row.get(each))][:1]
-        history = [HISTORY] if self.row.get(HISTORY) and not self.are_own else []
+        history = [EARLIER] if self.row.get(EARLIER) and not self.are_own else []
 
         # What is left out here would be missing from the question.
         unread = [each for each in others if not isinstance(self.row[each], str)]
@@ -439,7 +439,7 @@ class _Columns:
             value = self.checked("\n\n".join(filter(_says, texts)))
         if history:
             now = [{"role": "user", "content": value}] if isinstance(value, str) else value
-            value = [*prompt_value(self.section, _turns(self.row[HISTORY]), HISTORY), *now]
+            value = [*prompt_value(self.section, _turns(self.row[EARLIER]), EARLIER), *now]
         return value, (*systems, *history, name, *others)
 
     def checked(self, value: str | list[Message]) -> str | list[Message]:

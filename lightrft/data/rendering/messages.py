@@ -108,7 +108,7 @@ def _is_message(value: Message) -> bool:
 
 
 def _without_blocks(message: Message, place: str) -> list[Message]:
-    """Return a message of Anthropic's API as those of OpenAI's; others stay as they are.
+    """Return a message of Anthropic's API in OpenAI's form; others stay as they are.
 
     Its content has blocks for thinking, calls and results. Results become messages of their own.
     """
