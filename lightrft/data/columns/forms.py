@@ -16,7 +16,6 @@ from typing import Any
 from loguru import logger
 
 from lightrft.config.sections import DataSection, PreferenceSection, media_columns
-from lightrft.data.readers import is_first_rank
 from lightrft.data.rendering.messages import (
     Message,
     as_messages,
@@ -25,6 +24,7 @@ from lightrft.data.rendering.messages import (
     shortened,
 )
 from lightrft.data.rendering.template import texts_of
+from lightrft.parallel.mesh import process_rank
 
 Row = Mapping[str, Any]
 
@@ -319,7 +319,7 @@ def prompt_value(section: DataSection, value: Any, name: str) -> str | list[Mess
 @lru_cache(maxsize=64)
 def _warn(text: str) -> None:
     """Log a warning once and on the first rank."""
-    if is_first_rank():
+    if process_rank() == 0:
         logger.warning(text)
 
 
