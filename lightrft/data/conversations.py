@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection
 from lightrft.data.chats import conversation_tokens
-from lightrft.data.columns.forms import learned
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import (
     HERE,
@@ -22,6 +21,7 @@ from lightrft.data.prompts import (
     row_media,
     with_media_tokens,
 )
+from lightrft.data.rendering.forms import learned
 from lightrft.data.rendering.messages import Message, is_answer
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends

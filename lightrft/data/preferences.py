@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection
-from lightrft.data.columns.forms import Reading, column, is_conversation, judged, pair
 from lightrft.data.conversations import answer_of, can_be_learned, flat_columns, learned_example
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import Make, load_prompts
+from lightrft.data.rendering.forms import Reading, column, is_conversation, judged, pair
 from lightrft.data.rendering.messages import Message, as_messages, is_answer
 from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 

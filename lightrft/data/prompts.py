@@ -17,7 +17,6 @@ from lightrft.config.errors import DataError
 from lightrft.config.references import data_problems, data_sources
 from lightrft.config.sections import DataSection, media_columns
 from lightrft.data.chats import Conversation
-from lightrft.data.columns.forms import SYSTEMS, Reading, scored
 from lightrft.data.columns.values import label_value, plain_row
 from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
@@ -35,6 +34,7 @@ from lightrft.data.media_files import (
 )
 from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.data.readers import BadRows, files_of, is_first_rank, read_rows
+from lightrft.data.rendering.forms import SYSTEMS, Reading, scored
 from lightrft.data.rendering.messages import SYSTEM_ROLES, Message, as_object, as_tools
 from lightrft.data.rendering.template import chat_template, template_variables
 from lightrft.data.rendering.tokens import text_tokens

@@ -16,9 +16,9 @@ from statistics import fmean, median
 
 from lightrft.config.errors import ConfigError, DataError
 from lightrft.config.sections import DataSection, RewardSection
-from lightrft.data.columns.forms import scored
 from lightrft.data.prompts import reward_columns
 from lightrft.data.readers import BadRows, read_rows
+from lightrft.data.rendering.forms import scored
 from lightrft.rewards.functions import right_answers
 from lightrft.rewards.runner import RewardRunner
 from lightrft.samples import Prompt, Sample

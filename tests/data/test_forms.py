@@ -10,11 +10,11 @@ import pytest
 from loguru import logger
 
 from lightrft.config import DataSection, PreferenceSection
-from lightrft.data.columns.forms import learned
 from lightrft.data.conversations import load_examples
 from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
+from lightrft.data.rendering.forms import learned
 from lightrft.data.step_labels import load_steps
 from lightrft.types import Answer
 from tiny import EOS, byte_tokenizer
