@@ -131,12 +131,11 @@ class TurnFormat:
             else observation
         )
         token_ids = self._tokenize(self._between(messages, request, row))
-        # The model has sampled the end of its turn itself, so the template's must not follow it.
-        ended = (
-            last_token in self.end_token_ids
-            and token_ids[:1]
-            and token_ids[0] in self.end_token_ids
-        )
+        # The model has sampled the end of its turn itself, so the template's must not follow it. One
+        # that begins the next turn follows another end.
+        begins_next = chat_template(self.section, self.tokenizer).closing.begins_next
+        ends = {last_token} if begins_next else self.end_token_ids
+        ended = last_token in self.end_token_ids and bool(ends.intersection(token_ids[:1]))
 
         return token_ids[1:] if ended else token_ids
 

@@ -142,6 +142,13 @@ def load_prompts(
         [DataPart(*part) for part in zip(names, sets, probabilities, examples, strict=True)],
         digests,
     )
+    own = section.apply_chat_template or section.input_template is not None
+    if tokenizer.chat_template and not own and is_first_rank():
+        if not any(token in prompts[0].text for token in tokenizer.all_special_tokens):
+            logger.warning(
+                f"--{source}: the tokenizer has a chat template, and prompts are texts without it:"
+                " add --apply_chat_template, unless --pretrain is a base model"
+            )
     for medium, column in media_columns(section).items():
         if source != "pretrain_data" and not any(
             prompt.multi_modal.get(medium) for prompt in prompts
@@ -414,8 +421,9 @@ def prompt_text(
     """
     if not section.apply_chat_template:
         return with_template(section, value)
+    template = chat_template(section, tokenizer)
     conversation = complete_chat(section, row, chat_of(section, value), media)
-    return conversation.render(chat_template(section, tokenizer), answer_follows=True)
+    return conversation.for_template(template).render(template, answer_follows=True)
 
 
 def with_template(section: DataSection, text: str) -> str:

@@ -10,6 +10,7 @@ from importlib.metadata import files
 from pathlib import Path
 
 import pytest
+from loguru import logger
 
 from lightrft.agents.messages import BEGINNING, TurnRequest
 from lightrft.agents.turn_format import TurnFormat
@@ -100,6 +101,8 @@ def end_of_turn(name: str) -> str:
     """Return the special token that ends an answer in the template, else the tokenizer's."""
     messages = [turn("user", QUESTION), turn("assistant", ANSWER)]
     _, _, after = reference(name, *messages, answer_follows=False).rpartition(ANSWER)
+    if name == "glm4moe":
+        return "<|user|>"  # the mark that begins the next turn
     found = SPECIAL.findall(after)
     return (found[-1] if name.startswith("cohere2") else found[0]) if found else "<eos>"
 
@@ -182,7 +185,7 @@ def test_two_turns(name):
     ]
     both = learned(name, {"messages": messages})
     end = end_of_turn(name)
-    inner = {"gptoss": "<|end|>", "gptoss_training": "<|end|>", "glm4moe": ""}.get(name, end)
+    inner = {"gptoss": "<|end|>", "gptoss_training": "<|end|>"}.get(name, end)
     response = "<|END_RESPONSE|>" if name.startswith("cohere2") else ""
     assert (
         f"{ANSWER}{response}{inner}" in both
@@ -199,3 +202,62 @@ def test_two_turns(name):
         and ANSWER not in second
         and len(first) + len(second) <= len(both) + len("<eos>")
     )
+
+
+CALLED = [
+    turn("user", QUESTION),
+    turn(
+        "assistant", None, tool_calls=[{"function": {"name": "add", "arguments": {"a": 6, "b": 1}}}]
+    ),
+    turn("tool", "7"),
+    turn("assistant", ANSWER),
+    turn("user", THIRD),
+    turn("assistant", OTHER),
+]
+
+
+@pytest.mark.parametrize("last", [2, 4, 6])
+def test_turns_end_with_the_mark_of_the_next_one(last):
+    """TRL's template for training writes the mark into the turn itself, and marks what is learned."""
+    row = {"messages": CALLED[:last]}
+    expected = learned("glm4moe_training", row)
+    assert learned("glm4moe", row) == expected
+    marks = ["<|observation|>", "<|user|>", "<|user|>"][: last // 2]
+    assert re.findall(r"<\|(?:user|observation)\|>", expected) == marks
+    reader = tokenizer("glm4moe")
+    assert set(reader.convert_tokens_to_ids(marks)) <= turn_end_ids(SECTION, reader)
+
+
+TEXT_OF_THOUGHTS = {
+    "qwen3": "<think>\nSix and one.\n</think>\n\nIt is 7.<|im_end|>",
+    "qwen3_8": "Six and one.\n</think>\n\nIt is 7.<|im_end|>",
+    "glm4moe": "\n<think>Six and one.</think>\nIt is 7.<|user|>",
+    "gemma4_v5": "<|channel>thought\nSix and one.\n<channel|>It is 7.<turn|>",
+    "gptoss": (
+        "<|channel|>analysis<|message|>Six and one.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>It is 7.<|return|>"
+    ),
+    "muse_glimmer": (
+        " to=self<|message|>Six and one.<|eom|><|start|>assistant to=user<|message|>It is 7.<|eot|>"
+    ),
+    "llama3": f"{THOUGHT}It is 7.<|eot_id|>",
+    "gemma4": f"{THOUGHT}It is 7.<turn|>",
+}
+"""Template -> what is learned of an answer with thinking: as reasoning_content, where the template
+has a place for it, and otherwise as text.
+"""
+
+
+@pytest.mark.parametrize("name", TEXT_OF_THOUGHTS)
+def test_thinking_in_the_text_of_an_answer_is_rendered_as_thinking(name):
+    said: list[str] = []
+    handler = logger.add(said.append, level="WARNING", format="{message}")
+    tokenizer.cache_clear()
+    for row in (
+        {"messages": [turn("user", QUESTION), turn("assistant", THOUGHT + ANSWER)]},
+        {"input": QUESTION, "label": THOUGHT + ANSWER},
+    ):
+        assert learned(name, row) == TEXT_OF_THOUGHTS[name]
+    logger.remove(handler)
+    warned = ["another form of thinking than <think>" in line for line in said]
+    assert warned == [True] * (name == "gemma4")
