@@ -57,30 +57,30 @@ class Conversation:
         It writes its own end tokens, and thinking goes to the key where it looks for that.
         """
         messages = [
-            (
-                _with_thoughts(
-                    message | {"content": without_ends(message["content"], template.ends)}, template
-                )
-                if is_answer(message) and isinstance(message["content"], str)
-                else message
-            )
+            _for_template(message, template) if is_answer(message) else message
             for message in self.messages
         ]
         return Conversation(messages, self.tools, self.variables)
 
 
-def _with_thoughts(message: Message, template: ChatTemplate) -> Message:
-    """Return a turn whose thinking is not in the text, if the template reads it from a key."""
+def _for_template(message: Message, template: ChatTemplate) -> Message:
+    own = {name: message[name] for name in THOUGHTS if message.get(name)}
     text = message["content"]
-    begin = next((begin for begin in THINKING if text.lstrip().startswith(begin)), "")
-    end = THINKING.get(begin, "")
-    if not begin or end not in text or any(message.get(name) for name in THOUGHTS):
-        return message
-    name = template.key_of_thoughts(begin)
-    if not name:
-        return message
-    thoughts, _, rest = text.lstrip().removeprefix(begin).partition(end)
-    return message | {"content": rest.lstrip(), name: thoughts.strip()}
+    if isinstance(text, str):
+        text = without_ends(text, template.ends)
+        begin = next((begin for begin in THINKING if text.lstrip().startswith(begin)), "")
+        end = THINKING.get(begin, "")
+        if begin and end in text and not own and not template.reads_thoughts(begin):
+            thoughts, _, text = text.lstrip().removeprefix(begin).partition(end)
+            own = {"": thoughts.strip()}
+            text = text.lstrip()
+
+    message = message | {"content": text}
+    # The template may know another name than the row.
+    if own and template.thoughts and not own.keys() & template.thoughts.keys():
+        message = {name: value for name, value in message.items() if name not in own}
+        message[next(iter(template.thoughts))] = next(iter(own.values()))
+    return message
 
 
 def conversation_tokens(

@@ -253,11 +253,57 @@ def test_thinking_in_the_text_of_an_answer_is_rendered_as_thinking(name):
     said: list[str] = []
     handler = logger.add(said.append, level="WARNING", format="{message}")
     tokenizer.cache_clear()
-    for row in (
+    rows = [
         {"messages": [turn("user", QUESTION), turn("assistant", THOUGHT + ANSWER)]},
         {"input": QUESTION, "label": THOUGHT + ANSWER},
-    ):
+    ]
+    if THOUGHT not in TEXT_OF_THOUGHTS[name]:
+        for key in ("reasoning_content", "reasoning", "thinking"):
+            answer = turn("assistant", ANSWER, **{key: "Six and one."})
+            rows.append({"messages": [turn("user", QUESTION), answer]})
+    for row in rows:
         assert learned(name, row) == TEXT_OF_THOUGHTS[name]
     logger.remove(handler)
     warned = ["another form of thinking than <think>" in line for line in said]
     assert warned == [True] * (name == "gemma4")
+
+
+ANTHROPIC = [
+    turn("user", QUESTION),
+    turn(
+        "assistant",
+        [
+            {"type": "thinking", "thinking": "Six and one.", "signature": "x"},
+            {"type": "tool_use", "id": "call1", "name": "add", "input": {"a": 6, "b": 1}},
+        ],
+    ),
+    turn("user", [{"type": "tool_result", "tool_use_id": "call1", "content": "7"}]),
+    turn("assistant", [{"type": "text", "text": ANSWER}]),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3_8", "glm4moe", "muse_glimmer"])
+def test_messages_of_anthropic_are_those_of_openai(name):
+    call = {"id": "call1", "function": {"name": "add", "arguments": {"a": 6, "b": 1}}}
+    thinks = turn("assistant", None, reasoning_content="Six and one.", tool_calls=[call])
+    result = turn("tool", "7", tool_call_id="call1")
+    plain = [turn("user", QUESTION), thinks, result, turn("assistant", ANSWER)]
+    rows = [{"messages": messages} for messages in (ANTHROPIC, plain)]
+    first, second = (make_example(SECTION, tokenizer(name), row, index=0) for row in rows)
+    assert first == second and "add" in learned(name, rows[0])
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image", "image": "a.png"}, "type 'image': media are read with --images_key"),
+        (
+            {"type": "redacted_thinking", "data": "x"},
+            "type 'redacted_thinking': parts are texts, m",
+        ),
+        ({"type": "document", "source": {}}, "type 'document': parts are texts, media, or Anthr"),
+    ],
+)
+def test_parts_that_nothing_reads_are_named(part, message):
+    with pytest.raises(ValueError, match=message):
+        asked("qwen3", [turn("user", [{"type": "text", "text": QUESTION}, part])])

@@ -125,7 +125,7 @@ class ChatTemplate:
     """Variables of the run, with the tools."""
     _complete: set[Any] = field(default_factory=set, repr=False)
     """Kinds of conversations that the template is known to render completely."""
-    _keys: dict[str, str] = field(default_factory=dict, repr=False)
+    _reads: dict[str, bool] = field(default_factory=dict, repr=False)
 
     def render(
         self,
@@ -227,30 +227,32 @@ class ChatTemplate:
         marks = [token for token in self._special_tokens if after.lstrip().startswith(token)]
         return marks[0] if marks and marks[0] not in header else ""
 
-    def key_of_thoughts(self, begin: str) -> str:
-        """Return the key that thinking in the text of a turn belongs to; empty if it may stay there.
+    @cached_property
+    def thoughts(self) -> dict[str, str]:
+        """Return the keys of a turn whose thinking the template renders, each with such a turn."""
+        turns = {name: {"role": "assistant", "content": WORD, name: THOUGHT} for name in THOUGHTS}
+        rendered = {name: self._probe([QUESTION, turn]) for name, turn in turns.items()}
+        return {name: text for name, text in rendered.items() if THOUGHT in text}
 
-        `begin` is the mark before it, one of THINKING. The template writes marks of its own then,
-        and would write them a second time.
+    def reads_thoughts(self, begin: str) -> bool:
+        """Return whether thinking may stay in the text of a turn, after the mark `begin`.
+
+        A template that writes marks of its own would write them a second time. Warn of one that has
+        no other place for thinking.
         """
-        if begin not in self._keys:
+        if begin not in self._reads:
             said = f"{begin}\n{THOUGHT}\n{THINKING[begin]}\n\n{WORD}"
             in_text = self._probe([QUESTION, {"role": "assistant", "content": said}])
-            turns = {
-                name: {"role": "assistant", "content": WORD, name: THOUGHT} for name in THOUGHTS
-            }
-            apart = {name: self._probe([QUESTION, turn]) for name, turn in turns.items()}
-            names = [name for name, text in apart.items() if THOUGHT in text]
-            is_read = any(_squeezed(apart[name]) == _squeezed(in_text) for name in names)
-            self._keys[begin] = names[0] if names and not is_read else ""
+            others = [_squeezed(text) for text in self.thoughts.values()]
+            self._reads[begin] = not others or _squeezed(in_text) in others
             source = str(self.tokenizer.chat_template)
-            other = begin not in source and any(name in source for name in THOUGHTS)
-            if not names and (other or sum(map(in_text.count, THINKING)) > 1):
+            differs = begin not in source and any(name in source for name in THOUGHTS)
+            if not others and (differs or sum(map(in_text.count, THINKING)) > 1):
                 self.warn(
                     f"the chat template has another form of thinking than {begin}, and does not"
                     f" write the thinking of a row in it: {begin} in answers is learned as text"
                 )
-        return self._keys[begin]
+        return self._reads[begin]
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
