@@ -120,6 +120,7 @@ def load_prompts(
         "duplicates": duplicates,
         "numbers": numbers,
         "read": scored if make is None else read,
+        "description": (description := []),
         "keep_input": keep_input,
     }
 
@@ -141,6 +142,7 @@ def load_prompts(
     prompts = PromptSet(
         [DataPart(*part) for part in zip(names, sets, probabilities, examples, strict=True)],
         digests,
+        description,
     )
     own = section.apply_chat_template or section.input_template is not None
     if tokenizer.chat_template and not own and is_first_rank():
@@ -159,8 +161,8 @@ def load_prompts(
             )
 
     if is_first_rank():
-        for line in prompts.repetitions():
-            logger.info(f"--{source}: {line}")
+        for line in (*description, *(f"--{source}: {each}" for each in prompts.repetitions())):
+            logger.info(line)
 
     return prompts
 
@@ -189,6 +191,7 @@ def _usable(
     duplicates: Duplicates,
     numbers: Iterator[int],
     read: Read | None,
+    description: list[str],
     keep_input: bool,
 ) -> Iterator[Prompt]:
     """Yield the usable prompts of one data set, numbered by `numbers`."""
@@ -255,14 +258,12 @@ def _usable(
             f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped{others})"
         )
     duplicates.report(f"--{source} {name}", count)
-    if is_first_rank():
-        shares = len(forms) > 1
-        common = forms.most_common(5)
-        understood = [f"{form} ({n:,} rows)" if shares else form for form, n in common]
-        others = sorted(Path(file).name for file in files - {name} if Path(file).is_file())
-        num_files = f" of {len(others)} files" if len(others) > 1 else ""
-        of_files = f"{num_files} ({', '.join(others[:5])})" if others else ""
-        logger.info(f"--{source} {name}: {', '.join(understood)}; {count:,} rows{of_files}")
+    common = forms.most_common(5)
+    understood = [f"{form} ({n:,} rows)" if len(forms) > 1 else form for form, n in common]
+    others = sorted(Path(file).name for file in files - {name} if Path(file).is_file())
+    num_files = f" of {len(others)} files" if len(others) > 1 else ""
+    of_files = f"{num_files} ({', '.join(others[:5])})" if others else ""
+    description.append(f"--{source} {name}: {', '.join(understood)}; {count:,} rows{of_files}")
 
 
 def _check_held_out(section: DataSection, names: list[str]) -> None:
