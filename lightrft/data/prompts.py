@@ -393,7 +393,7 @@ def reward_columns(section: DataSection, row: dict[str, Any], reading: Reading) 
 
     Raise ValueError for a configured column that the row does not have.
     """
-    others = {*reading.columns, *media_columns(section).values()}
+    others = {*reading.asked, *media_columns(section).values()}
     columns = {name: value for name, value in row.items() if name not in others}
     if reading.names:
         columns["label"] = label_value(reading.label, reading.names[0])

@@ -92,6 +92,11 @@ LEARNED = {
         {"input": '[{"role": "user", "age": 7, "content": "x"}]', "label": "A"},
         'u>[{"role": "user", "age": 7, "content": "x"}];a>[A$]',
     ),
+    "another answer": ({"input": "Q", "label": "A", "output": "B"}, "u>Q;a>[A$]"),
+    "objects in a prompt": (
+        {"input": '[{"role": "CEO", "name": "Ann"}]', "label": "A"},
+        'u>[{"role": "CEO", "name": "Ann"}];a>[A$]',
+    ),
     "a prompt that is a chat": ({"input": json.dumps(ASKED), "label": "A"}, "u>Q;a>[A$]"),
 }
 SCORED = {
@@ -126,7 +131,7 @@ SCORED = {
     "UltraChat": ({"prompt": "Q", "prompt_id": "1", "messages": SAID}, "u>Q;a>", None),
     "messages": ({"messages": SAID}, "u>Q;a>", "A"),
     "ShareGPT": ({"conversations": [*SHAREGPT, *SHAREGPT]}, "u>Q;a>A$u>Q;a>", "A"),
-    "TRL": ({"prompt": ASKED, "completion": SAID[1:]}, "u>Q;a>", SAID[1:]),
+    "TRL": ({"prompt": ASKED, "completion": SAID[1:]}, "u>Q;a>", "A"),
 }
 PAIRS = {
     "UltraFeedback": {
@@ -353,6 +358,7 @@ FLAGS = {
     "the answer alone": ({"label_key": "output"}, "u>I\n\nQ;a>[A$]"),
     "the prompt alone": ({"input_key": "input"}, "u>Q;a>[A$]"),
     "both": ({"input_key": "instruction", "label_key": "note"}, "u>I;a>[N$]"),
+    "the prompt, beside a label": ({"input_key": "other"}, "u>O;a>[L$]"),
 }
 
 
@@ -360,6 +366,7 @@ FLAGS = {
 def test_flags_have_precedence(tmp_path, name):
     flags, expected = FLAGS[name]
     row = {"instruction": "I", "input": "Q", "output": "A", "note": "N"}
+    row |= {"other": "O", "label": "L"} if flags.get("input_key") == "other" else {}
     (example,) = load(tmp_path, "answer", row, **flags)
     assert with_answer(example, example.columns["label"]) == expected
 
@@ -413,3 +420,10 @@ def test_columns_of_a_row_are_not_changed():
     before = json.dumps(row)
     learned(DataSection(apply_chat_template=True), row)
     assert json.dumps(row) == before
+
+
+def test_rewards_receive_all_columns_but_the_prompt(tmp_path):
+    row = {"question": "Q", "context": "C", "system": "S", "answer": "A", "id": 1}
+    (prompt,) = load(tmp_path, "prompt", row)
+    others = {name: value for name, value in row.items() if name != "question"}
+    assert prompt.columns == others | {"label": "A"}

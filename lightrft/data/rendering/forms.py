@@ -8,7 +8,7 @@ and a row that could mean two things is refused.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,8 @@ from lightrft.data.rendering.messages import (
     Message,
     as_messages,
     is_answer,
-    messages_in_text,
+    is_message,
+    objects_in_text,
     shortened,
 )
 from lightrft.data.rendering.template import texts_of
@@ -128,13 +129,17 @@ class Reading:
     """Columns of the answers and of the label."""
 
     @property
+    def asked(self) -> list[str]:
+        """Return the columns that have nothing but the prompt."""
+        return [name for name in self.columns if name.lower() not in (*SYSTEMS, EARLIER, *CONTEXTS)]
+
+    @property
     def form(self) -> str:
         """Return the columns in one line, such as `Alpaca: instruction + input -> output`."""
-        asked = [name for name in self.columns if name.lower() not in (*SYSTEMS, EARLIER)]
-        key = [(names or ("",))[0].lower().partition(".")[0] for names in (asked, self.names)]
-        name = FORMS.get((key[0], "" if key[1] == LAST_TURN else key[1]), "")
+        key = [(names or ("",))[0].lower().partition(".")[0] for names in (self.asked, self.names)]
+        name = FORMS.get((key[0], key[1].replace(LAST_TURN, "")))
         sides = " + ".join(self.columns), ", ".join(self.names)
-        return f"{name}: ".removeprefix(": ") + " -> ".join(filter(None, sides))
+        return (f"{name}: " if name else "") + " -> ".join(filter(None, sides))
 
 
 def learned(section: DataSection, row: Row) -> Reading:
@@ -148,7 +153,7 @@ def learned(section: DataSection, row: Row) -> Reading:
     chat = columns.chat if prefers_chat and not columns.are_own else None
     prompt, names = columns.named(chat) if chat else columns.prompt()
 
-    answer = section.label_key or columns.first(LEARNED, "label_key", may_be=_may_ask)
+    answer = columns.label or columns.first(LEARNED, "label_key", texts=True)
     if isinstance(prompt, list) and is_answer(prompt[-1]):
         # The column of the answer is for rewards, unless the prompt is one by its name.
         if answer is None or names[0].lower() not in PROMPTS:
@@ -166,7 +171,7 @@ def scored(section: DataSection, row: Row) -> Reading:
     """Return a prompt with the right answer, which is the last turn of a conversation."""
     columns = _Columns(section, row)
     prompt, names = columns.prompt()
-    label = section.label_key or (LABEL if columns.are_own else columns.first(SCORED, "label_key"))
+    label = columns.label or columns.first(SCORED, "label_key")
     if isinstance(prompt, list) and is_answer(prompt[-1]):
         if label and names[0].lower() not in CHATS:
             raise ValueError(ENDS_WITH_ANSWER.format(names[0]))
@@ -186,6 +191,8 @@ def scored(section: DataSection, row: Row) -> Reading:
         return Reading(prompt, names, (), value[TRUTH[1]], (f"{label}.{TRUTH[1]}",))
     if section.label_key is None and isinstance(value, str) and (ending := ENDING.search(value)):
         value = ending[1].replace(",", "")
+    elif isinstance(value, list) and _may_ask(value):  # an answer as SFT has it
+        value = "".join(texts_of(as_messages(value)[-1]))
     return Reading(prompt, names, (), value, (label,))
 
 
@@ -205,11 +212,8 @@ def pair(section: DataSection, row: Row, preference: PreferenceSection) -> Readi
             raise ValueError(f"the column {ranking!r} is {preferred!r}: no answer is better")
         keys = keys if preferred < 0 else keys[::-1]
 
-    flags = ("chosen_key", "rejected_key")
-    chosen, rejected = (
-        answer_value(section, column(row, name, flag))
-        for name, flag in zip(keys, flags, strict=True)
-    )
+    chosen = answer_value(section, column(row, keys[0], "chosen_key"))
+    rejected = answer_value(section, column(row, keys[1], "rejected_key"))
     if keys[0].lower() in CHATS and isinstance(chosen, list):
         return Reading(chosen[:-1], keys[:1], (chosen[-1:], rejected), None, (LAST_TURN, keys[1]))
     alone = all(is_conversation(answer, True) for answer in (chosen, rejected))
@@ -274,8 +278,8 @@ def answer_value(section: DataSection, value: Any) -> Any:
     A text is read as messages with --json_chats always.
     """
     if isinstance(value, str):
-        always = section.json_chats == "always"
-        return (messages_in_text(value, strict=False) if always else None) or value
+        objects = objects_in_text(value) if section.json_chats == "always" else None
+        return as_messages(objects) or value
     return as_messages([value] if isinstance(value, dict) and _may_ask([value]) else value) or value
 
 
@@ -284,36 +288,33 @@ def prompt_value(section: DataSection, value: Any, name: str) -> str | list[Mess
 
     Raise ValueError for other values, and name the column.
     """
-    if not section.apply_chat_template and not isinstance(value, str):
-        raise ValueError(
-            f"{name!r} is {type(value).__name__}, not text; chat messages need"
-            " --apply_chat_template"
-        )
     if not isinstance(value, str):
-        if (messages := as_messages(value)) is None:
+        if not section.apply_chat_template:
+            kind = type(value).__name__
             raise ValueError(
-                f"{name!r} is neither text nor a list of chat messages: {shortened(value)}"
+                f"{name!r} is {kind}, not text; chat messages need --apply_chat_template"
             )
-        return messages
-    if section.json_chats == "never":
-        return value
+        if messages := as_messages(value):
+            return messages
+        raise ValueError(
+            f"{name!r} is neither text nor a list of chat messages: {shortened(value)}"
+        )
 
+    objects = objects_in_text(value) if section.json_chats != "never" else None
     # Columns with such names have nothing else.
-    strict = section.json_chats == "auto" and name.lower() not in CHATS
-    messages = messages_in_text(value, strict=strict)
-    if messages is None:
-        if strict and messages_in_text(value, strict=False):
+    if objects and section.json_chats == "auto" and name.lower() not in CHATS:
+        if not all(map(is_message, objects)):
             _warn(
                 f"{name!r} has JSON that looks like chat messages, but with other keys or roles; it"
                 " is read as a text (--json_chats always reads messages, never only texts)"
             )
-        return value
-    if not section.apply_chat_template:
+            return value
+    if objects and not section.apply_chat_template:
         raise ValueError(
             f"{name!r} is a list of chat messages as JSON: they need --apply_chat_template, or"
             " --json_chats never if it is a text"
         )
-    return messages
+    return as_messages(objects) or value
 
 
 @lru_cache(maxsize=64)
@@ -355,24 +356,31 @@ class _Columns:
         return not is_named and {"input", LABEL} <= self.row.keys()
 
     @property
+    def label(self) -> str | None:
+        """Return the column of the answer if a flag names it, or if it is the default."""
+        is_default = self.are_own or (self.section.input_key is not None and LABEL in self.row)
+        return self.section.label_key or (LABEL if is_default else None)
+
+    @property
     def chat(self) -> str | None:
         """Return the column with a whole conversation."""
         names = [self.found[name] for name in CHATS if name in self.found]
-        return next((name for name in names if _is_chat(self.row[name])), None)
+        values = {name: self.row[name] for name in names}
+        for name, value in values.items():
+            if objects_in_text(value) if isinstance(value, str) else _may_ask(value):
+                return name
+        return None
 
     def first(
-        self,
-        lines: Sequence[Sequence[str]],
-        flag: str,
-        may_be: Callable[[Any], bool] = lambda value: True,
+        self, lines: Sequence[Sequence[str]], flag: str, *, texts: bool = False
     ) -> str | None:
         """Return the column of the first line that the row has one of; None if it has none.
 
-        Raise ValueError if it has two of a line whose values differ.
+        `texts` takes only texts and messages. Raise ValueError for two of a line that differ.
         """
         for line in lines:
             names = [self.found[name] for name in line if name in self.found]
-            names = [name for name in names if may_be(self.row[name])]
+            names = [name for name in names if not texts or _may_ask(self.row[name])]
             if any(self.row[name] != self.row[names[0]] for name in names):
                 raise ValueError(
                     f"each of the columns {', '.join(names)} could be the"
@@ -397,10 +405,9 @@ class _Columns:
                 column(self.row, name, "input_key")
             return self.named(name)
 
-        names = [name for name in PROMPTS if name in self.found]
-        if "instruction" in self.found:
-            names.remove("input") if "input" in names else None
-        name = "input" if self.are_own else self.first([names], "input_key", may_be=_may_ask)
+        contexts = PROMPTS["instruction"] if "instruction" in self.found else ()
+        names = ["input"] if self.are_own else [name for name in PROMPTS if name not in contexts]
+        name = self.first([names], "input_key", texts=True)
         if name:
             return self.joined(name)
 
@@ -465,9 +472,3 @@ def _turns(history: Any) -> Any:
         for turn in history
         for role, text in zip(roles, turn, strict=False)
     ]
-
-
-def _is_chat(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.lstrip().startswith("[") and bool(messages_in_text(value, strict=False))
-    return _may_ask(value)

@@ -72,35 +72,29 @@ def as_messages(value: Any) -> list[Message] | None:
     ]
 
 
-def messages_in_text(text: str, *, strict: bool) -> list[Message] | None:
-    """Return the messages that a text contains as JSON; None for any other text.
+def objects_in_text(text: str) -> list[Message] | None:
+    """Return the objects with a role that a text contains as JSON; None for any other text.
 
-    Objects with a role are messages. If `strict`, they have nothing but the keys of a message, and
-    a role that is known: a text may be a task about such objects.
+    Raise ValueError for messages in Python's form.
     """
     if PYTHON_LIST.match(text.lstrip()):
         raise ValueError(
             "its messages are written as Python prints them; write them as JSON, or pass"
             " --json_chats never if it is a text"
         )
-    if not text.lstrip().startswith("["):
-        return None
-
     try:
-        value = json.loads(text)
+        value = json.loads(text) if text.lstrip().startswith("[") else None
     except (ValueError, RecursionError):
         return None
 
     is_chat = isinstance(value, list) and all(
-        isinstance(message, dict)
-        and {"role", "from"} & message.keys()
-        and (not strict or _is_message(message))
-        for message in value
+        isinstance(each, dict) and {"role", "from"} & each.keys() for each in value
     )
-    return as_messages(value) if is_chat else None
+    return value if is_chat else None
 
 
-def _is_message(value: Message) -> bool:
+def is_message(value: Message) -> bool:
+    """Return whether an object has a known role, and nothing but the keys of a message."""
     role = value.get("role") or value.get("from")
     is_known = isinstance(role, str) and role.lower() in {*ROLES, *CALLS, *SYSTEM_ROLES}
     says = {"content", "value", "tool_calls", "function_call", *THOUGHTS} & value.keys()
@@ -136,10 +130,8 @@ def _without_blocks(message: Message, place: str) -> list[Message]:
         raise ValueError(f"{place} has results of tools beside thinking or calls")
 
     rest = [part for part in parts if part.get("type") not in BLOCKS]
-    own = message | {"content": rest or None}
-    own |= ({"reasoning_content": thoughts} if thoughts else {}) | (
-        {"tool_calls": calls} if calls else {}
-    )
+    own = message | {"content": rest or None, "tool_calls": calls or None}
+    own["reasoning_content"] = thoughts or None
     return results if results and not rest else [*results, own]
 
 
@@ -281,6 +273,8 @@ def as_tools(value: Any) -> list[dict[str, Any]]:
 
 def _tool(tool: Any) -> dict[str, Any]:
     tool = without_nulls(tool)
+    if isinstance(tool, dict) and "input_schema" in tool:  # Anthropic's
+        tool["parameters"] = tool.pop("input_schema")
     if isinstance(tool, dict) and "function" not in tool:
         tool = {"type": "function", "function": tool}
     function = tool.get("function") if isinstance(tool, dict) else None
