@@ -53,17 +53,15 @@ def flags_without_effect(config: Config, command: str) -> list[str]:
 
 def _literal_escapes(run: RunFacts) -> list[str]:
     """Return a sentence for each text in which a line break was probably meant."""
-    texts = {name: getattr(run, name) or "" for name in LITERAL_TEXTS}
-    found = {
-        name: ESCAPE.search(text if isinstance(text, str) else " ".join(text))
-        for name, text in texts.items()
-    }
-    return [
-        f"--{name} has a backslash and the letter {escape[0][1]}, which stay as they are; for a"
-        " line break or a tab write $'...' in a shell, and double quotes in YAML"
-        for name, escape in found.items()
-        if escape
-    ]
+    notices = []
+    for name in LITERAL_TEXTS:
+        texts = getattr(run, name) or ""
+        if escape := ESCAPE.search(texts if isinstance(texts, str) else " ".join(texts)):
+            notices.append(
+                f"--{name} has a backslash and the letter {escape[0][1]}, which stay as they are;"
+                " for a line break or a tab write $'...' in a shell, and double quotes in YAML"
+            )
+    return notices
 
 
 def _changed(run: RunFacts, name: str) -> bool:

@@ -1,7 +1,7 @@
 """Supervised examples: a prompt and the answer to learn."""
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def load_examples(
     return load_prompts(
         section,
         tokenizer,
-        row_problem=partial(answer_problem, tokenizer=tokenizer, longest=longest),
+        row_problem=partial(too_long, longest=longest),
         make=make_example,
         read=learned,
         requirements=[longest, requirements],
@@ -51,10 +51,26 @@ def load_examples(
     )
 
 
+def too_long(prompt: Prompt, longest: int) -> str | None:
+    """Return why a row with more than `longest` tokens cannot be used; None if it can."""
+    length = size_of_row(prompt)
+    if length <= longest:
+        return None
+    return (
+        f"prompt and answer have {length} tokens, more than {longest} (--max_tokens_per_microbatch)"
+    )
+
+
+def size_of_row(prompt: Prompt) -> int:
+    """Return the number of tokens of a prompt with each of the answers to it."""
+    answers = [answer for answer in prompt.columns.values() if isinstance(answer, Answer)]
+    return sum(prompt.num_tokens + len(answer.token_ids) for answer in answers)
+
+
 def make_example(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **options: Any
 ) -> Prompt:
-    """Build a prompt whose `label` is learned: a text, or the Answer of a conversation.
+    """Build a prompt whose `label` is the Answer that is learned.
 
     The prompt of a conversation ends where the first learned turn begins. `options` go to
     built_prompt(). Raise ValueError for a bad row.
@@ -62,7 +78,10 @@ def make_example(
     reading = learned(section, row)
     (answer,) = reading.answers or (None,)
     if reading.answers and not can_be_learned(answer):
-        raise ValueError(f"{nothing_to_learn(answer)}; the row has {', '.join(row)}")
+        raise ValueError(
+            f"no text to train on in the answer column (--label_key): {answer!r:.100}; the row has"
+            f" {', '.join(row)}"
+        )
     return learned_example(section, tokenizer, row, reading.prompt, answer, **options)
 
 
@@ -85,10 +104,11 @@ def learned_example(
     if not section.apply_chat_template:
         if isinstance(answer, list):
             raise ValueError("the answer is a list of messages, which need --apply_chat_template")
-        columns = {"label": answer}
-        return built_prompt(
-            section, tokenizer, row, prompt, columns, index=index, folder=folder, measure=measure
+        example = built_prompt(
+            section, tokenizer, row, prompt, {}, index=index, folder=folder, measure=measure
         )
+        example.columns["label"] = text_answer(section, tokenizer, example.text, answer)
+        return example
 
     turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer or []
     messages = [*chat_of(section, prompt), *turns]
@@ -116,39 +136,6 @@ def can_be_learned(answer: Any) -> bool:
     return isinstance(answer, list) and bool(answer) and isinstance(answer[0], dict)
 
 
-def nothing_to_learn(answer: Any) -> str:
-    return f"no text to train on in the answer column (--label_key): {answer!r:.100}"
-
-
-def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int) -> str | None:
-    """Return why a row cannot be used; None if it can.
-
-    It may have more than `longest` tokens, including the end token.
-    """
-    label = prompt.columns.get("label")
-    if not isinstance(label, Answer) and not can_be_learned(label):
-        return nothing_to_learn(label)
-    length = prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids)
-    if length > longest:
-        return (
-            f"prompt and answer have {length} tokens, more than --max_tokens_per_microbatch"
-            f" {longest}"
-        )
-    return None
-
-
-def answer_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Answer:
-    """Return the tokens after the prompt; for a text, all tokens and the end token are learned."""
-    label = prompt.columns["label"]
-    return label if isinstance(label, Answer) else _plain_answer(tokenizer, prompt.text, label)
-
-
-@lru_cache(maxsize=16_384)
-def _plain_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Answer:
-    # A small data set is read many times, and all ranks need the lengths of all rows of a step.
-    return text_answer(DataSection(), tokenizer, prompt, answer)
-
-
 def text_answer(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str
 ) -> Answer:
@@ -172,17 +159,12 @@ def text_answer(
     return Answer(TokenIds(token_ids), [True] * len(token_ids))
 
 
-def supervised_batch(
-    prompts: list[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    rows: list[int],
-    expand: Expand | None = None,
-) -> Batch:
+def supervised_batch(prompts: list[Prompt], rows: list[int], expand: Expand | None = None) -> Batch:
     """Build a batch of prompts with the answers. `rows` has the index of each in the whole batch.
 
     `expand` is for prompts with media; without it all prompts are text.
     """
-    answered = [(prompt, answer_of(prompt, tokenizer)) for prompt in prompts]
+    answered = [(prompt, prompt.columns["label"]) for prompt in prompts]
     return Batch(**flat_columns(answered, expand), rows=torch.tensor(rows, dtype=torch.int64))
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection
-from lightrft.data.conversations import answer_of, can_be_learned, flat_columns, learned_example
+from lightrft.data.conversations import can_be_learned, flat_columns, learned_example, too_long
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import Make, load_prompts
 from lightrft.data.rendering.forms import Reading, column, is_conversation, judged, pair
@@ -63,29 +63,14 @@ def load_judged(
 
     Above `longest` tokens, of the prompt with each answer, a row is a bad row.
     """
-
-    def problem(prompt: Prompt) -> str | None:
-        length = size_of_row(prompt)
-        return (
-            f"prompt and answer have {length} tokens, more than {longest}"
-            if length > longest
-            else None
-        )
-
     return load_prompts(
         section,
         tokenizer,
-        row_problem=problem,
+        row_problem=partial(too_long, longest=longest),
         read=partial(read, preference=preference),
         requirements=[longest, asdict(preference), requirements],
         **options,
     )
-
-
-def size_of_row(prompt: Prompt) -> int:
-    """Return the number of tokens of a pair's two sequences, or of the one of a judged answer."""
-    answers = [answer for answer in prompt.columns.values() if isinstance(answer, Answer)]
-    return sum(prompt.num_tokens + len(answer.token_ids) for answer in answers)
 
 
 def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make:
@@ -115,7 +100,7 @@ def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make
             HEAD: _head(preference, row, heads),
         }
 
-        return _pair(*examples, tokenizer, judgement)
+        return _pair(*examples, judgement)
 
     return make_pair
 
@@ -164,9 +149,7 @@ def load_answers(
 
         desirable = _bool(reading.label, reading.names[1], "label_key")
         example = _example(section, tokenizer, row, prompt, answer, **options)
-        return replace(
-            example, columns={ANSWER: answer_of(example, tokenizer), DESIRABLE: desirable}
-        )
+        return replace(example, columns={ANSWER: example.columns["label"], DESIRABLE: desirable})
 
     return load_judged(section, preference, tokenizer, make=make, read=judged, **options)
 
@@ -280,9 +263,7 @@ def _example(
     return learned_example(section, tokenizer, row, prompt, answer, **options)
 
 
-def _pair(
-    chosen: Prompt, rejected: Prompt, tokenizer: PreTrainedTokenizerBase, judgement: dict[str, Any]
-) -> Prompt:
+def _pair(chosen: Prompt, rejected: Prompt, judgement: dict[str, Any]) -> Prompt:
     """Join two examples at the common prompt.
 
     A tokenizer may cut the end of the prompt differently before each answer.
@@ -295,7 +276,7 @@ def _pair(
     answers = {}
     for name, example in ((CHOSEN, chosen), (REJECTED, rejected)):
         rest = list(example.token_ids[shared:])
-        answer = answer_of(example, tokenizer)
+        answer = example.columns["label"]
         answers[name] = Answer(
             TokenIds([*rest, *answer.token_ids]), [False] * len(rest) + answer.learned
         )

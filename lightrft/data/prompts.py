@@ -34,7 +34,7 @@ from lightrft.data.media_files import (
 )
 from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.data.readers import BadRows, files_of, is_first_rank, read_rows
-from lightrft.data.rendering.forms import SYSTEMS, Reading, scored
+from lightrft.data.rendering.forms import SYSTEMS, Reading, column, scored
 from lightrft.data.rendering.messages import SYSTEM_ROLES, Message, as_object, as_tools
 from lightrft.data.rendering.template import chat_template, template_variables
 from lightrft.data.rendering.tokens import text_tokens
@@ -151,12 +151,12 @@ def load_prompts(
                 f"--{source}: the tokenizer has a chat template, and prompts are texts without it:"
                 " add --apply_chat_template, unless --pretrain is a base model"
             )
-    for medium, column in media_columns(section).items():
+    for medium, key in media_columns(section).items():
         if source != "pretrain_data" and not any(
             prompt.multi_modal.get(medium) for prompt in prompts
         ):
             raise DataError(
-                f"--{medium}_key {column}: no row of --{source} {getattr(section, source)} has one"
+                f"--{medium}_key {key}: no row of --{source} {getattr(section, source)} has one"
                 " here"
             )
 
@@ -398,12 +398,8 @@ def reward_columns(section: DataSection, row: dict[str, Any], reading: Reading) 
     if reading.names:
         columns["label"] = label_value(reading.label, reading.names[0])
 
-    if section.reference_key is not None:
-        if section.reference_key not in row:
-            raise ValueError(
-                f"no column {section.reference_key!r} (--reference_key); it has {', '.join(row)}"
-            )
-        columns["reference"] = row[section.reference_key]
+    if (name := section.reference_key) is not None:
+        columns["reference"] = row[name] if name in row else column(row, name, "reference_key")
 
     return columns
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import teacher_terms
 from lightrft.config.sections import Config, has_episodes, media_columns
-from lightrft.data.conversations import answer_of, load_examples
+from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
 from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
 from lightrft.data.preferences import load_answers, load_pairs
@@ -201,8 +201,6 @@ def shown_data(
         prompts = load(section, preference, tokenizer, longest=longest, **options)
     elif command == "train_sft" or source == "pretrain_data":
         prompts = load_examples(section, tokenizer, longest=longest, **options)
-        answers = [answer_of(prompts[0], tokenizer)]
-        return prompts.description, marked_texts(prompts[0].text, answers, tokenizer)
     else:
         prompts = load_prompts(section, tokenizer, **options)
 

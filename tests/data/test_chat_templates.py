@@ -15,7 +15,7 @@ from loguru import logger
 from lightrft.agents.messages import BEGINNING, TurnRequest
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import DataSection, PreferenceSection
-from lightrft.data.conversations import answer_of, make_example
+from lightrft.data.conversations import make_example
 from lightrft.data.preferences import pair_maker
 from lightrft.data.prompts import make_prompt
 from lightrft.data.rendering.template import turn_end_ids
@@ -82,7 +82,7 @@ def asked(name: str, value, section: DataSection = SECTION, **columns) -> Prompt
 def learned(name: str, row: dict, section: DataSection = SECTION) -> str:
     """Return what is learned from a row."""
     reader = tokenizer(name)
-    token_ids, flags = answer_of(make_example(section, reader, row, index=0), reader)
+    token_ids, flags = make_example(section, reader, row, index=0).columns["label"]
     return reader.decode([token for token, on in zip(token_ids, flags, strict=True) if on])
 
 

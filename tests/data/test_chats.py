@@ -67,7 +67,7 @@ def shown(folder: Path, *rows: dict, **options) -> list[str]:
     token.
     """
     prompts, tokenizer = load(folder, *rows, **options)
-    batch = supervised_batch(prompts, tokenizer, list(range(len(prompts))))
+    batch = supervised_batch(prompts, list(range(len(prompts))))
 
     texts = []
     start = 0
@@ -89,7 +89,7 @@ def shown(folder: Path, *rows: dict, **options) -> list[str]:
 
 def test_tokens_and_mask_by_hand(tmp_path):
     prompts, tokenizer = load(tmp_path, {"messages": messages(*CHAT)}, {"input": "u", "label": "v"})
-    batch = supervised_batch(prompts, tokenizer, [3, 5])
+    batch = supervised_batch(prompts, [3, 5])
     chat = [*b"u>1;a>", *b"23", EOS, *b"\nu>4;a>", *b"5", EOS]
     assert batch.input_ids.tolist() == [*chat, *b"u>u;a>", ord("v"), EOS]
     assert (
@@ -218,7 +218,7 @@ BAD = {
     "long": (
         {"messages": messages(*CHAT)},
         {"longest": 17},
-        "prompt and answer have 18 tokens, more than --max_tokens",
+        "prompt and answer have 18 tokens, more than 17 .--max_tokens",
     ),
     "a long prompt": (
         {"messages": messages(("user", "123"), *CHAT[1:])},

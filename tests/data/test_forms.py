@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 from loguru import logger
+from transformers import LlamaConfig
 
-from lightrft.config import DataSection, PreferenceSection
+from lightrft.config import Config, DataSection, PreferenceSection
 from lightrft.data.conversations import load_examples
 from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from lightrft.data.rendering.forms import learned
 from lightrft.data.step_labels import load_steps
+from lightrft.trainer.build_data import shown_data
 from lightrft.types import Answer
 from tiny import EOS, byte_tokenizer
 
@@ -413,6 +415,55 @@ def test_the_log_says_how_rows_were_understood(tmp_path, purpose):
     logger.remove(handler)
     (line,) = (line.strip() for line in said if "row" in line)
     assert line.startswith(f"--prompt_data {tmp_path}: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "warns"),
+    [
+        ({}, "1+1=", True),
+        ({"apply_chat_template": True}, "1+1=", False),
+        ({"input_template": "Q: {}"}, "1+1=", False),
+        ({}, "<bos>rendered", False),
+    ],
+)
+def test_texts_for_a_tokenizer_with_a_chat_template(tmp_path, options, text, warns):
+    said: list[str] = []
+    handler = logger.add(said.append, level="WARNING", format="{message}")
+    row = {"input": text, "label": "2"}
+    load(tmp_path, "answer", row, **{"apply_chat_template": False} | options)
+    logger.remove(handler)
+    assert ["add --apply_chat_template" in line for line in said] == [True] * warns
+
+
+SHOWN = {
+    "train_sft": (LEARNED["Alpaca"][0], "u>I\n\nQ;a>", ["A<eos>"]),
+    "train_ppo": (SCORED["GSM8K"][0], "u>Q;a>", []),
+    "train_dpo": (PAIRS["Orca"], "u>Q;a>", ["A<eos>", "B<eos>"]),
+    "train_rm": (PAIRS["HH-RLHF"], "u>Q;a>", ["A<eos>", "B<eos>"]),
+    "train_kto": (JUDGED["ms-swift"], "u>Q;a>", ["A<eos>"]),
+    "train_prm": (
+        {"prompt": "Q", "completions": ["a", "b"], "labels": [True, False]},
+        "u>Q;a>",
+        ["\n", "<eos>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_row_is_shown_with_what_is_learned(tmp_path, command):
+    row, prompt, expected = SHOWN[command]
+    reader = byte_tokenizer()
+    reader.chat_template = TEMPLATE
+    reader.save_pretrained(tmp_path / "model")
+    LlamaConfig().save_pretrained(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    config = Config.of(
+        pretrain=str(tmp_path / "model"), prompt_data=str(tmp_path), apply_chat_template=True
+    )
+    (line,), texts = shown_data(config, command)
+    assert line.startswith(f"--prompt_data {tmp_path}: ") and line.endswith("1 rows (train.jsonl)")
+    assert texts[0] == (prompt, False)
+    assert [text for text, is_learned in texts if is_learned] == expected
 
 
 def test_columns_of_a_row_are_not_changed():
