@@ -15,7 +15,7 @@ from lightrft.data.conversations import load_examples
 from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
-from lightrft.data.rendering.forms import learned
+from lightrft.data.rendering.forms import _warn, learned
 from lightrft.data.step_labels import load_steps
 from lightrft.trainer.build_data import shown_data
 from lightrft.types import Answer
@@ -367,10 +367,16 @@ FLAGS = {
 @pytest.mark.parametrize("name", FLAGS)
 def test_flags_have_precedence(tmp_path, name):
     flags, expected = FLAGS[name]
+    said: list[str] = []
+    handler = logger.add(said.append, level="WARNING", format="{message}")
+    _warn.cache_clear()
     row = {"instruction": "I", "input": "Q", "output": "A", "note": "N"}
     row |= {"other": "O", "label": "L"} if flags.get("input_key") == "other" else {}
     (example,) = load(tmp_path, "answer", row, **flags)
+    logger.remove(handler)
     assert with_answer(example, example.columns["label"]) == expected
+    leaves_out = flags.get("input_key") == "instruction"
+    assert ["'input' is not a part of the prompt" in line for line in said] == [True] * leaves_out
 
 
 def test_a_flag_says_whether_a_text_is_a_chat(tmp_path):

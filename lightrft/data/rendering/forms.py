@@ -403,6 +403,9 @@ class _Columns:
                 return None, ()
             if name not in self.row:
                 column(self.row, name, "input_key")
+            contexts = [self.found.get(each) for each in PROMPTS.get(name.lower(), ())]
+            if unread := [each for each in contexts if each and _says(self.row[each])]:
+                _warn(f"--input_key {name}: {unread[0]!r} is not a part of the prompt")
             return self.named(name)
 
         contexts = PROMPTS["instruction"] if "instruction" in self.found else ()
