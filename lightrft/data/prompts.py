@@ -89,10 +89,10 @@ def load_prompts(
 ) -> PromptSet:
     """Load all usable prompts of the data given by the field `source`.
 
-    They are in file order, and several data sets follow one another. Rows without the input column
-    are bad rows, and so are prompts longer than `prompt_max_len` tokens. `measure` returns the
-    tokens that media add to the length; `make` is make_prompt() by default, and `read` tells what
-    a row means to it, for the log. With `data_cache` they are stored in a file. It is used again unless
+    They are in file order, and several data sets follow one another. Rows without a prompt are bad
+    rows, and so are prompts longer than `prompt_max_len` tokens. `measure` returns the tokens that
+    media add to the length; `make` is make_prompt() by default, and `read` tells what a row means
+    to it, for the log. With `data_cache` they are stored in a file. It is used again unless
     `requirements` changes, a JSON value that determines `row_problem` and `measure`.
     `distinguishing` is a column for PromptSet.examples. With `keep_input` the prompt of a row, a
     text or messages, is also a column, INPUT.
