@@ -111,7 +111,7 @@ def load_prompts(
         _check_held_out(section, names)
     mode = "none" if source == "eval_data" else section.deduplicate
     # rows of another `make` are learned
-    duplicates = Duplicates(mode, with_answer=make is not None)
+    duplicates = Duplicates(mode, None if make is None else tokenizer.decode)
     build = partial(make or make_prompt, section, tokenizer, measure=measure)
     numbers = count()
     options = {

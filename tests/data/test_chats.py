@@ -248,6 +248,12 @@ def test_a_duplicate_of_a_learned_row_has_the_same_answer(tmp_path):
         {"input": "1", "label": text} for text in "223"
     ]
     assert len(load(tmp_path, *rows, deduplicate="exact")[0]) == 4
+    spaced = [{"input": "1", "label": text} for text in ("2 3", "2  3", "23")]
+    assert [
+        len(load(tmp_path, *spaced, deduplicate=mode, apply_chat_template=chat)[0])
+        for mode in ("exact", "whitespace")
+        for chat in (True, False)
+    ] == [3, 3, 2, 2]
 
 
 def test_a_token_across_a_border_is_cut_there():
