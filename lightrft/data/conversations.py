@@ -56,9 +56,9 @@ def too_long(prompt: Prompt, longest: int) -> str | None:
     length = size_of_row(prompt)
     if length <= longest:
         return None
-    return (
-        f"prompt and answer have {length} tokens, more than {longest} (--max_tokens_per_microbatch)"
-    )
+    answers = sum(isinstance(each, Answer) for each in prompt.columns.values())
+    what = "both answers with the prompt" if answers == 2 else "prompt and answer"
+    return f"{what} have {length} tokens, more than {longest} (--max_tokens_per_microbatch)"
 
 
 def size_of_row(prompt: Prompt) -> int:
