@@ -399,7 +399,7 @@ def reward_columns(section: DataSection, row: dict[str, Any], reading: Reading) 
         columns["label"] = label_value(reading.label, reading.names[0])
 
     if (name := section.reference_key) is not None:
-        columns["reference"] = row[name] if name in row else column(row, name, "reference_key")
+        columns["reference"] = column(row, name, "reference_key", may_be_empty=True)
 
     return columns
 

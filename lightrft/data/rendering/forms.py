@@ -162,9 +162,8 @@ def learned(section: DataSection, row: Row) -> Reading:
 
     if answer is None:
         return Reading(prompt, names, (row.get(columns.found.get(LABEL)),))
-    if answer not in row:
-        column(row, answer, "label_key")
-    return Reading(prompt, names, (answer_value(section, row[answer]),), None, (answer,))
+    value = answer_value(section, column(row, answer, "label_key", may_be_empty=True))
+    return Reading(prompt, names, (value,), None, (answer,))
 
 
 def scored(section: DataSection, row: Row) -> Reading:
@@ -184,9 +183,7 @@ def scored(section: DataSection, row: Row) -> Reading:
 
     if label is None:
         return Reading(prompt, names)
-    if label not in row:
-        column(row, label, "label_key")
-    value = row[label]
+    value = column(row, label, "label_key", may_be_empty=True)
     if section.label_key is None and label.lower() == TRUTH[0]:
         return Reading(prompt, names, (), value[TRUTH[1]], (f"{label}.{TRUTH[1]}",))
     if section.label_key is None and isinstance(value, str) and (ending := ENDING.search(value)):
@@ -257,17 +254,18 @@ def is_conversation(answer: Any, alone: bool) -> bool:
     )
 
 
-def column(row: Row, name: str, flag: str) -> Any:
+def column(row: Row, name: str, flag: str, *, may_be_empty: bool = False) -> Any:
     """Return a column of a row.
 
-    If it is missing or empty, raise a ValueError that names the flag.
+    If it is missing, or empty and that is not allowed, raise a ValueError that names the flag.
     """
     if name not in row:
         texts = [other for other in row if _may_ask(row[other])]
         hint = f"; name one of them, such as --{flag} {texts[0]}" if texts else ""
         raise ValueError(f"no column {name!r} (--{flag}); it has {', '.join(row) or 'none'}{hint}")
     value = row[name]
-    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+    is_empty = value is None or value == [] or (isinstance(value, str) and not value.strip())
+    if is_empty and not may_be_empty:
         raise ValueError(f"the column {name!r} (--{flag}) is empty")
     return value
 
@@ -401,8 +399,7 @@ class _Columns:
         if (name := self.section.input_key) is not None:
             if self.row.get(name) is None and not needed:
                 return None, ()
-            if name not in self.row:
-                column(self.row, name, "input_key")
+            column(self.row, name, "input_key", may_be_empty=True)
             contexts = [self.found.get(each) for each in PROMPTS.get(name.lower(), ())]
             if unread := [each for each in contexts if each and _says(self.row[each])]:
                 _warn(f"--input_key {name}: {unread[0]!r} is not a part of the prompt")
