@@ -67,13 +67,15 @@ class TrainPpoFlags(TypedDict, total=False):
     """Prompts with answers for the supervised loss of --ptx_coef, in the same form; empty: none."""
     pretrain_split: str | Path
     """Split of --pretrain_data."""
-    input_key: str | Path
-    """Column of the prompt: a string, or chat messages as a list or JSON text, also with ShareGPT's `from` and `value`."""
-    images_key: str | None
+    input_key: str | Path | None
+    """Column of the prompt: a text, or chat messages as a list or JSON text. Unset: input, or the columns of a known form (docs/data.md)."""
+    json_chats: Literal['auto', 'always', 'never']
+    """Texts that are chat messages as JSON. auto: prompts whose objects have nothing but the keys of a message and known roles are messages, and answers are texts; always: prompts and answers whose objects have roles are messages; never: a text is a text."""
+    images_key: str | Path | None
     """Column of a prompt's images: one path or a list of paths, relative to the folder of the data, or images of the datasets package; a row without images is a text prompt. In a chat, an image takes the place of <image> in the text, or precedes the text. The model must accept images."""
-    videos_key: str | None
+    videos_key: str | Path | None
     """Column of a prompt's videos: a file (.gif, .webp, or another one that FFmpeg reads), a list of images as frames, or a list of several. Unset: no videos."""
-    audios_key: str | None
+    audios_key: str | Path | None
     """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the datasets package, or a list of several. Unset: no sound."""
     video_fps: float
     """Frames per second sampled from a video."""
@@ -89,27 +91,27 @@ class TrainPpoFlags(TypedDict, total=False):
     """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into the temporary folder."""
     media_root: str | Path
     """Folder that the paths of images are relative to; no file outside of it is read. Empty: paths are relative to the folder of the data, and any path is allowed."""
-    label_key: str | Path
-    """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for train_prm it is a list with a value for each step."""
-    eval_input_key: str | None
+    label_key: str | Path | None
+    """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for train_prm it is a list with a value for each step. Unset: label, or the column of a known form (docs/data.md)."""
+    eval_input_key: str | Path | None
     """Column of the prompt in --eval_data; unset: --input_key."""
-    eval_label_key: str | None
+    eval_label_key: str | Path | None
     """Column of the correct answer in --eval_data; unset: --label_key."""
-    reference_key: str | None
+    reference_key: str | Path | None
     """Column of a reference answer: reward functions receive it as `reference`."""
-    input_template: str | None
-    """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are not changed."""
+    input_template: str | Path | None
+    """Template with one {} of prompts that are text: in a shell $'Question: {}\\nAnswer: ', with a line break. Chat messages are not changed."""
     apply_chat_template: bool
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
-    system_prompt: str | None
+    system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | None
+    chat_template_kwargs: str | Path | None
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
-    teacher_key: str | None
+    teacher_key: str | Path | None
     """Column with the label of the teacher in --teacher_pretrain that scores the samples of a prompt."""
-    teacher_prompt_key: str | None
+    teacher_prompt_key: str | Path | None
     """Column of the prompt that the teacher sees in place of the actor's, in the same form, such as the prompt with a reference solution. The teacher scores the same responses."""
     prompt_max_len: int
     """Maximum length of a prompt in tokens; a row with a longer prompt is a bad row."""
@@ -297,7 +299,7 @@ class TrainPpoFlags(TypedDict, total=False):
     """Largest number of episodes that run on a rank at the same time, each in a process of its own."""
     environment_memory_gb: float
     """Memory in GB that the process of an episode may allocate; 0: no limit."""
-    reward_key: str | None
+    reward_key: str | Path | None
     """Column that names the rewards and reward models for the row: a label, or a list of labels. Unset: all of them score every row."""
     reward_workers: int | None
     """Number of worker processes of each rank that call the reward function while other responses are generated. 0: call it in the rank's own process, when all responses are complete. Unset: 2, but 0 if none of the functions is slow: exact_match, number, choice, f1, format, length and none take microseconds."""
@@ -491,7 +493,7 @@ class TrainPpoFlags(TypedDict, total=False):
     """Decay of the moving average per step."""
     save_path: str | Path
     """Folder of the run: final model, metrics, report, resolved configuration."""
-    ckpt_path: str | None
+    ckpt_path: str | Path | None
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int
     """Number of steps between checkpoints; -1: no checkpoints."""
@@ -527,11 +529,11 @@ class TrainPpoFlags(TypedDict, total=False):
     """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard (files in save_path/tensorboard), wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the files metrics.jsonl and samples.jsonl, always written."""
     tracker_project: str | Path
     """Project of the run in the trackers of --report_to; in MLflow the experiment."""
-    tracker_run_name: str | None
+    tracker_run_name: str | Path | None
     """Name of the run in the trackers of --report_to; unset: the name of the folder --save_path."""
-    tracker_org: str | None
+    tracker_org: str | Path | None
     """Team or user that owns the project, in Weights & Biases, SwanLab and Comet; unset: your own."""
-    tracker_group: str | None
+    tracker_group: str | Path | None
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
     trace_steps: int
     """Number of steps in the timeline save_path/trace.json, the first ones after every start or resume: the activity of each rank over time, for https://ui.perfetto.dev. 0: none."""
@@ -595,13 +597,15 @@ class TrainSftFlags(TypedDict, total=False):
     """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str | Path
     """Split of the held-out data."""
-    input_key: str | Path
-    """Column of the prompt: a string, or chat messages as a list or JSON text, also with ShareGPT's `from` and `value`."""
-    images_key: str | None
+    input_key: str | Path | None
+    """Column of the prompt: a text, or chat messages as a list or JSON text. Unset: input, or the columns of a known form (docs/data.md)."""
+    json_chats: Literal['auto', 'always', 'never']
+    """Texts that are chat messages as JSON. auto: prompts whose objects have nothing but the keys of a message and known roles are messages, and answers are texts; always: prompts and answers whose objects have roles are messages; never: a text is a text."""
+    images_key: str | Path | None
     """Column of a prompt's images: one path or a list of paths, relative to the folder of the data, or images of the datasets package; a row without images is a text prompt. In a chat, an image takes the place of <image> in the text, or precedes the text. The model must accept images."""
-    videos_key: str | None
+    videos_key: str | Path | None
     """Column of a prompt's videos: a file (.gif, .webp, or another one that FFmpeg reads), a list of images as frames, or a list of several. Unset: no videos."""
-    audios_key: str | None
+    audios_key: str | Path | None
     """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the datasets package, or a list of several. Unset: no sound."""
     video_fps: float
     """Frames per second sampled from a video."""
@@ -617,21 +621,19 @@ class TrainSftFlags(TypedDict, total=False):
     """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into the temporary folder."""
     media_root: str | Path
     """Folder that the paths of images are relative to; no file outside of it is read. Empty: paths are relative to the folder of the data, and any path is allowed."""
-    label_key: str | Path
-    """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for train_prm it is a list with a value for each step."""
-    eval_input_key: str | None
+    label_key: str | Path | None
+    """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for train_prm it is a list with a value for each step. Unset: label, or the column of a known form (docs/data.md)."""
+    eval_input_key: str | Path | None
     """Column of the prompt in --eval_data; unset: --input_key."""
-    eval_label_key: str | None
+    eval_label_key: str | Path | None
     """Column of the correct answer in --eval_data; unset: --label_key."""
-    reference_key: str | None
-    """Column of a reference answer: reward functions receive it as `reference`."""
-    input_template: str | None
-    """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are not changed."""
+    input_template: str | Path | None
+    """Template with one {} of prompts that are text: in a shell $'Question: {}\\nAnswer: ', with a line break. Chat messages are not changed."""
     apply_chat_template: bool
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
-    system_prompt: str | None
+    system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | None
+    chat_template_kwargs: str | Path | None
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
@@ -733,7 +735,7 @@ class TrainSftFlags(TypedDict, total=False):
     """Decay of the moving average per step."""
     save_path: str | Path
     """Folder of the run: final model, metrics, report, resolved configuration."""
-    ckpt_path: str | None
+    ckpt_path: str | Path | None
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int
     """Number of steps between checkpoints; -1: no checkpoints."""
@@ -769,11 +771,11 @@ class TrainSftFlags(TypedDict, total=False):
     """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard (files in save_path/tensorboard), wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the files metrics.jsonl and samples.jsonl, always written."""
     tracker_project: str | Path
     """Project of the run in the trackers of --report_to; in MLflow the experiment."""
-    tracker_run_name: str | None
+    tracker_run_name: str | Path | None
     """Name of the run in the trackers of --report_to; unset: the name of the folder --save_path."""
-    tracker_org: str | None
+    tracker_org: str | Path | None
     """Team or user that owns the project, in Weights & Biases, SwanLab and Comet; unset: your own."""
-    tracker_group: str | None
+    tracker_group: str | Path | None
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
     trace_steps: int
     """Number of steps in the timeline save_path/trace.json, the first ones after every start or resume: the activity of each rank over time, for https://ui.perfetto.dev. 0: none."""
@@ -832,13 +834,15 @@ class TrainRmFlags(TypedDict, total=False):
     """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str | Path
     """Split of the held-out data."""
-    input_key: str | Path
-    """Column of the prompt: a string, or chat messages as a list or JSON text, also with ShareGPT's `from` and `value`."""
-    images_key: str | None
+    input_key: str | Path | None
+    """Column of the prompt: a text, or chat messages as a list or JSON text. Unset: input, or the columns of a known form (docs/data.md)."""
+    json_chats: Literal['auto', 'always', 'never']
+    """Texts that are chat messages as JSON. auto: prompts whose objects have nothing but the keys of a message and known roles are messages, and answers are texts; always: prompts and answers whose objects have roles are messages; never: a text is a text."""
+    images_key: str | Path | None
     """Column of a prompt's images: one path or a list of paths, relative to the folder of the data, or images of the datasets package; a row without images is a text prompt. In a chat, an image takes the place of <image> in the text, or precedes the text. The model must accept images."""
-    videos_key: str | None
+    videos_key: str | Path | None
     """Column of a prompt's videos: a file (.gif, .webp, or another one that FFmpeg reads), a list of images as frames, or a list of several. Unset: no videos."""
-    audios_key: str | None
+    audios_key: str | Path | None
     """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the datasets package, or a list of several. Unset: no sound."""
     video_fps: float
     """Frames per second sampled from a video."""
@@ -854,15 +858,15 @@ class TrainRmFlags(TypedDict, total=False):
     """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into the temporary folder."""
     media_root: str | Path
     """Folder that the paths of images are relative to; no file outside of it is read. Empty: paths are relative to the folder of the data, and any path is allowed."""
-    eval_input_key: str | None
+    eval_input_key: str | Path | None
     """Column of the prompt in --eval_data; unset: --input_key."""
-    input_template: str | None
-    """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are not changed."""
+    input_template: str | Path | None
+    """Template with one {} of prompts that are text: in a shell $'Question: {}\\nAnswer: ', with a line break. Chat messages are not changed."""
     apply_chat_template: bool
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
-    system_prompt: str | None
+    system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | None
+    chat_template_kwargs: str | Path | None
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
@@ -930,11 +934,11 @@ class TrainRmFlags(TypedDict, total=False):
     """Column of the preferred answer: a text, a list of chat messages, or a whole conversation that begins like the other one."""
     rejected_key: str | Path
     """Column of the other answer, in the same form."""
-    margin_key: str | None
+    margin_key: str | Path | None
     """Column of a margin: the score of the chosen answer should exceed the other one by this number."""
-    tie_key: str | None
+    tie_key: str | Path | None
     """Column that is true for rows whose answers are equally good, for --rm_loss ties."""
-    head_key: str | None
+    head_key: str | Path | None
     """Column with the name of the head that learns from the row, one of --reward_heads."""
     rm_loss: Literal['sigmoid', 'logexp', 'ties']
     """Loss of a reward model: sigmoid is Bradley-Terry, with the margin of --margin_key; logexp is log(1 + exp(rejected - chosen)), without margins; ties is Rao-Kupper, and also learns from rows of --tie_key."""
@@ -980,7 +984,7 @@ class TrainRmFlags(TypedDict, total=False):
     """Decay of the moving average per step."""
     save_path: str | Path
     """Folder of the run: final model, metrics, report, resolved configuration."""
-    ckpt_path: str | None
+    ckpt_path: str | Path | None
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int
     """Number of steps between checkpoints; -1: no checkpoints."""
@@ -1014,11 +1018,11 @@ class TrainRmFlags(TypedDict, total=False):
     """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard (files in save_path/tensorboard), wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the files metrics.jsonl and samples.jsonl, always written."""
     tracker_project: str | Path
     """Project of the run in the trackers of --report_to; in MLflow the experiment."""
-    tracker_run_name: str | None
+    tracker_run_name: str | Path | None
     """Name of the run in the trackers of --report_to; unset: the name of the folder --save_path."""
-    tracker_org: str | None
+    tracker_org: str | Path | None
     """Team or user that owns the project, in Weights & Biases, SwanLab and Comet; unset: your own."""
-    tracker_group: str | None
+    tracker_group: str | Path | None
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
     trace_steps: int
     """Number of steps in the timeline save_path/trace.json, the first ones after every start or resume: the activity of each rank over time, for https://ui.perfetto.dev. 0: none."""
@@ -1077,13 +1081,15 @@ class TrainPrmFlags(TypedDict, total=False):
     """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str | Path
     """Split of the held-out data."""
-    input_key: str | Path
-    """Column of the prompt: a string, or chat messages as a list or JSON text, also with ShareGPT's `from` and `value`."""
-    images_key: str | None
+    input_key: str | Path | None
+    """Column of the prompt: a text, or chat messages as a list or JSON text. Unset: input, or the columns of a known form (docs/data.md)."""
+    json_chats: Literal['auto', 'always', 'never']
+    """Texts that are chat messages as JSON. auto: prompts whose objects have nothing but the keys of a message and known roles are messages, and answers are texts; always: prompts and answers whose objects have roles are messages; never: a text is a text."""
+    images_key: str | Path | None
     """Column of a prompt's images: one path or a list of paths, relative to the folder of the data, or images of the datasets package; a row without images is a text prompt. In a chat, an image takes the place of <image> in the text, or precedes the text. The model must accept images."""
-    videos_key: str | None
+    videos_key: str | Path | None
     """Column of a prompt's videos: a file (.gif, .webp, or another one that FFmpeg reads), a list of images as frames, or a list of several. Unset: no videos."""
-    audios_key: str | None
+    audios_key: str | Path | None
     """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the datasets package, or a list of several. Unset: no sound."""
     video_fps: float
     """Frames per second sampled from a video."""
@@ -1099,19 +1105,19 @@ class TrainPrmFlags(TypedDict, total=False):
     """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into the temporary folder."""
     media_root: str | Path
     """Folder that the paths of images are relative to; no file outside of it is read. Empty: paths are relative to the folder of the data, and any path is allowed."""
-    label_key: str | Path
-    """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for train_prm it is a list with a value for each step."""
-    eval_input_key: str | None
+    label_key: str | Path | None
+    """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for train_prm it is a list with a value for each step. Unset: label, or the column of a known form (docs/data.md)."""
+    eval_input_key: str | Path | None
     """Column of the prompt in --eval_data; unset: --input_key."""
-    eval_label_key: str | None
+    eval_label_key: str | Path | None
     """Column of the correct answer in --eval_data; unset: --label_key."""
-    input_template: str | None
-    """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are not changed."""
+    input_template: str | Path | None
+    """Template with one {} of prompts that are text: in a shell $'Question: {}\\nAnswer: ', with a line break. Chat messages are not changed."""
     apply_chat_template: bool
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
-    system_prompt: str | None
+    system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | None
+    chat_template_kwargs: str | Path | None
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
@@ -1177,7 +1183,7 @@ class TrainPrmFlags(TypedDict, total=False):
     """End the run when a rank waits longer than this for the others at the start; the message names the missing ranks."""
     phase_minutes: float
     """End the run when a phase, such as generate or train, takes longer than this on all ranks; every rank then logs the position of each rank."""
-    completion_key: str | None
+    completion_key: str | Path | None
     """Column of a single answer that --label_key judges: a text, a list of chat messages, or a whole conversation; for train_prm a list of texts, the steps, and the label is a list, too. Unset: completion, or completions for train_prm."""
     learning_rate: float
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in train_prm (as in TRL); with --lora_rank ten times that (Schulman et al., LoRA Without Regret, 2025)."""
@@ -1215,7 +1221,7 @@ class TrainPrmFlags(TypedDict, total=False):
     """Decay of the moving average per step."""
     save_path: str | Path
     """Folder of the run: final model, metrics, report, resolved configuration."""
-    ckpt_path: str | None
+    ckpt_path: str | Path | None
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int
     """Number of steps between checkpoints; -1: no checkpoints."""
@@ -1249,11 +1255,11 @@ class TrainPrmFlags(TypedDict, total=False):
     """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard (files in save_path/tensorboard), wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the files metrics.jsonl and samples.jsonl, always written."""
     tracker_project: str | Path
     """Project of the run in the trackers of --report_to; in MLflow the experiment."""
-    tracker_run_name: str | None
+    tracker_run_name: str | Path | None
     """Name of the run in the trackers of --report_to; unset: the name of the folder --save_path."""
-    tracker_org: str | None
+    tracker_org: str | Path | None
     """Team or user that owns the project, in Weights & Biases, SwanLab and Comet; unset: your own."""
-    tracker_group: str | None
+    tracker_group: str | Path | None
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
     trace_steps: int
     """Number of steps in the timeline save_path/trace.json, the first ones after every start or resume: the activity of each rank over time, for https://ui.perfetto.dev. 0: none."""
@@ -1312,13 +1318,15 @@ class TrainDpoFlags(TypedDict, total=False):
     """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str | Path
     """Split of the held-out data."""
-    input_key: str | Path
-    """Column of the prompt: a string, or chat messages as a list or JSON text, also with ShareGPT's `from` and `value`."""
-    images_key: str | None
+    input_key: str | Path | None
+    """Column of the prompt: a text, or chat messages as a list or JSON text. Unset: input, or the columns of a known form (docs/data.md)."""
+    json_chats: Literal['auto', 'always', 'never']
+    """Texts that are chat messages as JSON. auto: prompts whose objects have nothing but the keys of a message and known roles are messages, and answers are texts; always: prompts and answers whose objects have roles are messages; never: a text is a text."""
+    images_key: str | Path | None
     """Column of a prompt's images: one path or a list of paths, relative to the folder of the data, or images of the datasets package; a row without images is a text prompt. In a chat, an image takes the place of <image> in the text, or precedes the text. The model must accept images."""
-    videos_key: str | None
+    videos_key: str | Path | None
     """Column of a prompt's videos: a file (.gif, .webp, or another one that FFmpeg reads), a list of images as frames, or a list of several. Unset: no videos."""
-    audios_key: str | None
+    audios_key: str | Path | None
     """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the datasets package, or a list of several. Unset: no sound."""
     video_fps: float
     """Frames per second sampled from a video."""
@@ -1334,15 +1342,15 @@ class TrainDpoFlags(TypedDict, total=False):
     """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into the temporary folder."""
     media_root: str | Path
     """Folder that the paths of images are relative to; no file outside of it is read. Empty: paths are relative to the folder of the data, and any path is allowed."""
-    eval_input_key: str | None
+    eval_input_key: str | Path | None
     """Column of the prompt in --eval_data; unset: --input_key."""
-    input_template: str | None
-    """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are not changed."""
+    input_template: str | Path | None
+    """Template with one {} of prompts that are text: in a shell $'Question: {}\\nAnswer: ', with a line break. Chat messages are not changed."""
     apply_chat_template: bool
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
-    system_prompt: str | None
+    system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | None
+    chat_template_kwargs: str | Path | None
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
@@ -1460,7 +1468,7 @@ class TrainDpoFlags(TypedDict, total=False):
     """Decay of the moving average per step."""
     save_path: str | Path
     """Folder of the run: final model, metrics, report, resolved configuration."""
-    ckpt_path: str | None
+    ckpt_path: str | Path | None
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int
     """Number of steps between checkpoints; -1: no checkpoints."""
@@ -1496,11 +1504,11 @@ class TrainDpoFlags(TypedDict, total=False):
     """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard (files in save_path/tensorboard), wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the files metrics.jsonl and samples.jsonl, always written."""
     tracker_project: str | Path
     """Project of the run in the trackers of --report_to; in MLflow the experiment."""
-    tracker_run_name: str | None
+    tracker_run_name: str | Path | None
     """Name of the run in the trackers of --report_to; unset: the name of the folder --save_path."""
-    tracker_org: str | None
+    tracker_org: str | Path | None
     """Team or user that owns the project, in Weights & Biases, SwanLab and Comet; unset: your own."""
-    tracker_group: str | None
+    tracker_group: str | Path | None
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
     trace_steps: int
     """Number of steps in the timeline save_path/trace.json, the first ones after every start or resume: the activity of each rank over time, for https://ui.perfetto.dev. 0: none."""
@@ -1559,13 +1567,15 @@ class TrainKtoFlags(TypedDict, total=False):
     """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str | Path
     """Split of the held-out data."""
-    input_key: str | Path
-    """Column of the prompt: a string, or chat messages as a list or JSON text, also with ShareGPT's `from` and `value`."""
-    images_key: str | None
+    input_key: str | Path | None
+    """Column of the prompt: a text, or chat messages as a list or JSON text. Unset: input, or the columns of a known form (docs/data.md)."""
+    json_chats: Literal['auto', 'always', 'never']
+    """Texts that are chat messages as JSON. auto: prompts whose objects have nothing but the keys of a message and known roles are messages, and answers are texts; always: prompts and answers whose objects have roles are messages; never: a text is a text."""
+    images_key: str | Path | None
     """Column of a prompt's images: one path or a list of paths, relative to the folder of the data, or images of the datasets package; a row without images is a text prompt. In a chat, an image takes the place of <image> in the text, or precedes the text. The model must accept images."""
-    videos_key: str | None
+    videos_key: str | Path | None
     """Column of a prompt's videos: a file (.gif, .webp, or another one that FFmpeg reads), a list of images as frames, or a list of several. Unset: no videos."""
-    audios_key: str | None
+    audios_key: str | Path | None
     """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the datasets package, or a list of several. Unset: no sound."""
     video_fps: float
     """Frames per second sampled from a video."""
@@ -1581,19 +1591,19 @@ class TrainKtoFlags(TypedDict, total=False):
     """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into the temporary folder."""
     media_root: str | Path
     """Folder that the paths of images are relative to; no file outside of it is read. Empty: paths are relative to the folder of the data, and any path is allowed."""
-    label_key: str | Path
-    """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for train_prm it is a list with a value for each step."""
-    eval_input_key: str | None
+    label_key: str | Path | None
+    """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for train_prm it is a list with a value for each step. Unset: label, or the column of a known form (docs/data.md)."""
+    eval_input_key: str | Path | None
     """Column of the prompt in --eval_data; unset: --input_key."""
-    eval_label_key: str | None
+    eval_label_key: str | Path | None
     """Column of the correct answer in --eval_data; unset: --label_key."""
-    input_template: str | None
-    """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are not changed."""
+    input_template: str | Path | None
+    """Template with one {} of prompts that are text: in a shell $'Question: {}\\nAnswer: ', with a line break. Chat messages are not changed."""
     apply_chat_template: bool
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
-    system_prompt: str | None
+    system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | None
+    chat_template_kwargs: str | Path | None
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
@@ -1659,7 +1669,7 @@ class TrainKtoFlags(TypedDict, total=False):
     """End the run when a rank waits longer than this for the others at the start; the message names the missing ranks."""
     phase_minutes: float
     """End the run when a phase, such as generate or train, takes longer than this on all ranks; every rank then logs the position of each rank."""
-    completion_key: str | None
+    completion_key: str | Path | None
     """Column of a single answer that --label_key judges: a text, a list of chat messages, or a whole conversation; for train_prm a list of texts, the steps, and the label is a list, too. Unset: completion, or completions for train_prm."""
     beta: float
     """DPO and KTO: factor of the log-ratio of policy and reference in the implicit reward; a larger value keeps the policy closer to the reference."""
@@ -1703,7 +1713,7 @@ class TrainKtoFlags(TypedDict, total=False):
     """Decay of the moving average per step."""
     save_path: str | Path
     """Folder of the run: final model, metrics, report, resolved configuration."""
-    ckpt_path: str | None
+    ckpt_path: str | Path | None
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int
     """Number of steps between checkpoints; -1: no checkpoints."""
@@ -1739,11 +1749,11 @@ class TrainKtoFlags(TypedDict, total=False):
     """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard (files in save_path/tensorboard), wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the files metrics.jsonl and samples.jsonl, always written."""
     tracker_project: str | Path
     """Project of the run in the trackers of --report_to; in MLflow the experiment."""
-    tracker_run_name: str | None
+    tracker_run_name: str | Path | None
     """Name of the run in the trackers of --report_to; unset: the name of the folder --save_path."""
-    tracker_org: str | None
+    tracker_org: str | Path | None
     """Team or user that owns the project, in Weights & Biases, SwanLab and Comet; unset: your own."""
-    tracker_group: str | None
+    tracker_group: str | Path | None
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
     trace_steps: int
     """Number of steps in the timeline save_path/trace.json, the first ones after every start or resume: the activity of each rank over time, for https://ui.perfetto.dev. 0: none."""
@@ -1788,13 +1798,15 @@ class EvaluateFlags(TypedDict, total=False):
     """Split of the training data."""
     eval_split: str | Path
     """Split of the held-out data."""
-    input_key: str | Path
-    """Column of the prompt: a string, or chat messages as a list or JSON text, also with ShareGPT's `from` and `value`."""
-    images_key: str | None
+    input_key: str | Path | None
+    """Column of the prompt: a text, or chat messages as a list or JSON text. Unset: input, or the columns of a known form (docs/data.md)."""
+    json_chats: Literal['auto', 'always', 'never']
+    """Texts that are chat messages as JSON. auto: prompts whose objects have nothing but the keys of a message and known roles are messages, and answers are texts; always: prompts and answers whose objects have roles are messages; never: a text is a text."""
+    images_key: str | Path | None
     """Column of a prompt's images: one path or a list of paths, relative to the folder of the data, or images of the datasets package; a row without images is a text prompt. In a chat, an image takes the place of <image> in the text, or precedes the text. The model must accept images."""
-    videos_key: str | None
+    videos_key: str | Path | None
     """Column of a prompt's videos: a file (.gif, .webp, or another one that FFmpeg reads), a list of images as frames, or a list of several. Unset: no videos."""
-    audios_key: str | None
+    audios_key: str | Path | None
     """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the datasets package, or a list of several. Unset: no sound."""
     video_fps: float
     """Frames per second sampled from a video."""
@@ -1810,21 +1822,21 @@ class EvaluateFlags(TypedDict, total=False):
     """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into the temporary folder."""
     media_root: str | Path
     """Folder that the paths of images are relative to; no file outside of it is read. Empty: paths are relative to the folder of the data, and any path is allowed."""
-    label_key: str | Path
-    """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for train_prm it is a list with a value for each step."""
-    eval_input_key: str | None
+    label_key: str | Path | None
+    """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for train_prm it is a list with a value for each step. Unset: label, or the column of a known form (docs/data.md)."""
+    eval_input_key: str | Path | None
     """Column of the prompt in --eval_data; unset: --input_key."""
-    eval_label_key: str | None
+    eval_label_key: str | Path | None
     """Column of the correct answer in --eval_data; unset: --label_key."""
-    reference_key: str | None
+    reference_key: str | Path | None
     """Column of a reference answer: reward functions receive it as `reference`."""
-    input_template: str | None
-    """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are not changed."""
+    input_template: str | Path | None
+    """Template with one {} of prompts that are text: in a shell $'Question: {}\\nAnswer: ', with a line break. Chat messages are not changed."""
     apply_chat_template: bool
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
-    system_prompt: str | None
+    system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | None
+    chat_template_kwargs: str | Path | None
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
@@ -1974,7 +1986,7 @@ class EvaluateFlags(TypedDict, total=False):
     """Largest number of episodes that run on a rank at the same time, each in a process of its own."""
     environment_memory_gb: float
     """Memory in GB that the process of an episode may allocate; 0: no limit."""
-    reward_key: str | None
+    reward_key: str | Path | None
     """Column that names the rewards and reward models for the row: a label, or a list of labels. Unset: all of them score every row."""
     reward_workers: int | None
     """Number of worker processes of each rank that call the reward function while other responses are generated. 0: call it in the rank's own process, when all responses are complete. Unset: 2, but 0 if none of the functions is slow: exact_match, number, choice, f1, format, length and none take microseconds."""

@@ -112,7 +112,7 @@ def _type(flag: str) -> str:
     if flag in FUNCTIONS:
         return "Reward" if flag == "reward" else "str | Callable[..., Any] | None"
     text = _text(field_types()[flag])
-    return f"{text} | Path" if text == "str" else text
+    return text.replace("str", "str | Path", 1) if text in ("str", "str | None") else text
 
 
 def _text(kind: Any) -> str:

@@ -37,7 +37,6 @@ from lightrft.config import (
 from lightrft.config.command_line import help_text
 from lightrft.config.effects import COMPUTED_NEEDS
 from lightrft.config.facts import RunFacts
-from lightrft.config.paths import evaluated_training_data
 from lightrft.config.presets import COMMAND_DEFAULTS
 from lightrft.config.references import DataSource, data_sources, reward_terms
 from lightrft.config.resolve import range_problems
@@ -938,22 +937,6 @@ def test_every_need_names_fields():
 # -- flags without effect
 
 
-def test_a_file_that_is_learned_and_evaluated_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("train.jsonl", "held_out.jsonl"):
-        Path(name).write_text("{}")
-
-    def named(*flags):
-        return evaluated_training_data(parse(["--pretrain=m", *flags], "train_ppo"), "train_ppo")
-
-    learned = f"--prompt_data=train.jsonl:0.7,{tmp_path}/held_out.jsonl:0.3"
-    assert named("--prompt_data=train.jsonl", "--eval_data=held_out.jsonl") == []
-    assert named("--prompt_data=owner/name", "--eval_data=owner/name") == []  # another split
-    assert named("--prompt_data=train.jsonl") == []
-    found = named(learned, "--eval_data=own=held_out.jsonl,other=owner/name")
-    assert [each.split(" is in")[0] for each in found] == ["--eval_data held_out.jsonl"]
-
-
 @pytest.mark.parametrize(
     ("command", "argv", "warning"),
     [
@@ -993,6 +976,18 @@ def test_a_file_that_is_learned_and_evaluated_is_named(tmp_path, monkeypatch):
             "--engine_sleep_level has no effect without",
         ),
         ("train_ppo", ["--sp_impl", "zigzag"], "--sp_impl has no effect without --sp_size"),
+        (
+            "train_sft",
+            [r"--input_template=Question: {}\nAnswer: "],
+            "--input_template has a backslash and the letter n, which stay as they are; for a line",
+        ),
+        (
+            "train_sft",
+            ["--apply_chat_template", r"--system_prompt=Think.\tAnswer."],
+            "--system_prompt has a backslash and the letter t",
+        ),
+        ("train_prm", [r"--step_separator=\n\n"], "--step_separator has a backslash"),
+        ("train_ppo", ["--stop", "x", r"\n"], "--stop has a backslash"),
         (
             "train_sft",
             ["--gradient_checkpointing_policy", "selective"],
@@ -1165,7 +1160,7 @@ def test_field_names_are_unique_over_all_sections():
 
 
 def test_the_number_of_knobs_stays_in_hand():
-    assert len(section_of_field()) <= 285
+    assert len(section_of_field()) <= 286
 
 
 def test_commands_read_sections_that_exist():

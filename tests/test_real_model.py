@@ -20,7 +20,7 @@ from transformers import (
 
 from lightrft.cli import doctor, evaluate, export
 from lightrft.config import DataSection
-from lightrft.data.conversations import answer_of, make_example
+from lightrft.data.conversations import make_example
 from lightrft.data.prompts import make_prompt
 from lightrft.models.weight_files import WeightFiles
 from runs import train
@@ -156,7 +156,7 @@ def test_a_prompt_begins_with_the_default_system_message(tokenizer):
 
 def test_a_conversation_has_the_tokens_of_its_template(tokenizer):
     example = make_example(CHAT, tokenizer, {"messages": TURNS}, index=0)
-    answer = answer_of(example, tokenizer)
+    answer = example.columns["label"]
     whole = tokenizer.apply_chat_template(TURNS, return_dict=False)
     ids = [*example.token_ids, *answer.token_ids]
     assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]).strip() == ""

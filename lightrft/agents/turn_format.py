@@ -66,10 +66,8 @@ class TurnFormat:
         elif not observation:
             return prompt
         elif isinstance(observation, str):
-            row = prompt.columns | {
-                self.section.input_key: _append_text(prompt.columns[INPUT], observation)
-            }
-            text = prompt_text(self.section, self.tokenizer, row)
+            value = _append_text(prompt.columns[INPUT], observation)
+            text = prompt_text(self.section, self.tokenizer, prompt.columns, value)
             special_tokens = not self.section.apply_chat_template
             token_ids = self._expand_media(
                 text_tokens(self.tokenizer, text, special_tokens=special_tokens)
@@ -133,12 +131,11 @@ class TurnFormat:
             else observation
         )
         token_ids = self._tokenize(self._between(messages, request, row))
-        # The model has sampled the end of its turn itself, so the template's must not follow it.
-        ended = (
-            last_token in self.end_token_ids
-            and token_ids[:1]
-            and token_ids[0] in self.end_token_ids
-        )
+        # The model has sampled the end of its turn itself, so the template's must not follow it. One
+        # that begins the next turn follows another end.
+        begins_next = chat_template(self.section, self.tokenizer).closing.begins_next
+        ends = {last_token} if begins_next else self.end_token_ids
+        ended = last_token in self.end_token_ids and bool(ends.intersection(token_ids[:1]))
 
         return token_ids[1:] if ended else token_ids
 
@@ -241,7 +238,7 @@ def _are_token_ids(observation: str | list[Message] | list[int]) -> TypeGuard[li
 
 def _append_text(value: Any, observation: str) -> Any:
     """Return the input of a row with a text at the end of the last message."""
-    messages = as_messages(value)
-    if messages is None:
+    if isinstance(value, str):
         return f"{value}{observation}"
-    return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{observation}"}]
+    *others, last = value
+    return [*others, last | {"content": f"{last['content']}{observation}"}]

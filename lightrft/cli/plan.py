@@ -14,15 +14,18 @@ import json
 import os
 import sys
 import warnings
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lightrft.checkpoint.model_folders import name_folders
 from lightrft.cli import USER_ERROR
 from lightrft.compat.command_line import parse
 from lightrft.config.errors import ConfigError
+from lightrft.config.references import data_sources
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config
 from lightrft.launch.rendezvous import (
@@ -119,10 +122,28 @@ def dry_run(config: Config, command: str) -> int:
     warnings.simplefilter("ignore")
     device = known_device(device_name()) or "h100"
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-
-    return show_plan(
+    code = show_plan(
         config, command, ranks, device, ranks_per_node=ranks_per_node(os.environ) or ranks
     )
+    show_data(config, command)
+    return code
+
+
+def show_data(config: Config, command: str) -> None:
+    """Print a row as the model reads it, if model and data are here, and log how rows are read.
+
+    What is learned is green, and stands between ⟦ and ⟧. Raise DataError for a bad row.
+    """
+    files = [Path(each.name).expanduser() for each in data_sources(config.data.prompt_data)]
+    tokenizer = Path(config.model.pretrain).expanduser() / "tokenizer_config.json"
+    if not tokenizer.exists() or not all(file.exists() for file in files):
+        return
+
+    from lightrft.trainer.build_data import shown_data
+
+    _, texts = shown_data(config, command)
+    parts = [(f"⟦{text}⟧", "green") if learned else text for text, learned in texts]
+    Console(width=None if sys.stdout.isatty() else 130).print(Text.assemble(*parts))
 
 
 def _memory(run_plan: RunPlan, device: str) -> Table:

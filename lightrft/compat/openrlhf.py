@@ -24,7 +24,7 @@ IGNORED: dict[str, str] = {
     name: reason for reason, names in TABLE["ignored"].items() for name in names
 }
 """Flags of other tools that are ignored -> the reason."""
-REFUSED: dict[str, str] = TABLE["refused"]
+REFUSED_FLAGS: dict[str, str] = TABLE["refused"]
 NAMES: dict[str, str] = TABLE["names"]
 EQUIVALENT_FLAGS: dict[str, list[str]] = TABLE["switches"]
 BEGINNINGS = tuple(TABLE["beginnings"])
@@ -59,8 +59,8 @@ def translate(written: Flags) -> TranslatedFlags:
         understood.append(f"the switches of trackers are --report_to {written['report_to'][0]}")
 
     for name, words in written.items():
-        if name in REFUSED:
-            result.refused.append(f"--{name}: {REFUSED[name]}")
+        if name in REFUSED_FLAGS:
+            result.refused.append(f"--{name}: {REFUSED_FLAGS[name]}")
         elif name in IGNORED or _means_nothing(name, words):
             continue
         elif name in NAMES:

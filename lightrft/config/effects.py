@@ -1,5 +1,6 @@
 """Find the flags that the user wrote and that change nothing in this run."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,10 @@ from lightrft.config.sections import (
 
 OTHER_NAMES = {("train_ppo", "beta"): "; the coefficient of the KL penalty is --init_kl_coef"}
 """Command and flag -> the flag here that means what other tools mean by it."""
+LITERAL_TEXTS = ("input_template", "system_prompt", "step_separator", "stop")
+"""Fields with texts that the model reads or writes."""
+ESCAPE = re.compile(r"\\[nt](?!(eq?|u|abla|ot|i|ewline|ext\w*|imes|heta|au|an|op?|riangle|ilde)\b)")
+"""A line break or a tab as programs write it, which is not the beginning of a command of LaTeX."""
 
 
 def flags_without_effect(config: Config, command: str) -> list[str]:
@@ -43,7 +48,20 @@ def flags_without_effect(config: Config, command: str) -> list[str]:
         if name in read and _holds(run, options()[name].unless)
     ]
 
-    return unread + missing + excluded
+    return unread + missing + excluded + _literal_escapes(run)
+
+
+def _literal_escapes(run: RunFacts) -> list[str]:
+    """Return a sentence for each text in which a line break was probably meant."""
+    notices = []
+    for name in LITERAL_TEXTS:
+        texts = getattr(run, name) or ""
+        if escape := ESCAPE.search(texts if isinstance(texts, str) else " ".join(texts)):
+            notices.append(
+                f"--{name} has a backslash and the letter {escape[0][1]}, which stay as they are;"
+                " for a line break or a tab write $'...' in a shell, and double quotes in YAML"
+            )
+    return notices
 
 
 def _changed(run: RunFacts, name: str) -> bool:

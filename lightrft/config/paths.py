@@ -32,29 +32,6 @@ def check_paths(config: Config, command: str) -> None:
     refuse(problems)
 
 
-def evaluated_training_data(config: Config, command: str) -> list[str]:
-    """Return a sentence for each file of --eval_data that --prompt_data has too."""
-    if not {"prompt_data", "eval_data"} <= fields_read(command):
-        return []
-    data = config.data
-    learned = {_file(each.name) for each in data_sources(data.prompt_data)} - {None}
-    evaluated = [
-        each.name for own in eval_sources(data.eval_data) for each in data_sources(own.source)
-    ]
-    return [
-        f"--eval_data {name} is in --prompt_data too: an evaluation on rows that are learned does"
-        " not show what the model does on others"
-        for name in evaluated
-        if _file(name) in learned
-    ]
-
-
-def _file(name: str) -> Path | None:
-    """Return the file that a source names; None if it is a folder or a data set of the hub."""
-    path = Path(name).expanduser()
-    return path.resolve() if path.is_file() else None
-
-
 def _missing_data(config: Config, command: str) -> Iterator[str]:
     data = config.data
     sets = [("prompt_data", data.prompt_data), ("pretrain_data", data.pretrain_data)]

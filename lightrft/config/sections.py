@@ -191,9 +191,13 @@ class DataSection(Section, commands=EVALUATED):
     """Prompts with answers for the supervised loss of --ptx_coef, in the same form; empty: none."""
     pretrain_split: str = option("train", needs="--pretrain_data", commands=PPO)
     """Split of --pretrain_data."""
-    input_key: str = "input"
-    """Column of the prompt: a string, or chat messages as a list or JSON text, also with ShareGPT's
-    `from` and `value`."""
+    input_key: str | None = None
+    """Column of the prompt: a text, or chat messages as a list or JSON text. Unset: input, or the
+    columns of a known form (docs/data.md)."""
+    json_chats: Literal["auto", "always", "never"] = "auto"
+    """Texts that are chat messages as JSON. auto: prompts whose objects have nothing but the keys
+    of a message and known roles are messages, and answers are texts; always: prompts and answers
+    whose objects have roles are messages; never: a text is a text."""
     images_key: str | None = None
     """Column of a prompt's images: one path or a list of paths, relative to the folder of the data,
     or images of the datasets package; a row without images is a text prompt. In a chat, an image
@@ -224,10 +228,11 @@ class DataSection(Section, commands=EVALUATED):
     media_root: str = option("", needs=MEDIA)
     """Folder that the paths of images are relative to; no file outside of it is read. Empty: paths
     are relative to the folder of the data, and any path is allowed."""
-    label_key: str = option("label", commands=LABELLED)
+    label_key: str | None = option(None, commands=LABELLED)
     """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it.
     For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for
-    train_prm it is a list with a value for each step."""
+    train_prm it is a list with a value for each step. Unset: label, or the column of a known form
+    (docs/data.md)."""
     eval_input_key: str | None = option(None, needs=OWN_FORMATS)
     """Column of the prompt in --eval_data; unset: --input_key."""
     eval_label_key: str | None = option(
@@ -236,11 +241,11 @@ class DataSection(Section, commands=EVALUATED):
         commands=LABELLED,
     )
     """Column of the correct answer in --eval_data; unset: --label_key."""
-    reference_key: str | None = option(None, commands=(*SAMPLING, "train_sft"))
+    reference_key: str | None = option(None, commands=SAMPLING)
     """Column of a reference answer: reward functions receive it as `reference`."""
     input_template: str | None = None
-    """Template with one {} of prompts that are text: `Question: {}\\nAnswer: `. Chat messages are
-    not changed."""
+    """Template with one {} of prompts that are text: in a shell $'Question: {}\\nAnswer: ', with a
+    line break. Chat messages are not changed."""
     apply_chat_template: bool = False
     """Render prompts with the tokenizer's chat template. A response then also stops at the token
     that ends a turn of the template."""

@@ -51,21 +51,36 @@ class Conversation:
             variables=self.variables,
         )
 
-    def without_ends(self, template: ChatTemplate) -> "Conversation":
-        """Return the conversation without end tokens in the answers.
+    def for_template(self, template: ChatTemplate) -> "Conversation":
+        """Return the conversation with answers as the template takes them.
 
-        The template writes its own.
+        It writes its own end tokens, and thinking goes to the key where it looks for that.
         """
-        ends = template.ends
         messages = [
-            (
-                message | {"content": without_ends(message["content"], ends)}
-                if is_answer(message) and isinstance(message["content"], str)
-                else message
-            )
+            _for_template(message, template) if is_answer(message) else message
             for message in self.messages
         ]
         return Conversation(messages, self.tools, self.variables)
+
+
+def _for_template(message: Message, template: ChatTemplate) -> Message:
+    own = {name: message[name] for name in THOUGHTS if message.get(name)}
+    text = message["content"]
+    if isinstance(text, str):
+        text = without_ends(text, template.ends)
+        begin = next((begin for begin in THINKING if text.lstrip().startswith(begin)), "")
+        end = THINKING.get(begin, "")
+        if begin and end in text and not own and not template.reads_thoughts(begin):
+            thoughts, _, text = text.lstrip().removeprefix(begin).partition(end)
+            own = {"": thoughts.strip()}
+            text = text.lstrip()
+
+    message = message | {"content": text}
+    # The template may know another name than the row.
+    if own and template.thoughts and not own.keys() & template.thoughts.keys():
+        message = {name: value for name, value in message.items() if name not in own}
+        message[next(iter(template.thoughts))] = next(iter(own.values()))
+    return message
 
 
 def conversation_tokens(
@@ -78,7 +93,7 @@ def conversation_tokens(
     Raise ValueError for a message without content, and if an answer is not where the template
     writes it.
     """
-    conversation = conversation.without_ends(template)
+    conversation = conversation.for_template(template)
     messages = conversation.messages
     turns = _learned_turns(messages, 1 if only_last else num_turns)
     texts = _texts(template, conversation, turns)
@@ -95,9 +110,12 @@ def conversation_tokens(
 
     first = learned.index(True)
     end = len(learned) - learned[::-1].index(True)
-    ending = (
-        [] if token_ids[end - 1] in template.end_token_ids else [template.tokenizer.eos_token_id]
-    )
+    tokenizer = template.tokenizer
+    closing = template.closing.token if template.closing.begins_next else tokenizer.eos_token
+    if template.closing.begins_next and messages[turns[-1]].get("tool_calls"):
+        closing = template.call_end or closing
+    ended = token_ids[end - 1] in template.end_token_ids
+    ending = [] if ended else [tokenizer.convert_tokens_to_ids(closing)]
     answer = Answer(
         TokenIds(token_ids[first:end] + ending), learned[first:end] + [True] * len(ending)
     )
@@ -110,7 +128,8 @@ def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
     Raise ValueError for turns that cannot be learned.
     """
     for number, message in enumerate(messages, 1):
-        if is_answer(message) and not message["content"] and not message.get("tool_calls"):
+        is_empty = not str(message["content"] or "").strip() and not message.get("tool_calls")
+        if is_answer(message) and is_empty:
             raise ValueError(
                 f"message {number} of {len(messages)}, of role 'assistant', has no content"
             )
@@ -269,7 +288,7 @@ def _end_of_turn(template: ChatTemplate, conversation: Conversation, turn: int, 
     if after is not None and text.endswith(after):
         return _with_closing(text, len(text) - len(after), template)
     last = conversation.render(template, answer_follows=False, end=turn + 1).rstrip()
-    return len(last) if text.startswith(last) else -1
+    return _with_closing(text, len(last), template) if text.startswith(last) else -1
 
 
 def _with_closing(text: str, end: int, template: ChatTemplate) -> int:

@@ -1,8 +1,7 @@
 """Supervised examples: a prompt and the answer to learn."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,147 +14,126 @@ from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import (
     HERE,
     MediaTokenCounter,
+    built_prompt,
     chat_of,
     complete_chat,
     load_prompts,
-    make_prompt,
     row_media,
     with_media_tokens,
 )
-from lightrft.data.rendering.messages import as_messages, is_answer
+from lightrft.data.rendering.forms import learned
+from lightrft.data.rendering.messages import Message, is_answer
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
 from lightrft.types import Answer, Batch, Expand, Expanded, Prompt, TokenIds
-
-CHATS = ("messages", "conversations")
-"""Columns with whole conversations, used if no other column is configured."""
-COMPLETIONS = ("prompt", "completion")
-"""Columns with a prompt and an answer, used if no others are configured."""
 
 
 def load_examples(
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    source: str = "prompt_data",
     longest: int,
-    measure: MediaTokenCounter | None = None,
     requirements: Any = None,
+    **options: Any,
 ) -> PromptSet:
-    """Load prompts with answers as load_prompts() does.
+    """Load prompts with answers as load_prompts() does, which has further options.
 
     Rows without an answer or above `longest` tokens are bad rows, too.
     """
-    problem = partial(answer_problem, tokenizer=tokenizer, longest=longest)
-    options = {
-        "row_problem": problem,
-        "measure": measure,
-        "make": make_example,
-        "requirements": [longest, requirements],
-    }
-    return load_prompts(section, tokenizer, source=source, **options)
+    return load_prompts(
+        section,
+        tokenizer,
+        row_problem=partial(too_long, longest=longest),
+        make=make_example,
+        read=learned,
+        requirements=[longest, requirements],
+        **options,
+    )
+
+
+def too_long(prompt: Prompt, longest: int) -> str | None:
+    """Return why a row with more than `longest` tokens cannot be used; None if it can."""
+    length = size_of_row(prompt)
+    if length <= longest:
+        return None
+    answers = sum(isinstance(each, Answer) for each in prompt.columns.values())
+    what = "both answers with the prompt" if answers == 2 else "prompt and answer"
+    return f"{what} have {length} tokens, more than {longest} (--max_tokens_per_microbatch)"
+
+
+def size_of_row(prompt: Prompt) -> int:
+    """Return the number of tokens of a prompt with each of the answers to it."""
+    answers = [answer for answer in prompt.columns.values() if isinstance(answer, Answer)]
+    return sum(prompt.num_tokens + len(answer.token_ids) for answer in answers)
 
 
 def make_example(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **options: Any
+) -> Prompt:
+    """Build a prompt whose `label` is the Answer that is learned.
+
+    The prompt of a conversation ends where the first learned turn begins. `options` go to
+    built_prompt(). Raise ValueError for a bad row.
+    """
+    reading = learned(section, row)
+    (answer,) = reading.answers or (None,)
+    if reading.answers and not can_be_learned(answer):
+        raise ValueError(
+            f"no text to train on in the answer column (--label_key): {answer!r:.100}; the row has"
+            f" {', '.join(row)}"
+        )
+    return learned_example(section, tokenizer, row, reading.prompt, answer, **options)
+
+
+def learned_example(
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
-    row: dict[str, Any],
+    row: Mapping[str, Any],
+    prompt: Any,
+    answer: str | list[Message] | None,
     *,
     index: int,
     folder: Path = HERE,
     measure: MediaTokenCounter | None = None,
 ) -> Prompt:
-    """Build a prompt whose `label` is learned: a text, or the Answer of a conversation.
+    """Build a prompt whose `label` is learned, from text or messages and the answer to them.
 
-    The prompt of a conversation ends where the first learned turn begins. Raise ValueError for a
+    Without an answer, the turns of the assistant in the prompt are learned. Raise ValueError for a
     bad row.
     """
-    section = _with_usual_names(section, row)
-    value = row.get(section.input_key)
-    label = row.get(section.label_key)
-
-    messages = as_messages(value)
-    answer = as_messages(label)
-    if answer is None and not isinstance(label, str) and not (messages and is_answer(messages[-1])):
-        # answer_problem() says it
-        return make_prompt(section, tokenizer, row, index=index, folder=folder, measure=measure)
-
     if not section.apply_chat_template:
-        if messages or answer:
-            raise ValueError(
-                f"{section.input_key!r} is a conversation; chat messages need --apply_chat_template"
-            )
-        return make_prompt(section, tokenizer, row, index=index, folder=folder, measure=measure)
+        if isinstance(answer, list):
+            raise ValueError("the answer is a list of messages, which need --apply_chat_template")
+        example = built_prompt(
+            section, tokenizer, row, prompt, {}, index=index, folder=folder, measure=measure
+        )
+        example.columns["label"] = text_answer(section, tokenizer, example.text, answer)
+        return example
 
-    if messages and is_answer(messages[-1]) and isinstance(label, str):
-        label = None  # the conversation has its answers; the column is for rewards
-    if answer is None and label is not None:
-        answer = [{"role": "assistant", "content": label}]
-    learned = answer or messages
-
-    messages = [*chat_of(section, value, messages), *(answer or [])]
+    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer or []
+    messages = [*chat_of(section, prompt), *turns]
     if not is_answer(messages[-1]):
         raise ValueError(
-            f"{section.label_key!r} ends with a message of role {messages[-1]['role']!r}, not of"
-            " the assistant"
+            f"the answer ends with a message of role {messages[-1]['role']!r}, not of the assistant"
         )
 
     media = row_media(section, row, folder, messages)
-    text, token_ids, answer = conversation_tokens(
+    text, token_ids, label = conversation_tokens(
         chat_template(section, tokenizer),
         complete_chat(section, row, messages, media),
-        sum(map(is_answer, learned)),
+        sum(map(is_answer, turns or messages)),
         only_last=section.learned_turns == "last",
     )
-    prompt = Prompt(index, text, token_ids, {"label": answer}, media)
+    example = Prompt(index, text, token_ids, {"label": label}, media)
 
-    return with_media_tokens(prompt, section, measure)
-
-
-def _with_usual_names(section: DataSection, row: dict[str, Any]) -> DataSection:
-    """Return the section with the usual column names of chat data.
-
-    Only if the row has these columns and none were configured.
-    """
-    if row.get(section.input_key) is not None or section.input_key != DataSection.input_key:
-        return section
-    for name in CHATS:
-        if row.get(name) is not None:
-            return replace(section, input_key=name)
-    if section.label_key == DataSection.label_key and all(
-        row.get(name) is not None for name in COMPLETIONS
-    ):
-        return replace(section, input_key=COMPLETIONS[0], label_key=COMPLETIONS[1])
-    return section
+    return with_media_tokens(example, section, measure)
 
 
-def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int) -> str | None:
-    """Return why a row cannot be used; None if it can.
-
-    It may have more than `longest` tokens, including the end token.
-    """
-    label = prompt.columns.get("label")
-    if not isinstance(label, str | Answer) or not label:
-        return f"no text to train on in the answer column (--label_key): {label!r}"
-    length = prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids)
-    if length > longest:
-        return (
-            f"prompt and answer have {length} tokens, more than --max_tokens_per_microbatch"
-            f" {longest}"
-        )
-    return None
-
-
-def answer_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Answer:
-    """Return the tokens after the prompt; for a text, all tokens and the end token are learned."""
-    label = prompt.columns["label"]
-    return label if isinstance(label, Answer) else _plain_answer(tokenizer, prompt.text, label)
-
-
-@lru_cache(maxsize=16_384)
-def _plain_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Answer:
-    # A small data set is read many times, and all ranks need the lengths of all rows of a step.
-    return text_answer(DataSection(), tokenizer, prompt, answer)
+def can_be_learned(answer: Any) -> bool:
+    """Return whether an answer is a text with something in it, or messages."""
+    if isinstance(answer, str):
+        return bool(answer.strip())
+    return isinstance(answer, list) and bool(answer) and isinstance(answer[0], dict)
 
 
 def text_answer(
@@ -181,17 +159,12 @@ def text_answer(
     return Answer(TokenIds(token_ids), [True] * len(token_ids))
 
 
-def supervised_batch(
-    prompts: list[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    rows: list[int],
-    expand: Expand | None = None,
-) -> Batch:
+def supervised_batch(prompts: list[Prompt], rows: list[int], expand: Expand | None = None) -> Batch:
     """Build a batch of prompts with the answers. `rows` has the index of each in the whole batch.
 
     `expand` is for prompts with media; without it all prompts are text.
     """
-    answered = [(prompt, answer_of(prompt, tokenizer)) for prompt in prompts]
+    answered = [(prompt, prompt.columns["label"]) for prompt in prompts]
     return Batch(**flat_columns(answered, expand), rows=torch.tensor(rows, dtype=torch.int64))
 
 

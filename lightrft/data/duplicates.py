@@ -1,5 +1,6 @@
 """Leave out rows whose prompt has occurred before."""
 
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -13,13 +14,17 @@ class Duplicates:
     """Prompts that have occurred, as digests of 16 bytes each.
 
     Two rows are duplicates if the prompts have the same text, as templates render it, and the
-    same media. Rows that are learned (`with_answer`) need the same answer, too. With "whitespace",
+    same media. Rows that are learned need the same answer, too; `decode` returns the text of one. With "whitespace",
     all white space between words is equal, and white space around the text is ignored.
     """
 
-    def __init__(self, mode: Literal["none", "exact", "whitespace"], *, with_answer: bool):
+    def __init__(
+        self,
+        mode: Literal["none", "exact", "whitespace"],
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ):
         self.mode = mode
-        self.with_answer = with_answer
+        self.decode = decode
         self.count = 0
         """Number of rows of the current data set that were omitted."""
         self._seen: set[bytes] = set()
@@ -34,7 +39,7 @@ class Duplicates:
             for medium, items in sorted(prompt.multi_modal.items())
             for item in items
         ]
-        key = [self._text(prompt.text), media, self._answers(prompt) if self.with_answer else None]
+        key = [self._text(prompt.text), media, self._answers(prompt) if self.decode else None]
         # A digest takes 16 bytes for each row; the texts would stay in memory.
         digest = blake2b(repr(key).encode(), digest_size=16).digest()
         if digest in self._seen:
@@ -61,6 +66,7 @@ class Duplicates:
 
     def _answers(self, prompt: Prompt) -> list[Any]:
         """Return all answers of the row: a pair has two."""
-        label = prompt.columns.get("label")
-        others = [value for value in prompt.columns.values() if isinstance(value, Answer)]
-        return [self._text(label), *others] if isinstance(label, str) else others
+        answers = [value for value in prompt.columns.values() if isinstance(value, Answer)]
+        if self.mode == "whitespace" and self.decode is not None:
+            return [self._text(self.decode(answer.token_ids)) for answer in answers]
+        return answers

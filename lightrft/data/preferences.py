@@ -5,19 +5,20 @@ bad.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.sections import DataSection, PreferenceSection, media_columns
-from lightrft.data.conversations import answer_of, answer_problem, flat_columns, make_example
+from lightrft.config.sections import DataSection, PreferenceSection
+from lightrft.data.conversations import can_be_learned, flat_columns, learned_example, too_long
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.prompts import HERE, TEMPLATE_COLUMNS, Make, MediaTokenCounter, load_prompts
+from lightrft.data.prompts import Make, load_prompts
+from lightrft.data.rendering.forms import Reading, column, is_conversation, judged, pair
 from lightrft.data.rendering.messages import Message, as_messages, is_answer
 from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
@@ -32,12 +33,6 @@ DESIRABLE = "desirable"
 """Columns of a loaded single answer."""
 DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 """Beginning of a turn in the texts of HH-RLHF; the rows have no column for the prompt."""
-DEFAULT_PROMPT = "prompt"
-DEFAULT_ANSWER = "completion"
-"""Columns that are used if --input_key and --completion_key are not set.
-
-The first is used only if the column of --input_key is missing.
-"""
 
 
 def load_pairs(
@@ -45,33 +40,36 @@ def load_pairs(
     preference: PreferenceSection,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    source: str = "prompt_data",
-    longest: int,
-    measure: MediaTokenCounter | None = None,
-    requirements: Any = None,
     heads: Sequence[str] = (),
+    **options: Any,
 ) -> PromptSet:
-    """Load prompts with a chosen and a rejected Answer, as load_prompts() does.
+    """Load prompts with a chosen and a rejected Answer, as load_judged() does."""
+    maker = pair_maker(preference, heads)
+    options["requirements"] = [list(heads), options.get("requirements")]
+    return load_judged(section, preference, tokenizer, make=maker, read=pair, **options)
 
-    Above `longest` tokens a pair is a bad row.
+
+def load_judged(
+    section: DataSection,
+    preference: PreferenceSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    longest: int,
+    read: Callable[..., Reading],
+    requirements: Any = None,
+    **options: Any,
+) -> PromptSet:
+    """Load prompts with answers that are judged, as load_prompts() does, with its `options`.
+
+    Above `longest` tokens, of the prompt with each answer, a row is a bad row.
     """
-
-    def problem(prompt: Prompt) -> str | None:
-        length = pair_size(prompt)
-        return (
-            f"both answers with the prompt have {length} tokens, more than {longest}"
-            if length > longest
-            else None
-        )
-
     return load_prompts(
         section,
         tokenizer,
-        source=source,
-        row_problem=problem,
-        make=pair_maker(preference, heads),
-        measure=measure,
-        requirements=[longest, asdict(preference), list(heads), requirements],
+        row_problem=partial(too_long, longest=longest),
+        read=partial(read, preference=preference),
+        requirements=[longest, asdict(preference), requirements],
+        **options,
     )
 
 
@@ -85,36 +83,26 @@ def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make
         section: DataSection,
         tokenizer: PreTrainedTokenizerBase,
         row: dict[str, Any],
-        *,
-        index: int,
-        folder: Path = HERE,
-        measure: MediaTokenCounter | None = None,
+        **options: Any,
     ) -> Prompt:
-        chosen = column(row, preference.chosen_key, "chosen_key")
-        rejected = column(row, preference.rejected_key, "rejected_key")
-        if chosen == rejected:
+        reading = pair(section, row, preference)
+        if reading.answers[0] == reading.answers[1]:
             raise ValueError("the chosen and the rejected answer are the same")
 
-        prompt, chosen, rejected = _parts(section, row, chosen, rejected)
-        options = {"index": index, "folder": folder, "measure": measure}
+        prompt, chosen, rejected = _parts(section, row, reading)
         examples = [
             _example(section, tokenizer, row, prompt, answer, **options)
             for answer in (chosen, rejected)
         ]
         judgement = {
             MARGIN: _margin(preference, row),
-            TIE: preference.tie_key is not None and _bool(row, preference.tie_key, "tie_key"),
+            TIE: _tie(preference, row),
             HEAD: _head(preference, row, heads),
         }
 
-        return _pair(*examples, tokenizer, judgement)
+        return _pair(*examples, judgement)
 
     return make_pair
-
-
-def pair_size(pair: Prompt) -> int:
-    """Return the number of tokens of both sequences of a pair."""
-    return sum(pair.num_tokens + len(pair.columns[name].token_ids) for name in (CHOSEN, REJECTED))
 
 
 def pair_batch(
@@ -124,10 +112,10 @@ def pair_batch(
 
     `rows` has the index of each pair in the whole batch.
     """
-    both = [pair.columns for pair in pairs for _ in (CHOSEN, REJECTED)]
+    both = [each.columns for each in pairs for _ in (CHOSEN, REJECTED)]
     return JudgedBatch(
         **flat_columns(
-            [(pair, pair.columns[name]) for pair in pairs for name in (CHOSEN, REJECTED)], expand
+            [(each, each.columns[name]) for each in pairs for name in (CHOSEN, REJECTED)], expand
         ),
         rows=torch.tensor([2 * row + place for row in rows for place in (0, 1)], dtype=torch.int64),
         margins=torch.tensor([columns[MARGIN] for columns in both], dtype=torch.float32),
@@ -140,62 +128,30 @@ def load_answers(
     section: DataSection,
     preference: PreferenceSection,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    source: str = "prompt_data",
-    longest: int,
-    measure: MediaTokenCounter | None = None,
-    requirements: Any = None,
+    **options: Any,
 ) -> PromptSet:
-    """Load prompts with an Answer that is good or bad, as load_prompts() does.
-
-    Above `longest` tokens a row is a bad row.
-    """
+    """Load prompts with an Answer that is good or bad, as load_judged() does."""
 
     def make(
         section: DataSection,
         tokenizer: PreTrainedTokenizerBase,
         row: dict[str, Any],
-        *,
-        index: int,
-        folder: Path = HERE,
-        measure: MediaTokenCounter | None = None,
+        **options: Any,
     ) -> Prompt:
-        answer = column(row, preference.completion_key or DEFAULT_ANSWER, "completion_key")
-        messages = as_messages(answer)
+        reading = judged(section, row, preference)
+        prompt = reading.prompt
+        (answer,) = reading.answers
         # The answer is what follows the last message of somebody else.
-        if messages and _is_whole(messages, not _has_prompt(section, row)):
-            last = max(place for place, message in enumerate(messages, 1) if not is_answer(message))
-            prompt = messages[:last]
-            answer = messages[last:]
-        else:
-            prompt = prompt_column(section, row)
+        if is_conversation(answer, prompt is None):
+            last = max(place for place, message in enumerate(answer, 1) if not is_answer(message))
+            prompt = answer[:last]
+            answer = answer[last:]
 
-        desirable = _bool(row, section.label_key, "label_key")
-        example = _example(
-            section, tokenizer, row, prompt, answer, index=index, folder=folder, measure=measure
-        )
-        return replace(
-            example, columns={ANSWER: answer_of(example, tokenizer), DESIRABLE: desirable}
-        )
+        desirable = _bool(reading.label, reading.names[1], "label_key")
+        example = _example(section, tokenizer, row, prompt, answer, **options)
+        return replace(example, columns={ANSWER: example.columns["label"], DESIRABLE: desirable})
 
-    def problem(prompt: Prompt) -> str | None:
-        length = prompt.num_tokens + len(prompt.columns[ANSWER].token_ids)
-        return (
-            f"prompt and answer have {length} tokens, more than {longest}"
-            if length > longest
-            else None
-        )
-
-    others = [longest, asdict(preference), requirements]
-    return load_prompts(
-        section,
-        tokenizer,
-        source=source,
-        row_problem=problem,
-        make=make,
-        measure=measure,
-        requirements=others,
-    )
+    return load_judged(section, preference, tokenizer, make=make, read=judged, **options)
 
 
 def mismatched(answers: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
@@ -230,47 +186,23 @@ def judged_batch(
     )
 
 
-def prompt_column(section: DataSection, row: dict[str, Any]) -> Any:
-    """Return the prompt of a row: the column of --input_key, or `prompt` if that is unset.
-
-    Raise ValueError without one.
-    """
-    name = section.input_key
-    if row.get(name) is None and name == DataSection.input_key and DEFAULT_PROMPT in row:
-        name = DEFAULT_PROMPT
-    return column(row, name, "input_key")
-
-
-def _has_prompt(section: DataSection, row: dict[str, Any]) -> bool:
-    return row.get(section.input_key) is not None or row.get(DEFAULT_PROMPT) is not None
-
-
-def _is_whole(messages: list[Message], alone: bool) -> bool:
-    """Return whether messages are a conversation with a prompt.
-
-    `alone` says that the row has no other prompt.
-    """
-    return not all(map(is_answer, messages)) and (alone or not is_answer(messages[0]))
-
-
-def _parts(
-    section: DataSection, row: dict[str, Any], chosen: Any, rejected: Any
-) -> tuple[Any, Any, Any]:
+def _parts(section: DataSection, row: dict[str, Any], reading: Reading) -> tuple[Any, Any, Any]:
     """Return the prompt and both answers.
 
     Whole conversations have the common beginning as the prompt.
     """
-    alone = not _has_prompt(section, row)
-    if alone and isinstance(chosen, str) and isinstance(rejected, str) and DIALOGUE.search(chosen):
+    first, second = reading.answers
+    alone = reading.prompt is None
+    if alone and isinstance(first, str) and isinstance(second, str) and DIALOGUE.search(first):
         if not section.apply_chat_template:
-            return _parts_of_dialogues(chosen, rejected)
-        chosen = _dialogue(chosen)
-        rejected = _dialogue(rejected)
+            return _parts_of_dialogues(first, second)
+        first = _dialogue(first)
+        second = _dialogue(second)
 
-    first = as_messages(chosen)
-    second = as_messages(rejected)
-    if not (first and second and _is_whole(first, alone) and _is_whole(second, alone)):
-        return prompt_column(section, row), first or chosen, second or rejected
+    if not (is_conversation(first, alone) and is_conversation(second, alone)):
+        if alone:
+            column(row, section.input_key or "input", "input_key")
+        return reading.prompt, first, second
 
     count = sum(
         1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))
@@ -288,10 +220,11 @@ def _parts(
 def _dialogue(text: str) -> list[Message]:
     """Return the messages of a text of HH-RLHF: turns that begin with Human: or Assistant:."""
     _, *turns = DIALOGUE.split(text)
-    return [
+    messages = [
         {"from": name.lower(), "value": value.strip()}
         for name, value in zip(turns[::2], turns[1::2], strict=True)
     ]
+    return as_messages(messages) or []
 
 
 def _parts_of_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -320,29 +253,17 @@ def _example(
 
     Raise ValueError if it cannot be learned.
     """
-    if (messages := as_messages(prompt)) and is_answer(messages[-1]):
+    if isinstance(prompt, list) and is_answer(prompt[-1]):
         raise ValueError(
             "the prompt ends with a turn of the assistant, so it contains an answer; remove that"
             " message"
         )
-
-    standard = replace(section, input_key="input", label_key="label")
-    example = make_example(
-        standard,
-        tokenizer,
-        context_of(section, row) | {"input": prompt, "label": answer},
-        **options,
-    )
-    problem = answer_problem(example, tokenizer, longest=2**62)
-    if problem:
+    if not can_be_learned(answer):
         raise ValueError("one of the answers is empty, or neither text nor messages")
+    return learned_example(section, tokenizer, row, prompt, answer, **options)
 
-    return example
 
-
-def _pair(
-    chosen: Prompt, rejected: Prompt, tokenizer: PreTrainedTokenizerBase, judgement: dict[str, Any]
-) -> Prompt:
+def _pair(chosen: Prompt, rejected: Prompt, judgement: dict[str, Any]) -> Prompt:
     """Join two examples at the common prompt.
 
     A tokenizer may cut the end of the prompt differently before each answer.
@@ -355,30 +276,12 @@ def _pair(
     answers = {}
     for name, example in ((CHOSEN, chosen), (REJECTED, rejected)):
         rest = list(example.token_ids[shared:])
-        answer = answer_of(example, tokenizer)
+        answer = example.columns["label"]
         answers[name] = Answer(
             TokenIds([*rest, *answer.token_ids]), [False] * len(rest) + answer.learned
         )
 
     return replace(chosen, token_ids=chosen.token_ids[:shared], columns=answers | judgement)
-
-
-def context_of(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row that hold media, or that a chat template reads."""
-    names = {*media_columns(section).values(), *TEMPLATE_COLUMNS}
-    return {name: row[name] for name in names if name in row}
-
-
-def column(row: dict[str, Any], name: str, flag: str) -> Any:
-    """Return a column of a row.
-
-    If it is missing or empty, raise a ValueError that names the flag.
-    """
-    if name not in row:
-        raise ValueError(f"no column {name!r} (--{flag}); it has {', '.join(row) or 'none'}")
-    if row[name] is None or row[name] in ("", []):
-        raise ValueError(f"the column {name!r} (--{flag}) is empty")
-    return row[name]
 
 
 def _margin(preference: PreferenceSection, row: dict[str, Any]) -> float:
@@ -398,8 +301,12 @@ def _margin(preference: PreferenceSection, row: dict[str, Any]) -> float:
     return float(margin)
 
 
-def _bool(row: dict[str, Any], name: str, flag: str) -> bool:
-    value = column(row, name, flag)
+def _tie(preference: PreferenceSection, row: dict[str, Any]) -> bool:
+    key = preference.tie_key
+    return key is not None and _bool(column(row, key, "tie_key"), key, "tie_key")
+
+
+def _bool(value: Any, name: str, flag: str) -> bool:
     if value not in (True, False):
         raise ValueError(f"{name!r} (--{flag}) must be true or false, not {value!r}")
     return bool(value)

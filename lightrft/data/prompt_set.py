@@ -28,9 +28,18 @@ class DataPart:
 class PromptSet(Sequence[Prompt]):
     """Prompts of all data sets, one after another. A slice is a list, a sum another set."""
 
-    def __init__(self, parts: list[DataPart], digests: list[str] | None = None):
-        """Set up the sequence. `digests` has the digests of the pieces, if they are known."""
+    def __init__(
+        self,
+        parts: list[DataPart],
+        digests: list[str] | None = None,
+        description: Sequence[str] = (),
+    ):
+        """Set up the sequence. `digests` has the digests of the pieces, if they are known.
+
+        `description` says in a line for each data set how its rows were understood.
+        """
         self.parts = parts
+        self.description = description
         self._digests = digests
         self._ends = list(accumulate(len(part.prompts) for part in parts))
 

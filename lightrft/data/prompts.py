@@ -1,6 +1,9 @@
 """Build prompts from rows: template, chat template, tokens, and the limit on the length."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -30,15 +33,9 @@ from lightrft.data.media_files import (
     with_parts,
 )
 from lightrft.data.prompt_set import DataPart, PromptSet
-from lightrft.data.readers import BadRows, is_first_rank, read_rows
-from lightrft.data.rendering.messages import (
-    Message,
-    as_messages,
-    as_object,
-    as_tools,
-    is_answer,
-    shortened,
-)
+from lightrft.data.readers import BadRows, files_of, is_first_rank, read_rows
+from lightrft.data.rendering.forms import SYSTEMS, Reading, column, scored
+from lightrft.data.rendering.messages import SYSTEM_ROLES, Message, as_object, as_tools
 from lightrft.data.rendering.template import chat_template, template_variables
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.stored import stored_prompts, storing_problem
@@ -49,23 +46,25 @@ RowProblem = Callable[[Prompt], str | None]
 """Function that returns the reason why a prompt cannot be used; None if it can."""
 Make = Callable[..., Prompt]
 """make_prompt(), or another function with its signature."""
+Read = Callable[[DataSection, Mapping[str, Any]], Reading]
+"""Function that returns what a row means to `make`, such as scored()."""
 MediaTokenCounter = Callable[[Prompt], int]
 """Function that returns the number of additional tokens for a prompt's media.
 
 It raises ValueError for bad ones.
 """
 HERE = Path()
+PLACE_OF_ROW = re.compile(r"(:| row )\d+$")
+"""Place of a row in its file, at the end of a location."""
 NO_MEDIA: Mapping[str, list[MediaFile]] = {}
 INPUT = "prompt"
 """Column with the input of a row, as environments receive it."""
 
-TEMPLATE_COLUMNS = ("system", "tools", "chat_template_kwargs")
+TEMPLATE_COLUMNS = (*SYSTEMS, "tools", "chat_template_kwargs")
 """Columns for the chat template: a system message, schemas of tools, and variables.
 
 The variables replace the run's.
 """
-SYSTEM_ROLES = ("system", "developer")
-"""Roles of a row's own system message. Such a message takes the place of --system_prompt."""
 
 DATA_FIELDS = {
     "prompt_data": ("prompt_split", "max_samples"),
@@ -83,18 +82,20 @@ def load_prompts(
     row_problem: RowProblem | None = None,
     measure: MediaTokenCounter | None = None,
     make: Make | None = None,
+    read: Read | None = None,
     distinguishing: str | None = None,
     requirements: Any = None,
     keep_input: bool = False,
 ) -> PromptSet:
     """Load all usable prompts of the data given by the field `source`.
 
-    They are in file order, and several data sets follow one another. Rows without the input column
-    are bad rows, and so are prompts longer than `prompt_max_len` tokens. `measure` returns the
-    tokens that media add to the length; `make` is make_prompt() by default. With `data_cache` they
-    are stored in a file. It is used again unless `requirements` changes, a JSON value that
-    determines `row_problem` and `measure`. `distinguishing` is a column for PromptSet.examples.
-    With `keep_input` the input of a row is also a column, INPUT.
+    They are in file order, and several data sets follow one another. Rows without a prompt are bad
+    rows, and so are prompts longer than `prompt_max_len` tokens. `measure` returns the tokens that
+    media add to the length; `make` is make_prompt() by default, and `read` tells what a row means
+    to it, for the log. With `data_cache` they are stored in a file. It is used again unless
+    `requirements` changes, a JSON value that determines `row_problem` and `measure`.
+    `distinguishing` is a column for PromptSet.examples. With `keep_input` the prompt of a row, a
+    text or messages, is also a column, INPUT.
     """
     if section.data_cache and requirements is None and not (make is row_problem is measure is None):
         raise TypeError("load_prompts() needs `requirements` to recognise its file")
@@ -110,7 +111,7 @@ def load_prompts(
         _check_held_out(section, names)
     mode = "none" if source == "eval_data" else section.deduplicate
     # rows of another `make` are learned
-    duplicates = Duplicates(mode, with_answer=make is not None)
+    duplicates = Duplicates(mode, None if make is None else tokenizer.decode)
     build = partial(make or make_prompt, section, tokenizer, measure=measure)
     numbers = count()
     options = {
@@ -118,6 +119,8 @@ def load_prompts(
         "row_problem": row_problem,
         "duplicates": duplicates,
         "numbers": numbers,
+        "read": scored if make is None else read,
+        "description": (description := []),
         "keep_input": keep_input,
     }
 
@@ -139,19 +142,27 @@ def load_prompts(
     prompts = PromptSet(
         [DataPart(*part) for part in zip(names, sets, probabilities, examples, strict=True)],
         digests,
+        description,
     )
-    for medium, column in media_columns(section).items():
+    own = section.apply_chat_template or section.input_template is not None
+    if tokenizer.chat_template and not own and is_first_rank():
+        if not any(token in prompts[0].text for token in tokenizer.all_special_tokens):
+            logger.warning(
+                f"--{source}: the tokenizer has a chat template, and prompts are texts without it:"
+                " add --apply_chat_template, unless --pretrain is a base model"
+            )
+    for medium, key in media_columns(section).items():
         if source != "pretrain_data" and not any(
             prompt.multi_modal.get(medium) for prompt in prompts
         ):
             raise DataError(
-                f"--{medium}_key {column}: no row of --{source} {getattr(section, source)} has one"
+                f"--{medium}_key {key}: no row of --{source} {getattr(section, source)} has one"
                 " here"
             )
 
     if is_first_rank():
-        for line in prompts.repetitions():
-            logger.info(f"--{source}: {line}")
+        for line in (*description, *(f"--{source}: {each}" for each in prompts.repetitions())):
+            logger.info(line)
 
     return prompts
 
@@ -179,6 +190,8 @@ def _usable(
     row_problem: RowProblem | None,
     duplicates: Duplicates,
     numbers: Iterator[int],
+    read: Read | None,
+    description: list[str],
     keep_input: bool,
 ) -> Iterator[Prompt]:
     """Yield the usable prompts of one data set, numbered by `numbers`."""
@@ -186,6 +199,9 @@ def _usable(
     limit = most and getattr(section, most)
     count = 0
     num_chats = 0
+    forms: Counter[str] = Counter()
+    known: dict[tuple[str, ...], str] = {}
+    files = set()
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
     place = Path(name).expanduser()
     folder = place.parent if place.is_file() else place
@@ -196,16 +212,20 @@ def _usable(
             try:
                 row = plain_row(row, leave=media_columns(section).values())
                 prompt = make(row, index=0, folder=folder)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 bad.add(location, str(error))
                 continue
 
-            num_chats += (
-                section.input_template is not None
-                and as_messages(row.get(section.input_key)) is not None
-            )
-            if keep_input:
-                prompt.columns.setdefault(INPUT, row[section.input_key])
+            # Rows with the same columns have the same form.
+            columns = tuple(name for name, value in row.items() if value is not None)
+            if read and (columns not in known or keep_input or section.input_template is not None):
+                reading = read(section, row)
+                known[columns] = reading.form
+                num_chats += isinstance(reading.prompt, list)
+                if keep_input:
+                    prompt.columns.setdefault(INPUT, reading.prompt)
+            forms[known.get(columns, "columns of a benchmark")] += 1
+            files.add(PLACE_OF_ROW.sub("", location))
 
             problem = row_problem(prompt) if row_problem else None
             if problem := problem or (storing_problem(prompt) if section.data_cache else None):
@@ -226,7 +246,7 @@ def _usable(
                 break
 
     bad.report()
-    if num_chats and is_first_rank():
+    if num_chats and section.input_template is not None and is_first_rank():
         logger.warning(
             f"--{source} {name}: --input_template is for text: {num_chats} rows of chat messages"
             " are as they were"
@@ -238,15 +258,42 @@ def _usable(
             f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped{others})"
         )
     duplicates.report(f"--{source} {name}", count)
+    common = forms.most_common(5)
+    understood = [f"{form} ({n:,} rows)" if len(forms) > 1 else form for form, n in common]
+    others = sorted(Path(file).name for file in files - {name} if Path(file).is_file())
+    num_files = f" of {len(others)} files" if len(others) > 1 else ""
+    of_files = f"{num_files} ({', '.join(others[:5])})" if others else ""
+    description.append(f"--{source} {name}: {', '.join(understood)}; {count:,} rows{of_files}")
 
 
 def _check_held_out(section: DataSection, names: list[str]) -> None:
-    """Raise DataError if training and held-out data have rows of reasoning-gym in common."""
+    """Raise DataError if training and held-out data have rows of reasoning-gym in common.
+
+    Warn of data that are in both.
+    """
+    training = [each.name for each in data_sources(section.prompt_data) if each.name]
+    learned = _places(training, section.prompt_split)
+    held_out = _places(names, section.eval_split)
+    for place in sorted(learned & held_out) if is_first_rank() else ():
+        logger.warning(
+            f"--eval_data: {place} is in --prompt_data too: an evaluation on rows that are learned"
+            " does not show what the model does on others"
+        )
+
     if any(name.startswith(REASONING_GYM) for name in names):
         from lightrft.data.reasoning_gym.tasks import check_held_out
 
-        training = [data_source.name for data_source in data_sources(section.prompt_data)]
         check_held_out(training, names, split=section.prompt_split, eval_split=section.eval_split)
+
+
+def _places(names: list[str], split: str) -> set[str]:
+    """Return the files of a split, and names of data that are not files."""
+    places = set()
+    for name in names:
+        with suppress(DataError):  # who reads the data says it
+            files = files_of(name, split, "")
+            places.update({str(file.resolve()) for file in files} or {f"{name}[{split}]"})
+    return places
 
 
 def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -263,36 +310,42 @@ def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
 
 
 def make_prompt(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **options: Any
+) -> Prompt:
+    """Build a prompt from the columns of a row. `options` go to built_prompt().
+
+    Raise ValueError for a bad row.
+    """
+    reading = scored(section, row)
+    columns = reward_columns(section, row, reading)
+    return built_prompt(section, tokenizer, row, reading.prompt, columns, **options)
+
+
+def built_prompt(
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
-    row: dict[str, Any],
+    row: Mapping[str, Any],
+    value: Any,
+    columns: dict[str, Any],
     *,
     index: int,
     folder: Path = HERE,
     measure: MediaTokenCounter | None = None,
 ) -> Prompt:
-    """Build a prompt from the columns of a row of a file in `folder`.
+    """Build a prompt from its text or messages, and give it `columns`.
 
-    Raise ValueError for a bad row.
+    Media and what a chat template reads are in the row, of a file in `folder`. Raise ValueError for
+    a bad one.
     """
-    if section.input_key not in row:
-        raise ValueError(
-            f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}"
-        )
-
-    has_parts = section.apply_chat_template and media_columns(section)
-    messages = as_messages(row[section.input_key]) if has_parts else None
-    media = row_media(section, row, folder, messages)
-    text = prompt_text(section, tokenizer, row, media=media)
+    media = row_media(section, row, folder, value if isinstance(value, list) else None)
+    text = prompt_text(section, tokenizer, row, value, media=media)
 
     # a chat template writes its own special tokens
     token_ids = text_tokens(tokenizer, text, special_tokens=not section.apply_chat_template)
     if not token_ids:
         raise ValueError("the prompt is empty")
 
-    return with_media_tokens(
-        Prompt(index, text, token_ids, reward_columns(section, row), media), section, measure
-    )
+    return with_media_tokens(Prompt(index, text, token_ids, columns, media), section, measure)
 
 
 def row_media(
@@ -335,24 +388,18 @@ def with_media_tokens(
     return prompt
 
 
-def reward_columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
+def reward_columns(section: DataSection, row: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """Return the columns that rewards receive.
 
     Raise ValueError for a configured column that the row does not have.
     """
-    others = {section.input_key, *media_columns(section).values()}
+    others = {*reading.asked, *media_columns(section).values()}
     columns = {name: value for name, value in row.items() if name not in others}
-    if section.label_key in row:
-        columns["label"] = label_value(row[section.label_key], section.label_key)
-    elif section.label_key != DataSection.label_key:
-        raise ValueError(f"no column {section.label_key!r} (--label_key); it has {', '.join(row)}")
+    if reading.names:
+        columns["label"] = label_value(reading.label, reading.names[0])
 
-    if section.reference_key is not None:
-        if section.reference_key not in row:
-            raise ValueError(
-                f"no column {section.reference_key!r} (--reference_key); it has {', '.join(row)}"
-            )
-        columns["reference"] = row[section.reference_key]
+    if (name := section.reference_key) is not None:
+        columns["reference"] = column(row, name, "reference_key", may_be_empty=True)
 
     return columns
 
@@ -361,35 +408,19 @@ def prompt_text(
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     row: Mapping[str, Any],
+    value: Any,
     *,
     media: Mapping[str, list[MediaFile]] = NO_MEDIA,
 ) -> str:
-    """Return the text of a row's prompt, given as a text or as chat messages.
+    """Return the text of a prompt that is a text or chat messages.
 
-    Raise ValueError for other values.
+    Raise ValueError for messages that cannot be rendered.
     """
-    value = row[section.input_key]
     if not section.apply_chat_template:
-        if not isinstance(value, str):
-            raise ValueError(
-                f"{section.input_key!r} is {type(value).__name__}, not text; chat messages need"
-                " --apply_chat_template"
-            )
-        if as_messages(value):
-            raise ValueError(
-                f"{section.input_key!r} is a list of chat messages as JSON: they need"
-                " --apply_chat_template"
-            )
         return with_template(section, value)
-
-    messages = as_messages(value)
-    if messages is not None and is_answer(messages[-1]):
-        raise ValueError(
-            f"the last message of {section.input_key!r} is a turn of the assistant, so the prompt"
-            " contains the answer; remove that message"
-        )
-    conversation = complete_chat(section, row, chat_of(section, value, messages), media)
-    return conversation.render(chat_template(section, tokenizer), answer_follows=True)
+    template = chat_template(section, tokenizer)
+    conversation = complete_chat(section, row, chat_of(section, value), media)
+    return conversation.for_template(template).render(template, answer_follows=True)
 
 
 def with_template(section: DataSection, text: str) -> str:
@@ -397,17 +428,10 @@ def with_template(section: DataSection, text: str) -> str:
     return text if section.input_template is None else section.input_template.replace("{}", text, 1)
 
 
-def chat_of(section: DataSection, value: Any, messages: list[Message] | None) -> list[Message]:
-    """Return the messages of a prompt. A text becomes a message of the user, in --input_template.
-
-    Raise ValueError for other values.
-    """
-    if messages is not None:
-        return messages
+def chat_of(section: DataSection, value: str | list[Message]) -> list[Message]:
+    """Return the messages of a prompt. A text becomes a message of the user, in --input_template."""
     if not isinstance(value, str):
-        raise ValueError(
-            f"{section.input_key!r} is neither text nor a list of chat messages: {shortened(value)}"
-        )
+        return value
     return [{"role": "user", "content": with_template(section, value)}]
 
 
@@ -420,27 +444,37 @@ def complete_chat(
     """Return the conversation of a row, ready to render.
 
     That is the messages, the system prompt if there is none, media where they belong, and tools.
-    The columns `system`, `tools` and `chat_template_kwargs` are used, too. Raise ValueError if one
-    of them cannot be read.
+    The columns of TEMPLATE_COLUMNS are used, too. Raise ValueError if one of them cannot be read,
+    and for an empty message of the user.
     """
-    column = row.get("system")
-    system = column if column and isinstance(column, str) else section.system_prompt
+    columns = [row.get(name) for name in SYSTEMS]
+    own = [text for text in columns if isinstance(text, str) and text.strip()]
+    system = own[0] if own else section.system_prompt
     if system is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
         messages = [{"role": "system", "content": system}, *messages]
 
     # A part that nothing reads would vanish from the prompt.
     counts = {medium: len(media.get(medium, ())) for medium in media_columns(section)}
+    has_media = any(counts.values())
     for number, message in enumerate(messages, 1):
-        parts = message["content"] if isinstance(message["content"], list) else ()
+        content = message["content"]
+        if message["role"] == "user" and not has_media and not str(content or "").strip():
+            raise ValueError(f"message {number} of {len(messages)}, of role 'user', is empty")
+        parts = content if isinstance(content, list) else ()
         kinds = {str(part["type"]) for part in parts} - {
             "text",
             *(PART_TYPES[medium] for medium in counts),
         }
         if kinds:
+            kind = kinds.pop()
             raise ValueError(
-                f"message {number} of {len(messages)} has a part of type {kinds.pop()!r}: media are"
-                " read with --images_key, --videos_key or --audios_key, from the column of this"
-                " name or from the parts themselves"
+                f"message {number} of {len(messages)} has a part of type {kind!r}: "
+                + (
+                    "media are read with --images_key, --videos_key or --audios_key, from the"
+                    " column of this name or from the parts themselves"
+                    if kind in PART_TYPES.values()
+                    else "parts are texts, media, or Anthropic's thinking, tool_use and tool_result"
+                )
             )
     if counts:
         messages = with_parts(messages, counts)

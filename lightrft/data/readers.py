@@ -23,13 +23,17 @@ from lightrft.samples import DATA_FILES, HARBOR, REASONING_GYM, VERIFIERS, DataR
 
 # importing datasets takes longer than reading most files, and JSON does not need it
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict
 
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+(?<!\.py))(?::(?P<subset>[^:/]+))?")
 """A data set on the hub, owner/name or owner/name:SUBSET."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files that show a folder to be one of Dataset.save_to_disk."""
 ROWS_AT_ONCE = 64
+NUMBERED = r"([-_. ]?(part|shard)?[-_. ]?\d+([-_. ]?of[-_. ]?\d+)?(-[0-9a-f]{16})?)?"
+"""Number of a part of a split in the name of a file, such as -00000-of-00002 after train."""
+SPLITS = re.compile(r"(train(ing)?|valid(ation)?|dev|test|eval(uation)?)" + NUMBERED)
+"""Name of a file of a split that is usually called so."""
 
 
 def is_first_rank() -> bool:
@@ -68,9 +72,9 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
 
     It is a file, a folder of files, a folder that `Dataset.save_to_disk` wrote, a name on the hub,
     with the name of a subset or without, a task of reasoning-gym, an environment of verifiers, or
-    an object of Python, as module:object or file.py:object. In a folder of files, the files whose
-    names begin with the split are read, or the only file. Raise DataError for a source that does
-    not exist or cannot be read.
+    an object of Python, as module:object or file.py:object. In a folder of files, the files of the
+    split are read, or the only file. Raise DataError for a source that does not exist or cannot be
+    read.
     """
     path = Path(source).expanduser()
     if source.startswith(REASONING_GYM):
@@ -81,13 +85,11 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
         yield from _verifiers_rows(source, bad.flag)
     elif source.startswith(HARBOR):
         yield from _harbor_rows(source, bad.flag)
-    elif path.is_file():
-        yield from _file_rows(path, bad)
-    elif path.is_dir() and any((path / name).exists() for name in SAVED):
-        yield from _saved_rows(path, split, bad.flag)
-    elif path.is_dir():
-        for file in _files_of_split(path, split, bad.flag):
+    elif files := files_of(source, split, bad.flag):
+        for file in files:
             yield from _file_rows(file, bad)
+    elif path.is_dir():
+        yield from _saved_rows(path, split, bad.flag)
     # A missing file is reported as such, and not looked up on the hub.
     elif path.suffix not in DATA_FILES and (on_hub := HUB.fullmatch(source)):
         yield from _hub_rows(on_hub["name"], on_hub["subset"], split, bad.flag)
@@ -130,15 +132,18 @@ def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[DataRow]:
             f"{flag} {folder}: it cannot be read as a folder of Dataset.save_to_disk ({error})"
         ) from error
     if isinstance(dataset, DatasetDict):
-        if split not in dataset:
-            raise DataError(
-                f"{flag} {folder}: there is no split {split!r}; the data set has"
-                f" {', '.join(map(str, dataset))}"
-            )
-        dataset = dataset[split]
+        dataset = _split_of(dataset, split, f"{flag} {folder}")
     yield from (
         (f"{folder}[{split}] row {number}", row) for number, row in enumerate(_stored(dataset), 1)
     )
+
+
+def _split_of(splits: "DatasetDict", split: str, place: str) -> "Dataset":
+    if split not in splits:
+        raise DataError(
+            f"{place}: there is no split {split!r}; the data set has {', '.join(map(str, splits))}"
+        )
+    return splits[split]
 
 
 def _hub_rows(name: str, subset: str | None, split: str, flag: str) -> Iterator[DataRow]:
@@ -161,7 +166,7 @@ def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
 
     A function with a parameter `split` gets the split.
     """
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict, IterableDatasetDict
 
     try:
         data = Registry("data set", flag=bad.flag)[reference]
@@ -172,6 +177,8 @@ def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
         with kept_alive():
             if callable(data):
                 data = data(**({"split": split} if "split" in signature(data).parameters else {}))
+        if isinstance(data, DatasetDict | IterableDatasetDict):
+            data = _split_of(data, split, f"{bad.flag} {reference}")
         rows = _stored(data) if isinstance(data, Dataset) else data
         for number, row in enumerate(each_kept_alive(rows), 1):
             yield from _object(f"{reference} row {number}", row, bad)
@@ -184,18 +191,32 @@ def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
         ) from error
 
 
-def _files_of_split(folder: Path, split: str, flag: str) -> list[Path]:
+def files_of(source: str, split: str, flag: str) -> list[Path]:
+    """Return the files of a split; none for data that are not files of rows.
+
+    Raise DataError for a folder without one.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_file():
+        return [folder]
+    if not folder.is_dir() or any((folder / name).exists() for name in SAVED):
+        return []
+
     files = sorted(file for file in folder.iterdir() if file.suffix in DATA_FILES)
     if not files:
         raise DataError(f"{flag} {folder}: the folder contains no {', '.join(DATA_FILES)} file")
 
-    of_split = [file for file in files if file.name.startswith(split)]
-    if not of_split and len(files) > 1:
-        names = ", ".join(file.name for file in files[:5])
+    of_split = [file for file in files if re.fullmatch(re.escape(split) + NUMBERED, file.stem)]
+    others = [file for file in files if file not in of_split]
+    names = ", ".join(file.name for file in others[:5])
+    if not of_split and (len(files) > 1 or SPLITS.fullmatch(files[0].stem)):
         raise DataError(
-            f"{flag} {folder}: no file name begins with the split {split!r}; the folder contains"
-            f" {names}. Give a file"
+            f"{flag} {folder}: no file is called {split!r}, with or without the number of a part;"
+            f" the folder contains {names}. Give a file, or the name of another split"
         )
+    if of_split and any(file.name.startswith(split) for file in others) and is_first_rank():
+        read = ", ".join(file.name for file in of_split[:5])
+        logger.warning(f"{flag} {folder}: the split {split!r} is {read}; not read are {names}")
 
     return of_split or files
 
@@ -234,11 +255,18 @@ def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:
 
 
 def _stored(rows: "Dataset") -> Iterator[dict[str, Any]]:
-    """Yield rows as they are stored.
+    """Yield rows as they are stored, or as the data set's own transform makes them.
 
-    So images stay encoded files, much smaller than the pixels.
+    Stored images stay encoded files, much smaller than the pixels. Columns that its format leaves
+    out are left out here.
     """
-    for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
+    form = rows.format
+    if form["type"] == "custom":
+        yield from rows
+        return
+
+    names = None if form["output_all_columns"] else form["columns"]
+    for table in rows.with_format("arrow", columns=names).iter(ROWS_AT_ONCE):
         yield from table_rows(table)
 
 

@@ -1,8 +1,7 @@
 """Answers in steps that are judged one by one, for process reward models."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,32 +9,26 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection
 from lightrft.data.conversations import flat_columns, text_answer
-from lightrft.data.preferences import ANSWER, column, context_of, prompt_column
+from lightrft.data.preferences import ANSWER, load_judged
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.prompts import HERE, MediaTokenCounter, load_prompts, make_prompt
+from lightrft.data.prompts import built_prompt
+from lightrft.data.rendering.forms import Reading, judged_steps
 from lightrft.data.step_ends import StepEnds
 from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
 TARGETS = "targets"
 """Column of a loaded answer: the label of each step, from 0 to 1."""
-DEFAULT_STEPS = "completions"
-DEFAULT_LABELS = "labels"
-"""Columns that are used if --completion_key and --label_key are not set."""
 
 
 def load_steps(
     section: DataSection,
     preference: PreferenceSection,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    source: str = "prompt_data",
-    longest: int,
-    measure: MediaTokenCounter | None = None,
-    requirements: Any = None,
+    **options: Any,
 ) -> PromptSet:
-    """Load prompts with an Answer of steps, as load_prompts() does.
+    """Load prompts with an Answer of steps, as load_judged() does.
 
-    Above `longest` tokens a row is a bad row. The separator joins the steps, and the end token
+    The separator joins the steps, and the end token
     follows the last one. The last token of each step is learned.
     """
     separator = section.step_separator
@@ -45,21 +38,15 @@ def load_steps(
         section: DataSection,
         tokenizer: PreTrainedTokenizerBase,
         row: dict[str, Any],
-        *,
-        index: int,
-        folder: Path = HERE,
-        measure: MediaTokenCounter | None = None,
+        **options: Any,
     ) -> Prompt:
-        steps = _steps(preference, row)
-        targets = _labels(section, row)
+        reading = judged_steps(section, row, preference)
+        steps = _steps(reading)
+        targets = _labels(reading)
         if len(steps) != len(targets):
             raise ValueError(f"the row has {len(steps)} steps but {len(targets)} labels")
 
-        standard = replace(section, input_key="input", label_key="label", reference_key=None)
-        columns = context_of(section, row) | {"input": prompt_column(section, row)}
-        prompt = make_prompt(
-            standard, tokenizer, columns, index=index, folder=folder, measure=measure
-        )
+        prompt = built_prompt(section, tokenizer, row, reading.prompt, {}, **options)
         text = separator.join(step.removesuffix(separator) for step in steps)
         token_ids = text_answer(section, tokenizer, prompt.text, text).token_ids
 
@@ -74,23 +61,7 @@ def load_steps(
         answer = Answer(TokenIds(token_ids), [place in ends for place in range(len(token_ids))])
         return replace(prompt, columns={ANSWER: answer, TARGETS: targets})
 
-    def problem(prompt: Prompt) -> str | None:
-        length = prompt.num_tokens + len(prompt.columns[ANSWER].token_ids)
-        return (
-            f"prompt and steps have {length} tokens, more than {longest}"
-            if length > longest
-            else None
-        )
-
-    return load_prompts(
-        section,
-        tokenizer,
-        source=source,
-        row_problem=problem,
-        make=make,
-        measure=measure,
-        requirements=[asdict(preference), longest, requirements],
-    )
+    return load_judged(section, preference, tokenizer, make=make, read=judged_steps, **options)
 
 
 def step_batch(
@@ -105,28 +76,26 @@ def step_batch(
     return JudgedBatch(**columns, rows=torch.tensor(rows, dtype=torch.int64), targets=targets)
 
 
-def _steps(preference: PreferenceSection, row: dict[str, Any]) -> list[str]:
-    name = preference.completion_key or DEFAULT_STEPS
-    steps = column(row, name, "completion_key")
-    if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
+def _steps(reading: Reading) -> list[str]:
+    (steps,) = reading.answers
+    if not isinstance(steps, list) or not all(
+        isinstance(step, str) and step.strip() for step in steps
+    ):
         raise ValueError(
-            f"{name!r} (--completion_key) must be a list of texts, the steps, not {steps!r}"
+            f"{reading.names[0]!r} (--completion_key) must be a list of texts, the steps, not"
+            f" {steps!r}"
         )
     return steps
 
 
-def _labels(section: DataSection, row: dict[str, Any]) -> list[float]:
-    name = section.label_key
-    if name not in row and name == DataSection.label_key:
-        name = DEFAULT_LABELS
-
-    labels = column(row, name, "label_key")
+def _labels(reading: Reading) -> list[float]:
+    labels = reading.label
     if not isinstance(labels, list) or not all(
         isinstance(label, bool | int | float) and 0 <= label <= 1 for label in labels
     ):
         raise ValueError(
-            f"{name!r} (--label_key) must be a list of true, false or numbers from 0 to 1, not"
-            f" {labels!r}"
+            f"{reading.names[1]!r} (--label_key) must be a list of true, false or numbers from 0 to"
+            f" 1, not {labels!r}"
         )
 
     return [float(label) for label in labels]

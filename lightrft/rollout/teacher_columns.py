@@ -1,7 +1,6 @@
 """Choose the teacher of a sample and the prompt that it sees, from columns of the data."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection
 from lightrft.data.prompts import prompt_text
+from lightrft.data.rendering.forms import prompt_value
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.rollout.plan import LocalSamples
 from lightrft.types import Prompt
@@ -73,8 +73,9 @@ class TeacherColumns:
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Return the tokens of the prompt that the teacher sees, rendered like the actor's."""
-        section = replace(self.section, input_key=self.section.teacher_prompt_key)
-        text = prompt_text(section, self.tokenizer, prompt.columns)
+        name = self.section.teacher_prompt_key
+        value = prompt_value(self.section, prompt.columns[name], name)
+        text = prompt_text(self.section, self.tokenizer, prompt.columns, value)
         return text_tokens(
             self.tokenizer, text, special_tokens=not self.section.apply_chat_template
         )

@@ -12,7 +12,6 @@ from transformers.utils import logging as transformers_logging
 from lightrft.algorithms.unread import unread_flags
 from lightrft.checkpoint.model_folders import name_folders
 from lightrft.config.errors import ConfigError
-from lightrft.config.paths import evaluated_training_data
 from lightrft.config.references import MODEL_KEY, REWARD_KEY
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config
@@ -39,7 +38,6 @@ def prepare_config(command: str, config: Config) -> Config:
         name_folders(config)
         notices += resolve(config, command, has_bf16=has_bf16())
         notices += slow_float32(config) + unprotected_server(config, command)
-        notices += evaluated_training_data(config, command)
         notices += unread_flags(config.algorithm) if command == "train_ppo" else []
     except ValueError as error:
         raise ConfigError(str(error)) from error

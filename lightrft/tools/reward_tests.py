@@ -18,7 +18,7 @@ from lightrft.config.errors import ConfigError, DataError
 from lightrft.config.sections import DataSection, RewardSection
 from lightrft.data.prompts import reward_columns
 from lightrft.data.readers import BadRows, read_rows
-from lightrft.data.rendering.messages import as_messages
+from lightrft.data.rendering.forms import scored
 from lightrft.rewards.functions import right_answers
 from lightrft.rewards.runner import RewardRunner
 from lightrft.samples import Prompt, Sample
@@ -83,15 +83,14 @@ def read_prompts(section: DataSection, num_rows: int) -> list[Prompt]:
     prompts = []
     bad = BadRows(skip=False, flag="data")
     for where, row in islice(read_rows(section.prompt_data, section.prompt_split, bad), num_rows):
-        if section.input_key not in row:
-            raise DataError(
-                f"{where}: no column {section.input_key!r} (--input_key); it has {', '.join(row)}"
-            )
+        try:
+            reading = scored(section, row)
+            columns = reward_columns(section, row, reading)
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from error
 
-        value = row[section.input_key]
-        messages = as_messages(value)
-        text = "\n".join(str(each["content"]) for each in messages) if messages else str(value)
-        columns = reward_columns(section, row)
+        chat = reading.prompt if isinstance(reading.prompt, list) else []
+        text = "\n".join(str(each["content"]) for each in chat) or str(reading.prompt)
         prompts.append(Prompt(len(prompts), text, [], columns, location=where))
 
     return prompts

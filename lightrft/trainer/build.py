@@ -336,7 +336,6 @@ def build_ptx_loss(
     return PtxLoss(
         policy,
         prompts,
-        tokenizer,
         train=config.train,
         algorithm=config.algorithm,
         teacher=teacher if config.algorithm.ptx_teacher else None,

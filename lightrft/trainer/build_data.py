@@ -1,7 +1,11 @@
 """Load the data of a run: prompts, answers, and the number of steps that they allow."""
 
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from loguru import logger
@@ -13,16 +17,18 @@ from lightrft.config.sections import Config, has_episodes, media_columns
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
 from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
+from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import is_first_rank
+from lightrft.data.step_labels import load_steps
 from lightrft.models.load import load_tokenizer
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.teacher_columns import TeacherColumns
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_episodes import check_tools
-from lightrft.types import Prompt
+from lightrft.types import Answer, Prompt
 
 ENOUGH_STEPS = 50
 """Steps for which default batches become smaller."""
@@ -168,6 +174,55 @@ def load_supervised(
         measure=measure,
         requirements=requirements,
     )
+
+
+LOADERS: dict[str, Callable[..., PromptSet]] = {
+    "train_rm": load_pairs,
+    "train_dpo": load_pairs,
+    "train_kto": load_answers,
+    "train_prm": load_steps,
+}
+"""Command -> function that loads rows with judged answers."""
+SHOWN_ROWS = 1000
+
+
+def shown_data(
+    config: Config, command: str, *, source: str = "prompt_data"
+) -> tuple[Sequence[str], list[tuple[str, bool]]]:
+    """Return how the first rows of a data set are understood, and one as the model reads it.
+
+    The former is a line for each data set. The latter are texts, with True for those that are
+    learned. Raise DataError for a row that cannot be used.
+    """
+    most = min(config.data.max_samples or SHOWN_ROWS, SHOWN_ROWS)
+    section = replace(config.data, max_samples=most, max_eval_samples=most, data_cache="")
+    tokenizer = load_tokenizer(config.model)
+    expand = load_expander(config, tokenizer, engine=False)
+    options = {"source": source, "measure": expand and expand.measure}
+    longest = config.train.max_tokens_per_microbatch
+
+    if load := LOADERS.get(command):
+        preference = replace(config.preference, head_key=None)  # the model says which heads it has
+        prompts = load(section, preference, tokenizer, longest=longest, **options)
+    elif command == "train_sft" or source == "pretrain_data":
+        prompts = load_examples(section, tokenizer, longest=longest, **options)
+    else:
+        prompts = load_prompts(section, tokenizer, **options)
+
+    answers = [each for each in prompts[0].columns.values() if isinstance(each, Answer)]
+    return prompts.description, marked_texts(prompts[0].text, answers, tokenizer)
+
+
+def marked_texts(
+    prompt: str, answers: Sequence[Answer], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[str, bool]]:
+    """Return the text of a prompt and the texts of answers to it, with True for what is learned."""
+    texts = [(prompt, False)]
+    for answer in answers:
+        both = zip(answer.token_ids, answer.learned, strict=True)
+        for learned, tokens in groupby(both, key=itemgetter(1)):
+            texts.append((tokenizer.decode([token for token, _ in tokens]), learned))
+    return texts
 
 
 def steps_of_epochs(config: Config, num_rows: int) -> int:

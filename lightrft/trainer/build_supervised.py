@@ -45,7 +45,7 @@ def sft_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
         set_blank_media(training_data.expand, policy.actor)
         return (
             policy,
-            SFTTask(policy, training_data.tokenizer, config.train, expand=training_data.expand),
+            SFTTask(policy, config.train, expand=training_data.expand),
             training_data,
         )
 

@@ -217,7 +217,7 @@ def test_every_translation_leads_to_a_flag_that_exists():
         *other_tools.NAMES,
         *other_tools.EQUIVALENT_FLAGS,
         *other_tools.IGNORED,
-        *other_tools.REFUSED,
+        *other_tools.REFUSED_FLAGS,
         *other_tools.SPECIAL,
         *other_tools.TRACKER_SWITCHES,
     }

@@ -10,11 +10,12 @@ from importlib.metadata import files
 from pathlib import Path
 
 import pytest
+from loguru import logger
 
 from lightrft.agents.messages import BEGINNING, TurnRequest
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import DataSection, PreferenceSection
-from lightrft.data.conversations import answer_of, make_example
+from lightrft.data.conversations import make_example
 from lightrft.data.preferences import pair_maker
 from lightrft.data.prompts import make_prompt
 from lightrft.data.rendering.template import turn_end_ids
@@ -81,7 +82,7 @@ def asked(name: str, value, section: DataSection = SECTION, **columns) -> Prompt
 def learned(name: str, row: dict, section: DataSection = SECTION) -> str:
     """Return what is learned from a row."""
     reader = tokenizer(name)
-    token_ids, flags = answer_of(make_example(section, reader, row, index=0), reader)
+    token_ids, flags = make_example(section, reader, row, index=0).columns["label"]
     return reader.decode([token for token, on in zip(token_ids, flags, strict=True) if on])
 
 
@@ -100,6 +101,8 @@ def end_of_turn(name: str) -> str:
     """Return the special token that ends an answer in the template, else the tokenizer's."""
     messages = [turn("user", QUESTION), turn("assistant", ANSWER)]
     _, _, after = reference(name, *messages, answer_follows=False).rpartition(ANSWER)
+    if name == "glm4moe":
+        return "<|user|>"  # the mark that begins the next turn
     found = SPECIAL.findall(after)
     return (found[-1] if name.startswith("cohere2") else found[0]) if found else "<eos>"
 
@@ -182,7 +185,7 @@ def test_two_turns(name):
     ]
     both = learned(name, {"messages": messages})
     end = end_of_turn(name)
-    inner = {"gptoss": "<|end|>", "gptoss_training": "<|end|>", "glm4moe": ""}.get(name, end)
+    inner = {"gptoss": "<|end|>", "gptoss_training": "<|end|>"}.get(name, end)
     response = "<|END_RESPONSE|>" if name.startswith("cohere2") else ""
     assert (
         f"{ANSWER}{response}{inner}" in both
@@ -199,3 +202,108 @@ def test_two_turns(name):
         and ANSWER not in second
         and len(first) + len(second) <= len(both) + len("<eos>")
     )
+
+
+CALLED = [
+    turn("user", QUESTION),
+    turn(
+        "assistant", None, tool_calls=[{"function": {"name": "add", "arguments": {"a": 6, "b": 1}}}]
+    ),
+    turn("tool", "7"),
+    turn("assistant", ANSWER),
+    turn("user", THIRD),
+    turn("assistant", OTHER),
+]
+
+
+@pytest.mark.parametrize("last", [2, 4, 6])
+def test_turns_end_with_the_mark_of_the_next_one(last):
+    """TRL's template for training writes the mark into the turn itself, and marks what is learned."""
+    row = {"messages": CALLED[:last]}
+    expected = learned("glm4moe_training", row)
+    assert learned("glm4moe", row) == expected
+    marks = ["<|observation|>", "<|user|>", "<|user|>"][: last // 2]
+    assert re.findall(r"<\|(?:user|observation)\|>", expected) == marks
+    reader = tokenizer("glm4moe")
+    assert set(reader.convert_tokens_to_ids(marks)) <= turn_end_ids(SECTION, reader)
+
+
+TEXT_OF_THOUGHTS = {
+    "qwen3": "<think>\nSix and one.\n</think>\n\nIt is 7.<|im_end|>",
+    "qwen3_8": "Six and one.\n</think>\n\nIt is 7.<|im_end|>",
+    "glm4moe": "\n<think>Six and one.</think>\nIt is 7.<|user|>",
+    "gemma4_v5": "<|channel>thought\nSix and one.\n<channel|>It is 7.<turn|>",
+    "gptoss": (
+        "<|channel|>analysis<|message|>Six and one.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>It is 7.<|return|>"
+    ),
+    "muse_glimmer": (
+        " to=self<|message|>Six and one.<|eom|><|start|>assistant to=user<|message|>It is 7.<|eot|>"
+    ),
+    "llama3": f"{THOUGHT}It is 7.<|eot_id|>",
+    "gemma4": f"{THOUGHT}It is 7.<turn|>",
+}
+"""Template -> what is learned of an answer with thinking: as reasoning_content, where the template
+has a place for it, and otherwise as text.
+"""
+
+
+@pytest.mark.parametrize("name", TEXT_OF_THOUGHTS)
+def test_thinking_in_the_text_of_an_answer_is_rendered_as_thinking(name):
+    said: list[str] = []
+    handler = logger.add(said.append, level="WARNING", format="{message}")
+    tokenizer.cache_clear()
+    rows = [
+        {"messages": [turn("user", QUESTION), turn("assistant", THOUGHT + ANSWER)]},
+        {"input": QUESTION, "label": THOUGHT + ANSWER},
+    ]
+    if THOUGHT not in TEXT_OF_THOUGHTS[name]:
+        for key in ("reasoning_content", "reasoning", "thinking"):
+            answer = turn("assistant", ANSWER, **{key: "Six and one."})
+            rows.append({"messages": [turn("user", QUESTION), answer]})
+    for row in rows:
+        assert learned(name, row) == TEXT_OF_THOUGHTS[name]
+    logger.remove(handler)
+    warned = ["another form of thinking than <think>" in line for line in said]
+    assert warned == [True] * (name == "gemma4")
+
+
+ANTHROPIC = [
+    turn("user", QUESTION),
+    turn(
+        "assistant",
+        [
+            {"type": "thinking", "thinking": "Six and one.", "signature": "x"},
+            {"type": "tool_use", "id": "call1", "name": "add", "input": {"a": 6, "b": 1}},
+        ],
+    ),
+    turn("user", [{"type": "tool_result", "tool_use_id": "call1", "content": "7"}]),
+    turn("assistant", [{"type": "text", "text": ANSWER}]),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3_8", "glm4moe", "muse_glimmer"])
+def test_messages_of_anthropic_are_those_of_openai(name):
+    call = {"id": "call1", "function": {"name": "add", "arguments": {"a": 6, "b": 1}}}
+    thinks = turn("assistant", None, reasoning_content="Six and one.", tool_calls=[call])
+    result = turn("tool", "7", tool_call_id="call1")
+    plain = [turn("user", QUESTION), thinks, result, turn("assistant", ANSWER)]
+    rows = [{"messages": messages} for messages in (ANTHROPIC, plain)]
+    first, second = (make_example(SECTION, tokenizer(name), row, index=0) for row in rows)
+    assert first == second and "add" in learned(name, rows[0])
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image", "image": "a.png"}, "type 'image': media are read with --images_key"),
+        (
+            {"type": "redacted_thinking", "data": "x"},
+            "type 'redacted_thinking': parts are texts, m",
+        ),
+        ({"type": "document", "source": {}}, "type 'document': parts are texts, media, or Anthr"),
+    ],
+)
+def test_parts_that_nothing_reads_are_named(part, message):
+    with pytest.raises(ValueError, match=message):
+        asked("qwen3", [turn("user", [{"type": "text", "text": QUESTION}, part])])

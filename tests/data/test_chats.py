@@ -67,7 +67,7 @@ def shown(folder: Path, *rows: dict, **options) -> list[str]:
     token.
     """
     prompts, tokenizer = load(folder, *rows, **options)
-    batch = supervised_batch(prompts, tokenizer, list(range(len(prompts))))
+    batch = supervised_batch(prompts, list(range(len(prompts))))
 
     texts = []
     start = 0
@@ -89,7 +89,7 @@ def shown(folder: Path, *rows: dict, **options) -> list[str]:
 
 def test_tokens_and_mask_by_hand(tmp_path):
     prompts, tokenizer = load(tmp_path, {"messages": messages(*CHAT)}, {"input": "u", "label": "v"})
-    batch = supervised_batch(prompts, tokenizer, [3, 5])
+    batch = supervised_batch(prompts, [3, 5])
     chat = [*b"u>1;a>", *b"23", EOS, *b"\nu>4;a>", *b"5", EOS]
     assert batch.input_ids.tolist() == [*chat, *b"u>u;a>", ord("v"), EOS]
     assert (
@@ -208,7 +208,7 @@ BAD = {
     "completion by the user": (
         {"prompt": "1", "completion": messages(CHAT[0])},
         {},
-        "'completion' ends with a message of role",
+        "the answer ends with a message of role",
     ),
     "no chat template": (
         {"messages": messages(*CHAT)},
@@ -218,7 +218,7 @@ BAD = {
     "long": (
         {"messages": messages(*CHAT)},
         {"longest": 17},
-        "prompt and answer have 18 tokens, more than --max_tokens",
+        "prompt and answer have 18 tokens, more than 17 .--max_tokens",
     ),
     "a long prompt": (
         {"messages": messages(("user", "123"), *CHAT[1:])},
@@ -248,6 +248,12 @@ def test_a_duplicate_of_a_learned_row_has_the_same_answer(tmp_path):
         {"input": "1", "label": text} for text in "223"
     ]
     assert len(load(tmp_path, *rows, deduplicate="exact")[0]) == 4
+    spaced = [{"input": "1", "label": text} for text in ("2 3", "2  3", "23")]
+    assert [
+        len(load(tmp_path, *spaced, deduplicate=mode, apply_chat_template=chat)[0])
+        for mode in ("exact", "whitespace")
+        for chat in (True, False)
+    ] == [3, 3, 2, 2]
 
 
 def test_a_token_across_a_border_is_cut_there():

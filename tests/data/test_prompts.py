@@ -3,8 +3,10 @@
 import copy
 import json
 import pickle
+import sys
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pyarrow
@@ -108,13 +110,48 @@ def test_a_folder_by_split(tmp_path):
 
     with pytest.raises(
         DataError,
-        match="no file name begins with the split 'validation'; .* test.jsonl, train-1.jsonl",
+        match="no file is called 'validation', .* contains test.jsonl, train-1.jsonl",
     ):
         load(tmp_path, prompt_split="validation")
 
     (tmp_path / "only").mkdir()
     write_lines(tmp_path / "only" / "data.jsonl", {"input": "d"})
     assert [p.text for p in load(tmp_path / "only")] == ["d"]
+
+
+PARTS = (
+    "train.jsonl train-00000-of-00002.jsonl train_1.jsonl train2.jsonl train.part-3.jsonl"
+    " train-00001-of-00002-0123456789abcdef.jsonl"
+).split()
+OTHERS = "training_notes.jsonl train_v2.jsonl train_sft.jsonl trainer.jsonl test.jsonl".split()
+
+
+def test_the_files_of_a_split_are_its_parts_and_the_log_names_them(tmp_path, infos):
+    for number, name in enumerate((*PARTS, *OTHERS)):
+        write_lines(tmp_path / name, {"input": str(number)})
+    assert sorted(p.text for p in load(tmp_path)) == [str(n) for n in range(len(PARTS))]
+    assert [p.text for p in load(tmp_path, prompt_split="train_sft")] == [
+        str(len(PARTS) + OTHERS.index("train_sft.jsonl"))
+    ]
+    said = "".join(infos)
+    assert "6 rows of 6 files (train-00000-of-00002.jsonl, train-00001-of-" in said
+    assert "not read are test.jsonl, train_sft.jsonl, train_v2.jsonl, trainer.jsonl, tr" in said
+
+
+@pytest.mark.parametrize(("name", "held_out"), [("train.jsonl", True), ("test-0.jsonl", False)])
+def test_the_only_file_of_a_folder_may_be_of_another_split(tmp_path, name, held_out):
+    write_lines(tmp_path / name, {"input": "a"})
+    with pytest.raises(DataError, match=f"no file is called .*; the folder contains {name}"):
+        load(tmp_path, held_out=held_out)
+
+
+def test_rows_that_are_learned_and_held_out_are_named(tmp_path, warnings):
+    file = write_lines(tmp_path / "train.jsonl", {"input": "a"})
+    other = write_lines(tmp_path / "test.jsonl", {"input": "b"})
+    for training in (f"{tmp_path}:0.7,{other}:0.3", str(other), ""):
+        load(file, held_out=True, prompt_data=training)
+        load(tmp_path, held_out=True, prompt_data="owner/name")
+    assert [line.partition(" is in")[0] for line in warnings] == [f"--eval_data: {file.resolve()}"]
 
 
 def test_escaped_characters_are_text(tmp_path):
@@ -155,11 +192,15 @@ BAD_LINES = {
         '{"input": ' + "[" * 100_000 + "]" * 100_000 + "}",
         "not valid JSON .lists or objects are nested too deep",
     ),
+    "deep, though JSON": (
+        '{"input": "a", "meta": ' + "[" * 900 + "]" * 900 + "}",
+        "the column 'meta' has lists or objects that are nested more than 100 deep",
+    ),
     "list": ('["a"]', "not a JSON object but list"),
     "number": ("5", "not a JSON object but int"),
     "no column": (
-        '{"question": "a", "label": "b"}',
-        "no column 'input' .--input_key.; it has question, label",
+        '{"title": "a", "label": 3}',
+        "no column 'input' .--input_key.; it has title, label; .* --input_key title",
     ),
     "no columns": ("{}", "no column 'input' .--input_key.; it has none"),
     "null": ('{"input": null}', "'input' is NoneType, not text"),
@@ -312,6 +353,41 @@ def test_folders_that_datasets_saved(tmp_path):
         load(tmp_path / "one")
 
 
+def upper(batch: dict) -> dict:
+    return {"input": [text.upper() for text in batch["input"]]}
+
+
+STATES = {
+    "as it is": (lambda data: data, ["a", "b"], {"label": "1"}),
+    "a transform": (lambda data: data.with_transform(upper), ["A", "B"], {}),
+    "selected": (lambda data: data.select([1]), ["b"], {"label": "2"}),
+    "shuffled": (lambda data: data.shuffle(seed=3), ["b", "a"], {"label": "2"}),
+    "NumPy": (lambda data: data.with_format("numpy"), ["a", "b"], {"label": "1"}),
+    "columns": (lambda data: data.with_format(columns=["input"]), ["a", "b"], {}),
+    "columns, and all others": (
+        lambda data: data.with_format("numpy", columns=["input"], output_all_columns=True),
+        ["a", "b"],
+        {"label": "1"},
+    ),
+    "splits": (lambda data: datasets.DatasetDict(train=data), ["a", "b"], {"label": "1"}),
+    "a stream": (lambda data: data.to_iterable_dataset(), ["a", "b"], {"label": "1"}),
+    "a stream of a transform": (
+        lambda data: data.to_iterable_dataset().map(upper, batched=True),
+        ["A", "B"],
+        {"label": "1"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_data_sets_of_python_are_read_in_their_state(tmp_path, monkeypatch, name):
+    change, texts, columns = STATES[name]
+    data = datasets.Dataset.from_dict({"input": ["a", "b"], "label": ["1", "2"]})
+    monkeypatch.setitem(sys.modules, "rows_in_a_state", SimpleNamespace(rows=change(data)))
+    prompts = load("rows_in_a_state:rows")
+    assert [prompt.text for prompt in prompts] == texts and prompts[0].columns == columns
+
+
 ON_THE_HUB = [
     ("owner/name", "owner/name", None),
     ("owner/n.a-me:main", "owner/n.a-me", "main"),
@@ -407,7 +483,7 @@ def test_duplicates_are_omitted_and_counted(tmp_path, infos):
     ) == 6
     assert [(p.index, p.text) for p in found["whitespace"]] == [(0, "a b"), (1, "c"), (2, "d")]
 
-    assert [message.strip() for message in infos if "duplicates" in message] == [
+    assert [message.strip() for message in infos if "omitted (" in message] == [
         f"--prompt_data {first}: 1 duplicates omitted (--deduplicate exact), 3 rows are left",
         f"--prompt_data {second}: 1 duplicates omitted (--deduplicate exact), 1 rows are left",
         f"--prompt_data {first}: 2 duplicates omitted (--deduplicate whitespace), 2 rows are left",
@@ -491,7 +567,7 @@ def test_messages_that_end_in_an_answer_are_not_a_prompt(tmp_path, warnings):
     file = write_lines(
         tmp_path / "data.jsonl",
         {"input": asked},
-        {"input": [*asked, {"role": "assistant", "content": "2"}]},
+        {"input": [*asked, {"role": "assistant", "content": "2"}], "label": "2"},
     )
 
     with pytest.raises(

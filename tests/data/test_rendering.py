@@ -18,7 +18,7 @@ from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import Config, DataSection, PreferenceSection, RolloutSection
 from lightrft.config.errors import ConfigError
-from lightrft.data.conversations import answer_of, load_examples, make_example
+from lightrft.data.conversations import load_examples, make_example
 from lightrft.data.preferences import load_answers, load_pairs, pair_maker
 from lightrft.data.prompts import load_prompts, make_prompt
 from lightrft.data.readers import DataError
@@ -111,7 +111,7 @@ def shown(row: dict, template: str = CHAT, section: DataSection = SECTION) -> st
     """Return a sequence with what is learned in brackets."""
     reader = tokenizer(template)
     prompt = make_example(section, reader, row, index=0)
-    answer = answer_of(prompt, reader)
+    answer = prompt.columns["label"]
     flags = [False] * len(prompt.token_ids) + answer.learned
     ids = [*prompt.token_ids, *answer.token_ids]
     pieces = [
@@ -415,7 +415,7 @@ def test_one_bos(chat, begin):
     prompt = make_prompt(section, with_bos(), {"input": "q"}, index=0)
     assert list(prompt.token_ids).count(BOS) == 1 and EOS not in prompt.token_ids
     example = make_example(section, with_bos(), {"input": "q", "label": "A<eos>"}, index=0)
-    answer = answer_of(example, with_bos())
+    answer = example.columns["label"]
     assert [*example.token_ids, *answer.token_ids].count(BOS) == 1
     assert list(answer.token_ids).count(EOS) == (0 if chat else 1), (
         "one end, the template's or the tokenizer's"
@@ -443,7 +443,7 @@ def test_answers_have_the_tokens_of_the_whole_text(tmp_path):
         return next(iter(load(section, *rest, spaced, longest=99))).columns
 
     made = make_example(section, spaced, {"input": "1+1=", "label": "2"}, index=0)
-    assert answer_of(made, spaced) == Answer([ord("2"), EOS], [True, True])
+    assert made.columns["label"] == Answer([ord("2"), EOS], [True, True])
     pair = written(load_pairs, PreferenceSection(), prompt="1+1=", chosen="2", rejected="3")
     assert pair["chosen"].token_ids == [ord("2"), EOS] and pair["rejected"].token_ids == [
         ord("3"),

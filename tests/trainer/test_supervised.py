@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lightrft.algorithms.objectives import sft
-from lightrft.config import AlgorithmSection, TrainSection
+from lightrft.config import AlgorithmSection, DataSection, TrainSection
+from lightrft.data.conversations import make_example
 from lightrft.data.loader import Order
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.mesh import collectives_begun
@@ -32,15 +33,9 @@ TRAIN = TrainSection(train_batch_size=3, max_tokens_per_microbatch=24, seed=5)
 
 def given() -> list[Prompt]:
     tokenizer = byte_tokenizer()
-    texts = [f"{number}?" for number in range(len(ANSWERS))]
+    rows = [{"input": f"{number}?", "label": answer} for number, answer in enumerate(ANSWERS)]
     return [
-        Prompt(
-            index=place,
-            text=text,
-            token_ids=tokenizer(text)["input_ids"],
-            columns={"label": answer},
-        )
-        for place, (text, answer) in enumerate(zip(texts, ANSWERS, strict=True))
+        make_example(DataSection(), tokenizer, row, index=place) for place, row in enumerate(rows)
     ]
 
 
@@ -49,7 +44,7 @@ def updated(folder: str):
     made = rows.strategy()
     policy = rows.policy(made, folder, max_tokens=24)
     metrics = Metrics()
-    ptx_loss = PtxLoss(policy, given(), byte_tokenizer(), train=TRAIN, algorithm=ALGORITHM)
+    ptx_loss = PtxLoss(policy, given(), train=TRAIN, algorithm=ALGORITHM)
     batch, (members,) = policy.redistribute(
         rows.share(rows.whole(), made.get_rank(), made.mesh.data.size)
     )

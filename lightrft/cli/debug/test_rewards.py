@@ -28,7 +28,10 @@ def main(argv: list[str] | None = None) -> None:
     own = parser().parse_args(argv)
     set_up_logging()
     section = DataSection(
-        prompt_data=CommaSeparated(own.data), input_key=own.input_key, label_key=own.label_key
+        prompt_data=CommaSeparated(own.data),
+        input_key=own.input_key,
+        label_key=own.label_key,
+        apply_chat_template=True,  # rows may be chats
     )
     try:
         prompts = read_prompts(section, own.rows)
@@ -57,8 +60,8 @@ def parser() -> argparse.ArgumentParser:
         "reward", help="as in --reward: a name, module:function or file.py:function"
     )
     commands.add_argument("data", help="as in --prompt_data: rows with prompts and labels")
-    commands.add_argument("--input_key", default=DataSection.input_key, help="column of the prompt")
-    commands.add_argument("--label_key", default=DataSection.label_key, help="column of the label")
+    commands.add_argument("--input_key", help="column of the prompt")
+    commands.add_argument("--label_key", help="column of the label")
     commands.add_argument(
         "--response_key",
         help="column with a right response, for rewards that do not compare with a label",

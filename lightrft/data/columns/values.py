@@ -21,6 +21,9 @@ import pyarrow as pa
 from lightrft.config.values import check_text
 
 VALUE_KINDS = "text, a number, true, false, a date, a list or an object"
+DEEPEST = 100
+"""How deep lists and objects may lie in one another: everything that reads a row goes through them.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def plain_row(row: Mapping[str, Any], *, leave: Collection[str] = ()) -> dict[st
     }
 
 
-def plain(value: Any, place: str) -> Any:
+def plain(value: Any, place: str, depth: int = 0) -> Any:
     """Return the plain value; `place` is where it stands. Raise ValueError if there is none.
 
     Decimals become numbers, or text if a float cannot hold their digits. Dates and times become
@@ -87,10 +90,12 @@ def plain(value: Any, place: str) -> Any:
         return value
     if value is None or isinstance(value, bytes | int | float):
         return value
+    if depth == DEEPEST:
+        raise ValueError(f"{place} has lists or objects that are nested more than {DEEPEST} deep")
     if isinstance(value, Mapping):
-        return {_key(name, place): plain(inner, place) for name, inner in value.items()}
+        return {_key(key, place): plain(each, place, depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner, place) for inner in value]
+        return [plain(inner, place, depth + 1) for inner in value]
     if isinstance(value, Decimal):
         return _number(value)
 
@@ -103,7 +108,7 @@ def plain(value: Any, place: str) -> Any:
     if isinstance(value, UUID | np.datetime64):
         return str(value)
     if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist(), place)
+        return plain(value.tolist(), place, depth)
 
     if isinstance(value, bytearray | memoryview):
         return bytes(value)

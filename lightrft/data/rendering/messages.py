@@ -29,6 +29,10 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a turn with what the assistant thinks before the answer."""
 THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<channel|>"}
 """Mark that begins the thinking in a turn -> mark that ends it."""
+SYSTEM_ROLES = ("system", "developer")
+"""Roles of a row's own system message. Such a message takes the place of --system_prompt."""
+BLOCKS = {"thinking", "tool_use", "tool_result"}
+"""Types of parts in messages of Anthropic's API that OpenAI's have elsewhere in a message."""
 TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of parts that are text."""
 MEDIA_TYPES = {
@@ -42,41 +46,93 @@ MEDIA_TYPES = {
     "input_audio": "audio",
 }
 """Types of parts that are media, or keys of parts without a type -> types in chat templates."""
+MESSAGE_KEYS = {
+    *("role", "from", "content", "value", "name", "id", "refusal", "audio", "annotations"),
+    *("tool_calls", "function_call", "tool_call_id", *WEIGHT_KEYS, *THOUGHTS),
+}
+"""Keys that a message may have. An object with another one, in a text, is a value of the task."""
 PYTHON_LIST = re.compile(r"\[\s*\{\s*'(role|from|content|value)'")
 """Beginning of messages that were written with Python's str()."""
 
 
 def as_messages(value: Any) -> list[Message] | None:
-    """Return the chat messages of a column, also from JSON text or ShareGPT; None if it has none.
+    """Return the chat messages of a list, also from ShareGPT or Anthropic; None if it has none.
 
     Raise ValueError for a message that cannot be read, and say which.
     """
-    if isinstance(value, str):
-        value = _messages_in_json(value)
     if not isinstance(value, list | tuple) or not value:
         return None
     if not all(isinstance(message, dict) for message in value):
         return None
     places = [f"message {number} of {len(value)}" for number in range(1, len(value) + 1)]
-    return [clean_message(message, place) for message, place in zip(value, places, strict=True)]
+    return [
+        clean_message(each, place)
+        for message, place in zip(value, places, strict=True)
+        for each in _without_blocks(message, place)
+    ]
 
 
-def _messages_in_json(text: str) -> Any:
-    """Return the list of messages that a text contains as JSON; None for any other text."""
+def objects_in_text(text: str) -> list[Message] | None:
+    """Return the objects with a role that a text contains as JSON; None for any other text.
+
+    Raise ValueError for messages in Python's form.
+    """
     if PYTHON_LIST.match(text.lstrip()):
-        raise ValueError("its messages are written as Python prints them; write them as JSON")
-    if not text.lstrip().startswith("["):
-        return None
-
+        raise ValueError(
+            "its messages are written as Python prints them; write them as JSON, or pass"
+            " --json_chats never if it is a text"
+        )
     try:
-        value = json.loads(text)
+        value = json.loads(text) if text.lstrip().startswith("[") else None
     except (ValueError, RecursionError):
         return None
 
     is_chat = isinstance(value, list) and all(
-        isinstance(message, dict) and {"role", "from"} & message.keys() for message in value
+        isinstance(each, dict) and {"role", "from"} & each.keys() for each in value
     )
     return value if is_chat else None
+
+
+def is_message(value: Message) -> bool:
+    """Return whether an object has a known role, and nothing but the keys of a message."""
+    role = value.get("role") or value.get("from")
+    is_known = isinstance(role, str) and role.lower() in {*ROLES, *CALLS, *SYSTEM_ROLES}
+    says = {"content", "value", "tool_calls", "function_call", *THOUGHTS} & value.keys()
+    return is_known and bool(says) and value.keys() <= MESSAGE_KEYS
+
+
+def _without_blocks(message: Message, place: str) -> list[Message]:
+    """Return a message of Anthropic's API in OpenAI's form; others stay as they are.
+
+    Its content has blocks for thinking, calls and results. Results become messages of their own.
+    """
+    parts = message.get("content")
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return [message]
+
+    blocks = {kind: [part for part in parts if part.get("type") == kind] for kind in BLOCKS}
+    results = [
+        {
+            "role": "tool",
+            "tool_call_id": part.get("tool_use_id"),
+            "content": part.get("content", ""),
+        }
+        for part in blocks["tool_result"]
+    ]
+    calls = [
+        {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
+        for part in blocks["tool_use"]
+    ]
+    thoughts = "\n".join(part.get("thinking") or "" for part in blocks["thinking"])
+    if not any(blocks.values()):
+        return [message]
+    if results and (calls or thoughts):
+        raise ValueError(f"{place} has results of tools beside thinking or calls")
+
+    rest = [part for part in parts if part.get("type") not in BLOCKS]
+    own = message | {"content": rest or None, "tool_calls": calls or None}
+    own["reasoning_content"] = thoughts or None
+    return results if results and not rest else [*results, own]
 
 
 def clean_message(message: Any, place: str = "the message") -> Message:
@@ -217,6 +273,8 @@ def as_tools(value: Any) -> list[dict[str, Any]]:
 
 def _tool(tool: Any) -> dict[str, Any]:
     tool = without_nulls(tool)
+    if isinstance(tool, dict) and "input_schema" in tool:  # Anthropic's
+        tool["parameters"] = tool.pop("input_schema")
     if isinstance(tool, dict) and "function" not in tool:
         tool = {"type": "function", "function": tool}
     function = tool.get("function") if isinstance(tool, dict) else None

@@ -22,7 +22,8 @@ from lightrft.data.readers import is_first_rank
 from lightrft.data.rendering.messages import THINKING, THOUGHTS, WEIGHT_KEYS, Message, is_answer
 
 WORD = "\u2402word\u2403"
-"""Text that no template contains."""
+THOUGHT = "\u2402thought\u2403"
+"""Texts that no template contains."""
 QUESTION = {"role": "user", "content": WORD + "?"}
 ARGUMENT = "of_call"
 CALL = {
@@ -111,6 +112,8 @@ class Closing:
     """The same for a turn that others follow."""
     token: str
     """The end token of the last turn."""
+    begins_next: bool = False
+    """True if a turn ends where the token begins the next one, so that the last turn lacks it."""
 
 
 @dataclass
@@ -122,6 +125,7 @@ class ChatTemplate:
     """Variables of the run, with the tools."""
     _complete: set[Any] = field(default_factory=set, repr=False)
     """Kinds of conversations that the template is known to render completely."""
+    _reads: dict[str, bool] = field(default_factory=dict, repr=False)
 
     def render(
         self,
@@ -186,7 +190,8 @@ class ChatTemplate:
         inner = self._special_tokens_in(after_inner)
 
         if not last:
-            return Closing("", "", "")
+            mark = self._mark_of_next(after_inner)
+            return Closing(mark, mark, mark, begins_next=bool(mark))
 
         both = [pair for pair in zip(last, inner, strict=False) if pair[0][0] == pair[1][0]]
         (token, end), (_, inner_end) = (
@@ -198,8 +203,16 @@ class ChatTemplate:
     def call_end(self) -> str:
         """Return the special token that ends a turn of calls, such as <|call|>; empty without one.
 
-        It is the last token that the template writes, unless it also stands between two calls.
+        It is the last token that the template writes, unless it also stands between two calls. Where
+        turns end with the mark of the next one, it is the mark before results.
         """
+        if self.closing.begins_next:
+            result = {"role": "tool", "tool_call_id": CALL["id"], "content": WORD}
+            turns = [QUESTION, _turn_of_calls(1)]
+            called, answered = (self._probe(all, tools=[TOOL]) for all in (turns, [*turns, result]))
+            follows = answered.startswith(called.rstrip())
+            return self._mark_of_next(answered[len(called.rstrip()) :]) if follows else ""
+
         one, two = (
             self._probe([QUESTION, _turn_of_calls(count)], tools=[TOOL]) for count in (1, 2)
         )
@@ -207,6 +220,39 @@ class ChatTemplate:
         end = next((token for token in self._special_tokens if written.endswith(token)), "")
         first, _, second = two.rpartition(ARGUMENT)[0].rpartition(ARGUMENT)
         return end if not first or end not in second else ""
+
+    def _mark_of_next(self, after: str) -> str:
+        """Return the special token that a text begins with, unless an answer begins with it too."""
+        header = self._probe([QUESTION], answer_follows=True).rpartition(WORD)[2]
+        marks = [token for token in self._special_tokens if after.lstrip().startswith(token)]
+        return marks[0] if marks and marks[0] not in header else ""
+
+    @cached_property
+    def thoughts(self) -> dict[str, str]:
+        """Return the keys of a turn whose thinking the template renders, each with such a turn."""
+        turns = {name: {"role": "assistant", "content": WORD, name: THOUGHT} for name in THOUGHTS}
+        rendered = {name: self._probe([QUESTION, turn]) for name, turn in turns.items()}
+        return {name: text for name, text in rendered.items() if THOUGHT in text}
+
+    def reads_thoughts(self, begin: str) -> bool:
+        """Return whether thinking may stay in the text of a turn, after the mark `begin`.
+
+        A template that writes marks of its own would write them a second time. Warn of one that has
+        no other place for thinking.
+        """
+        if begin not in self._reads:
+            said = f"{begin}\n{THOUGHT}\n{THINKING[begin]}\n\n{WORD}"
+            in_text = self._probe([QUESTION, {"role": "assistant", "content": said}])
+            others = [_squeezed(text) for text in self.thoughts.values()]
+            self._reads[begin] = not others or _squeezed(in_text) in others
+            source = str(self.tokenizer.chat_template)
+            differs = begin not in source and any(name in source for name in THOUGHTS)
+            if not others and (differs or sum(map(in_text.count, THINKING)) > 1):
+                self.warn(
+                    f"the chat template has another form of thinking than {begin}, and does not"
+                    f" write the thinking of a row in it: {begin} in answers is learned as text"
+                )
+        return self._reads[begin]
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:

@@ -7,7 +7,8 @@ import torch
 from lightrft.algorithms.reduce import Denominator
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import TrainSection
-from lightrft.data.preferences import CHOSEN, pair_batch, pair_size
+from lightrft.data.conversations import size_of_row
+from lightrft.data.preferences import CHOSEN, pair_batch
 from lightrft.parallel.collectives import Axis
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
 from lightrft.types import Expand, JudgedBatch, Prompt
@@ -28,7 +29,7 @@ def local_pairs(
     """
     # A plan of pairs becomes one of answers: the answers of pair i are rows 2 * i and 2 * i + 1.
     local_rows, micro_batches = plan_local_rows(
-        list(map(pair_size, pairs)), axis, train, max_tokens=max_tokens
+        list(map(size_of_row, pairs)), axis, train, max_tokens=max_tokens
     )
     batch = pair_batch([pairs[row] for row in local_rows], local_rows, expand)
     return (

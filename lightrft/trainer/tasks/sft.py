@@ -5,13 +5,11 @@ It is a complete task, or a loss that PPO adds (PTX, InstructGPT).
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedTokenizerBase
-
 from lightrft.algorithms.objectives import PtxDivergence, PtxObjective, sft
 from lightrft.algorithms.reduce import Denominator
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import AlgorithmSection, TrainSection
-from lightrft.data.conversations import answer_of, supervised_batch
+from lightrft.data.conversations import size_of_row, supervised_batch
 from lightrft.data.loader import Blend, Order
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
@@ -27,14 +25,12 @@ class SFTTask:
     def __init__(
         self,
         policy: Policy,
-        tokenizer: PreTrainedTokenizerBase,
         train: TrainSection,
         *,
         expand: Expand | None = None,
     ):
         """Set up the task. `expand` expands prompts with media."""
         self.policy = policy
-        self.tokenizer = tokenizer
         self.train = train
         self.expand = expand
 
@@ -42,7 +38,6 @@ class SFTTask:
         """Return this rank's share of the loss on all ranks' prompts."""
         batch, rows, denominator = supervised_part(
             prompts,
-            self.tokenizer,
             self.policy.strategy,
             self.train,
             max_tokens=max_tokens,
@@ -61,7 +56,6 @@ class PtxLoss:
         self,
         policy: Policy,
         prompts: Sequence[Prompt],
-        tokenizer: PreTrainedTokenizerBase,
         *,
         train: TrainSection,
         algorithm: AlgorithmSection,
@@ -77,7 +71,6 @@ class PtxLoss:
         """
         self.policy = policy
         self.prompts = prompts
-        self.tokenizer = tokenizer
         self.train = train
         self.expand = expand
         Order.check(len(prompts), train.train_batch_size)
@@ -97,7 +90,6 @@ class PtxLoss:
         self.num_batches += 1
         batch, rows, denominator = supervised_part(
             prompts,
-            self.tokenizer,
             self.policy.strategy,
             self.train,
             max_tokens=self.train.max_tokens_per_microbatch,
@@ -122,7 +114,6 @@ class PtxLoss:
 
 def supervised_part(
     prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
     strategy: Strategy,
     train: TrainSection,
     *,
@@ -131,15 +122,12 @@ def supervised_part(
 ) -> tuple[Batch, MicroBatchIndices, Denominator]:
     """Return this rank's balanced share of all ranks' answers, the micro-batches, and the
     denominator of the learned tokens of all ranks."""
-    answers = [answer_of(prompt, tokenizer) for prompt in prompts]
-    lengths = [
-        prompt.num_tokens + len(answer.token_ids)
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    answers = [prompt.columns["label"] for prompt in prompts]
+    lengths = list(map(size_of_row, prompts))
     local_rows, micro_batches = plan_local_rows(
         lengths, strategy.mesh.data, train, max_tokens=max_tokens
     )
-    batch = supervised_batch([prompts[row] for row in local_rows], tokenizer, local_rows, expand)
+    batch = supervised_batch([prompts[row] for row in local_rows], local_rows, expand)
 
     # All ranks know all rows. The first token of a sequence is never learned.
     learned = [
