@@ -54,17 +54,9 @@ SPACE = "\u2581"
 SINGLE_DIGITS = {"smollm", "command-r", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"}
 """Pre-tokenizers that make each digit a piece of its own and split the rest as GPT-2 does."""
 LIKE_GPT_2 = {"gpt-2", "mpt", "olmo", "jais", "trillion", "phi-2"}
-WHOLE_WORDS = {
-    "llama3",
-    "llama-v3",
-    "llama-bpe",
-    "falcon3",
-    "falcon-h1",
-    "pixtral",
-    "midm-2.0",
-    "lfm2",
-    "tekken",
-}
+WHOLE_WORDS = set(
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken".split()
+)
 """Pre-tokenizers that never merge a word from parts if the word is a token.
 
 Texts begin with a token.

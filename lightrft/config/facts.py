@@ -19,15 +19,8 @@ from lightrft.config.sections import (
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys of a model's configuration with the number of layers that predict several tokens."""
-EXPERT_FAMILIES = (
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "minimax_m2",
-    "mixtral",
-    "olmoe",
-    "qwen3_5_moe_text",
-    "qwen3_moe",
+EXPERT_FAMILIES = tuple(
+    "deepseek_v3 glm4_moe gpt_oss minimax_m2 mixtral olmoe qwen3_5_moe_text qwen3_moe".split()
 )
 """Types of models whose experts --ep_size divides.
 

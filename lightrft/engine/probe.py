@@ -15,24 +15,8 @@ import torch
 from torch import Tensor, nn
 
 OBSERVED_PARTS = (
-    *(
-        "embed_tokens",
-        "input_layernorm",
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "qkv_proj",
-        "q_norm",
-        "k_norm",
-        "o_proj",
-    ),
-    *(
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-        "mlp",
-        "norm",
-    ),
+    *"embed_tokens input_layernorm q_proj k_proj v_proj qkv_proj q_norm k_norm o_proj".split(),
+    *"post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm mlp norm".split(),
 )
 """Last components of the names of observed modules."""
 LOGITS = "lm_head"

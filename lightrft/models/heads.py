@@ -40,15 +40,9 @@ from lightrft.types import (
 
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2", "cohere2_moe", "falcon_h1", "hyperclovax"}
-DIVIDED = {
-    "granite",
-    "granite_swa",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "minicpm3",
-}
+DIVIDED = set(
+    "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared minicpm3".split()
+)
 """Model types that divide logits by an entry of LOGIT_SCALES; MULTIPLIED multiply by it."""
 
 

@@ -22,14 +22,9 @@ FINGERPRINT_BYTES = 1024
 """How many byte ranges of each tensor enter a fingerprint, and how long each range is in bytes."""
 
 
-NOT_THE_MODEL = {
-    "_name_or_path",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
-    "use_cache",
-    "architectures",
-}
+NOT_THE_MODEL = set(
+    "_name_or_path transformers_version dtype torch_dtype use_cache architectures".split()
+)
 """Entries of a model's configuration that may differ between folders of the same model."""
 INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
 WEIGHT_ENDINGS = ("weight", "bias", "_proj")

@@ -15,20 +15,12 @@ SYMPTOM_STEPS = 10
 """Number of steps below which a run shows no symptom."""
 COMPARED_SHARE = 5
 """The first and the last fifth of the steps are compared."""
-METRICS = (
-    "rollout/reward",
-    "rollout/reward_min",
-    "rollout/reward_max",
-    "rollout/groups_without_signal",
-    "rollout/response_length",
-    "rollout/truncated",
-    "rollout/staleness",
-    "train/entropy",
-    "train/clip_low",
-    "train/clip_high",
-    "train/grad_norm",
-    "engine/logprob_mismatch",
-    "eval/reward",
+METRICS = tuple(
+    (
+        "rollout/reward rollout/reward_min rollout/reward_max rollout/groups_without_signal"
+        " rollout/response_length rollout/truncated rollout/staleness train/entropy train/clip_low"
+        " train/clip_high train/grad_norm engine/logprob_mismatch eval/reward"
+    ).split()
 )
 """Metrics that symptoms are found in."""
 REWARD_PART_PREFIX = "rollout/reward_of_"

@@ -45,13 +45,8 @@ MOST_UPDATES = 16
 """Optimizer steps of one step with a digest of their own: the first ones."""
 MODULO = 2**128
 LAYER = re.compile(r"\.(\d+)\.")
-NOT_OUTPUTS = (
-    "input_ids",
-    "loss_mask",
-    "engine_logprobs",
-    "advantages",
-    "reward_advantages",
-    "learned",
+NOT_OUTPUTS = tuple(
+    "input_ids loss_mask engine_logprobs advantages reward_advantages learned".split()
 )
 
 

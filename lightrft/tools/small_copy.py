@@ -29,87 +29,71 @@ FIRST_TOKEN = 8
 """Token ids of a small vocabulary below this one have a meaning, such as padding."""
 
 SMALL_SIZES: dict[str, float] = {
-    "intermediate_size": 48,
-    "shared_intermediate_size": 16,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 16,
-    "expert_ffn_hidden_size": 16,
-    "ffn_hidden_size": 48,
-    "intermediate_size_mlp": 48,
-    "dense_intermediate_size": 48,
-    "hidden_size_per_layer_input": 8,
-    "laurel_rank": 8,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "o_lora_rank": 8,
-    "adapter_rank": 4,
-    "qk_rope_head_dim": HEAD_DIM,
-    "qk_nope_head_dim": HEAD_DIM,
-    "v_head_dim": HEAD_DIM,
-    "head_dim": HEAD_DIM,
-    "rotary_dim": HEAD_DIM,
-    "global_head_dim": HEAD_DIM,
-    "swa_head_dim": HEAD_DIM,
-    "swa_v_head_dim": HEAD_DIM,
-    "linear_head_dim": HEAD_DIM,
-    "linear_key_head_dim": HEAD_DIM,
-    "linear_value_head_dim": HEAD_DIM,
-    "mamba_d_state": 8,
-    "ssm_state_size": 8,
-    "mamba_d_head": HEAD_DIM,
-    "mamba_headdim": HEAD_DIM,
-    "mamba_head_dim": HEAD_DIM,
-    "mamba_n_groups": 2,
-    "mamba_ngroups": 2,
-    "n_groups": 2,
-    "mamba_chunk_size": 8,
-    "chunk_size": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "zero_expert_num": 2,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "moe_layer_start_index": 1,
-    "max_window_layers": 1,
-    "sliding_window": SMALL_WINDOW,
-    "sliding_window_size": SMALL_WINDOW,
-    "attention_window_size": SMALL_WINDOW,
-    "window_size": SMALL_WINDOW,
-    "local_attention": 2 * SMALL_WINDOW,
-    "attention_chunk_size": SMALL_WINDOW,
-    "index_topk": SMALL_WINDOW,
-    "index_head_dim": HEAD_DIM,
-    "index_n_heads": 2,
-    "query_pre_attn_scalar": 16,
-    "attn_logit_softcapping": 1.5,
-    "attn_soft_cap": 1.5,
-    "final_logit_softcapping": 3.0,
-    "logits_soft_cap": 3.0,
-    "output_logit_soft_cap": 3.0,
+    **dict.fromkeys(
+        ("intermediate_size ffn_hidden_size intermediate_size_mlp dense_intermediate_size").split(),
+        48,
+    ),
+    **dict.fromkeys(
+        (
+            "shared_intermediate_size moe_intermediate_size"
+            " shared_expert_intermediate_size moe_shared_expert_intermediate_size"
+            " expert_ffn_hidden_size query_pre_attn_scalar"
+        ).split(),
+        16,
+    ),
+    **dict.fromkeys(
+        (
+            "hidden_size_per_layer_input laurel_rank kv_lora_rank q_lora_rank o_lora_rank"
+            " mamba_d_state ssm_state_size mamba_chunk_size chunk_size"
+        ).split(),
+        8,
+    ),
+    **dict.fromkeys(
+        "adapter_rank num_experts num_local_experts n_routed_experts moe_num_experts".split(), 4
+    ),
+    **dict.fromkeys(
+        (
+            "qk_rope_head_dim qk_nope_head_dim v_head_dim head_dim rotary_dim"
+            " global_head_dim swa_head_dim swa_v_head_dim linear_head_dim"
+            " linear_key_head_dim linear_value_head_dim mamba_d_head mamba_headdim"
+            " mamba_head_dim index_head_dim"
+        ).split(),
+        HEAD_DIM,
+    ),
+    **dict.fromkeys(
+        (
+            "mamba_n_groups mamba_ngroups n_groups zero_expert_num num_experts_per_tok"
+            " num_experts_per_token moe_topk moe_k top_k_experts n_group index_n_heads"
+        ).split(),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            "topk_group n_shared_experts moe_num_shared_experts first_k_dense_replace"
+            " num_dense_layers moe_layer_start_index max_window_layers"
+        ).split(),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            "sliding_window sliding_window_size attention_window_size window_size"
+            " attention_chunk_size index_topk"
+        ).split(),
+        SMALL_WINDOW,
+    ),
+    **dict.fromkeys("local_attention".split(), 2 * SMALL_WINDOW),
+    **dict.fromkeys("attn_logit_softcapping attn_soft_cap".split(), 1.5),
+    **dict.fromkeys("final_logit_softcapping logits_soft_cap output_logit_soft_cap".split(), 3.0),
 }
 """Largest values of a small configuration, under the names of transformers.
 
 Names with dependencies are in _heads().
 """
-DERIVED = (
-    "attention_head_dim",
-    "attention_hidden_size",
-    "hybrid_layer_ids",
-    "kv_channels",
-    "num_query_groups",
-    "qk_head_dim",
+DERIVED = tuple(
+    (
+        "attention_head_dim attention_hidden_size hybrid_layer_ids kv_channels num_query_groups"
+        " qk_head_dim"
+    ).split()
 )
 """Values that a configuration computes from others."""
 TOWER = {

@@ -26,15 +26,8 @@ DATA = ("prompt_data", "eval_data", "pretrain_data")
 """Values that may be rows."""
 FUNCTIONS = ("reward", "advantage_estimator", "policy_loss", "rollout_correction")
 """Values that may be functions that no other process can import. They are called in this one."""
-OF_TOKENIZER = (
-    "tokenizer",
-    "vocab",
-    "merges",
-    "special_tokens_map",
-    "added_tokens",
-    "chat_template",
-    "spiece",
-    "sentencepiece",
+OF_TOKENIZER = tuple(
+    "tokenizer vocab merges special_tokens_map added_tokens chat_template spiece sentencepiece".split()
 )
 """What the names of a tokenizer's files begin with."""
 
