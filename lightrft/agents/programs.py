@@ -28,14 +28,7 @@ from typing import Any
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.messages import Ended, Observation, to_bytes
 from lightrft.agents.session import EpisodeOver, Session
-from lightrft.agents.tools import (
-    RUNNING,
-    answers,
-    call_function,
-    check_tool,
-    is_function,
-    tools_of,
-)
+from lightrft.agents.tools import RUNNING, answers, call_function, tools_of
 from lightrft.registry import Registry, kept_alive
 
 environments = Registry("environment", flag="--environment")
@@ -127,8 +120,7 @@ class ProgramSetup:
 
         one = tools[name] if name in tools or ":" in name else tools.module(name)
         try:
-            check_tool(name.rpartition(":")[2], one, type(one).__module__)
-            found = {one.__name__: one} if is_function(one) else tools_of(one)
+            found = tools_of(one, name.rpartition(":")[2])
         except ValueError as error:
             raise ValueError(f"--tools {name}: {error}") from error
         if not found:

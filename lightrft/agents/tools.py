@@ -36,20 +36,24 @@ MAX_RESULT_CHARACTERS = 20_000
 """Characters of a result that the model reads; the middle of a longer one is left out."""
 
 
-def tools_of(owner: Any) -> dict[str, Callable[..., Any]]:
-    """Return the tools of an environment or a module.
+def tools_of(owner: Any, name: str = "") -> dict[str, Callable[..., Any]]:
+    """Return the tools of an environment or a module, or a function that is chosen by its name.
 
     They are the public methods of an environment, and the public functions that a module defines
-    itself. Raises ValueError for an object of a module that is meant as a tool and is no function.
+    itself. Raises ValueError for an object that is meant as a tool and is no function.
     """
+    if is_function(owner):
+        return {owner.__name__: owner}
+    if name:
+        _check_tool(name, owner, type(owner).__module__)
+
     if isinstance(owner, ModuleType):
         public = {name: one for name, one in vars(owner).items() if not name.startswith("_")}
-        for name, one in public.items():
-            check_tool(name, one, owner.__name__)
+        for each, one in public.items():
+            _check_tool(each, one, owner.__name__)
+        own = owner.__name__
         return {
-            name: one
-            for name, one in public.items()
-            if is_function(one) and one.__module__ == owner.__name__
+            each: one for each, one in public.items() if is_function(one) and one.__module__ == own
         }
     methods = inspect.getmembers(owner, callable)
     return {
@@ -64,16 +68,15 @@ def is_function(one: Any) -> bool:
     return inspect.isfunction(inspect.unwrap(one))
 
 
-def check_tool(name: str, one: Any, module: str) -> None:
+def _check_tool(name: str, one: Any, module: str) -> None:
     """Raise ValueError for an object that is called like a function, and has no types to describe.
 
     Other libraries make such tools of functions. Objects of other classes are no tools.
     """
     kind = type(one)
     of_other_library = kind.__name__.endswith("Tool") or isinstance(one, partial)
-    own = kind.__module__ == module and callable(one) and not isinstance(one, type)
-    if is_function(one):
-        return
+    callable_object = callable(one) and not isinstance(one, type) and not is_function(one)
+    own = callable_object and kind.__module__ == module
     if of_other_library or own:
         raise ValueError(
             f"{name} is an object of the class {kind.__name__}, and a tool is a function: define"

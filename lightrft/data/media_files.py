@@ -120,12 +120,8 @@ class ImageFile:
         Raise DataError if it cannot be read.
         """
         with _readable(f"image {self.name}", DataError):
-            content = (
-                self.source
-                if isinstance(self.source, bytes)
-                else _regular(self.source).read_bytes()
-            )
-            return ImageOps.exif_transpose(_of_bytes(BytesIO(content))).convert("RGB")
+            image = _of_bytes(BytesIO(_content(self.source)))
+            return ImageOps.exif_transpose(image).convert("RGB")
 
     @property
     def identity(self) -> bytes:
@@ -205,9 +201,7 @@ class VideoFile:
             yield from (image.open() for image in self.source)
             return
 
-        content = (
-            self.source if isinstance(self.source, bytes) else _regular(self.source).read_bytes()
-        )
+        content = _content(self.source)
         try:
             image = Image.open(BytesIO(content))
         except UNREADABLE:
@@ -251,7 +245,7 @@ class AudioFile:
     def _stored_size(self) -> tuple[int, int]:
         if isinstance(self.source, tuple):
             return len(self.source[0]), self.source[1]
-        if (content := self._content())[:4] == RIFF:
+        if (content := _content(self.source))[:4] == RIFF:
             with wave.open(BytesIO(content)) as file:
                 return file.getnframes(), file.getframerate()
         clip = decoded_sound(content)
@@ -274,7 +268,7 @@ class AudioFile:
                 "array": np.asarray(self.source[0], dtype=np.float32),
                 "sampling_rate": self.source[1],
             }
-        content = self._content()
+        content = _content(self.source)
         return _wave(content) if content[:4] == RIFF else decoded_sound(content)
 
     @property
@@ -302,9 +296,6 @@ class AudioFile:
             file.setparams((1, 1, clip["sampling_rate"] // every, 0, "NONE", ""))
             file.writeframes(((array.clip(-1, 1) + 1) * 127.5).astype(np.uint8).tobytes())
         return f"data:audio/wav;base64,{base64.b64encode(content.getvalue()).decode()}"
-
-    def _content(self) -> bytes:
-        return self.source if isinstance(self.source, bytes) else _regular(self.source).read_bytes()
 
 
 MediaFile = ImageFile | VideoFile | AudioFile
@@ -419,13 +410,10 @@ class Places:
         Raise ValueError for a path outside of the root, a file that is too large, and other values.
         """
         name, source = self._resolve(item, label)
-        size = (
-            len(source)
-            if isinstance(source, bytes)
-            else source.stat().st_size
-            if source.is_file()
-            else 0
-        )
+        if isinstance(source, bytes):
+            size = len(source)
+        else:
+            size = source.stat().st_size if source.is_file() else 0
         if size > self.most_bytes:
             raise ValueError(
                 f"{label} {name} has {size / 1e6:,.6g} MB, more than --media_max_mb"
@@ -669,6 +657,10 @@ def _parts(content: Any, kinds: list[str]) -> list[dict[str, Any]]:
 
 def _identity(source: Path | bytes) -> bytes:
     return source if isinstance(source, bytes) else os.fsencode(source)
+
+
+def _content(source: Path | bytes) -> bytes:
+    return source if isinstance(source, bytes) else _regular(source).read_bytes()
 
 
 def _of_bytes(file: BytesIO | Path) -> Image.Image:

@@ -35,8 +35,7 @@ from lightrft.samples import Sample
 Reward = Callable[..., list[float | list[float | None] | dict[str, float]]]
 ELSEWHERE = {
     **dict.fromkeys(("accuracy", "accuracy_reward", "reasoning_accuracy_reward"), "math"),
-    **dict.fromkeys(("think_format_reward", "tag_count_reward"), "format"),
-    "get_soft_overlong_punishment": "length",
+    "think_format_reward": "format",
     "code_reward": "code",
 }
 """Names of rewards in TRL and Open R1 -> names here."""

@@ -112,7 +112,7 @@ def _config(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float
             )
         if not isinstance(value, float) or not abs(value) <= LARGEST_OPTION:
             raise ValueError(
-                f"loss_fn_config {name} is a number up to {LARGEST_OPTION:g}, not {value!r:.100}"
+                f"loss_fn_config {name} is up to {LARGEST_OPTION:g}, not {value!r:.99}"
             )
     return {**loss.config, **options}
 
@@ -243,8 +243,7 @@ def read_adam(request: types.OptimStepRequest) -> dict[str, float]:
         adam = types.AdamParams(**adam.model_dump(exclude={"type"}))
 
     values = adam.model_dump()
-    at_least_0 = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
-    for name in at_least_0:
+    for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
         if not 0 <= values[name] <= LARGEST_OPTION:
             raise ValueError(f"{name} is a number from 0 to {LARGEST_OPTION:g}, not {values[name]}")
     for name in ("beta1", "beta2"):

@@ -287,8 +287,8 @@ class TinkerWorker:
 
         Finite weights can overflow in the forward pass. Some engines end at such logits.
         """
-        probe = token_ids[:PROBED_TOKENS] + token_ids[:1]  # two tokens at least
-        if not self._score(probe)[1:].isfinite().all():
+        # At least two tokens, as the first has no log-prob.
+        if not self._score(token_ids[:PROBED_TOKENS] + token_ids[:1])[1:].isfinite().all():
             raise RequestRefused(
                 "a forward pass of these weights overflows: load earlier ones, or train with a"
                 " smaller learning rate"

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 
 PROGRAM_MODULES = ("program", "solution")
 """Modules from which tests import the names of the program."""
@@ -21,7 +22,6 @@ OUT_OF_REACH = frozenset(
 )
 """Modules and names for a look into the interpreter of the program, or at its files and output."""
 NAMED_PARTS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-DEFINITIONS = (*NAMED_PARTS, ast.Import, ast.ImportFrom)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,6 @@ class Asserts:
     """Functions of the texts that are tests."""
     cases: list[str] = field(default_factory=list)
     """Classes of the texts that are derived from unittest.TestCase."""
-    program: tuple[str, ...] = PROGRAM_MODULES
 
 
 def read_asserts(texts: list[str]) -> Asserts:
@@ -104,9 +103,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
                 yield from (name.name for name in names)
             case ast.ImportFrom(module=str(module), names=names):
                 yield module
-                yield from (
-                    each for name in names if (each := f"{module}.{name.name}") in OUT_OF_REACH
-                )
+                yield from OUT_OF_REACH.intersection(f"{module}.{each.name}" for each in names)
             case ast.Attribute(value=ast.Name(id=module), attr=attribute):
                 if f"{module}.{attribute}" in OUT_OF_REACH:
                     yield f"{module}.{attribute}"
@@ -145,13 +142,10 @@ def _tests_of(tree: ast.Module, used: set[str]) -> tuple[list[str], list[str]]:
                     raise ValueError(f"the class {name} is not derived from unittest.TestCase")
 
     own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    statements = [node for node in tree.body if not isinstance(node, DEFINITIONS)]
-    asserts = any(
-        isinstance(part, ast.Assert | ast.Raise)
-        or (isinstance(part, ast.Call) and ast.unparse(part.func) in own)
-        for node in statements
-        for part in ast.walk(node)
-    )
+    statements = [node for node in tree.body if not isinstance(node, NAMED_PARTS)]
+    parts = [part for node in statements for part in ast.walk(node)]
+    asserts = any(isinstance(part, ast.Assert | ast.Raise) for part in parts)
+    asserts |= any(isinstance(part, ast.Name) and part.id in own for part in parts)
     if not (functions or cases or asserts):
         raise ValueError("the tests assert nothing: a function `check(candidate)` must be called")
     return functions, cases
@@ -175,11 +169,8 @@ def _check_uses(tree: ast.Module, names: set[str]) -> None:
         for value in [*call.args, *(keyword.value for keyword in call.keywords)]:
             text = ast.unparse(value)
             made = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
-            if (
-                isinstance(value, ast.Lambda)
-                or text in own
-                or isinstance(own.get(made), ast.ClassDef)
-            ):
+            is_own = text in own or isinstance(own.get(made), ast.ClassDef)
+            if is_own or isinstance(value, ast.Lambda):
                 raise ValueError(
                     f"the tests pass {text:.80} to the program, which gets numbers, texts and"
                     " containers of them alone"
@@ -198,8 +189,8 @@ def _check_uses(tree: ast.Module, names: set[str]) -> None:
             {part.id for part in ast.walk(each) if isinstance(part, ast.Name)} & given
             for each in operands
         ]
-        for place, variables in enumerate(read):
-            if both := variables.intersection(*[set().union(*read[:place])]):
+        for one, other in combinations(read, 2):
+            if both := one & other:
                 raise ValueError(
                     f"the tests compare {both.pop()} with what they compute from it after the"
                     " program could change it: compute the expectation before the call"
