@@ -34,6 +34,9 @@ NOT_THE_MODEL = {
 INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
 WEIGHT_ENDINGS = ("weight", "bias", "_proj")
 """Name endings of tensors that are weights, not buffers."""
+MASK = re.compile(r"(attn|attention)\.(masked_)?bias$")
+"""Names of causal masks. Earlier versions of transformers wrote them beside the weights of GPT-2,
+GPT-Neo, GPT-NeoX, GPT-J and their relatives."""
 
 
 class WeightFiles:
@@ -84,7 +87,8 @@ class WeightFiles:
 
                 for name in file.keys():
                     dtype = file.get_slice(name).get_dtype()
-                    if name.endswith(WEIGHT_ENDINGS) and dtype in INTEGERS:
+                    is_weight = name.endswith(WEIGHT_ENDINGS) and not MASK.search(name)
+                    if is_weight and dtype in INTEGERS:
                         raise ValueError(
                             f"{path}: {name} is of dtype {dtype}: the weights are quantized, but"
                             " config.json has no quantization settings; use the unquantized model"
@@ -239,7 +243,8 @@ def missing_and_unexpected(
     stored = set(stored)
     groups = tied_names(model)
     missing = {group[0] for group in groups if stored.isdisjoint(group)}
-    ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ()) or "$^")
+    patterns = [MASK.pattern, *(model._keys_to_ignore_on_load_unexpected or ())]
+    ignored = re.compile("|".join(patterns))
     return missing, {name for name in stored.difference(*groups) if not ignored.search(name)}
 
 

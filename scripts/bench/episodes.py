@@ -8,7 +8,8 @@ Episodes of several turns on one rank with vLLM and a random Qwen3; after each t
 an episode sleeps, as a tool on another machine would. `free`: a turn begins as soon as its program
 asks for it, as on an accelerator. `together`: the next turns begin when all episodes have asked
 for theirs, as on a CPU and with --deterministic. Busy is the share of the time that the engine has
-requests. Prints one JSON object as its last line.
+requests, begins the number of times that one or more turns began. Prints one JSON object as its
+last line.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import EngineSection, RolloutSection
 from lightrft.config.sections import DataSection, EnvironmentSection
 from lightrft.engine.build import build_engine
-from lightrft.engine.requests import Sampling
+from lightrft.engine.requests import Request, Sampling
 from lightrft.observe.metrics import Trace
 from lightrft.parallel.mesh import Mesh
 from lightrft.rollout.episode_sampler import EpisodeSampler
@@ -55,6 +56,16 @@ class Sleeps:
         await asyncio.sleep({seconds} * (1 + {spread} * (random.expovariate(1) - 1)))
         return "ok", 1.0, self.turns == {turns}
 """
+
+
+class Counted(SharedSession):
+    """A session that counts how often one or more turns begin."""
+
+    begins = 0
+
+    def add_own(self, requests: list[Request]) -> range:
+        self.begins += bool(requests)
+        return super().add_own(requests)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -107,7 +118,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     )
 
     def session(sampling: Sampling, *, shared: bool) -> SharedSession:
-        return SharedSession(engine.open(sampling), axis, mesh.model_parallel)
+        return Counted(engine.open(sampling), axis, mesh.model_parallel)
 
     host = SimpleNamespace(engine=engine, open=session)
 
@@ -148,7 +159,14 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
             )
             if repetition:
                 busy = 1 - trace.step()["time/idle_share"]
-                runs_of[name].append({"seconds": seconds, "busy": busy, "tokens": tokens})
+                runs_of[name].append(
+                    {
+                        "seconds": seconds,
+                        "busy": busy,
+                        "tokens": tokens,
+                        "begins": loop.session.begins,
+                    }
+                )
 
     episodes.close()
     best = {name: min(runs, key=lambda run: run["seconds"]) for name, runs in runs_of.items()}
