@@ -94,9 +94,8 @@ def _is_quantized(name: str) -> bool:
 
 def _cached(kind: str, source: Path, name: str, write: Callable[[Path, Path], Path]) -> Path:
     """Return the folder in the cache for a file, or for a folder with its files."""
-    files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
-    states = [file.stat() for file in files]
-    key = " ".join(f"{state.st_size} {state.st_mtime_ns}" for state in states)
+    files = [source] if source.is_file() else sorted(filter(Path.is_file, source.iterdir()))
+    key = "\n".join(f"{file.name} {_version(file)}" for file in files)
     digest = hashlib.sha256(f"{FORMAT} {key}".encode()).hexdigest()[:12]
     folder = Path(constants.HF_HOME, "lightrft", kind, digest, name)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -106,6 +105,19 @@ def _cached(kind: str, source: Path, name: str, write: Callable[[Path, Path], Pa
             logger.info("converting {} to a plain Hugging Face folder, {}", source, folder)
             write(source, folder)
     return folder
+
+
+def _version(file: Path) -> str:
+    """Return what changes with a file: its content, or what the file system says of weights.
+
+    Weights are too large to read at each start. No program can set the time of a file's last
+    change, st_ctime.
+    """
+    if file.suffix in (".safetensors", GGUF):
+        state = file.stat()
+        return f"{state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def convert_gguf(file: Path, folder: Path) -> Path:
