@@ -20,8 +20,7 @@ import yaml
 from loguru import logger
 
 from lightrft.checkpoint.atomic import write_file
-from lightrft.checkpoint.manager import STATE
-from lightrft.checkpoint.manifest import LATEST, checkpoints
+from lightrft.checkpoint.manifest import LATEST, checkpoints, read_state
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import TRACKERS
 from lightrft.config.sections import Config
@@ -328,8 +327,8 @@ def _flock(file: IO[str], patience: float) -> None:
 def _run_of(checkpoint: Path) -> str | None:
     """Return the id of the run that wrote a checkpoint; None if it cannot be read."""
     try:
-        return json.loads((checkpoint / STATE).read_text())["client"].get("run")
-    except (OSError, ValueError, KeyError):
+        return read_state(checkpoint, {"run": str})["client"]["run"]
+    except (OSError, ValueError):
         return None
 
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 import lightrft
 from lightrft.backends.optim import own_settings
 from lightrft.checkpoint.hf_export import end_generation_at
+from lightrft.checkpoint.manifest import NOTHING, Kinds
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
@@ -43,7 +44,6 @@ from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.run.model_card import held_out_results, push, write_card
 from lightrft.run.resume_check import changed_settings, identity
 from lightrft.run.run_folder import RunFolder, checkpoints_of
-from lightrft.strategy.checkpoints import NOTHING
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Expand
 from lightrft.versions import installed_versions
@@ -61,6 +61,10 @@ class TrainingData:
     total_steps: int
     expand: Expand | None = None
     """Function that expands prompts with media for the model; None if all prompts are text."""
+
+
+CLIENT_STATE: Kinds = {"step": int, "run": str, "identity": dict}
+"""What a trainer writes into a checkpoint beside models and parts."""
 
 
 class Trainer(ABC):
@@ -444,7 +448,7 @@ class Trainer(ABC):
                 if optimizer is not None:
                     settings.enter_context(own_settings(optimizer, scheduler))
             path, state = self.strategy.checkpoints.load(
-                self.models, folder, tag, parts=self.parts, check=self._check
+                self.models, folder, tag, parts=self.parts, check=self._check, needs=CLIENT_STATE
             )
 
         if path is None:

@@ -225,6 +225,19 @@ def test_a_damaged_model_is_named_without_a_traceback(
     assert str(file) in "".join(said) and says in "".join(said) and "Traceback" not in "".join(said)
 
 
+@pytest.mark.parametrize("what", ["train:1:fill", "none:0:none"])
+def test_files_that_cannot_be_written_end_a_run_with_one_line(
+    inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, what
+):
+    """One rank finds the disk full, or no rank can point to the newest checkpoint."""
+    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
+    codes, said = run(inputs, tmp_path, what, monkeypatch)
+    text = "".join(said)
+    says = "No space left on device" if "fill" in what else f"{tmp_path}/checkpoints/latest could"
+    assert codes == [2, 2] and says in text and "Traceback" not in text
+    assert len([line for line in text.splitlines() if "ERROR" in line]) == 1
+
+
 # -- under torchrun
 
 
