@@ -168,11 +168,15 @@ class Trainer(ABC):
             self._start()
             # The context also covers saving: other ranks' launchers may send the signal later.
             with self.interruption:
+                self.interruption.at_once = self.done == 0
                 try:
                     self._loop()
                 except Interrupted:
                     self.strategy.announce("checkpoint")
                     self._save_interrupted()
+                    status = "interrupted"
+                    raise
+                except KeyboardInterrupt:
                     status = "interrupted"
                     raise
 
@@ -290,6 +294,7 @@ class Trainer(ABC):
             digests = None if self.digests is None else self.digests.of_rank(record)
             self.role.update_average(self.config.train.ema_beta)
             self.done = number
+            self.interruption.at_once = False
 
             last = number == self.total_steps or self.enough()
             if self.config.data.eval_data and _due(number, train.eval_steps, last):
@@ -478,9 +483,6 @@ class Trainer(ABC):
             logger.warning("resuming from {} with changes: {}", path, "; ".join(changed))
 
     def _save_interrupted(self) -> None:
-        if self.done == 0:
-            self.strategy.print("interrupted before the first step was complete: nothing to save")
-            return
         if self.saved != self.done:
             self.save()
         self.strategy.checkpoints.finish()

@@ -2,6 +2,7 @@
 
 import errno
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -55,6 +56,10 @@ def run(command: str, config: Config) -> Any:
             return (
                 _generate(strategy) if strategy.generates_only else WORK[command](config, strategy)
             )
+    except KeyboardInterrupt as error:
+        interrupted = Interrupted(*error.args or (signal.SIGINT,))
+        strategy.fail(interrupted, code=interrupted.exit_code, brief=True)
+        raise interrupted from None
     except Exception as error:
         if isinstance(error, CheckpointError) or getattr(error, "errno", None) in OF_THE_DISK:
             logger.opt(exception=error).debug("while writing the run's files")

@@ -1,7 +1,7 @@
 """An entrypoint with a fault: one rank fails when it announces a phase.
 
-SABOTAGE=phase:rank:how makes that rank kill itself, raise, sleep, hang or
-fill a disk.
+SABOTAGE=phase:rank:how makes that rank kill itself, raise, sleep, hang,
+fill a disk or be asked to end by SIGTERM.
 
 `how` may also be `lose`, which kills the rank and its launcher; a rank of * is any.
 SABOTAGE=phase:rank:how:4 waits for the fourth time. With 3@phase:... it happens only among three
@@ -28,6 +28,8 @@ def spoil(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "raise":
         raise OSError("the disk is on fire")
+    elif how == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
     elif how == "fill":
         Path("/dev/full").write_text("as on a full disk")
     elif how == "sleep":
