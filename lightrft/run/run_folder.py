@@ -7,6 +7,7 @@ import datetime
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -30,7 +31,8 @@ from lightrft.parallel.collectives import Axis
 
 LOCK = ".lock"
 DESCRIPTION = "run.json"
-RESULT_FILES = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic", "draft")
+MODELS = {"model", "model_ema", "critic", "draft"}
+RESULT_FILES = ("metrics.jsonl", "samples.jsonl", *sorted(MODELS))
 """Files and folders that only a run that has trained leaves."""
 OTHER_FILES = (
     DESCRIPTION,
@@ -245,7 +247,11 @@ class RunFolder:
         if not self._results():
             return
         self.id = uuid.uuid4().hex
-        _move(self.path, [*RESULT_FILES, *OTHER_FILES, *([] if self.outside else ["checkpoints"])])
+        moved = _move(
+            self.path, [*RESULT_FILES, *OTHER_FILES, *([] if self.outside else ["checkpoints"])]
+        )
+        if self.resumes:
+            _forget_attempts(self.path.resolve(), newest=moved)
         if self.outside:
             _move(
                 self.checkpoints,
@@ -339,7 +345,24 @@ def _previous(folder: Path) -> Path:
     return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
-def _move(folder: Path, names: list[str]) -> None:
+def _forget_attempts(folder: Path, newest: Path) -> None:
+    """Remove what earlier attempts left that died before their first complete checkpoint.
+
+    A job that is requeued again and again would fill the disk. The newest stays, and so does
+    everything else: folders with a model, a complete checkpoint, or files of somebody else.
+    """
+    known = {*RESULT_FILES, *OTHER_FILES, "checkpoints"}
+    name = re.compile(re.escape(folder.name) + r"\.previous(-\d+)?")
+    for path in folder.parent.iterdir():
+        if path == newest or not name.fullmatch(path.name) or not path.is_dir():
+            continue
+        left = {each.name for each in path.iterdir()}
+        if DESCRIPTION in left <= known - MODELS and not checkpoints(path / "checkpoints"):
+            logger.warning("removing {}, of an attempt without a complete checkpoint", path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _move(folder: Path, names: list[str]) -> Path:
     target = _previous(folder)
     present = [name for name in names if (folder / name).exists()]
     if present:
@@ -349,3 +372,4 @@ def _move(folder: Path, names: list[str]) -> None:
         logger.warning(
             "an earlier run's files in {} are now in {}: {}", folder, target, ", ".join(present)
         )
+    return target
