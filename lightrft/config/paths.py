@@ -52,7 +52,8 @@ def evaluated_training_data(config: Config, command: str) -> list[str]:
 def _file(name: str) -> Path | None:
     """Return the file that a source names; None if it is a folder or a data set of the hub."""
     path = Path(name).expanduser()
-    return path.resolve() if path.is_file() else None
+    # Not Path.is_file(): that raises an error for a name that no file can have.
+    return path.resolve() if os.path.isfile(path) else None
 
 
 def _missing_data(config: Config, command: str) -> Iterator[str]:
@@ -100,5 +101,5 @@ def _missing_code(config: Config, command: str) -> Iterator[str]:
 
 def _missing_run(config: Config, command: str) -> Iterator[str]:
     name = config.train.fork_from if "fork_from" in fields_read(command) else ""
-    if name and not (Path(name).expanduser() / "config.yaml").is_file():
-        yield f"--fork_from {name}: it is not the folder of a run: it has no config.yaml"
+    if name and not os.path.isfile(Path(name).expanduser() / "config.yaml"):
+        yield f"--fork_from {name:.200}: it is not the folder of a run: it has no config.yaml"

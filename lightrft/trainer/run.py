@@ -40,7 +40,7 @@ NOTICE_SECONDS = 120.0
 USER_ERROR = 2
 """Exit code of the other ranks after an error that the user can correct."""
 
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
 """Errors of the operating system of which one line says all."""
 
 
