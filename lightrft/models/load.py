@@ -27,7 +27,6 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.utils import cached_file
 
 from lightrft.attention.flat import ATTENTION
 from lightrft.attention.recurrent import install
@@ -40,6 +39,7 @@ from lightrft.models.weight_files import (
     MASK,
     WeightFiles,
     check_finite,
+    hub_folder,
     is_backbone,
     missing_and_unexpected,
     stored_tensors,
@@ -568,7 +568,7 @@ def _check_name(name: str, source: str) -> str:
 
     if not folder.exists():
         try:
-            cached_file(name, "config.json")
+            hub_folder(name)
         except OSError as error:
             raise ValueError(
                 f"{source}: neither an existing folder nor a hub name that can be loaded: {error}"

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import get_hf_file_metadata, get_token, hf_hub_url, try_to_load_from_cache
+from loguru import logger
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FINGERPRINT_RANGES = 4
 FINGERPRINT_BYTES = 1024
+ASK_SECONDS = 5
 """How many byte ranges of each tensor enter a fingerprint, and how long each range is in bytes."""
 
 
@@ -208,6 +211,24 @@ def cached_folder(name: str) -> Path | None:
         return folder if name else None
     cached = try_to_load_from_cache(name, "config.json")
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def hub_folder(name: str) -> Path:
+    """Return a model's folder, or where the hub's files are in the cache, after one short question.
+
+    Raise OSError if the hub has no such model, or does not answer.
+    """
+    if folder := cached_folder(name):
+        return folder
+    logger.info("asking the hub for {}, at most {} s", name, ASK_SECONDS)
+    url = hf_hub_url(name, "config.json")
+    try:
+        # cached_file() alone would go on asking for half a minute.
+        get_hf_file_metadata(url, token=get_token(), timeout=ASK_SECONDS)
+        return Path(cached_file(name, "config.json")).parent
+    except Exception as error:  # of the HTTP client, whose errors have no class in common
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise OSError(f"{reason} (without a network: a folder, or a cached model)") from error
 
 
 def tied_names(model: PreTrainedModel) -> list[list[str]]:
