@@ -90,8 +90,11 @@ class WeightFiles:
 
                 for name in file.keys():
                     dtype = file.get_slice(name).get_dtype()
-                    is_weight = name.endswith(WEIGHT_ENDINGS) and not MASK.search(name)
-                    if is_weight and dtype in INTEGERS:
+                    if (
+                        name.endswith(WEIGHT_ENDINGS)
+                        and dtype in INTEGERS
+                        and not MASK.search(name)
+                    ):
                         raise ValueError(
                             f"{path}: {name} is of dtype {dtype}: the weights are quantized, but"
                             " config.json has no quantization settings; use the unquantized model"
@@ -227,8 +230,7 @@ def hub_folder(name: str) -> Path:
         get_hf_file_metadata(url, token=get_token(), timeout=ASK_SECONDS)
         return Path(cached_file(name, "config.json")).parent
     except Exception as error:  # of the HTTP client, whose errors have no class in common
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise OSError(f"{reason} (without a network: a folder, or a cached model)") from error
+        raise OSError(f"{type(error).__name__}: {error} (no network? name a folder)") from error
 
 
 def tied_names(model: PreTrainedModel) -> list[list[str]]:
@@ -264,8 +266,9 @@ def missing_and_unexpected(
     stored = set(stored)
     groups = tied_names(model)
     missing = {group[0] for group in groups if stored.isdisjoint(group)}
-    patterns = [MASK.pattern, *(model._keys_to_ignore_on_load_unexpected or ())]
-    ignored = re.compile("|".join(patterns))
+    ignored = re.compile(
+        "|".join([MASK.pattern, *(model._keys_to_ignore_on_load_unexpected or ())])
+    )
     return missing, {name for name in stored.difference(*groups) if not ignored.search(name)}
 
 

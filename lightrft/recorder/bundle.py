@@ -199,7 +199,6 @@ class Bundle:
             for term in reward_terms(config.reward.reward)
         ]
         config.update({"reward": ",".join(names)})
-        own = {flag: name for (flag, _), name in moved.items() if flag != "reward"}
-        config.update(own)
+        config.update({flag: name for (flag, _), name in moved.items() if flag != "reward"})
 
         return cls(folder, content, config, [*map(json.loads, lines)])

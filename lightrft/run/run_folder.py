@@ -353,9 +353,8 @@ def _forget_attempts(folder: Path, newest: Path) -> None:
     """
     known = {*RESULT_FILES, *OTHER_FILES, "checkpoints"}
     name = re.compile(re.escape(folder.name) + r"\.previous(-\d+)?")
-    for path in folder.parent.iterdir():
-        if path == newest or not name.fullmatch(path.name) or not path.is_dir():
-            continue
+    others = [path for path in folder.parent.iterdir() if name.fullmatch(path.name)]
+    for path in (each for each in others if each != newest and each.is_dir()):
         left = {each.name for each in path.iterdir()}
         if DESCRIPTION in left <= known - MODELS and not checkpoints(path / "checkpoints"):
             logger.warning("removing {}, of an attempt without a complete checkpoint", path)
