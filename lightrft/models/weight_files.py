@@ -90,11 +90,8 @@ class WeightFiles:
 
                 for name in file.keys():
                     dtype = file.get_slice(name).get_dtype()
-                    if (
-                        name.endswith(WEIGHT_ENDINGS)
-                        and dtype in INTEGERS
-                        and not MASK.search(name)
-                    ):
+                    is_weight = name.endswith(WEIGHT_ENDINGS) and not MASK.search(name)
+                    if is_weight and dtype in INTEGERS:
                         raise ValueError(
                             f"{path}: {name} is of dtype {dtype}: the weights are quantized, but"
                             " config.json has no quantization settings; use the unquantized model"
@@ -266,9 +263,8 @@ def missing_and_unexpected(
     stored = set(stored)
     groups = tied_names(model)
     missing = {group[0] for group in groups if stored.isdisjoint(group)}
-    ignored = re.compile(
-        "|".join([MASK.pattern, *(model._keys_to_ignore_on_load_unexpected or ())])
-    )
+    patterns = [MASK.pattern, *(model._keys_to_ignore_on_load_unexpected or ())]
+    ignored = re.compile("|".join(patterns))
     return missing, {name for name in stored.difference(*groups) if not ignored.search(name)}
 
 
