@@ -170,7 +170,7 @@ class TrainPpoFlags(TypedDict, total=False):
     sample_store: Literal['memory', 'transfer_queue']
     """Transport of samples between ranks within a step: memory sends each value directly to the rank that computes with it; transfer_queue writes all of them to a TransferQueue on a Ray cluster (RAY_ADDRESS), where other programs can read them."""
     deterministic: bool
-    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's samples are not covered."""
+    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's kernels are not covered. Turns of episodes begin together, as on a CPU, so each waits for the slowest program of the turns before."""
     timeout_minutes: float
     """End the run when a collective waits longer than this; every rank then logs which ranks are late and the position of each rank."""
     arrival_minutes: float
@@ -692,7 +692,7 @@ class TrainSftFlags(TypedDict, total=False):
     sample_store: Literal['memory', 'transfer_queue']
     """Transport of samples between ranks within a step: memory sends each value directly to the rank that computes with it; transfer_queue writes all of them to a TransferQueue on a Ray cluster (RAY_ADDRESS), where other programs can read them."""
     deterministic: bool
-    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's samples are not covered."""
+    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's kernels are not covered. Turns of episodes begin together, as on a CPU, so each waits for the slowest program of the turns before."""
     timeout_minutes: float
     """End the run when a collective waits longer than this; every rank then logs which ranks are late and the position of each rank."""
     arrival_minutes: float
@@ -923,7 +923,7 @@ class TrainRmFlags(TypedDict, total=False):
     sample_store: Literal['memory', 'transfer_queue']
     """Transport of samples between ranks within a step: memory sends each value directly to the rank that computes with it; transfer_queue writes all of them to a TransferQueue on a Ray cluster (RAY_ADDRESS), where other programs can read them."""
     deterministic: bool
-    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's samples are not covered."""
+    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's kernels are not covered. Turns of episodes begin together, as on a CPU, so each waits for the slowest program of the turns before."""
     timeout_minutes: float
     """End the run when a collective waits longer than this; every rank then logs which ranks are late and the position of each rank."""
     arrival_minutes: float
@@ -1176,7 +1176,7 @@ class TrainPrmFlags(TypedDict, total=False):
     sample_store: Literal['memory', 'transfer_queue']
     """Transport of samples between ranks within a step: memory sends each value directly to the rank that computes with it; transfer_queue writes all of them to a TransferQueue on a Ray cluster (RAY_ADDRESS), where other programs can read them."""
     deterministic: bool
-    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's samples are not covered."""
+    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's kernels are not covered. Turns of episodes begin together, as on a CPU, so each waits for the slowest program of the turns before."""
     timeout_minutes: float
     """End the run when a collective waits longer than this; every rank then logs which ranks are late and the position of each rank."""
     arrival_minutes: float
@@ -1409,7 +1409,7 @@ class TrainDpoFlags(TypedDict, total=False):
     sample_store: Literal['memory', 'transfer_queue']
     """Transport of samples between ranks within a step: memory sends each value directly to the rank that computes with it; transfer_queue writes all of them to a TransferQueue on a Ray cluster (RAY_ADDRESS), where other programs can read them."""
     deterministic: bool
-    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's samples are not covered."""
+    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's kernels are not covered. Turns of episodes begin together, as on a CPU, so each waits for the slowest program of the turns before."""
     timeout_minutes: float
     """End the run when a collective waits longer than this; every rank then logs which ranks are late and the position of each rank."""
     arrival_minutes: float
@@ -1662,7 +1662,7 @@ class TrainKtoFlags(TypedDict, total=False):
     sample_store: Literal['memory', 'transfer_queue']
     """Transport of samples between ranks within a step: memory sends each value directly to the rank that computes with it; transfer_queue writes all of them to a TransferQueue on a Ray cluster (RAY_ADDRESS), where other programs can read them."""
     deterministic: bool
-    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's samples are not covered."""
+    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's kernels are not covered. Turns of episodes begin together, as on a CPU, so each waits for the slowest program of the turns before."""
     timeout_minutes: float
     """End the run when a collective waits longer than this; every rank then logs which ranks are late and the position of each rank."""
     arrival_minutes: float
@@ -1893,7 +1893,7 @@ class EvaluateFlags(TypedDict, total=False):
     sample_store: Literal['memory', 'transfer_queue']
     """Transport of samples between ranks within a step: memory sends each value directly to the rank that computes with it; transfer_queue writes all of them to a TransferQueue on a Ray cluster (RAY_ADDRESS), where other programs can read them."""
     deterministic: bool
-    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's samples are not covered."""
+    """On an accelerator, train only with kernels that give bitwise equal results in every run, as a CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The engine's kernels are not covered. Turns of episodes begin together, as on a CPU, so each waits for the slowest program of the turns before."""
     timeout_minutes: float
     """End the run when a collective waits longer than this; every rank then logs which ranks are late and the position of each rank."""
     arrival_minutes: float

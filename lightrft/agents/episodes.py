@@ -93,6 +93,12 @@ class Episodes:
         """Return the episodes that have not ended."""
         return [*self._waiting, *self._active.values()]
 
+    @property
+    def busy(self) -> bool:
+        """Return True while a program computes, which asks for a turn or ends its episode later."""
+        can_begin = self._waiting and len(self._active) < self.section.environment_workers
+        return bool(can_begin) or any(not each.is_sampling for each in self._active.values())
+
     def begin(self, sample: Sample, *seed_parts: int) -> None:
         """Begin the episode of a sample, when a worker is free."""
         sample.episode = Episode()

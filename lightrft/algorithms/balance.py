@@ -42,20 +42,21 @@ class Balance:
         return (self.weights * routing.probabilities).sum()
 
 
-def routing(logits: list[Tensor], weight: Tensor, top_k: int) -> Routing:
-    """Compute the routing from each layer's router logits [t, E]; `top_k` experts are chosen.
+def routing(routers: list[tuple[Tensor, Tensor]], weight: Tensor) -> Routing:
+    """Compute the routing from each layer's router logits [t, E] and chosen experts [t, k].
 
     `weight` [t] is the weight of each token.
     """
-    probabilities = [layer.float().softmax(-1) for layer in logits]
+    probabilities = [logits.float().softmax(-1) for logits, _ in routers]
     weight = weight.float()
+    # What is chosen need not be the most probable: some families add a bias to their own scores.
     chosen = [
-        torch.zeros_like(each).scatter_(1, each.topk(top_k, dim=-1).indices, 1.0)
-        for each in probabilities
+        torch.zeros_like(each).scatter_(1, experts, 1.0)
+        for each, (_, experts) in zip(probabilities, routers, strict=True)
     ]
 
     return Routing(
         chosen=sum(weight @ each for each in chosen),
         probabilities=sum(weight @ each for each in probabilities),
-        count=weight.sum() * len(logits),
+        count=weight.sum() * len(routers),
     )

@@ -1,5 +1,6 @@
 """Write a folder atomically from several ranks: all raise an error if one of them fails."""
 
+import errno
 import os
 import shutil
 import stat
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from torch.distributed.checkpoint import CheckpointException
 
@@ -90,9 +92,28 @@ def naming(path: Path) -> Iterator[None]:
         ) from error
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading.
+
+    Raise an OSError for anything else, such as a pipe, whose end may never come.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(path, "rb")
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link but not what it points to, or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file under another name, sync it to disk, then rename it."""
     part = path.with_name(path.name + PART)
+    remove(part)
     write_file(part, content)
     os.replace(part, path)
     sync_folder(path.parent)
@@ -119,8 +140,9 @@ def remove_folder(folder: Path) -> None:
     So a partly removed folder is never taken for a complete one.
     """
     part = folder.with_name(folder.name + PART)
+    remove(part)
     os.rename(folder, part)
-    shutil.rmtree(part)
+    remove(part)
 
 
 def _on_first(world: Axis, action: Callable[[], None]) -> None:
@@ -129,8 +151,7 @@ def _on_first(world: Axis, action: Callable[[], None]) -> None:
 
 
 def _start(part: Path) -> None:
-    if part.exists():
-        shutil.rmtree(part)
+    remove(part)
     part.mkdir(parents=True)
 
 
@@ -141,15 +162,13 @@ def _publish(part: Path, folder: Path) -> None:
     # A rename cannot replace a folder that has contents. If the process dies between the two
     # renames, the old folder is still there under another name.
     old = folder.with_name(folder.name + OLD)
-    if folder.exists():
-        if old.exists():
-            shutil.rmtree(old)
+    if os.path.lexists(folder):
+        remove(old)
         os.rename(folder, old)
 
     os.rename(part, folder)
     sync_folder(folder.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    remove(old)
 
 
 def _follow_umask(part: Path) -> None:

@@ -16,18 +16,21 @@ from loguru import logger
 from torch.distributed.checkpoint.stateful import Stateful
 
 from lightrft.checkpoint.atomic import (
-    CheckpointError,
     naming,
     run_on_all_ranks,
     write_file,
     write_folder,
 )
 from lightrft.checkpoint.manifest import (
+    NOTHING,
+    STATE,
+    Kinds,
     Manifest,
     manifest_steps,
     newest_intact,
     next_number,
     read_intact,
+    read_state,
     rotate,
     update_latest,
 )
@@ -36,7 +39,6 @@ from lightrft.checkpoint.reader import CheckpointReader
 from lightrft.checkpoint.zero_fragment import LoadPlanner, SavePlanner
 from lightrft.parallel.collectives import Axis
 
-STATE = "state.json"
 SCHEDULERS = "schedulers.pt"
 PARTS_FILE = "parts.pt"
 HF = "hf"
@@ -140,21 +142,19 @@ def write(
     world.barrier()
 
 
-def find(root: Path, tag: str | None, world: Axis) -> tuple[Manifest, Path, dict[str, Any]] | None:
+def find(
+    root: Path, tag: str | None, world: Axis, *, needs: Kinds = NOTHING
+) -> tuple[Manifest, Path, dict[str, Any]] | None:
     """Return `root/tag`, or the newest undamaged checkpoint, as (manifest, path, state).
 
-    None if there is none. Raise CheckpointError if the requested tag is missing or damaged.
+    None if there is none. Raise CheckpointError if the requested tag is missing or damaged. A
+    checkpoint is damaged too if its caller's state lacks what `needs` says.
     """
-    intact = newest_intact(root, world) if tag is None else read_intact(root / tag, world)
-    if intact is None:
-        return None
-    try:
-        state = json.loads((intact[1] / STATE).read_text())
-        if not isinstance(state, dict):
-            raise ValueError("it has no object")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{intact[1] / STATE} cannot be read: {error}") from error
-    return (*intact, state)
+    if tag is None:
+        intact = newest_intact(root, needs, world)
+    else:
+        intact = read_intact(root / tag, needs, world)
+    return intact and (*intact, read_state(intact[1]))
 
 
 def load(

@@ -7,17 +7,20 @@ checkpoints/step20/hf/              the model for from_pretrained, if requested
 
 import json
 import os
-import shutil
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from loguru import logger
 
 from lightrft.checkpoint.atomic import (
     PART,
     CheckpointError,
+    open_file,
+    remove,
     remove_folder,
     replace_file,
     run_on_all_ranks,
@@ -26,8 +29,12 @@ from lightrft.checkpoint.atomic import (
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 MANIFEST = "manifest.json"
 LATEST = "latest"
+STATE = "state.json"
+Kinds = Mapping[str, type]
+"""Name in the caller's state -> type of the value."""
 
 
 @dataclass
@@ -50,9 +57,19 @@ class Manifest:
     def read(folder: Path) -> "Manifest":
         """Read the manifest of a folder.
 
-        Raise OSError, ValueError or TypeError if it is missing or invalid.
+        Raise OSError or ValueError if it is missing or invalid.
         """
-        return Manifest(**json.loads((folder / MANIFEST).read_text()))
+        try:
+            with open_file(folder / MANIFEST) as file:
+                manifest = Manifest(**json.load(file))
+            numbers = [manifest.number, manifest.world_size]
+            for size, checksum in manifest.files.values():
+                numbers += [size, checksum]
+        except (TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        if set(map(type, numbers)) != {int} or type(manifest.resume) is not bool:
+            raise ValueError("it is no manifest")
+        return manifest
 
 
 def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], None]]:
@@ -96,7 +113,7 @@ def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]
 
         try:
             manifests.append((Manifest.read(path), path))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError) as error:
             if warn:
                 logger.warning(
                     "{} is not a complete checkpoint: its {} cannot be read ({})",
@@ -108,7 +125,26 @@ def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]
     return sorted(manifests, key=lambda pair: pair[0].number, reverse=True)
 
 
-def damage(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
+def read_state(folder: Path, needs: Kinds = NOTHING) -> dict[str, Any]:
+    """Return the state in a checkpoint; the caller's part, `client`, has at least what `needs` says.
+
+    Raise OSError or ValueError for anything else.
+    """
+    try:
+        with open_file(folder / STATE) as file:
+            state = json.load(file)
+        wrong = [
+            name for name, kind in needs.items() if not isinstance(state["client"][name], kind)
+        ]
+        wrong = wrong if isinstance(state["client"], dict) else ["client"]
+    except (LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{STATE} lacks an entry ({type(error).__name__}: {error})") from error
+    if wrong:
+        raise ValueError(f"{STATE} has no valid {wrong[0]}")
+    return state
+
+
+def damage(folder: Path, manifest: Manifest, needs: Kinds, world: Axis) -> list[str]:
     """Return what is wrong with the files of a checkpoint; empty if undamaged.
 
     Each rank reads a share, and all get the same list.
@@ -126,10 +162,16 @@ def damage(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
         elif actual_checksum != checksum:
             problems.append(f"{name} has changed")
 
-    return [problem for part in world.gather(problems) for problem in part]
+    if problems := [problem for part in world.gather(problems) for problem in part]:
+        return problems
+    try:
+        read_state(folder, needs)
+    except (OSError, ValueError) as error:
+        problems = [str(error)]
+    return world.broadcast(problems)
 
 
-def newest_intact(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
+def newest_intact(root: Path, needs: Kinds, world: Axis) -> tuple[Manifest, Path] | None:
     """Return the newest checkpoint with only undamaged files.
 
     Damaged ones are logged as warnings.
@@ -141,7 +183,7 @@ def newest_intact(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
         else None
     )
     for manifest, path in candidates:
-        problems = damage(path, manifest, world)
+        problems = damage(path, manifest, needs, world)
         if not problems:
             return manifest, path
         if world.rank == 0:
@@ -152,13 +194,13 @@ def newest_intact(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
     return None
 
 
-def read_intact(path: Path, world: Axis) -> tuple[Manifest, Path]:
+def read_intact(path: Path, needs: Kinds, world: Axis) -> tuple[Manifest, Path]:
     """Return the checkpoint at `path`; raise CheckpointError if it is missing or damaged."""
     manifest: list[Manifest] = []
     run_on_all_ranks(
         world, f"{path} is not a complete checkpoint", lambda: manifest.append(Manifest.read(path))
     )
-    if problems := damage(path, manifest[0], world):
+    if problems := damage(path, manifest[0], needs, world):
         raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
     return manifest[0], path
 
@@ -171,7 +213,7 @@ def next_number(root: Path, *, being_written: Collection[str]) -> int:
     for path in root.glob(f"*{PART}"):
         if path.name not in being_written:
             logger.warning("removing {}, which an interrupted run left behind", path)
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove(path)
     return max((manifest.number for manifest, _ in checkpoints(root)), default=0) + 1
 
 
@@ -200,7 +242,7 @@ def rotate(root: Path, max_num: int, max_gb: float) -> None:
 
 def _measure(path: Path) -> tuple[int, int]:
     checksum = 0
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         while chunk := file.read(2**24):
             checksum = zlib.crc32(chunk, checksum)
         return os.fstat(file.fileno()).st_size, checksum

@@ -7,11 +7,11 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 from loguru import logger
-from transformers.utils import cached_file
 
 from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.checkpoint.dequantize import convert, quantization
@@ -19,7 +19,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.references import GGUF, REWARD_MODELS, reward_model_terms, teacher_terms
 from lightrft.config.resolve import convert_values
 from lightrft.config.sections import Config
-from lightrft.models.weight_files import cached_folder
+from lightrft.models.weight_files import cached_folder, hub_folder
 from lightrft.versions import EXTRAS, requirements, version_problems
 
 FORMAT = 1
@@ -29,22 +29,24 @@ NEEDED = {"transformers": ">=5.19"} | EXTRAS["gguf"]
 MODEL_FIELDS = ("pretrain", "critic_pretrain")
 
 
-def name_folders(config: Config) -> None:
+def name_folders(config: Config, *, local: bool = False) -> None:
     """Replace each GGUF file and quantized folder that a configuration names by a plain folder.
 
-    Raise ConfigError if there is no such file, or if it cannot be converted.
+    With `local` the hub is not asked whether it has quantized weights. Raise ConfigError if there is
+    no such file, or if it cannot be converted.
     """
     convert_values(config)
+    folder_of = partial(converted_folder, local=local)
     model = config.model
     engine = config.engine
     for flag in MODEL_FIELDS:
-        model.put(flag, converted_folder(getattr(model, flag), f"--{flag}"))
-    engine.put("draft_pretrain", converted_folder(engine.draft_pretrain, "--draft_pretrain"))
+        model.put(flag, folder_of(getattr(model, flag), f"--{flag}"))
+    engine.put("draft_pretrain", folder_of(engine.draft_pretrain, "--draft_pretrain"))
 
     teachers = [
         f"{label}={folder}" if label else folder
         for label, path in teacher_terms(model.teacher_pretrain)
-        for folder in [converted_folder(path, "--teacher_pretrain")]
+        for folder in [folder_of(path, "--teacher_pretrain")]
     ]
     model.put("teacher_pretrain", ",".join(teachers))
 
@@ -55,14 +57,11 @@ def name_folders(config: Config) -> None:
         pairs = zip(getattr(model, flag), names, strict=True)
         model.put(
             flag,
-            [
-                converted_folder(name, f"--{flag}").join(entry.rsplit(name, 1))
-                for entry, name in pairs
-            ],
+            [folder_of(name, f"--{flag}").join(entry.rsplit(name, 1)) for entry, name in pairs],
         )
 
 
-def converted_folder(name: str, flag: str) -> str:
+def converted_folder(name: str, flag: str, *, local: bool = False) -> str:
     """Return the plain folder of a model in a GGUF file or a quantized folder, else `name` itself.
 
     The first process that needs the folder writes it into the cache of Hugging Face, HF_HOME, while
@@ -72,7 +71,7 @@ def converted_folder(name: str, flag: str) -> str:
         if file := gguf_file(name):
             return str(_cached("gguf", file, file.stem, convert_gguf))
 
-        if not _is_quantized(name):
+        if not _is_quantized(name, local=local):
             return name
         folder = Path(name).expanduser()
         local = folder if folder.is_dir() else Path(snapshot_download(name))
@@ -81,22 +80,24 @@ def converted_folder(name: str, flag: str) -> str:
         raise ConfigError(f"{flag}: {error}") from error
 
 
-def _is_quantized(name: str) -> bool:
-    """Return whether a folder or a hub name has quantized weights, by its configuration."""
+def _is_quantized(name: str, *, local: bool) -> bool:
+    """Return whether a folder or a hub name has quantized weights, by its configuration.
+
+    With `local` the hub is not asked.
+    """
     if not name:
         return False
     try:
-        folder = cached_folder(name) or Path(cached_file(name, "config.json")).parent
+        folder = cached_folder(name) if local else hub_folder(name)
     except (OSError, ValueError):  # loading the model says what is wrong
         return False
-    return quantization(folder) is not None
+    return folder is not None and quantization(folder) is not None
 
 
 def _cached(kind: str, source: Path, name: str, write: Callable[[Path, Path], Path]) -> Path:
     """Return the folder in the cache for a file, or for a folder with its files."""
-    files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
-    states = [file.stat() for file in files]
-    key = " ".join(f"{state.st_size} {state.st_mtime_ns}" for state in states)
+    files = [source] if source.is_file() else sorted(filter(Path.is_file, source.iterdir()))
+    key = "\n".join(f"{file.name} {_version(file)}" for file in files)
     digest = hashlib.sha256(f"{FORMAT} {key}".encode()).hexdigest()[:12]
     folder = Path(constants.HF_HOME, "lightrft", kind, digest, name)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -106,6 +107,19 @@ def _cached(kind: str, source: Path, name: str, write: Callable[[Path, Path], Pa
             logger.info("converting {} to a plain Hugging Face folder, {}", source, folder)
             write(source, folder)
     return folder
+
+
+def _version(file: Path) -> str:
+    """Return what changes with a file: its content, or what the file system says of weights.
+
+    Weights are too large to read at each start. No program can set the time of a file's last
+    change, st_ctime.
+    """
+    if file.suffix in (".safetensors", GGUF):
+        state = file.stat()
+        return f"{state.st_ino} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def convert_gguf(file: Path, folder: Path) -> Path:

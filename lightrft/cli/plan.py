@@ -88,7 +88,7 @@ def show_plan(
 
     Raise ConfigError with all problems of the flags.
     """
-    name_folders(config)
+    name_folders(config, local=True)
     notices = resolve(config, command, world_size=ranks, has_bf16=True)
     run_plan = plan_of(
         config, command, ranks, device, ranks_per_node=ranks_per_node, model_file=model_file

@@ -54,19 +54,28 @@ def _missing_data(config: Config, command: str) -> Iterator[str]:
                 )
 
 
-def _missing_code(config: Config, command: str) -> Iterator[str]:
+def code_files(config: Config) -> list[tuple[str, str, str]]:
+    """Return (flag, name, file) for the user's files of code that a configuration names."""
     environment = config.environment
     named = [("reward", term.name) for term in reward_terms(config.reward.reward)]
     named += [("environment", environment.environment), ("agent", environment.agent)]
     named += [("tools", name) for name in environment.tools if not name.startswith("mcp:")]
     named += [("strategy", config.strategy.strategy)]
-    for flag, name in named:
-        file = name if name.endswith(".py") else name.rpartition(":")[0]
-        if flag in fields_read(command) and file.endswith(".py") and not os.path.isfile(file):
+    of_algorithm = ("advantage_estimator", "policy_loss", "rollout_correction")
+    named += [(flag, getattr(config, flag) or "") for flag in of_algorithm]
+
+    files = [name if name.endswith(".py") else name.rpartition(":")[0] for _, name in named]
+    pairs = zip(named, files, strict=True)
+    return [(flag, name, file) for (flag, name), file in pairs if file.endswith(".py")]
+
+
+def _missing_code(config: Config, command: str) -> Iterator[str]:
+    for flag, name, file in code_files(config):
+        if flag in fields_read(command) and not os.path.isfile(file):
             yield f"--{flag} {name}: no file {Path(file).resolve()}"
 
 
 def _missing_run(config: Config, command: str) -> Iterator[str]:
     name = config.train.fork_from if "fork_from" in fields_read(command) else ""
-    if name and not (Path(name).expanduser() / "config.yaml").is_file():
-        yield f"--fork_from {name}: it is not the folder of a run: it has no config.yaml"
+    if name and not os.path.isfile(Path(name).expanduser() / "config.yaml"):
+        yield f"--fork_from {name:.200}: it is not the folder of a run: it has no config.yaml"

@@ -366,7 +366,8 @@ class StrategySection(Section, commands=EVERY):
     deterministic: bool = False
     """On an accelerator, train only with kernels that give bitwise equal results in every run, as a
     CPU always does: attention's backward pass is slower and uses more memory. Torch raises an error
-    for an operation without such a kernel. The engine's samples are not covered."""
+    for an operation without such a kernel. The engine's kernels are not covered. Turns of episodes
+    begin together, as on a CPU, so each waits for the slowest program of the turns before."""
     timeout_minutes: float = option(60.0, MINUTES)
     """End the run when a collective waits longer than this; every rank then logs which ranks are
     late and the position of each rank."""

@@ -27,7 +27,6 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.utils import cached_file
 
 from lightrft.attention.flat import ATTENTION
 from lightrft.attention.recurrent import install
@@ -37,8 +36,10 @@ from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import makes_empty, real_parameters
 from lightrft.models.lora import is_adapter_folder
 from lightrft.models.weight_files import (
+    MASK,
     WeightFiles,
     check_finite,
+    hub_folder,
     is_backbone,
     missing_and_unexpected,
     stored_tensors,
@@ -216,15 +217,13 @@ def _load(
 
     kind = kind or generating_class(config)
     try:
-        model = _empty(kind, name, new_head, options) if makes_empty() else None
+        with _replaced_attention(config):
+            model = _empty(kind, name, new_head, options) if makes_empty() else None
+            if model is None:
+                with real_parameters():
+                    model = _load_checked(kind, name, config, new_head, options)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
-
-    if model is None:
-        with real_parameters():
-            model = _load_checked(
-                kind, name, config, source, new_head, trust_remote_code=section.trust_remote_code
-            )
 
     problems = not_flat(model)
     if problems:
@@ -248,13 +247,20 @@ def new_model(
 
     Raise ValueError for a family whose attention cannot be replaced.
     """
-    try:
+    with _replaced_attention(config):
         return (kind or generating_class(config)).from_config(
             config,
             dtype=torch.float32,
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
         )
+
+
+@contextmanager
+def _replaced_attention(config: PretrainedConfig) -> Iterator[None]:
+    """Raise ValueError if a model is built whose attention cannot be replaced."""
+    try:
+        yield
     except KeyError as error:
         # Some families look classes up by the name of the attention.
         if error.args != (ATTENTION,):
@@ -281,10 +287,8 @@ def _load_checked(
     kind: type,
     name: str,
     config: PretrainedConfig,
-    source: str,
     new_head: bool,
-    *,
-    trust_remote_code: bool,
+    options: dict[str, Any],
 ) -> PreTrainedModel:
     """Load the whole model on this rank with from_pretrained().
 
@@ -298,23 +302,22 @@ def _load_checked(
                 dtype=torch.float32,
                 attn_implementation=attention_of(config),
                 output_loading_info=True,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=options["trust_remote_code"],
                 # mismatched shapes raise below, with the flag that named the model
                 ignore_mismatched_sizes=True,
             )
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(
-            f"{source}: transformers cannot read the weights ({type(error).__name__}: {error})"
+            f"transformers cannot read the weights ({type(error).__name__}: {error})"
         ) from error
 
     for stored, actual, expected in sorted(info["mismatched_keys"]):
         raise ValueError(
-            f"{source}: {stored} has shape {tuple(actual)} in the folder, but {tuple(expected)} in"
-            " the model"
+            f"{stored} has shape {tuple(actual)} in the folder, but {tuple(expected)} in the model"
         )
 
     missing = info["missing_keys"]
-    unexpected = info["unexpected_keys"]
+    unexpected = {name for name in info["unexpected_keys"] if not MASK.search(name)}
     if new_head:
         missing, unexpected = _without_head(model, missing, unexpected)
 
@@ -329,12 +332,10 @@ def _load_checked(
                 if without_head
                 else ""
             )
-            raise ValueError(
-                f"{source}: {len(names)} tensors {problem}, the first is {min(names)}{hint}"
-            )
+            raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}{hint}")
 
     for parameter_name, parameter in model.named_parameters():
-        check_finite(f"{source}: {parameter_name}", parameter.detach())
+        check_finite(parameter_name, parameter.detach())
     return model
 
 
@@ -567,7 +568,7 @@ def _check_name(name: str, source: str) -> str:
 
     if not folder.exists():
         try:
-            cached_file(name, "config.json")
+            hub_folder(name)
         except OSError as error:
             raise ValueError(
                 f"{source}: neither an existing folder nor a hub name that can be loaded: {error}"

@@ -49,29 +49,34 @@ class Routers:
             part for part in model.modules() if isinstance(part, recorder.target_class)
         ]
         self.index = recorder.index
-        self.top_k: int = config.num_experts_per_tok
-        """Number of experts per token."""
 
     @contextmanager
-    def watch(self) -> Iterator[list[Tensor]]:
-        """Collect the differentiable logits [t, E] of every router that runs inside the context."""
-        outputs: list[Tensor] = []
-        hooks = [
-            part.register_forward_hook(lambda _, __, output: outputs.append(output[self.index]))
-            for part in self.modules
-        ]
+    def watch(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Collect what every router that runs inside the context computes.
+
+        It is the differentiable logits [t, E], and the chosen experts [t, k].
+        """
+        outputs: list[tuple[Tensor, Tensor]] = []
+
+        def keep(_: nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
+            (chosen,) = (each for each in output if each.dtype == torch.int64)
+            outputs.append((output[self.index], chosen))
+
+        hooks = [part.register_forward_hook(keep) for part in self.modules]
         try:
             yield outputs
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def routing(self, logits: list[Tensor], batch: Batch, sequence: SequenceParallel) -> Routing:
+    def routing(
+        self, outputs: list[tuple[Tensor, Tensor]], batch: Batch, sequence: SequenceParallel
+    ) -> Routing:
         """Return the routing of all tokens, prompts included, of sequences with tokens in the loss.
 
         Padding does not count.
         """
-        local = routing(logits, token_weights(batch, sequence), self.top_k)
+        local = routing(outputs, token_weights(batch, sequence))
         return Routing(
             sequence.sum(local.chosen), sequence.sum(local.probabilities), sequence.sum(local.count)
         )

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import get_hf_file_metadata, get_token, hf_hub_url, try_to_load_from_cache
+from loguru import logger
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FINGERPRINT_RANGES = 4
 FINGERPRINT_BYTES = 1024
+ASK_SECONDS = 5
 """How many byte ranges of each tensor enter a fingerprint, and how long each range is in bytes."""
 
 
@@ -29,6 +32,9 @@ NOT_THE_MODEL = set(
 INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
 WEIGHT_ENDINGS = ("weight", "bias", "_proj")
 """Name endings of tensors that are weights, not buffers."""
+MASK = re.compile(r"(attn|attention)\.(masked_)?bias$")
+"""Names of causal masks. Earlier versions of transformers wrote them beside the weights of GPT-2,
+GPT-Neo, GPT-NeoX, GPT-J and their relatives."""
 
 
 class WeightFiles:
@@ -79,7 +85,8 @@ class WeightFiles:
 
                 for name in file.keys():
                     dtype = file.get_slice(name).get_dtype()
-                    if name.endswith(WEIGHT_ENDINGS) and dtype in INTEGERS:
+                    is_weight = name.endswith(WEIGHT_ENDINGS) and not MASK.search(name)
+                    if is_weight and dtype in INTEGERS:
                         raise ValueError(
                             f"{path}: {name} is of dtype {dtype}: the weights are quantized, but"
                             " config.json has no quantization settings; use the unquantized model"
@@ -201,6 +208,23 @@ def cached_folder(name: str) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
+def hub_folder(name: str) -> Path:
+    """Return a model's folder, or where the hub's files are in the cache, after one short question.
+
+    Raise OSError if the hub has no such model, or does not answer.
+    """
+    if folder := cached_folder(name):
+        return folder
+    logger.info("asking the hub for {}, at most {} s", name, ASK_SECONDS)
+    url = hf_hub_url(name, "config.json")
+    try:
+        # cached_file() alone would go on asking for half a minute.
+        get_hf_file_metadata(url, token=get_token(), timeout=ASK_SECONDS)
+        return Path(cached_file(name, "config.json")).parent
+    except Exception as error:  # of the HTTP client, whose errors have no class in common
+        raise OSError(f"{type(error).__name__}: {error} (no network? name a folder)") from error
+
+
 def tied_names(model: PreTrainedModel) -> list[list[str]]:
     """Return the names of all parameters and persistent buffers of `model`, grouped by tensor.
 
@@ -234,7 +258,8 @@ def missing_and_unexpected(
     stored = set(stored)
     groups = tied_names(model)
     missing = {group[0] for group in groups if stored.isdisjoint(group)}
-    ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ()) or "$^")
+    patterns = [MASK.pattern, *(model._keys_to_ignore_on_load_unexpected or ())]
+    ignored = re.compile("|".join(patterns))
     return missing, {name for name in stored.difference(*groups) if not ignored.search(name)}
 
 

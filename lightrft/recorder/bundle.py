@@ -7,7 +7,7 @@ A bundle is a zip file:
     samples.jsonl      recorded samples of all replicas, in rank order, without logits
     model/             --pretrain, if it is a folder; critic/ and teacherN/ in the same way
     checkpoints/stepN  the checkpoint before the step; none for the first step
-    reward/            files of --reward
+    code/N/            the user's files of code, such as those of --reward and --policy_loss
 """
 
 import json
@@ -20,6 +20,7 @@ from typing import Any
 from lightrft.checkpoint.manifest import checkpoints
 from lightrft.compat.command_line import load
 from lightrft.config.errors import ConfigError
+from lightrft.config.paths import code_files
 from lightrft.config.references import (
     REWARD_MODELS,
     reward_model_terms,
@@ -140,14 +141,14 @@ def _files(config: Config, checkpoint: Path | None) -> Iterator[tuple[Path, str]
     if checkpoint is not None:
         for file in sorted(each for each in checkpoint.rglob("*") if each.is_file()):
             yield file, f"checkpoints/{checkpoint.name}/{file.relative_to(checkpoint)}"
-    for file in reward_files(config):
-        yield file, f"reward/{file.name}"
+    for file, place in _places_of_code(config).items():
+        yield Path(file), place
 
 
-def reward_files(config: Config) -> list[Path]:
-    """Return the files of code that --reward names."""
-    names = [term.name.rpartition(":")[0] for term in reward_terms(config.reward.reward)]
-    return [Path(name).expanduser() for name in dict.fromkeys(names) if name.endswith(".py")]
+def _places_of_code(config: Config) -> dict[str, str]:
+    """Return the place in a bundle of each file of code, by the name that flags have for it."""
+    files = dict.fromkeys(file for _, _, file in code_files(config))
+    return {file: f"code/{number}/{Path(file).name}" for number, file in enumerate(files)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +189,16 @@ class Bundle:
         for field in REWARD_MODELS:
             terms = [term for flag, term in reward_model_terms(config.model) if flag == field]
             config.update({field: [str(replace(term, name=str(folder))) for term in terms]})
-        reward = str(config.reward.reward)
-        for file in reward_files(config):
-            reward = reward.replace(str(file), str(folder / "reward" / file.name))
-        config.update({"reward": reward})
+        places = _places_of_code(config)
+        moved = {
+            (flag, name): name.replace(file, str(folder / places[file]), 1)
+            for flag, name, file in code_files(config)
+        }
+        names = [
+            str(replace(term, name=moved.get(("reward", term.name), term.name)))
+            for term in reward_terms(config.reward.reward)
+        ]
+        config.update({"reward": ",".join(names)})
+        config.update({flag: name for (flag, _), name in moved.items() if flag != "reward"})
 
         return cls(folder, content, config, [*map(json.loads, lines)])

@@ -37,10 +37,10 @@ class MixturePolicy(Policy):
     def forward(
         self, batch: Batch, gradients: LocalGradients | None = None
     ) -> tuple[Tensor, Report]:
-        with self.routers.watch() if self.routers else nullcontext([]) as logits:
+        with self.routers.watch() if self.routers else nullcontext([]) as outputs:
             logprobs, report = super().forward(batch, gradients)
         if self.routers:
-            batch.routing = self.routers.routing(logits, batch, self.actor.sequence)
+            batch.routing = self.routers.routing(outputs, batch, self.actor.sequence)
         if self.actor.router_choices:
             report |= self._measured_choices(self.actor.router_choices)
         return logprobs, report
@@ -101,9 +101,9 @@ class MixturePolicy(Policy):
                     loss_mask=torch.zeros_like(part.loss_mask),
                     learned=part.learned_tokens[:0],
                 )
-                with self.routers.watch() as logits:
+                with self.routers.watch() as outputs:
                     self.actor(unlearned, self.temperature, ALL, WITHOUT_ENTROPY)
-                sums.append(self.routers.routing(logits, part, self.actor.sequence))
+                sums.append(self.routers.routing(outputs, part, self.actor.sequence))
 
         local_routing = Routing(
             *(sum(getattr(each, field.name) for each in sums) for field in fields(Routing))

@@ -34,6 +34,10 @@ class EpisodeLoop(RolloutLoop):
 
     Each rank runs a share of the data replica's episodes. A rank therefore adds requests at moments
     when the others add none.
+
+    If turns begin `together`, which requests meet in a batch of the engine does not depend on how
+    long programs take: a turn begins when no other one runs, and every program has asked for its
+    next turn or has ended.
     """
 
     sampler: "EpisodeSampler"
@@ -47,6 +51,8 @@ class EpisodeLoop(RolloutLoop):
         self._groups: dict[int, Group] = {}
         """Group number -> group."""
         sampler.generating = self._groups
+        self._asked: list[EpisodeState] = []
+        """Episodes that wait for a turn of the model that has not begun."""
 
     def add(self, parts: list[GroupPart], prepared: Requests | None = None) -> None:
         """Begin this rank's share of the episodes of some groups."""
@@ -81,7 +87,7 @@ class EpisodeLoop(RolloutLoop):
     def _play(self) -> Iterator[Group]:
         """Start the turns that programs wait for; yield the groups whose last episode has ended."""
         turns = []
-        for play in self._ready():
+        for play in self._next():
             request = self.sampler.next_turn(play, self._groups[play.sample.group], self.seed)
             problem = self.sampler.strategy.host.engine.problem(request)
             if problem:
@@ -99,12 +105,22 @@ class EpisodeLoop(RolloutLoop):
             if self._groups[number].complete:
                 yield self._groups[number]
 
-    def _ready(self) -> list[EpisodeState]:
-        """Return the episodes whose programs wait for a turn."""
+    def _next(self) -> list[EpisodeState]:
+        """Return the episodes whose next turn begins now."""
         if self.session.running:
-            return self.episodes.poll(0)
-        with self.sampler.strategy.trace.phase("tools", idle=True):
-            return self.episodes.poll(TOOLS)
+            self._asked += self.episodes.poll(0)
+        elif self.episodes.busy or not self.sampler.together:
+            with self.sampler.strategy.trace.phase("tools", idle=True):
+                self._asked += self.episodes.poll(TOOLS)
+
+        if self.sampler.together and (
+            self.session.running or self.session.on_any_rank(self.episodes.busy)
+        ):
+            return []
+        # Programs ask in an order that depends on time.
+        asked = sorted(self._asked, key=lambda play: play.seed_parts)
+        self._asked = []
+        return asked
 
     def finish(self) -> Iterator[Group]:
         """Take over the samples of the other ranks; yield the groups that they complete."""
@@ -130,6 +146,7 @@ class EpisodeLoop(RolloutLoop):
     def abort(self) -> None:
         super().abort()
         self.episodes.abort()
+        self._asked = []
 
     def running(self) -> set[tuple[int, int]]:
         return {play.seed_parts for play in self.episodes.running}
@@ -142,6 +159,8 @@ class EpisodeLoop(RolloutLoop):
         yield from ()
 
     def _take_turn(self, play: EpisodeState, completion: Completion) -> None:
+        if play not in self.episodes.running:  # its program has ended without the turn
+            return
         sample = play.conversation
         self.sampler.extend(sample, completion)
         # extend() has ended the response, but the program may still ask for another turn.
@@ -161,9 +180,17 @@ class EpisodeSampler(Sampler):
         tokenizer: PreTrainedTokenizerBase,
         section: RolloutSection,
         episodes: Episodes,
+        *,
+        together: bool = False,
     ):
+        """Set up the sampler of a rank.
+
+        With `together` turns wait for the programs of all episodes of the engine, so that a run
+        repeats to the last bit. Otherwise each begins as soon as its program asks for it.
+        """
         super().__init__(strategy, tokenizer, section)
         self.episodes = episodes
+        self.together = together
 
     def open(self, seed: int) -> EpisodeLoop:
         session = self.strategy.host.open(sampling_of(self.section), shared=True)

@@ -30,7 +30,8 @@ class Interrupted(Exception):
 class Interruption:
     """Signal handling of a run.
 
-    The first signal stops it at the next safe point, the second one at once.
+    The first signal stops it at the next safe point, the second one at once, with a
+    KeyboardInterrupt that has the number of the signal.
     """
 
     def __init__(self, world: Axis, stopping: str = STOPPING):
@@ -39,6 +40,8 @@ class Interruption:
         self.stopping = stopping
         self.received = 0
         """Number of the signal that this rank has received, or 0."""
+        self.at_once = False
+        """True while there is nothing to save, so that the first signal stops the run at once."""
 
     def __enter__(self) -> "Interruption":
         global _active
@@ -80,8 +83,8 @@ class Interruption:
             raise Interrupted(max(signals))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            raise KeyboardInterrupt
+        if self.received or self.at_once:
+            raise KeyboardInterrupt(number)
         self.received = number
         # When a rank has ended, a launcher sends SIGTERM to the others, and nobody reads this.
         if number == signal.SIGINT:

@@ -17,8 +17,11 @@ from lightrft.parallel.mesh import Mesh
 from lightrft.types import Drafts, Episode, Prompt, Sample
 
 SAMPLE_FIELDS = tuple(
-    field.name for field in fields(Sample) if field.name not in ("prompt", "drafts", "episode")
+    field.name
+    for field in fields(Sample)
+    if field.name not in ("prompt", "drafts", "episode", "experts")
 )
+"""Fields that are written as they are. Experts are left out: they are many times the rest."""
 EPISODE_FIELDS = tuple(
     field.name for field in fields(Episode) if field.name not in ("branches", "rewards")
 )

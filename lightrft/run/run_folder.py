@@ -7,6 +7,7 @@ import datetime
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -20,8 +21,7 @@ import yaml
 from loguru import logger
 
 from lightrft.checkpoint.atomic import write_file
-from lightrft.checkpoint.manager import STATE
-from lightrft.checkpoint.manifest import LATEST, checkpoints
+from lightrft.checkpoint.manifest import LATEST, checkpoints, read_state
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import TRACKERS
 from lightrft.config.sections import Config
@@ -31,7 +31,8 @@ from lightrft.parallel.collectives import Axis
 
 LOCK = ".lock"
 DESCRIPTION = "run.json"
-RESULT_FILES = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic", "draft")
+MODELS = {"model", "model_ema", "critic", "draft"}
+RESULT_FILES = ("metrics.jsonl", "samples.jsonl", *sorted(MODELS))
 """Files and folders that only a run that has trained leaves."""
 OTHER_FILES = (
     DESCRIPTION,
@@ -246,7 +247,11 @@ class RunFolder:
         if not self._results():
             return
         self.id = uuid.uuid4().hex
-        _move(self.path, [*RESULT_FILES, *OTHER_FILES, *([] if self.outside else ["checkpoints"])])
+        moved = _move(
+            self.path, [*RESULT_FILES, *OTHER_FILES, *([] if self.outside else ["checkpoints"])]
+        )
+        if self.resumes:
+            _forget_attempts(self.path.resolve(), newest=moved)
         if self.outside:
             _move(
                 self.checkpoints,
@@ -328,8 +333,8 @@ def _flock(file: IO[str], patience: float) -> None:
 def _run_of(checkpoint: Path) -> str | None:
     """Return the id of the run that wrote a checkpoint; None if it cannot be read."""
     try:
-        return json.loads((checkpoint / STATE).read_text())["client"].get("run")
-    except (OSError, ValueError, KeyError):
+        return read_state(checkpoint, {"run": str})["client"]["run"]
+    except (OSError, ValueError):
         return None
 
 
@@ -340,7 +345,23 @@ def _previous(folder: Path) -> Path:
     return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
-def _move(folder: Path, names: list[str]) -> None:
+def _forget_attempts(folder: Path, newest: Path) -> None:
+    """Remove what earlier attempts left that died before their first complete checkpoint.
+
+    A job that is requeued again and again would fill the disk. The newest stays, and so does
+    everything else: folders with a model, a complete checkpoint, or files of somebody else.
+    """
+    known = {*RESULT_FILES, *OTHER_FILES, "checkpoints"}
+    name = re.compile(re.escape(folder.name) + r"\.previous(-\d+)?")
+    others = [path for path in folder.parent.iterdir() if name.fullmatch(path.name)]
+    for path in (each for each in others if each != newest and each.is_dir()):
+        left = {each.name for each in path.iterdir()}
+        if DESCRIPTION in left <= known - MODELS and not checkpoints(path / "checkpoints"):
+            logger.warning("removing {}, of an attempt without a complete checkpoint", path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _move(folder: Path, names: list[str]) -> Path:
     target = _previous(folder)
     present = [name for name in names if (folder / name).exists()]
     if present:
@@ -350,3 +371,4 @@ def _move(folder: Path, names: list[str]) -> None:
         logger.warning(
             "an earlier run's files in {} are now in {}: {}", folder, target, ", ".join(present)
         )
+    return target

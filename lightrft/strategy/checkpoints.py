@@ -4,7 +4,6 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import PART, run_on_all_ranks
 from lightrft.checkpoint.background import Background
 from lightrft.checkpoint.hf_export import export, export_adapter, rehearse
+from lightrft.checkpoint.manifest import NOTHING, Kinds
 from lightrft.parallel.device import GB, free_host_memory, idle_pinned_memory
 from lightrft.strategy.device_memory import DeviceMemory
 from lightrft.weight_sync.stream import unwrap
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 Models = nn.Module | Mapping[str, Any]
 """One model, or several by name: {"actor": (actor, optimizer, scheduler), "ema": ema}, each as
 prepare() takes it."""
@@ -131,18 +130,20 @@ class Checkpoints:
         scheduler: LRScheduler | None = None,
         parts: Mapping[str, Stateful] = NOTHING,
         check: Callable[[Path, dict[str, Any]], None] | None = None,
+        needs: Kinds = NOTHING,
     ) -> tuple[Path | None, dict[str, Any]]:
         """Restore `load_dir/tag`, or the newest undamaged checkpoint.
 
         Returns the path and the client_state, or (None, {}). The number of ranks may have changed.
-        `check` receives path and client_state before anything is loaded, and may raise. Models and
+        `check` receives path and client_state before anything is loaded, and may raise. A
+        checkpoint whose client_state has not the entries of `needs`, name -> type, is damaged. Models and
         parts must be the same as in the checkpoint. With load_module_only fewer models are
         enough, and only parameters are changed. Without load_module_strict, parameters that the
         checkpoint does not have stay as they are.
         """
         self.finish()
         models = self._by_name(model, optimizer, scheduler)
-        checkpoint = manager.find(Path(load_dir), tag, self.backend.mesh.world)
+        checkpoint = manager.find(Path(load_dir), tag, self.backend.mesh.world, needs=needs)
         if checkpoint is None:
             return None, {}
 

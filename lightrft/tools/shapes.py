@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import (
     AutoConfig,
     LlamaConfig,
@@ -14,6 +13,7 @@ from transformers import (
 )
 
 from lightrft.config.errors import ConfigError
+from lightrft.models.weight_files import cached_folder, hub_folder
 from lightrft.thinker import load_config, trained_part
 
 QWEN2 = {
@@ -52,19 +52,19 @@ def model_config(name: str, file: str = "") -> PretrainedConfig:
     from the hub. Raise ConfigError if there is none. A machine without network does not wait for
     the hub where the shape is known.
     """
-    config = None if file or Path(name).expanduser().is_dir() else known_config(name)
+    folder = cached_folder(name)
+    if not (file or folder) and (known := known_config(name)):
+        return known
     try:
         if file:
             values = json.loads(Path(file).read_text())
             return trained_part(AutoConfig.for_model(values.pop("model_type"), **values))
-        return load_config(name, **({"local_files_only": True} if config else {}))
-    except (OSError, ValueError, KeyError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        if config is None:
-            raise ConfigError(
-                f"--pretrain {name}: its config.json cannot be read ({type(error).__name__});"
-                " download it and set --model_config FILE"
-            ) from error
-        return config
+        return load_config(str(folder or hub_folder(name)), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--pretrain {name}: its config.json cannot be read ({type(error).__name__}); download"
+            " it and set --model_config FILE"
+        ) from error
 
 
 def known_config(name: str) -> PretrainedConfig | None:

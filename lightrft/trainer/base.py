@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 import lightrft
 from lightrft.backends.optim import own_settings
 from lightrft.checkpoint.hf_export import end_generation_at
+from lightrft.checkpoint.manifest import NOTHING, Kinds
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
@@ -44,7 +45,6 @@ from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.run.model_card import held_out_results, push, write_card
 from lightrft.run.resume_check import changed_settings, identity
 from lightrft.run.run_folder import RunFolder, checkpoints_of
-from lightrft.strategy.checkpoints import NOTHING
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Expand
 from lightrft.versions import installed_versions
@@ -62,6 +62,10 @@ class TrainingData:
     total_steps: int
     expand: Expand | None = None
     """Function that expands prompts with media for the model; None if all prompts are text."""
+
+
+CLIENT_STATE: Kinds = {"step": int, "run": str, "identity": dict}
+"""What a trainer writes into a checkpoint beside models and parts."""
 
 
 class Trainer(ABC):
@@ -165,12 +169,16 @@ class Trainer(ABC):
             self._start()
             # The context also covers saving: other ranks' launchers may send the signal later.
             with self.interruption:
+                self.interruption.at_once = self.done == 0
                 try:
                     with progress_lines(self.progress, shown=self.strategy.is_rank_0()):
                         self._loop()
                 except Interrupted:
                     self.strategy.announce("checkpoint")
                     self._save_interrupted()
+                    status = "interrupted"
+                    raise
+                except KeyboardInterrupt:
                     status = "interrupted"
                     raise
 
@@ -292,6 +300,7 @@ class Trainer(ABC):
             digests = None if self.digests is None else self.digests.of_rank(record)
             self.role.update_average(self.config.train.ema_beta)
             self.done = number
+            self.interruption.at_once = False
 
             last = number == self.total_steps or self.enough()
             if self.config.data.eval_data and _due(number, train.eval_steps, last):
@@ -450,7 +459,7 @@ class Trainer(ABC):
                 if optimizer is not None:
                     settings.enter_context(own_settings(optimizer, scheduler))
             path, state = self.strategy.checkpoints.load(
-                self.models, folder, tag, parts=self.parts, check=self._check
+                self.models, folder, tag, parts=self.parts, check=self._check, needs=CLIENT_STATE
             )
 
         if path is None:
@@ -480,9 +489,6 @@ class Trainer(ABC):
             logger.warning("resuming from {} with changes: {}", path, "; ".join(changed))
 
     def _save_interrupted(self) -> None:
-        if self.done == 0:
-            self.strategy.print("interrupted before the first step was complete: nothing to save")
-            return
         if self.saved != self.done:
             self.save()
         self.strategy.checkpoints.finish()

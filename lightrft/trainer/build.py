@@ -413,7 +413,14 @@ def build_sampler(
     episodes = build_episodes(config, tokenizer)
     if episodes is None:
         return Sampler(strategy, tokenizer, config.rollout)
-    return EpisodeSampler(strategy, tokenizer, config.rollout, episodes)
+    # On an accelerator, other kernels differ from run to run too, unless the user asks for it.
+    together = strategy.device.type == "cpu" or config.strategy.deterministic
+    if together:
+        strategy.print(
+            "turns begin when the programs of all episodes have asked for theirs, so that the run"
+            " repeats to the last bit; time/generate/tools is how long the engine waits"
+        )
+    return EpisodeSampler(strategy, tokenizer, config.rollout, episodes, together=together)
 
 
 def build_overlap(

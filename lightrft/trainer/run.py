@@ -1,6 +1,8 @@
 """A whole run in one call, the same for the command line and for Python (python.py)."""
 
+import errno
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +40,9 @@ NOTICE_SECONDS = 120.0
 USER_ERROR = 2
 """Exit code of the other ranks after an error that the user can correct."""
 
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
+"""Errors of the operating system of which one line says all."""
+
 
 def run(command: str, config: Config) -> Any:
     """Resolve the configuration, set up the strategy, do the work of `command`, and clean up."""
@@ -51,10 +56,17 @@ def run(command: str, config: Config) -> Any:
             return (
                 _generate(strategy) if strategy.generates_only else WORK[command](config, strategy)
             )
+    except KeyboardInterrupt as error:
+        interrupted = Interrupted(*error.args or (signal.SIGINT,))
+        strategy.fail(interrupted, code=interrupted.exit_code, brief=True)
+        raise interrupted from None
     except Exception as error:
+        if isinstance(error, CheckpointError) or getattr(error, "errno", None) in OF_THE_DISK:
+            logger.opt(exception=error).debug("while writing the run's files")
+            error = ConfigError(str(error))
         # The other ranks may wait in a collective for this one, so they end first.
         _end_all(strategy, error)
-        raise
+        raise error
     finally:
         strategy.close()
 

@@ -5,10 +5,11 @@ It is compared with turns that wait for all episodes.
     python scripts/bench/episodes.py                    # docs/benchmarks.md, one minute
 
 Episodes of several turns on one rank with vLLM and a random Qwen3; after each turn the program of
-an episode sleeps, as a tool on another machine would. `free`: the sampler as it is, beginning a
-turn as soon as its program asks for it. `barrier`: the next turns begin when all episodes have
-asked for theirs. Busy is the share of the time that the engine has requests, begins the number
-of times that one or more turns began. Prints one JSON object as its last line.
+an episode sleeps, as a tool on another machine would. `free`: a turn begins as soon as its program
+asks for it, as on an accelerator. `together`: the next turns begin when all episodes have asked
+for theirs, as on a CPU and with --deterministic. Busy is the share of the time that the engine has
+requests, begins the number of times that one or more turns began. Prints one JSON object as its
+last line.
 """
 
 import argparse
@@ -22,14 +23,14 @@ from types import SimpleNamespace
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightrft.agents.episodes import Episodes, EpisodeState
+from lightrft.agents.episodes import Episodes
 from lightrft.agents.programs import ProgramSetup
 from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import EngineSection, RolloutSection
 from lightrft.config.sections import DataSection, EnvironmentSection
 from lightrft.engine.build import build_engine
-from lightrft.engine.requests import Sampling
+from lightrft.engine.requests import Request, Sampling
 from lightrft.observe.metrics import Trace
 from lightrft.parallel.mesh import Mesh
 from lightrft.rollout.episode_sampler import EpisodeSampler
@@ -43,6 +44,7 @@ from scripts.prepare_quickstart import byte_tokenizer
 
 ENVIRONMENT = """
 import asyncio
+import random
 
 
 class Sleeps:
@@ -51,41 +53,19 @@ class Sleeps:
 
     async def step(self, action):
         self.turns += 1
-        await asyncio.sleep({seconds})
+        await asyncio.sleep({seconds} * (1 + {spread} * (random.expovariate(1) - 1)))
         return "ok", 1.0, self.turns == {turns}
 """
 
 
-class Free(Episodes):
-    """Episodes as they are, counting how often one or more turns begin at a time."""
+class Counted(SharedSession):
+    """A session that counts how often one or more turns begin."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.begins = 0
+    begins = 0
 
-    def poll(self, seconds: float) -> list[EpisodeState]:
-        plays = self.ready(seconds)
-        self.begins += bool(plays)
-        return plays
-
-    def ready(self, seconds: float) -> list[EpisodeState]:
-        return super().poll(seconds)
-
-
-class Barrier(Free):
-    """Episodes whose turns begin together."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._asked: list[EpisodeState] = []
-
-    def ready(self, seconds: float) -> list[EpisodeState]:
-        self._asked += super().ready(seconds)
-        if len(self._asked) < len(self.running):
-            return []
-        requests = self._asked
-        self._asked = []
-        return requests
+    def add_own(self, requests: list[Request]) -> range:
+        self.begins += bool(requests)
+        return super().add_own(requests)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -93,7 +73,8 @@ def main(argv: list[str] | None = None) -> None:
         "--episodes": 64,
         "--turns": 5,
         "--tokens": (24, "longest turn; lengths differ, as any of 16 tokens ends one"),
-        "--tool_ms": 50.0,
+        "--tool_ms": (50.0, "mean of a program's time"),
+        "--spread": (0.0, "0: all take this time; 1: exponentially distributed"),
         "--repeat": 3,
     }
     args = parser_of(__doc__, flags).parse_args(argv)
@@ -119,7 +100,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     tokenizer.save_pretrained(folder)
 
     (folder / "sleeps.py").write_text(
-        ENVIRONMENT.format(seconds=args.tool_ms / 1000, turns=args.turns)
+        ENVIRONMENT.format(seconds=args.tool_ms / 1000, spread=args.spread, turns=args.turns)
     )
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -137,7 +118,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     )
 
     def session(sampling: Sampling, *, shared: bool) -> SharedSession:
-        return SharedSession(engine.open(sampling), axis, mesh.model_parallel)
+        return Counted(engine.open(sampling), axis, mesh.model_parallel)
 
     host = SimpleNamespace(engine=engine, open=session)
 
@@ -149,17 +130,17 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     )
     rollout = RolloutSection(generate_max_len=longest, stop_token_ids=list(range(16)))
     format = TurnFormat(DataSection(prompt_max_len=16), tokenizer, frozenset())
-    runs_of: dict[str, list[dict[str, float]]] = {"free": [], "barrier": []}
+    runs_of: dict[str, list[dict[str, float]]] = {"free": [], "together": []}
 
-    ways = {
-        name: kind(ProgramSetup(section.environment), section, format, hermes, longest=longest)
-        for name, kind in (("free", Free), ("barrier", Barrier))
-    }
+    episodes = Episodes(ProgramSetup(section.environment), section, format, hermes, longest=longest)
     for repetition in range(args.repeat + 1):
-        for name, episodes in ways.items():
+        for name in runs_of:
             trace = Trace(peak_memory=int, memory_in_use=int)
             strategy = SimpleNamespace(trace=trace, host=host)
-            loop = EpisodeSampler(strategy, tokenizer, rollout, episodes).open(repetition)
+            sampler = EpisodeSampler(
+                strategy, tokenizer, rollout, episodes, together=name == "together"
+            )
+            loop = sampler.open(repetition)
             groups = [
                 Group.begin(
                     number, number, Prompt(number, "go", [71, 79], {}), count=1, greedy=False
@@ -167,7 +148,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
                 for number in range(args.episodes)
             ]
             trace.step()
-            episodes.begins = 0
             began = time.perf_counter()
             loop.add([(group, group.places) for group in groups])
             complete = sum(1 for _ in loop.steps())
@@ -180,13 +160,17 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
             if repetition:
                 busy = 1 - trace.step()["time/idle_share"]
                 runs_of[name].append(
-                    {"seconds": seconds, "busy": busy, "tokens": tokens, "begins": episodes.begins}
+                    {
+                        "seconds": seconds,
+                        "busy": busy,
+                        "tokens": tokens,
+                        "begins": loop.session.begins,
+                    }
                 )
 
-    for episodes in ways.values():
-        episodes.close()
+    episodes.close()
     best = {name: min(runs, key=lambda run: run["seconds"]) for name, runs in runs_of.items()}
-    return {**vars(args), **best, "speedup": best["barrier"]["seconds"] / best["free"]["seconds"]}
+    return {**vars(args), **best, "speedup": best["together"]["seconds"] / best["free"]["seconds"]}
 
 
 if __name__ == "__main__":

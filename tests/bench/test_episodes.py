@@ -1,4 +1,4 @@
-"""Why: the benchmark of episodes must still run, and no turn may wait for another."""
+"""Why: the benchmark of episodes must still run, and turns begin together only if they should."""
 
 import json
 
@@ -26,5 +26,5 @@ def test_turns_begin_when_their_own_program_asks_for_them(capfd):
     load_vllm()
     run_ranks(1, without_a_launcher, ["--episodes=12", "--turns=3", "--tool_ms=100", "--repeat=1"])
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert found["barrier"]["begins"] == 3 and found["free"]["begins"] > 6
-    assert found["free"]["tokens"] == found["barrier"]["tokens"]
+    assert found["together"]["begins"] == 3 and found["free"]["begins"] > 6
+    assert found["free"]["tokens"] == found["together"]["tokens"]

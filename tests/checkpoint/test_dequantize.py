@@ -1,6 +1,8 @@
 """A folder in FP8 or MXFP4 becomes a plain folder with the numbers that it stands for."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +25,7 @@ BLOCK = [16, 16]
 
 
 def save_quantized(folder: Path, tensors: dict, config: dict, settings: dict) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -133,6 +135,41 @@ def test_a_quantized_folder_is_a_model_like_any_other(tmp_path, cache):
     assert model.get_decoder().layers[0].mlp.up_proj.weight.dtype == torch.float32
     with pytest.raises(ValueError, match="its weights are quantized .fp8.: `lightrft export"):
         load_model(ModelSection(pretrain=str(source)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "chat_template.jinja", "tokenizer.json", "README.md", "model.safetensors"],
+)
+def test_a_changed_file_is_converted_anew(tmp_path, name):
+    """Also if it keeps its size and its time."""
+    source = fp8_folder(tmp_path / "Tiny-FP8")
+    file = source / name
+    for text in ("README.md", "tokenizer.json", "chat_template.jinja", "config.json"):
+        with open(source / text, "a") as opened:
+            opened.write(" ")
+    first = converted_folder(str(source), "--pretrain")
+
+    before = file.stat()
+    content = file.read_bytes()
+    changed = content[:-1] + (b"\0" if content[-1] else b"\1")
+    changed = changed if name == "model.safetensors" else content[:-1] + b"\n"
+    file.write_bytes(changed)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    second = Path(converted_folder(str(source), "--pretrain"))
+    assert str(second) != first
+    if name not in ("config.json", "model.safetensors"):
+        assert (second / name).read_bytes() == changed
+
+
+def test_folders_of_one_name_have_copies_of_their_own(tmp_path):
+    first = fp8_folder(tmp_path / "a" / "Tiny-FP8")
+    second = tmp_path / "b" / "Tiny-FP8"
+    shutil.copytree(first, second)
+    (second / "chat_template.jinja").write_text("another one")
+    folders = {converted_folder(str(source), "--pretrain") for source in (first, second)}
+    templates = {(Path(folder) / "chat_template.jinja").read_text() for folder in folders}
+    assert len(folders) == 2 and templates == {"{{ messages }}", "another one"}
 
 
 def test_export_writes_a_quantized_folder_as_a_plain_one(tmp_path):

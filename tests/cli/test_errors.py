@@ -33,12 +33,15 @@ def fails(capfd, main, flags) -> str:
 
 
 def test_missing_files_are_found_before_torch_is_imported(tmp_path):
+    own = ("advantage_estimator", "policy_loss", "rollout_correction")
     flags = [
         "--pretrain=./nowhere",
         "--prompt_data=rows.jsonl,chat/rows",
         "--eval_data=own=~/no.parquet",
         "--reward=exact_match,mine.py:short:0.5",
         "--tools=tools.py",
+        f"--fork_from={'x' * 5000}",
+        *(f"--{flag}=own.py:f" for flag in own),
     ]
     program = "import sys; from lightrft.cli import train_ppo\ntry: train_ppo.main(sys.argv[1:])\n"
     program += "finally: print('torch' in sys.modules)"
@@ -61,6 +64,8 @@ def test_missing_files_are_found_before_torch_is_imported(tmp_path):
         f"--eval_data ~/no.parquet: {no_data}",
         f"--reward mine.py:short: no file {tmp_path}/mine.py",
         f"--tools tools.py: no file {tmp_path}/tools.py",
+        *(f"--{flag} own.py:f: no file {tmp_path}/own.py" for flag in own),
+        f"--fork_from {'x' * 200}: it is not the folder of a run: it has no config.yaml",
     ]
 
 

@@ -263,6 +263,38 @@ def test_weights_that_are_not_finite_are_an_error(tmp_path):
             load_model(section)
 
 
+@pytest.mark.parametrize("makes", [nullcontext, empty_parameters])
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("gpt_neox", "gpt_neox.layers.0.attention"),
+        ("gpt2", "transformer.h.0.attn"),
+        ("gpt_bigcode", "transformer.h.0.attn"),
+    ],
+)
+def test_masks_beside_the_weights_are_left_out(tmp_path, kind, place, makes):
+    section = saved(tmp_path, kind, max_position_embeddings=8)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    names = load_model(section).state_dict().keys()
+    mask = torch.ones(8, 8).tril()[None, None]
+    for dtype in (torch.bool, torch.uint8, torch.float32):
+        masks = {f"{place}.bias": mask.to(dtype), f"{place}.masked_bias": torch.tensor(-1e9)}
+        save_file(weights | masks, file, metadata={"format": "pt"})
+        with makes():
+            assert load_model(section).state_dict().keys() == names
+
+
+@pytest.mark.parametrize("makes", [nullcontext, empty_parameters])
+@pytest.mark.parametrize("kind", ["gpt_neo", "gptj"])
+def test_attention_that_cannot_be_replaced_is_refused(tmp_path, kind, makes):
+    layers = {"attention_types": [[["global"], 1]]} if kind == "gpt_neo" else {"rotary_dim": 4}
+    section = saved(tmp_path, kind, max_position_embeddings=8, **layers)
+    for load in (load_model, load_scorer):
+        with makes(), pytest.raises(ValueError, match=f"attention implementation of {kind} cannot"):
+            load(section)
+
+
 def test_integers_are_not_weights(tmp_path):
     """Some folders hold a mask or a table of positions; these are not quantized weights."""
     section = ModelSection(pretrain=tiny_model(tmp_path))

@@ -8,13 +8,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from flat_models import TEMPERATURE, gradients_of, make_batch, make_model, weighted
+from lightrft.algorithms.balance import routing
 from lightrft.attention.flat import ATTENTION
 from lightrft.attention.recurrent import install
 from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config.facts import BIASED_FAMILIES, EXPERT_FAMILIES
 from lightrft.models.heads import Actor
 from lightrft.models.recompute import recompute
-from lightrft.models.routers import RouterChoices
+from lightrft.models.routers import RouterChoices, Routers
 from lightrft.parallel.expert_parallel import routers
 from lightrft.types import RoutedShape, missing_expert
 from parallel.families import family_config
@@ -126,6 +127,26 @@ def test_biases_move_against_the_load(family: str) -> None:
             expected = 0.01 * (of_layer.mean() - of_layer).sign()
             torch.testing.assert_close(new - old, expected, rtol=0, atol=1e-6)
     assert peaks[-1] < peaks[0]
+
+
+def test_the_loss_of_the_load_counts_what_biases_choose() -> None:
+    """MiniMax-M2 chooses by the sigmoid and a bias; here the bias decides."""
+    actor = mixture("minimax_m2")
+    bias = torch.tensor([0.0, 3.0, 2.0, 0.0])
+    for name, buffer in actor.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(bias)
+
+    watched = Routers(actor.hf_model, 1.0)
+    with watched.watch() as outputs, torch.no_grad():
+        actor(make_batch([16] * 4, 0), TEMPERATURE)
+    weight = torch.ones(len(outputs[0][0]))
+    expected = sum(
+        weight @ torch.zeros_like(logits).scatter_(1, (logits.sigmoid() + bias).topk(2)[1], 1.0)
+        for logits, _ in outputs
+    )
+    assert routing(outputs, weight).chosen.tolist() == expected.tolist()
+    assert expected.tolist() == [0, len(outputs) * len(weight), len(outputs) * len(weight), 0]
 
 
 def test_routers_without_a_bias_and_unknown_ones_are_refused() -> None:

@@ -25,9 +25,20 @@ pytestmark = pytest.mark.slow
 
 FLAGS = [*PPO, "--rollout_batch_size=4", "--max_steps=2", "--save_steps=1"]
 REMEMBERS = ["--reward_running_norm", "--init_kl_coef=0.1", "--use_kl_loss=false", "--kl_target=1"]
+CODE = """
+from lightrft.algorithms.{module} import {table}
+
+mine = {table}["{name}"]
+"""
+OWN = [
+    "--advantage_estimator={folder}/advantage/own.py:mine",
+    "--policy_loss={folder}/policy_loss/own.py:mine",
+    "--rollout_correction={folder}/correction/own.py:mine",
+]
+"""Code of a user, in files of one name."""
 RUNS = {
     "plain": ["--train_batch_size=16"],
-    "several": ["--train_batch_size=8", "--max_epochs=2", *REMEMBERS],
+    "several": ["--train_batch_size=8", "--max_epochs=2", *REMEMBERS, *OWN],
     "critic": ["--train_batch_size=8", "--advantage_estimator=gae"],
     "taught": [
         *["--train_batch_size=16", "--distill_coef=0.5", "--distill_top_k=20"],
@@ -55,6 +66,15 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     inputs = prepare(folder)
     tiny_qwen3(folder / "teacher", seed=1)
+    tables = (
+        ("advantage", "estimators", "grpo"),
+        ("policy_loss", "policy_losses", "ppo"),
+        ("correction", "corrections", "tis"),
+    )
+    for module, table, name in tables:
+        (folder / module).mkdir()
+        code = CODE.format(module=module, table=table, name=name)
+        (folder / module / "own.py").write_text(code)
     planned = [
         (
             str(folder / name),
@@ -93,7 +113,8 @@ def repeated(runs, tmp_path_factory) -> dict[tuple[str, int], Replay]:
     paths = [write_bundle(runs / name, step, folder / f"{name}{step}.zip") for name, step in steps]
     assert max(path.stat().st_size for path in paths) < 10e6
     # The program that reads a bundle has nothing but the bundle.
-    hidden = [runs / name for name in ("model", "teacher", "train.jsonl", "reward.py")]
+    code = ("advantage", "policy_loss", "correction")
+    hidden = [runs / name for name in ("model", "teacher", "train.jsonl", "reward.py", *code)]
     for path in hidden:
         if path.exists():
             path.rename(path.with_name(f"{path.name}.hidden"))
@@ -168,7 +189,7 @@ def _with_another_reward(path: Path) -> Path:
     folder = path.with_suffix("")
     with zipfile.ZipFile(path) as file:
         file.extractall(folder)
-    code = folder / "reward" / "reward.py"
+    code = folder / "code" / "0" / "reward.py"
     code.write_text(code.read_text().replace("128", "64"))
     return Path(shutil.make_archive(str(folder) + "_changed", "zip", folder))
 

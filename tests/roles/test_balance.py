@@ -46,11 +46,13 @@ def test_the_loss_by_hand():
     # .5, so f = 1/2 0 1/2
     logits = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [9.0, 1.0, 1.0]]).log()
     mask = torch.tensor([True, True, False])
-    found = routing([logits], mask, 1)
+    best = torch.tensor([[0], [2], [0]])
+    found = routing([(logits, best)], mask)
     assert found.chosen.tolist() == [1.0, 0.0, 1.0] and found.count == 2
     balance = Balance.of(found, lambda values: values)
     assert balance.loss.item() == pytest.approx(3 * (0.5 * 0.375 + 0.5 * 0.375))
-    halves = [routing([logits], mask & (torch.arange(3) == place), 1) for place in range(3)]
+    places = [mask & (torch.arange(3) == place) for place in range(3)]
+    halves = [routing([(logits, best)], each) for each in places]
     assert sum(balance.share(half).item() for half in halves) == pytest.approx(balance.loss.item())
 
 

@@ -1,12 +1,15 @@
 import io
 import json
+import os
 import pickle
 import random
 import re
 import resource
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,7 +231,58 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def as_pipe(path: Path) -> None:
+    """Replace a file by a pipe that nobody writes to."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def with_text(content: str) -> Callable[[Path], None]:
+    return lambda path: path.write_text(content)
+
+
+def with_entry(**entry: Any) -> Callable[[Path], None]:
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | entry))
+
+
+def state_of(content: Any) -> Callable[[Path], None]:
+    """Write another state, and a manifest that fits."""
+
+    def written(path: Path) -> None:
+        path.write_text(json.dumps(content))
+        size = [path.stat().st_size, zlib.crc32(path.read_bytes())]
+        manifest = path.with_name("manifest.json")
+        files = json.loads(manifest.read_text())["files"]
+        with_entry(files=files | {path.name: size})(manifest)
+
+    return written
+
+
 DAMAGE = [
+    *[
+        (damage, "manifest.json", "manifest.json cannot be read")
+        for damage in (
+            with_entry(number="x"),
+            with_entry(number=None),
+            with_entry(world_size=1.5),
+            with_entry(resume=2),
+            with_entry(files=[1]),
+            with_entry(files={"a": 1}),
+            with_entry(files={"a": [1, "x"]}),
+            with_entry(files={"a": [1, 2, 3]}),
+            with_entry(other=1),
+            with_text("[]"),
+            with_text("[" * 9000),
+            as_pipe,
+        )
+    ],
+    *[
+        (state_of(content), "state.json", "state.json")
+        for content in ({}, [], {"client": 3}, {"client": {}}, {"client": {"tag": 5}})
+    ],
+    (with_text("[" * 9000), "state.json", "state.json has 9000 bytes"),
+    (as_pipe, "state.json", "state.json: not a regular file"),
+    (as_pipe, "__0_0.distcp", "__0_0.distcp: not a regular file"),
     (truncate, "__1_0.distcp", "__1_0.distcp has "),
     (flip, "__0_0.distcp", "__0_0.distcp has changed"),
     (Path.unlink, "random_00001.pt", "random_00001.pt: No such file"),
@@ -242,7 +296,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(folder,
     roots = [Path(shutil.copytree(saved, tmp_path / str(number))) for number in range(len(DAMAGE))]
     for root, (damage, name, _) in zip(roots, DAMAGE, strict=True):
         damage(root / "c" / name)
-    found = run_cases(2, load_messages, {root: (folder, root) for root in roots})
+    options = {"needs": {"tag": str}}
+    found = run_cases(2, load_messages, {root: (folder, root, options) for root in roots})
     for (root, results), (*_, says) in zip(found.items(), DAMAGE, strict=True):
         assert [result[:2] for result in results] == [("b", {"tag": "b"})] * 2
         assert says in results[0][2] and str(root / "c") in results[0][2]
@@ -549,6 +604,10 @@ def test_a_plan_is_used_for_all_checkpoints_with_the_same_tensors(folder, tied_f
 def leftovers(folder, root):
     (root / "killed.part").mkdir(parents=True)
     (root / "killed.part" / "file").write_text("half")
+    (root / "away").mkdir()
+    for name in ("link.part", "a.part", "a.old", "latest.part"):
+        (root / name).symlink_to(root / "away")
+    (root / "broken.part").symlink_to(root / "nowhere")
     run = Run(folder, root)
     run.save("a")
     run.steps(0, 1).save("a")
@@ -560,7 +619,7 @@ def leftovers(folder, root):
 
 
 def test_half_written_folders_go_and_a_tag_can_be_written_again(folder, root):
-    assert run_ranks(1, leftovers, folder, root) == [(["a", "latest"], 0.0)]
+    assert run_ranks(1, leftovers, folder, root) == [(["a", "away", "latest"], 0.0)]
 
 
 def rotation(folder, root, max_num, max_mem):

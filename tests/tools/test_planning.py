@@ -5,13 +5,18 @@ tests/bench/test_memory.py has what real ranks take.
 
 import json
 import math
+import socket
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from lightrft.checkpoint.model_folders import name_folders
 from lightrft.cli.plan import amount, main
+from lightrft.config import Config
 from lightrft.config.command_line import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
@@ -508,19 +513,25 @@ def test_a_dry_run_trains_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_known_shape_does_not_wait_for_the_hub(monkeypatch):
-    """Only this machine is asked; a model of unknown shape is looked up."""
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "Qwen/Qwen3-30B-A3B", "some/model"])
+def test_without_a_network_nobody_waits_for_the_hub(monkeypatch, name):
+    """Of a model whose shape is known, it is not even asked."""
     asked = []
 
-    def load_config(name, **options):
-        asked.append((name, options))
-        raise OSError("no network")
+    def without_a_network(host, *args, **options):
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr("lightrft.tools.shapes.load_config", load_config)
-    assert model_config("Qwen/Qwen2.5-7B").hidden_size == 3584
-    with pytest.raises(ConfigError, match="--pretrain some/model: its config.json cannot be read"):
-        model_config("some/model")
-    assert asked == [("Qwen/Qwen2.5-7B", {"local_files_only": True}), ("some/model", {})]
+    monkeypatch.setattr(socket, "getaddrinfo", without_a_network)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    began = time.monotonic()
+    name_folders(Config.of(pretrain=name), local=True)
+    if name == "some/model":
+        with pytest.raises(ConfigError, match=f"--pretrain {name}: its config.json cannot be"):
+            model_config(name)
+    else:
+        assert model_config(name).num_hidden_layers in (28, 48) and not asked
+    assert time.monotonic() - began < 5
 
 
 AMOUNTS = {157_120: "157,120", 34_500_000: "34.5 million", 7_615_000_000: "7.62 billion"}

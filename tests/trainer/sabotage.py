@@ -1,6 +1,7 @@
 """An entrypoint with a fault: one rank fails when it announces a phase.
 
-SABOTAGE=phase:rank:how makes that rank kill itself, raise, sleep or hang.
+SABOTAGE=phase:rank:how makes that rank kill itself, raise, sleep, hang,
+fill a disk or be asked to end by SIGTERM.
 
 `how` may also be `lose`, which kills the rank and its launcher; a rank of * is any.
 SABOTAGE=phase:rank:how:4 waits for the fourth time. With 3@phase:... it happens only among three
@@ -14,6 +15,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 
 def spoil(how: str) -> None:
@@ -26,6 +28,10 @@ def spoil(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "raise":
         raise OSError("the disk is on fire")
+    elif how == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif how == "fill":
+        Path("/dev/full").write_text("as on a full disk")
     elif how == "sleep":
         time.sleep(1000)
     elif how == "hang":

@@ -2,6 +2,7 @@
 cause is what people read.
 """
 
+import json
 import os
 import re
 import shutil
@@ -109,8 +110,14 @@ def test_a_mistake_of_the_user_is_one_message(
 # -- rewards that do not return
 
 HANGING = """
+import os
 import time
+from pathlib import Path
 def hangs(samples, **columns):
+    rows = Path(__file__).with_name("metrics.jsonl")
+    done = len(rows.read_text().splitlines()) if rows.exists() else 0
+    if done < int(os.environ.get("HANGS_AFTER", 0)):
+        return [0.0] * len(samples)
     print("hangs now", flush=True)
     while True:
         time.sleep(0.1)
@@ -136,29 +143,46 @@ def test_a_reward_that_hangs_on_all_ranks(
         in one
     )
     assert "to the prompt 'ab" in one
-    assert re.search(r"It is at \S*hanging.py:6 \(hangs\)", one) and "Traceback" not in one
+    assert re.search(r"It is at \S*hanging.py:12 \(hangs\)", one) and "Traceback" not in one
 
 
-def test_ctrl_c_twice_ends_a_reward_that_hangs(hanging, tmp_path):
-    command = [
-        warm_python(),
-        "-m",
-        "lightrft.cli.train_ppo",
-        *hanging,
-        *FLAGS,
-        f"--save_path={tmp_path}",
-    ]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+@pytest.mark.parametrize(
+    ("signals", "says"),
+    [
+        ([signal.SIGINT], "interrupted by SIGINT"),
+        ([signal.SIGTERM], "interrupted by SIGTERM"),
+        ([signal.SIGINT, signal.SIGINT], "stopping at the next safe point"),
+    ],
+)
+def test_a_signal_ends_a_reward_that_hangs(hanging, tmp_path, signals, says):
+    """The first one, while there is nothing to save; later the second."""
+    program = f"{warm_python()} -m lightrft.cli.train_ppo".split()
+    flags = [*hanging, *FLAGS, "--max_steps=2", f"--save_path={tmp_path}"]
     started = subprocess.Popen(
-        command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True
+        [*program, *flags],
+        env=os.environ | {"PYTHONPATH": os.getcwd(), "HANGS_AFTER": str(len(signals) - 1)},
+        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     said = iter(started.stdout.readline, "")
     next(line for line in said if "hangs now" in line)
-    started.send_signal(signal.SIGINT)
-    next(line for line in said if "stopping at the next safe point" in line)
-    started.send_signal(signal.SIGINT)
-    started.communicate(timeout=30)
-    assert started.returncode == 130
+    started.send_signal(signals[0])
+    next(line for line in said if says in line)
+    for each in signals[1:]:
+        started.send_signal(each)
+    rest = started.communicate(timeout=30)[0]
+    assert started.returncode == 128 + signals[0] and "Traceback" not in rest
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("rank", ["0", "1", "*"])
+def test_a_signal_to_any_rank_ends_all_before_the_first_step(
+    inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, rank
+):
+    codes, said = run(inputs, tmp_path, f"train:{rank}:terminate", monkeypatch)
+    text = "".join(said)
+    assert codes == [143, 143] and "interrupted by SIGTERM" in text and "Traceback" not in text
 
 
 def test_a_reward_that_does_not_fit_is_found_before_models_are_loaded(
@@ -223,6 +247,19 @@ def test_a_damaged_model_is_named_without_a_traceback(
     )
     assert codes == [2, 2]
     assert str(file) in "".join(said) and says in "".join(said) and "Traceback" not in "".join(said)
+
+
+@pytest.mark.parametrize("what", ["train:1:fill", "none:0:none"])
+def test_files_that_cannot_be_written_end_a_run_with_one_line(
+    inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, what
+):
+    """One rank finds the disk full, or no rank can point to the newest checkpoint."""
+    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
+    codes, said = run(inputs, tmp_path, what, monkeypatch)
+    text = "".join(said)
+    says = "No space left on device" if "fill" in what else f"{tmp_path}/checkpoints/latest could"
+    assert codes == [2, 2] and says in text and "Traceback" not in text
+    assert len([line for line in text.splitlines() if "ERROR" in line]) == 1
 
 
 # -- under torchrun

@@ -3,15 +3,17 @@ rewards.
 """
 
 import json
+from dataclasses import fields
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from lightrft.config.errors import DataError
 from lightrft.run.recorded_samples import RecordedSamples
-from lightrft.types import Prompt, Sample
+from lightrft.types import Drafts, Episode, Prompt, Sample
 from runs import PPO, prepare, train
 
 SETTINGS = [
@@ -111,6 +113,49 @@ def test_a_broken_line_is_named(tmp_path, content, place):
         DataError, match=f"--replay_rollouts .*replica_0_of_1.jsonl:{place} is no line of a dump"
     ):
         samples.read(1, [])
+
+
+def test_all_of_a_sample_is_recorded_except_experts(tmp_path):
+    """Experts [tokens, layers, k] would be many times as large as the rest."""
+    alone = SimpleNamespace(size=1, rank=0)
+    samples = RecordedSamples(str(tmp_path), SimpleNamespace(data=alone, model_parallel=alone))
+    prompt = Prompt(0, "a", [97], {"label": "b"})
+    rest = {
+        "text": "b",
+        "finish_reason": "length",
+        "weight_versions": [3, 4],
+        "drafts": Drafts(1, 2, 1),
+        "reward": 0.5,
+        "reward_parts": {"style": 0.5},
+        "masked": True,
+        "greedy_reward": 0.25,
+        "token_rewards": [None, 0.5],
+        "experts": np.zeros((2, 1, 2), np.uint8),
+    }
+    branch = Sample(prompt, 0, [98, 99], [-1.0, -2.0], **rest, episode=Episode([True, False]))
+    turns = {
+        "sampled": [True, False],
+        "messages": [{"role": "assistant", "content": "b"}],
+        "rewards": [(1, 0.5)],
+        "finish_reason": "stop",
+        "tool_calls": 1,
+        "tool_errors": 1,
+        "tool_seconds": 0.5,
+        "problem": "late",
+        "num_turns": 1,
+        "branches": [branch],
+        "drift": 1,
+    }
+    sample = Sample(prompt, 7, [98, 99], [-1.0, -2.0], **rest, episode=Episode(**turns))
+    # so that a new field is added here
+    assert {each.name for each in fields(Episode)} == turns.keys()
+    named = {"prompt", "group", "token_ids", "logprobs", "episode"}
+    assert {each.name for each in fields(Sample)} == rest.keys() | named
+
+    samples.write(1, [sample], 3, SimpleNamespace(submit=lambda work: work()))
+    found, version = samples.read(1, [prompt])
+    assert (found, version) == ([sample], 3)
+    assert found[0].experts is found[0].episode.branches[0].experts is None
 
 
 def test_tokens_that_the_policy_never_samples_are_named(tmp_path):

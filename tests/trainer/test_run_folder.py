@@ -1,4 +1,4 @@
-"""Who may write to a run's folder, and where an earlier run's files go. Nothing is ever deleted."""
+"""Who may write to a run's folder, and where an earlier run's files go. No result is deleted."""
 
 import errno
 import fcntl
@@ -132,6 +132,34 @@ def test_nothing_to_continue_moves_the_earlier_results(tmp_path):
     assert folder.id not in ("", "a")
     assert json.loads((tmp_path / "run.previous" / "metrics.jsonl").read_text())["of"] == "a"
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_of_attempts_without_a_checkpoint_the_newest_is_kept(tmp_path):
+    """Also if they left incomplete checkpoints; nothing else of a user is removed."""
+
+    def leave(name: str, run: str, steps: tuple[int, ...] = ()) -> Path:
+        folder = tmp_path / name
+        use(folder, run, steps=steps)
+        for own in ("model", "data"):
+            (folder / own).rmdir()
+        return folder
+
+    (leave("run.previous-2", "kept") / "model").mkdir()
+    (leave("run.previous-3", "kept") / "notes").mkdir()
+    (leave("run.previous-4", "kept") / "run.json").unlink()
+    leave("run.previous-5", "kept", steps=(2,))
+    leave("run.previous.mine", "kept")
+    leave("other.previous", "kept")
+    before = {path.name for path in tmp_path.iterdir()}
+
+    for attempt in ("a", "b", "c", "d"):
+        (leave("run", attempt) / "checkpoints" / "step2.part").mkdir(parents=True)
+        folder = claim(tmp_path / "run", load_checkpoint=True)
+        folder.set_aside()
+        folder.release()
+        (new,) = {path.name for path in tmp_path.iterdir()} - before - {"run"}
+        assert json.loads((tmp_path / new / "metrics.jsonl").read_text())["of"] == attempt
+    assert before <= {path.name for path in tmp_path.iterdir()}
 
 
 # -- the lock
