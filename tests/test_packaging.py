@@ -183,7 +183,10 @@ def test_metadata_come_from_their_one_home(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
     metadata = archive.read(name).decode()
-    assert f"\nVersion: {__version__}\n" in metadata and "\nRequires-Python: >=3.11,<3.14\n" in metadata
+    assert (
+        f"\nVersion: {__version__}\n" in metadata
+        and "\nRequires-Python: >=3.11,<3.14\n" in metadata
+    )
     assert re.search(r"\nLicense(-Expression)?: Apache-2\.0\n", metadata)
     required = [Requirement(line) for line in re.findall(r"Requires-Dist: (.+)", metadata)]
     assert {r.name: str(r.specifier) for r in required if r.marker is None} == normal(versions.CORE)

@@ -166,15 +166,23 @@ def float32_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+@cache
+def is_amd() -> bool:
+    """Return True if the host's processor is AMD's, by whose name a run always chooses the same."""
+    description = Path("/proc/cpuinfo")
+    return description.exists() and "AuthenticAMD" in description.read_text()
+
+
 def exponentials(exponents: Tensor, out: Tensor) -> Tensor:
     """Write the exponentials of `exponents` [t, v] float32 to `out`, and return it.
 
-    On a CPU torch's exp2 takes a third of the time of its exp. But it computes the last numbers of
-    a thread, if they do not fill its vectors, with another function that rounds differently, and
-    then equal rows would differ. So it is used where no number is left over.
+    On processors of AMD torch's exp2 takes a third of the time of its exp, and on those of Intel 1.2
+    times as long. But it computes the last numbers of a thread, if they do not fill its vectors,
+    with another function that rounds differently, and then equal rows would differ. So it is used
+    where no number is left over.
     """
     by_vectors = exponents.shape[-1] % VECTORS == 0 and torch.get_num_threads() == 1
-    if exponents.device.type == "cpu" and by_vectors:
+    if exponents.device.type == "cpu" and by_vectors and is_amd():
         return torch.mul(exponents, LOG2_E, out=out).exp2_()
     return torch.exp(exponents, out=out)
 
