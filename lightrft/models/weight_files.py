@@ -21,8 +21,9 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FINGERPRINT_RANGES = 4
 FINGERPRINT_BYTES = 1024
-ASK_SECONDS = 5
 """How many byte ranges of each tensor enter a fingerprint, and how long each range is in bytes."""
+ASK_SECONDS = 5
+"""How long a question to the hub may take."""
 
 
 NOT_THE_MODEL = set(
