@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from lightrft.config.references import EvalSource, eval_sources, reward_terms, teacher_terms
 from lightrft.config.sections import (
+    SECTIONS,
     Config,
     engine_name,
     media_columns,
@@ -58,6 +60,20 @@ class RunFacts:
     def __getitem__(self, name: str) -> Any:
         """Return an attribute for a placeholder in a message."""
         return getattr(self, name)
+
+    def has(self, text: str) -> bool:
+        """Return whether a flag is set, or has one of the values in a text such as `--exact`,
+        `--tp_size 1` or `--engine_type hf or vllm`.
+
+        A placeholder says nothing: `--fused_kernels {fused_kernels}` is `--fused_kernels`.
+        """
+        name, *values = re.sub(" {.*}| or", "", text.removeprefix("--")).strip("{}").split()
+        value = self[name]
+        return str(value) in values if values else value != self._default(name) and bool(value)
+
+    def _default(self, name: str) -> Any:
+        owner = section_of_field().get(name)
+        return getattr(SECTIONS[owner](), name) if owner else None
 
     @property
     def engine_type(self) -> str:

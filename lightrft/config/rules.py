@@ -1,10 +1,12 @@
 """Rules that a configuration must satisfy, beside the bounds of single fields in sections.py."""
 
 import os
+import re
 from collections import ChainMap
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -97,6 +99,21 @@ def problems_of(rules: Collection[Rule], run: RunFacts) -> list[str]:
         if not run.command or run.command in rule.commands
         for problem in rule.problems(run)
     ]
+
+
+def stated(*sentences: str, commands: Collection[str] = EVERY) -> list[Rule]:
+    """Return the rules that sentences state.
+
+    They begin with two flags, such as `--exact needs --engine_type hf or vllm` or `--distill_top_k
+    does not support --exact`; the reason follows.
+    """
+    return [Rule(sentence, partial(_contradicts, sentence), commands) for sentence in sentences]
+
+
+def _contradicts(sentence: str, run: RunFacts) -> bool:
+    flags = re.split("[:;,]", sentence)[0]
+    flag, verb, other = re.split(" (needs|does not support|with) ", flags)
+    return run.has(flag) and run.has(other) == (verb != "needs")
 
 
 # -- models, data and servers
@@ -279,25 +296,15 @@ GENERATION_RULES = (
         " or set --engine_type",
         lambda run: run.engine_args and run.engine_type == "hf",
     ),
-    Rule(
+    *stated(
         "--speculative {speculative} needs --engine_type vllm; {engine_type} generates without"
         " drafts",
-        lambda run: run.speculative != "none" and run.engine_type != "vllm",
-    ),
-    Rule(
         "--min_p with --speculative: vLLM does not verify drafts with min p; use --top_p or"
         " --top_k",
-        lambda run: run.min_p > 0 and run.speculative != "none",
-    ),
-    Rule(
         "--speculative draft needs --draft_pretrain, a small model with the vocabulary of"
         " --pretrain; --speculative group needs no other model",
-        lambda run: run.speculative == "draft" and not run.draft_pretrain,
-    ),
-    Rule(
         "--speculative eagle3 needs --draft_pretrain, an EAGLE-3 head for --pretrain;"
         " --speculative group needs no other model",
-        lambda run: run.speculative == "eagle3" and not run.draft_pretrain,
     ),
     Rule(
         "--draft_pretrain {draft_pretrain} is used by --speculative draft or eagle3, not by"
@@ -324,9 +331,8 @@ GENERATION_RULES = (
         _other_vocabulary,
     ),
     Rule("{found}", _sglang_media),
-    Rule(
+    *stated(
         "--lora_sync adapter needs --engine_type vllm or hf: SGLang gets merged weights here",
-        lambda run: run.lora_sync == "adapter" and run.engine_type == "sglang",
     ),
     Rule(
         "--rollout_quantization {rollout_quantization} needs --engine_type vllm: the hf engine"
@@ -434,9 +440,8 @@ ALGORITHM = (
             (run.teacher_key or run.teacher_prompt_key) and has_episodes(run.config.environment)
         ),
     ),
-    Rule(
+    *stated(
         "--teacher_prompt_key does not support {media_flags}: the teacher's prompt is text",
-        lambda run: run.teacher_prompt_key and run.media_flags,
     ),
     Rule(
         "--distill_top_k needs --teacher_pretrain or --self_teacher: a server at --teacher_url does"
@@ -448,9 +453,8 @@ ALGORITHM = (
         " the teacher may name",
         lambda run: " and ".join(_truncations(run)) if run.distill_top_k else "",
     ),
-    Rule(
+    *stated(
         "--distill_top_k does not support --exact: only the log-probs of sampled tokens are exact",
-        lambda run: run.distill_top_k > 0 and run.exact,
     ),
     Rule(
         "--ptx_teacher learns what one teacher says about the prompts of --pretrain_data: set"
@@ -693,15 +697,10 @@ PREFERENCE = (
         lambda run: run.save_adapter_only and run.lora_rank > 0,
         ("train_rm", "train_prm"),
     ),
-    Rule(
+    *stated(
         "--margin_key needs --rm_loss sigmoid or ties: logexp has no margin",
-        lambda run: run.rm_loss == "logexp" and run.margin_key is not None,
-        ("train_rm",),
-    ),
-    Rule(
         "--tie_key needs --rm_loss ties: the other losses cannot learn from ties",
-        lambda run: run.rm_loss != "ties" and run.tie_key is not None,
-        ("train_rm",),
+        commands=("train_rm",),
     ),
     Rule(
         "--head_key needs the names of the heads: set --reward_heads",
@@ -725,10 +724,9 @@ PREFERENCE = (
         lambda run: run.label_smoothing >= 0.5,
         ("train_dpo",),
     ),
-    Rule(
+    *stated(
         "--label_smoothing needs --dpo_loss sigmoid: {dpo_loss} has no probability to smooth",
-        lambda run: run.label_smoothing > 0 and run.dpo_loss != "sigmoid",
-        ("train_dpo",),
+        commands=("train_dpo",),
     ),
 )
 
@@ -742,15 +740,13 @@ MEDIA_RULES = (
         "{media_flags}: the teacher at --teacher_url reads only text; use --teacher_pretrain",
         lambda run: run.media_flags and run.teacher_url,
     ),
-    Rule(
+    *stated(
         "{media_flags} does not support --aux_loss_coef: its loss counts only text tokens",
-        lambda run: run.media_flags and run.aux_loss_coef > 0,
     ),
-    Rule(
+    *stated(
         "{media_flags} does not support --router_replay: the experts of media tokens were not"
         " tested",
-        lambda run: run.media_flags and run.router_replay,
-        PPO,
+        commands=PPO,
     ),
     Rule(
         "--videos_key: set --limit_mm_video_per_prompt, for which the engine reserves memory; its"
@@ -833,17 +829,16 @@ def _overwritten(run: RunFacts) -> bool:
     return run.fused_kernels != "none" and run.gradient_checkpointing and selective
 
 
-def _layers_not_in_4bit(run: RunFacts) -> str:
-    """Return the layers of the model that --load_in_4bit cannot quantize; empty if there are none.
+def _unusual_layers(run: RunFacts, experts: str, kinds: str) -> str:
+    """Return the layers of the model beside attention and feed-forward, with what is said of
+    `experts` or of other `kinds`; empty if there are none.
 
     A model on the hub is checked when it is loaded.
     """
-    kinds = set(run.model_config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    found = set(run.model_config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if any(run.model_config.get(name) for name in NUM_EXPERTS):
-        return "experts, whose matrices are in one tensor for each layer"
-    if kinds:
-        return f"layers of type {', '.join(sorted(kinds))}, whose kernels read the matrices"
-    return ""
+        return f"experts, {experts}"
+    return f"layers of type {', '.join(sorted(found))}, {kinds}" if found else ""
 
 
 STRATEGY = (
@@ -872,34 +867,20 @@ STRATEGY = (
             run.lora_rank > 0 and run.tp_size > 1 and run.bf16 and run.lora_sync == "merged"
         ),
     ),
-    Rule(
+    *stated(
         "--ep_size {ep_size} needs --tp_size 1: ranks that split a layer have the same tokens, and"
         " each would send them to the experts once more",
-        lambda run: run.ep_size > 1 and run.tp_size > 1,
     ),
     Rule("--ep_size {ep_size} does not support {found}", _undivided_experts),
     Rule("{found}", _unknown_routers, PPO),
-    Rule(
+    *stated(
         "--router_replay needs --engine_type vllm or hf: the routers of SGLang were not tested",
-        lambda run: run.router_replay and run.engine_type == "sglang",
-        PPO,
-    ),
-    Rule(
         "--router_replay needs --speculative none: tokens of rejected drafts choose experts too,"
         " and that was not tested",
-        lambda run: run.router_replay and run.speculative != "none",
-        PPO,
-    ),
-    Rule(
         "--router_replay does not support --replay_rollouts: recorded samples have no experts",
-        lambda run: run.router_replay and run.replay_rollouts,
-        PPO,
-    ),
-    Rule(
         "--router_bias_rate needs --lora_rank 0: the engine gets adapters alone, and the reference"
         " is the actor without them, but with the biases",
-        lambda run: run.router_bias_rate > 0 and run.lora_rank > 0,
-        PPO,
+        commands=PPO,
     ),
     Rule(
         "--lora_rank with --ep_size needs --target_modules with the names of linear layers, such as"
@@ -910,44 +891,33 @@ STRATEGY = (
         "--load_in_4bit needs bitsandbytes: pip install '.[qlora]'",
         lambda run: run.load_in_4bit and find_spec("bitsandbytes") is None,
     ),
-    Rule(
+    *stated(
         "--load_in_4bit needs --lora_rank: matrices in four bits are frozen, and adapters learn",
-        lambda run: run.load_in_4bit and not run.lora_rank,
-    ),
-    Rule(
         "--load_in_4bit needs --tp_size 1: matrices in four bits are divided by FSDP2, not split",
-        lambda run: run.load_in_4bit and run.tp_size > 1,
     ),
     Rule(
         "--load_in_4bit does not support --pretrain {pretrain}: it has {found}; omit the flag",
-        lambda run: run.load_in_4bit and _layers_not_in_4bit(run),
+        lambda run: (
+            run.load_in_4bit
+            and _unusual_layers(
+                run,
+                "whose matrices are in one tensor for each layer",
+                "whose kernels read the matrices",
+            )
+        ),
     ),
     Rule(
         "--fp8_training needs torchao: pip install '.[fp8]'",
         lambda run: run.fp8_training and find_spec("torchao") is None,
     ),
-    Rule(
+    *stated(
         "--fp8_training needs --bf16: the products of FP8 with a scale for each row have results in"
         " bfloat16",
-        lambda run: run.fp8_training and not run.bf16,
-    ),
-    Rule(
         "--fp8_training needs --lora_rank 0: it is about the gradients of whole matrices, and"
         " adapters freeze them",
-        lambda run: run.fp8_training and run.lora_rank > 0,
-    ),
-    Rule(
         "--fp8_training needs --tp_size 1: its layers do not support parameters split over ranks",
-        lambda run: run.fp8_training and run.tp_size > 1,
-    ),
-    Rule(
-        "--fp8_training needs --fsdp: it was not tested with DeepSpeed",
-        lambda run: run.fp8_training and run.strategy == "deepspeed",
-    ),
-    Rule(
         "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
         " split over ranks",
-        lambda run: run.fused_kernels != "none" and run.tp_size > 1,
     ),
     Rule(
         "--fused_kernels {fused_kernels} needs --gradient_checkpointing_policy full: it writes into"
@@ -962,124 +932,71 @@ STRATEGY = (
 """What no strategy can do, on any number of ranks."""
 
 DEEPSPEED = (
-    Rule(
+    *stated(
         "--load_in_4bit needs --fsdp: with DeepSpeed all frozen parameters get the dtype of the"
         " run",
-        lambda run: run.load_in_4bit,
-    ),
-    Rule(
         "--tp_size needs --fsdp: tensor parallelism is not available with DeepSpeed",
-        lambda run: run.tp_size > 1,
-    ),
-    Rule(
         "--ep_size needs --fsdp: ZeRO shards every parameter over all ranks, and the experts that"
         " it divides itself are layers of its own, not the model's",
-        lambda run: run.ep_size > 1,
-    ),
-    Rule(
         "--optimizer muon needs --fsdp: ZeRO flattens parameters before the optimizer gets them,"
         " and matrices have to be whole to be orthogonalised",
-        lambda run: run.optimizer == "muon",
-    ),
-    Rule(
         "--dp_replicate needs --fsdp; with DeepSpeed, --zpg is similar",
-        lambda run: run.dp_replicate > 1,
-    ),
-    Rule(
         "--fsdp_cpu_offload needs --fsdp; with ZeRO, use --adam_offload and --param_offload",
-        lambda run: run.fsdp_cpu_offload,
-    ),
-    Rule(
+        "--fp8_training needs --fsdp: it was not tested with DeepSpeed",
         "--zero_stage 0 does not support --bf16, because it has no float32 master weights: use 1, 2"
         " or 3",
-        lambda run: run.bf16 and run.zero_stage == 0,
     ),
     Rule(
         "--adam_offload needs --zero_stage 1, 2 or 3",
         lambda run: run.adam_offload and run.zero_stage == 0,
     ),
-    Rule(
-        "--param_offload needs --zero_stage 3", lambda run: run.param_offload and run.zero_stage < 3
+    *stated(
+        "--param_offload needs --zero_stage 3",
+        "--zpg needs --zero_stage 3",
     ),
-    Rule("--zpg needs --zero_stage 3", lambda run: run.zpg > 1 and run.zero_stage < 3),
+    *stated("--exact needs --fsdp: it was not tested with DeepSpeed", commands=PPO),
 )
 """What ZeRO cannot do."""
 
 
-def _layers_not_exact(run: RunFacts) -> str:
-    """Return the layers of the model that --exact does not support; empty if there are none.
-
-    A model on the hub is checked when it is loaded.
-    """
-    kinds = set(run.model_config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if any(run.model_config.get(name) for name in NUM_EXPERTS):
-        return "experts, and the number of rows of an expert's product depends on the other tokens"
-    if kinds:
-        return f"layers of type {', '.join(sorted(kinds))}, whose scans divide a sequence by length"
-    return ""
-
-
 EXACT_RULES = (
-    Rule(
+    *stated(
         "--exact needs --engine_type hf or vllm: {engine_type} computes with kernels of its own,"
         " whose bits differ from the trainer's; `lightrft doctor --exact` names the first part that"
         " differs",
-        lambda run: run.exact and run.engine_type not in ("hf", "vllm"),
-    ),
-    Rule(
         "--exact needs --engine_tp_size 1: ranks that share an engine add partial sums",
-        lambda run: run.exact and run.engine_tp_size > 1,
-    ),
-    Rule(
         "--exact needs --speculative none: it was not tested with drafts, which are verified by"
         " another sampler",
-        lambda run: run.exact and run.speculative != "none",
-    ),
-    Rule(
         "--exact needs --rollout_quantization none: the trainer computes without eight bits",
-        lambda run: run.exact and run.rollout_quantization != "none",
-    ),
-    Rule(
-        "--exact needs --fsdp: it was not tested with DeepSpeed",
-        lambda run: run.exact and run.strategy == "deepspeed",
-    ),
-    Rule(
         "--exact needs --tp_size 1: ranks that split a layer add partial sums, and the engine adds"
         " the whole sum in another order",
-        lambda run: run.exact and run.tp_size > 1,
     ),
     Rule(
         "--exact needs --sp_size 1 and --cp_size 1: ranks that split a sequence exchange heads or"
         " keys, and exact attention reads the blocks of a whole sequence on one rank",
         lambda run: run.exact and run.sequence_ranks > 1,
     ),
-    Rule(
+    *stated(
         "--exact needs --rollout_ranks 0: it was not tested with engines on other ranks, whose"
         " processors may compute other bits",
-        lambda run: run.exact and run.rollout_ranks > 0,
-    ),
-    Rule(
         "--exact needs --lora_rank 0: the engine's products with adapters depend on the number of"
         " rows",
-        lambda run: run.exact and run.lora_rank > 0,
-    ),
-    Rule(
         "--exact does not support --fp8_training: the engine computes without FP8",
-        lambda run: run.exact and run.fp8_training,
-    ),
-    Rule(
         "--exact does not support --fused_kernels {fused_kernels}: the engine computes without"
         " these kernels",
-        lambda run: run.exact and run.fused_kernels != "none",
-    ),
-    Rule(
         "--exact does not support {media_flags}: towers and their attention depend on the other"
         " media of a batch",
-        lambda run: run.exact and run.media_flags,
     ),
     Rule(
         "--exact does not support --pretrain {pretrain}: it has {found}",
-        lambda run: run.exact and _layers_not_exact(run),
+        lambda run: (
+            run.exact
+            and _unusual_layers(
+                run,
+                "and the number of rows of an expert's product depends on the other tokens",
+                "whose scans divide a sequence by length",
+            )
+        ),
     ),
 )
 """What --exact cannot promise, or was not tested with."""
