@@ -68,12 +68,10 @@ class RunFacts:
         A placeholder says nothing: `--fused_kernels {fused_kernels}` is `--fused_kernels`.
         """
         name, *values = re.sub(" {.*}| or", "", text.removeprefix("--")).strip("{}").split()
-        value = self[name]
-        return str(value) in values if values else value != self._default(name) and bool(value)
-
-    def _default(self, name: str) -> Any:
+        if values:
+            return str(self[name]) in values
         owner = section_of_field().get(name)
-        return getattr(SECTIONS[owner](), name) if owner else None
+        return self[name] != (getattr(SECTIONS[owner](), name) if owner else "")
 
     @property
     def engine_type(self) -> str:

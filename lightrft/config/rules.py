@@ -232,10 +232,10 @@ INPUTS = (
         _missing_trackers,
         TRAINING,
     ),
-    Rule(
-        "--overwrite starts from the beginning and --load_checkpoint resumes: set only one",
-        lambda run: run.overwrite and run.load_checkpoint,
-        TRAINING,
+    *stated(
+        "--overwrite with --load_checkpoint: one starts from the beginning, and the other"
+        " resumes; set only one",
+        commands=TRAINING,
     ),
 )
 
@@ -286,17 +286,11 @@ GENERATION_RULES = (
         "--min_tokens {min_tokens} exceeds --generate_max_len {generate_max_len}",
         lambda run: run.min_tokens > run.generate_max_len,
     ),
-    Rule(
-        "--min_tokens excludes tokens that end a response, and not texts: use --stop_token_ids"
-        " instead of --stop",
-        lambda run: run.min_tokens > 0 and run.stop,
-    ),
-    Rule(
-        "--engine_args are arguments of vLLM or SGLang, and the engine is {engine_type}: omit them,"
-        " or set --engine_type",
-        lambda run: run.engine_args and run.engine_type == "hf",
-    ),
     *stated(
+        "--min_tokens with --stop: tokens that end a response are excluded, and not texts; use"
+        " --stop_token_ids",
+        "--engine_args needs --engine_type vllm or sglang, whose arguments they are: omit them,"
+        " or set --engine_type",
         "--speculative {speculative} needs --engine_type vllm; {engine_type} generates without"
         " drafts",
         "--min_p with --speculative: vLLM does not verify drafts with min p; use --top_p or"
@@ -305,21 +299,12 @@ GENERATION_RULES = (
         " --pretrain; --speculative group needs no other model",
         "--speculative eagle3 needs --draft_pretrain, an EAGLE-3 head for --pretrain;"
         " --speculative group needs no other model",
-    ),
-    Rule(
-        "--draft_pretrain {draft_pretrain} is used by --speculative draft or eagle3, not by"
-        " --speculative {speculative}",
-        lambda run: run.draft_pretrain and run.speculative not in ("draft", "eagle3"),
-    ),
-    Rule(
-        "--draft_learning_rate trains the model of --speculative draft, and --speculative is"
+        "--draft_pretrain {draft_pretrain} needs --speculative draft or eagle3: --speculative"
+        " {speculative} does not use it",
+        "--draft_learning_rate needs --speculative draft, whose model it trains: --speculative is"
         " {speculative}",
-        lambda run: run.draft_learning_rate > 0 and run.speculative != "draft",
-    ),
-    Rule(
-        "{media_flags}: --draft_learning_rate trains a model of text, which reads no media; omit"
-        " one of them",
-        lambda run: run.draft_learning_rate > 0 and run.media_flags,
+        "{media_flags} does not support --draft_learning_rate: a model of text is trained, which"
+        " reads no media; omit one of them",
     ),
     Rule(
         "--speculative mtp: {pretrain} has no layers for it; --speculative group needs none",
@@ -365,9 +350,8 @@ GENERATION_RULES = (
         " of their turns and observations are not expanded for media",
         lambda run: has_episodes(run.config.environment) and run.media_flags,
     ),
-    Rule(
-        "--tools are described to the model by its chat template: set --apply_chat_template",
-        lambda run: run.tools and not run.apply_chat_template,
+    *stated(
+        "--tools needs --apply_chat_template: the chat template describes them to the model",
     ),
     Rule(
         "--prompt_max_len {prompt_max_len} + --generate_max_len {generate_max_len} make sequences"
@@ -411,22 +395,17 @@ ALGORITHM = (
         ),
     ),
     Rule("{found}", lambda run: unreadable(teacher_terms, run.teacher_pretrain)),
-    Rule(
-        "--teacher_pretrain and --teacher_url both name a teacher: set only one",
-        lambda run: run.teacher_pretrain and run.teacher_url,
+    *stated(
+        "--teacher_pretrain with --teacher_url, which both name a teacher: set only one",
     ),
     Rule(
         "--self_teacher {self_teacher} is the teacher: omit --teacher_pretrain and --teacher_url",
         lambda run: run.self_teacher != "none" and (run.teacher_pretrain or run.teacher_url),
     ),
-    Rule(
-        "--self_teacher actor agrees with the actor, which it is, unless it sees another prompt:"
-        " set --teacher_prompt_key",
-        lambda run: run.self_teacher == "actor" and run.teacher_prompt_key is None,
-    ),
-    Rule(
-        "--self_teacher average is the average of --enable_ema: set it too",
-        lambda run: run.self_teacher == "average" and not run.enable_ema,
+    *stated(
+        "--self_teacher actor needs --teacher_prompt_key: the actor agrees with itself unless it"
+        " sees another prompt",
+        "--self_teacher average needs --enable_ema, whose average it is",
     ),
     Rule(
         "--teacher_key selects one of several teachers, LABEL=PATH,LABEL=PATH in"
@@ -442,11 +421,8 @@ ALGORITHM = (
     ),
     *stated(
         "--teacher_prompt_key does not support {media_flags}: the teacher's prompt is text",
-    ),
-    Rule(
-        "--distill_top_k needs --teacher_pretrain or --self_teacher: a server at --teacher_url does"
-        " not say the ids of its likeliest tokens",
-        lambda run: run.distill_top_k > 0 and run.teacher_url,
+        "--distill_top_k does not support --teacher_url: a server does not say the ids of its"
+        " likeliest tokens; use --teacher_pretrain or --self_teacher",
     ),
     Rule(
         "--distill_top_k compares whole distributions: omit {found}, which leaves out tokens that"
@@ -468,9 +444,8 @@ ALGORITHM = (
         " begin with 0, or omit the target",
         lambda run: run.entropy_target is not None and run.entropy_coef < 0,
     ),
-    Rule(
-        "--ref_refresh_steps and --ref_ema both move the reference: set only one",
-        lambda run: run.ref_refresh_steps > 0 and run.ref_ema < 1,
+    *stated(
+        "--ref_refresh_steps with --ref_ema, which both move the reference: set only one",
     ),
     Rule(
         "a server at --teacher_url computes log-probs at temperature 1: set --temperature 1, or use"
@@ -505,15 +480,11 @@ ALGORITHM = (
         " below 1",
         lambda run: run.policy_loss == "cpgd" and run.eps_clip_low >= 1,
     ),
-    Rule(
-        "--rollout_mask masks nothing with --use_engine_logprobs, which makes every ratio 1: set"
-        " only one",
-        lambda run: run.rollout_mask != "none" and run.use_engine_logprobs,
-    ),
-    Rule(
-        "--rollout_correction corrects nothing with --use_engine_logprobs, which makes every ratio"
-        " 1: set only one",
-        lambda run: run.rollout_correction is not None and run.use_engine_logprobs,
+    *stated(
+        "--rollout_mask with --use_engine_logprobs, which makes every ratio 1: nothing would be"
+        " masked; set only one",
+        "--rollout_correction with --use_engine_logprobs, which makes every ratio 1: nothing"
+        " would be corrected; set only one",
     ),
     Rule(
         "--kl_estimator k1 is for rewards: as a loss its gradient is zero on average; use k2, k3 or"
@@ -601,9 +572,8 @@ def _too_small(run: RunFacts) -> list[str]:
 
 
 ROLLOUT = (
-    Rule(
-        "--max_staleness generates later steps while others learn: set --rollout_ranks",
-        lambda run: run.max_staleness > 0 and not run.rollout_ranks,
+    *stated(
+        "--max_staleness needs --rollout_ranks: they generate later steps while others learn",
     ),
     Rule(
         "--max_staleness learns from samples of older weights: set --rollout_correction tis, or"
@@ -612,20 +582,13 @@ ROLLOUT = (
             run.max_staleness > 0 and run.rollout_correction is None and not run.use_engine_logprobs
         ),
     ),
-    Rule(
-        "--max_staleness begins whole groups of later steps: omit --partial_rollout, or set"
-        " --max_staleness 0",
-        lambda run: run.max_staleness > 0 and run.partial_rollout,
-    ),
-    Rule(
-        "--overlap needs the models in device memory while the engine generates: omit"
-        " --offload_idle",
-        lambda run: run.overlap and run.offload_idle,
-    ),
-    Rule(
-        "--overlap computes log-probs while the engine samples, which needs nondeterministic"
-        " algorithms: omit --deterministic",
-        lambda run: run.overlap and run.deterministic,
+    *stated(
+        "--max_staleness with --partial_rollout: it begins whole groups of later steps; omit one"
+        " of them",
+        "--overlap does not support --offload_idle: the models are in device memory while the"
+        " engine generates",
+        "--overlap does not support --deterministic: log-probs are computed while the engine"
+        " samples, which needs nondeterministic algorithms",
     ),
     Rule(
         "--overlap needs whole samples on each rank, and an engine on each: omit --tp_size,"
@@ -675,10 +638,9 @@ ROLLOUT = (
         _other_batch_size,
     ),
     Rule("--replay_rollouts has no engine: omit --{found}", _against_replay),
-    Rule(
-        "--dump_rollouts and --replay_rollouts: samples that are read need not be written; omit one"
-        " of them",
-        lambda run: run.dump_rollouts and run.replay_rollouts,
+    *stated(
+        "--dump_rollouts with --replay_rollouts: samples that are read need not be written; omit"
+        " one of them",
     ),
     Rule(
         "prompt_max_len {prompt_max_len} + generate_max_len {generate_max_len} = {found}",
@@ -691,21 +653,16 @@ ROLLOUT = (
 
 
 PREFERENCE = (
-    Rule(
-        "--save_adapter_only would omit the trained head of the reward model; omit the flag, and"
-        " the saved model has both",
-        lambda run: run.save_adapter_only and run.lora_rank > 0,
-        ("train_rm", "train_prm"),
+    *stated(
+        "--save_adapter_only with --lora_rank: the trained head of the reward model would be"
+        " missing; omit the flag, and the saved model has both",
+        commands=("train_rm", "train_prm"),
     ),
     *stated(
         "--margin_key needs --rm_loss sigmoid or ties: logexp has no margin",
         "--tie_key needs --rm_loss ties: the other losses cannot learn from ties",
+        "--head_key needs --reward_heads, the names of the heads",
         commands=("train_rm",),
-    ),
-    Rule(
-        "--head_key needs the names of the heads: set --reward_heads",
-        lambda run: run.head_key is not None and not run.reward_heads,
-        ("train_rm",),
     ),
     Rule(
         "--reward_heads with several names needs --head_key, the column that names the head of a"
@@ -736,23 +693,17 @@ MEDIA_RULES = (
         " train a tower",
         lambda run: not run.freeze_vision_tower and not run.media_flags,
     ),
-    Rule(
-        "{media_flags}: the teacher at --teacher_url reads only text; use --teacher_pretrain",
-        lambda run: run.media_flags and run.teacher_url,
-    ),
     *stated(
+        "{media_flags} does not support --teacher_url: the teacher there reads only text; use"
+        " --teacher_pretrain",
         "{media_flags} does not support --aux_loss_coef: its loss counts only text tokens",
     ),
     *stated(
         "{media_flags} does not support --router_replay: the experts of media tokens were not"
         " tested",
+        "--videos_key needs --limit_mm_video_per_prompt, for which the engine reserves memory:"
+        " its default is 0",
         commands=PPO,
-    ),
-    Rule(
-        "--videos_key: set --limit_mm_video_per_prompt, for which the engine reserves memory; its"
-        " default is 0",
-        lambda run: run.videos_key and run.limit_mm_video_per_prompt == 0,
-        PPO,
     ),
 )
 
@@ -945,12 +896,7 @@ DEEPSPEED = (
         "--fp8_training needs --fsdp: it was not tested with DeepSpeed",
         "--zero_stage 0 does not support --bf16, because it has no float32 master weights: use 1, 2"
         " or 3",
-    ),
-    Rule(
-        "--adam_offload needs --zero_stage 1, 2 or 3",
-        lambda run: run.adam_offload and run.zero_stage == 0,
-    ),
-    *stated(
+        "--adam_offload does not support --zero_stage 0: use 1, 2 or 3",
         "--param_offload needs --zero_stage 3",
         "--zpg needs --zero_stage 3",
     ),

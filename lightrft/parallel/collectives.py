@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 Op = Literal["mean", "sum", "max", "min"]
 
@@ -22,6 +23,35 @@ SIZE_BYTES = 8
 
 ALIGNMENT = 64
 """Multiple of bytes where each part of a packed object begins."""
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        value: Tensor,
+        function: Callable[[Tensor], Tensor],
+        gradient: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.gradient = gradient
+        return function(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, of_result: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient(of_result), None, None
+
+
+def with_gradient(
+    value: Tensor, function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return `function(value)`; `gradient` computes the gradient of the value from the result's."""
+    return _WithGradient.apply(value, function, gradient)
+
+
+def same(value: Tensor) -> Tensor:
+    """Return the same values as another tensor, as a function with a gradient must."""
+    return value.view_as(value)
 
 
 @dataclass(frozen=True)

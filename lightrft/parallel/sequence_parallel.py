@@ -5,6 +5,7 @@ Shapes: T tokens of the whole batch, t = T / ranks of one rank, H heads, D head 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import PreTrainedModel
 
-from lightrft.parallel.collectives import Axis
+from lightrft.parallel.collectives import Axis, with_gradient
 
 
 class SequenceParallel:
@@ -278,13 +279,10 @@ class Gather(torch.autograd.Function):
         )
 
 
-class GatherSummed(Gather):
-    """Gather of one tensor whose gradient is summed over the ranks.
+def gather_summed(values: Tensor, axis: Axis) -> Tensor:
+    """Gather [t, ...] to [T, ...], with a gradient that is summed over the ranks.
 
     Each rank uses the result differently.
     """
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, reduce_scatter_tensor(gradient, ctx.axis)
+    gather = partial(all_gather_tensor, axis=axis)
+    return with_gradient(values, gather, partial(reduce_scatter_tensor, axis=axis))
