@@ -305,6 +305,8 @@ GENERATION_RULES = (
         " {speculative}",
         "{media_flags} does not support --draft_learning_rate: a model of text is trained, which"
         " reads no media; omit one of them",
+        "--lora_sync adapter needs --engine_type vllm or hf: SGLang gets merged weights here",
+        "--tools needs --apply_chat_template: the chat template describes them to the model",
     ),
     Rule(
         "--speculative mtp: {pretrain} has no layers for it; --speculative group needs none",
@@ -316,9 +318,6 @@ GENERATION_RULES = (
         _other_vocabulary,
     ),
     Rule("{found}", _sglang_media),
-    *stated(
-        "--lora_sync adapter needs --engine_type vllm or hf: SGLang gets merged weights here",
-    ),
     Rule(
         "--rollout_quantization {rollout_quantization} needs --engine_type vllm: the hf engine"
         " computes with transformers' layers, which have no products of eight bits",
@@ -349,9 +348,6 @@ GENERATION_RULES = (
         "{media_flags}: --environment, --agent and --tools need prompts of text, since the tokens"
         " of their turns and observations are not expanded for media",
         lambda run: has_episodes(run.config.environment) and run.media_flags,
-    ),
-    *stated(
-        "--tools needs --apply_chat_template: the chat template describes them to the model",
     ),
     Rule(
         "--prompt_max_len {prompt_max_len} + --generate_max_len {generate_max_len} make sequences"
@@ -397,15 +393,22 @@ ALGORITHM = (
     Rule("{found}", lambda run: unreadable(teacher_terms, run.teacher_pretrain)),
     *stated(
         "--teacher_pretrain with --teacher_url, which both name a teacher: set only one",
+        "--self_teacher actor needs --teacher_prompt_key: the actor agrees with itself unless it"
+        " sees another prompt",
+        "--self_teacher average needs --enable_ema, whose average it is",
+        "--teacher_prompt_key does not support {media_flags}: the teacher's prompt is text",
+        "--distill_top_k does not support --teacher_url: a server does not say the ids of its"
+        " likeliest tokens; use --teacher_pretrain or --self_teacher",
+        "--distill_top_k does not support --exact: only the log-probs of sampled tokens are exact",
+        "--ref_refresh_steps with --ref_ema, which both move the reference: set only one",
+        "--rollout_mask with --use_engine_logprobs, which makes every ratio 1: nothing would be"
+        " masked; set only one",
+        "--rollout_correction with --use_engine_logprobs, which makes every ratio 1: nothing"
+        " would be corrected; set only one",
     ),
     Rule(
         "--self_teacher {self_teacher} is the teacher: omit --teacher_pretrain and --teacher_url",
         lambda run: run.self_teacher != "none" and (run.teacher_pretrain or run.teacher_url),
-    ),
-    *stated(
-        "--self_teacher actor needs --teacher_prompt_key: the actor agrees with itself unless it"
-        " sees another prompt",
-        "--self_teacher average needs --enable_ema, whose average it is",
     ),
     Rule(
         "--teacher_key selects one of several teachers, LABEL=PATH,LABEL=PATH in"
@@ -419,18 +422,10 @@ ALGORITHM = (
             (run.teacher_key or run.teacher_prompt_key) and has_episodes(run.config.environment)
         ),
     ),
-    *stated(
-        "--teacher_prompt_key does not support {media_flags}: the teacher's prompt is text",
-        "--distill_top_k does not support --teacher_url: a server does not say the ids of its"
-        " likeliest tokens; use --teacher_pretrain or --self_teacher",
-    ),
     Rule(
         "--distill_top_k compares whole distributions: omit {found}, which leaves out tokens that"
         " the teacher may name",
         lambda run: " and ".join(_truncations(run)) if run.distill_top_k else "",
-    ),
-    *stated(
-        "--distill_top_k does not support --exact: only the log-probs of sampled tokens are exact",
     ),
     Rule(
         "--ptx_teacher learns what one teacher says about the prompts of --pretrain_data: set"
@@ -443,9 +438,6 @@ ALGORITHM = (
         "--entropy_coef {entropy_coef:g} is below 0, and --entropy_target never lowers it below 0:"
         " begin with 0, or omit the target",
         lambda run: run.entropy_target is not None and run.entropy_coef < 0,
-    ),
-    *stated(
-        "--ref_refresh_steps with --ref_ema, which both move the reference: set only one",
     ),
     Rule(
         "a server at --teacher_url computes log-probs at temperature 1: set --temperature 1, or use"
@@ -479,12 +471,6 @@ ALGORITHM = (
         "--policy_loss cpgd computes the logarithm of 1 - eps_clip_low: --eps_clip_low must be"
         " below 1",
         lambda run: run.policy_loss == "cpgd" and run.eps_clip_low >= 1,
-    ),
-    *stated(
-        "--rollout_mask with --use_engine_logprobs, which makes every ratio 1: nothing would be"
-        " masked; set only one",
-        "--rollout_correction with --use_engine_logprobs, which makes every ratio 1: nothing"
-        " would be corrected; set only one",
     ),
     Rule(
         "--kl_estimator k1 is for rewards: as a loss its gradient is zero on average; use k2, k3 or"
@@ -574,6 +560,14 @@ def _too_small(run: RunFacts) -> list[str]:
 ROLLOUT = (
     *stated(
         "--max_staleness needs --rollout_ranks: they generate later steps while others learn",
+        "--max_staleness with --partial_rollout: it begins whole groups of later steps; omit one"
+        " of them",
+        "--overlap does not support --offload_idle: the models are in device memory while the"
+        " engine generates",
+        "--overlap does not support --deterministic: log-probs are computed while the engine"
+        " samples, which needs nondeterministic algorithms",
+        "--dump_rollouts with --replay_rollouts: samples that are read need not be written; omit"
+        " one of them",
     ),
     Rule(
         "--max_staleness learns from samples of older weights: set --rollout_correction tis, or"
@@ -581,14 +575,6 @@ ROLLOUT = (
         lambda run: (
             run.max_staleness > 0 and run.rollout_correction is None and not run.use_engine_logprobs
         ),
-    ),
-    *stated(
-        "--max_staleness with --partial_rollout: it begins whole groups of later steps; omit one"
-        " of them",
-        "--overlap does not support --offload_idle: the models are in device memory while the"
-        " engine generates",
-        "--overlap does not support --deterministic: log-probs are computed while the engine"
-        " samples, which needs nondeterministic algorithms",
     ),
     Rule(
         "--overlap needs whole samples on each rank, and an engine on each: omit --tp_size,"
@@ -638,10 +624,6 @@ ROLLOUT = (
         _other_batch_size,
     ),
     Rule("--replay_rollouts has no engine: omit --{found}", _against_replay),
-    *stated(
-        "--dump_rollouts with --replay_rollouts: samples that are read need not be written; omit"
-        " one of them",
-    ),
     Rule(
         "prompt_max_len {prompt_max_len} + generate_max_len {generate_max_len} = {found}",
         _too_small,
@@ -821,6 +803,15 @@ STRATEGY = (
     *stated(
         "--ep_size {ep_size} needs --tp_size 1: ranks that split a layer have the same tokens, and"
         " each would send them to the experts once more",
+        "--load_in_4bit needs --lora_rank: matrices in four bits are frozen, and adapters learn",
+        "--load_in_4bit needs --tp_size 1: matrices in four bits are divided by FSDP2, not split",
+        "--fp8_training needs --bf16: the products of FP8 with a scale for each row have results in"
+        " bfloat16",
+        "--fp8_training needs --lora_rank 0: it is about the gradients of whole matrices, and"
+        " adapters freeze them",
+        "--fp8_training needs --tp_size 1: its layers do not support parameters split over ranks",
+        "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
+        " split over ranks",
     ),
     Rule("--ep_size {ep_size} does not support {found}", _undivided_experts),
     Rule("{found}", _unknown_routers, PPO),
@@ -842,10 +833,6 @@ STRATEGY = (
         "--load_in_4bit needs bitsandbytes: pip install '.[qlora]'",
         lambda run: run.load_in_4bit and find_spec("bitsandbytes") is None,
     ),
-    *stated(
-        "--load_in_4bit needs --lora_rank: matrices in four bits are frozen, and adapters learn",
-        "--load_in_4bit needs --tp_size 1: matrices in four bits are divided by FSDP2, not split",
-    ),
     Rule(
         "--load_in_4bit does not support --pretrain {pretrain}: it has {found}; omit the flag",
         lambda run: (
@@ -860,15 +847,6 @@ STRATEGY = (
     Rule(
         "--fp8_training needs torchao: pip install '.[fp8]'",
         lambda run: run.fp8_training and find_spec("torchao") is None,
-    ),
-    *stated(
-        "--fp8_training needs --bf16: the products of FP8 with a scale for each row have results in"
-        " bfloat16",
-        "--fp8_training needs --lora_rank 0: it is about the gradients of whole matrices, and"
-        " adapters freeze them",
-        "--fp8_training needs --tp_size 1: its layers do not support parameters split over ranks",
-        "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
-        " split over ranks",
     ),
     Rule(
         "--fused_kernels {fused_kernels} needs --gradient_checkpointing_policy full: it writes into"
@@ -916,13 +894,6 @@ EXACT_RULES = (
         "--exact needs --rollout_quantization none: the trainer computes without eight bits",
         "--exact needs --tp_size 1: ranks that split a layer add partial sums, and the engine adds"
         " the whole sum in another order",
-    ),
-    Rule(
-        "--exact needs --sp_size 1 and --cp_size 1: ranks that split a sequence exchange heads or"
-        " keys, and exact attention reads the blocks of a whole sequence on one rank",
-        lambda run: run.exact and run.sequence_ranks > 1,
-    ),
-    *stated(
         "--exact needs --rollout_ranks 0: it was not tested with engines on other ranks, whose"
         " processors may compute other bits",
         "--exact needs --lora_rank 0: the engine's products with adapters depend on the number of"
@@ -932,6 +903,11 @@ EXACT_RULES = (
         " these kernels",
         "--exact does not support {media_flags}: towers and their attention depend on the other"
         " media of a batch",
+    ),
+    Rule(
+        "--exact needs --sp_size 1 and --cp_size 1: ranks that split a sequence exchange heads or"
+        " keys, and exact attention reads the blocks of a whole sequence on one rank",
+        lambda run: run.exact and run.sequence_ranks > 1,
     ),
     Rule(
         "--exact does not support --pretrain {pretrain}: it has {found}",
