@@ -260,11 +260,9 @@ def _sizes(call: AttentionCall, lengths: list[int]) -> list[int]:
 def _flat(blocks: list[Tensor], call: AttentionCall) -> Tensor:
     """Return values in blocks in the token order of the call."""
     values = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-    return (
-        values.index_select(0, call.blocks.places)
-        if call.causal and call.blocks.places is not None
-        else values
-    )
+    if call.causal and call.blocks.places is not None:
+        return values.index_select(0, call.blocks.places)
+    return values
 
 
 def window_mask(

@@ -93,11 +93,9 @@ class RunFacts:
     @property
     def rewards(self) -> list[str]:
         """Return the names in --reward."""
-        return (
-            []
-            if unreadable(reward_terms, self.reward)
-            else [term.name for term in reward_terms(self.reward)]
-        )
+        if unreadable(reward_terms, self.reward):
+            return []
+        return [term.name for term in reward_terms(self.reward)]
 
     @property
     def teachers(self) -> list[tuple[str, str]]:

@@ -158,11 +158,9 @@ def typed_value(kind: Any, value: Any) -> Any:
     Raises ValueError with the expected form.
     """
     if get_origin(kind) in (Union, UnionType):
-        return (
-            None
-            if value is None
-            else typed_value(next(arm for arm in get_args(kind) if arm is not type(None)), value)
-        )
+        if value is None:
+            return None
+        return typed_value(next(arm for arm in get_args(kind) if arm is not type(None)), value)
 
     if get_origin(kind) is list:
         return _list(get_args(kind)[0], value)

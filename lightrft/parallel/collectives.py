@@ -361,11 +361,9 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(contents: memoryview, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return (
-        torch.frombuffer(contents, dtype=dtype).view(shape)
-        if len(contents)
-        else torch.empty(shape, dtype=dtype)
-    )
+    if len(contents):
+        return torch.frombuffer(contents, dtype=dtype).view(shape)
+    return torch.empty(shape, dtype=dtype)
 
 
 def _pack(value: Any) -> list[Tensor]:

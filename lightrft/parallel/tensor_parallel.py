@@ -241,11 +241,9 @@ def part_problems(size: int, name: str, tp: int) -> list[str]:
     Each rank has as many as the first, and the last ones have the rest.
     """
     with_rows = -(-size // -(-size // tp))
-    return (
-        [f"its {size} {name} are too few: only {with_rows} ranks have some"]
-        if with_rows < tp
-        else []
-    )
+    if with_rows < tp:
+        return [f"its {size} {name} are too few: only {with_rows} ranks have some"]
+    return []
 
 
 def fused_problems(config: PretrainedConfig, tp: int) -> list[str]:

@@ -229,11 +229,9 @@ class ZeRO(Strategy):
         return model in self._holding
 
     def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
-        return (
-            self.config.strategy.param_offload
-            if isinstance(item, nn.Module)
-            else self.config.strategy.adam_offload
-        )
+        if isinstance(item, nn.Module):
+            return self.config.strategy.param_offload
+        return self.config.strategy.adam_offload
 
     def training(
         self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None

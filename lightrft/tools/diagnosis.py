@@ -138,13 +138,11 @@ class Diagnosis:
     @property
     def advice(self) -> str:
         if self.first is None:
+            if self.healthy:
+                return ""
             return (
-                ""
-                if self.healthy
-                else (
-                    "the log-probs that the engine computes from the logits: no part of the model"
-                    " differs"
-                )
+                "the log-probs that the engine computes from the logits: no part of the model"
+                " differs"
             )
 
         if self.exact:
@@ -152,11 +150,9 @@ class Diagnosis:
             return f"{part}: engine and trainer agree in every bit before it, and differ from it on"
 
         advice = PART_ADVICE[self.first.name.rpartition(".")[2]]
-        return (
-            f"{advice}. The settings differ in {'; '.join(self.settings)}"
-            if self.settings
-            else advice
-        )
+        if self.settings:
+            return f"{advice}. The settings differ in {'; '.join(self.settings)}"
+        return advice
 
 
 def diagnose(

@@ -66,11 +66,9 @@ def observation_text(observation: dict[str, Any]) -> str:
     """
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     values = [*fields.values()]
-    return (
-        values[0]
-        if len(values) == 1 and isinstance(values[0], str)
-        else json.dumps(fields, ensure_ascii=False)
-    )
+    if len(values) == 1 and isinstance(values[0], str):
+        return values[0]
+    return json.dumps(fields, ensure_ascii=False)
 
 
 async def _request(socket: ClientConnection, kind: str, data: dict[str, Any]) -> Step:

@@ -71,11 +71,9 @@ class Codec:
 
     def _decode(self, content: Any, buffers: list[bytes]) -> Any:
         if isinstance(content, list):
-            return (
-                content
-                if all(type(each) in SIMPLE for each in content)
-                else [self._decode(each, buffers) for each in content]
-            )
+            if all(type(each) in SIMPLE for each in content):
+                return content
+            return [self._decode(each, buffers) for each in content]
         if not isinstance(content, dict):
             return content
 

@@ -316,11 +316,9 @@ class VLLMEngine(LibraryEngine):
         sampling = self._requests.pop(key).sampling
         completions = [completion for _, completion in sorted(self._ended.pop(key).items())]
         # A greedy response is computed once, whatever the number of samples.
-        return (
-            completions
-            if len(completions) == sampling.n
-            else [copy.deepcopy(completions[0]) for _ in range(sampling.n)]
-        )
+        if len(completions) == sampling.n:
+            return completions
+        return [copy.deepcopy(completions[0]) for _ in range(sampling.n)]
 
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         with self._fatal("load_weights"), torch.no_grad():
