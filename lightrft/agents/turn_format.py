@@ -125,11 +125,9 @@ class TurnFormat:
             )
             return self._tokenize("".join(contents))
 
-        messages = (
-            [{"role": "user", "content": observation}]
-            if isinstance(observation, str)
-            else observation
-        )
+        messages = observation
+        if isinstance(observation, str):
+            messages = [{"role": "user", "content": observation}]
         token_ids = self._tokenize(self._between(messages, request, row))
         # The model has sampled the end of its turn itself, so the template's must not follow it. One
         # that begins the next turn follows another end.

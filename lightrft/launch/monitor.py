@@ -306,11 +306,9 @@ class Monitor:
         groups: dict[str, list[RankStatus]] = {}
         for status in self.statuses.values():
             lateness = f"late: {late[status.rank]}; " if status.rank in late else ""
-            silent = (
-                f"; no heartbeat for {now - status.heard:.0f} s"
-                if now - status.heard > 3 * self.beat
-                else ""
-            )
+            silent = ""
+            if now - status.heard > 3 * self.beat:
+                silent = f"; no heartbeat for {now - status.heard:.0f} s"
             state = (
                 "has left the run"
                 if status.left

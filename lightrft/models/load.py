@@ -323,11 +323,9 @@ def _load_checked(
     ):
         if names:
             without_head = not model.can_generate() and min(names) == "score.weight"
-            hint = (
-                ": it has a model that generates; train_rm and train_prm make models with scores"
-                if without_head
-                else ""
-            )
+            hint = ""
+            if without_head:
+                hint = ": it has a model that generates; train_rm and train_prm make models with scores"
             raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}{hint}")
 
     for parameter_name, parameter in model.named_parameters():

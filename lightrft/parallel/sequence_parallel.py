@@ -180,11 +180,9 @@ def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: 
     with all reasons, for a model that cannot be split.
     """
     divided = sequence.axis.size > 1
-    name = (
-        f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}"
-        if divided
-        else "--tp_sequence_parallel"
-    )
+    name = "--tp_sequence_parallel"
+    if divided:
+        name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}"
 
     parts = [part for part in module.modules() if isinstance(part, SequenceParallelModule)]
     for part in parts:

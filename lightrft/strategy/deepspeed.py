@@ -277,11 +277,9 @@ class ZeRO(Strategy):
             if is_empty(module)
             else _cast(module.parameters(), dtype)
         )
-        options = (
-            {"remote_device": "cpu", "pin_memory": self.device.type != "cpu"}
-            if self.config.strategy.param_offload
-            else {}
-        )
+        options = {}
+        if self.config.strategy.param_offload:
+            options = {"remote_device": "cpu", "pin_memory": self.device.type != "cpu"}
         # This is the group of --zpg, if it exists.
         options["zero_param_parallel_group"] = groups._get_zero_param_intra_parallel_group()
 

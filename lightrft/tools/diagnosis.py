@@ -238,13 +238,10 @@ def compare(
     for name, part in trainer_values.items():
         if name in engine_values and engine_values[name].shape == part.shape:
             relative = ((engine_values[name] - part).norm() / part.norm()).item()
-            depth = (
-                0
-                if name.endswith("embed_tokens")
-                else deepest
-                if depths[name] is None
-                else depths[name]
-            )
+            if name.endswith("embed_tokens"):
+                depth = 0
+            else:
+                depth = deepest if depths[name] is None else depths[name]
             allowed = 0.0 if exact else ROUNDING[dtype] * math.sqrt(1 + depth)
             part_gaps.append(PartGap(name, relative, allowed))
 

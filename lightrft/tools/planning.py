@@ -221,11 +221,9 @@ class Planner:
         """
         stage = self.config.strategy.zero_stage
         text = self.shape.get_text_config()
-        bucket = (
-            self.gradient_width * ZERO_BUCKET * (1 + self.config.strategy.overlap_comm)
-            if stage
-            else 0.0
-        )
+        bucket = 0.0
+        if stage:
+            bucket = self.gradient_width * ZERO_BUCKET * (1 + self.config.strategy.overlap_comm)
         copied = {0: min(PLAIN_BUCKET, self.trained), 1: 0}.get(
             stage, 2 * min(ZERO_BUCKET, self.trained)
         )

@@ -381,11 +381,9 @@ class Trainer(ABC):
             name: self.strategy.unwrap_model(model) for name, (model, *_) in self.models.items()
         }
         # One rank reads the weights' files, and the others take the digests from it.
-        digests = (
-            {name: weights_of(model.name_or_path) for name, model in models.items()}
-            if self.strategy.is_rank_0()
-            else {}
-        )
+        digests = {}
+        if self.strategy.is_rank_0():
+            digests = {name: weights_of(model.name_or_path) for name, model in models.items()}
         weights = {
             name: digest
             for name, digest in self.strategy.mesh.world.broadcast(digests).items()

@@ -47,11 +47,9 @@ class Codec:
 
         if kind.__name__ in self.kinds:
             # Both ends know this record by name.
-            values = (
-                [getattr(value, field.name) for field in fields(value)]
-                if is_dataclass(value)
-                else value
-            )
+            values = value
+            if is_dataclass(value):
+                values = [getattr(value, field.name) for field in fields(value)]
             return {kind.__name__: [self._encode(each, buffers) for each in values]}
 
         if kind is tuple:

@@ -237,11 +237,9 @@ class VLLMShim:
         sample.sampling_params = copy.copy(request.sampling_params)
         sample.sampling_params.seed = seed
 
-        text = (
-            IncrementalDetokenizer.from_new_request(self.tokenizer, sample)
-            if sample.sampling_params.stop
-            else None
-        )
+        text = None
+        if sample.sampling_params.stop:
+            text = IncrementalDetokenizer.from_new_request(self.tokenizer, sample)
         length = len(sample.prompt_token_ids)
         self._samples[name] = _Sample(sample.request_id, length, Completion([], [], ""), text)
         self.llm.llm_engine.engine_core.add_request(sample)
