@@ -168,20 +168,10 @@ def _backward(
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # dropout state
     unused = torch.empty(0, device=query.device)
 
+    tensors = (gradient.contiguous(), query, key, value, output, lse.t().contiguous())
+    options = (0.0, call.causal, state, unused)
     return torch.ops.aten._flash_attention_backward(
-        gradient.contiguous(),
-        query,
-        key,
-        value,
-        output,
-        lse.t().contiguous(),
-        *_lengths(call),
-        0.0,
-        call.causal,
-        state,
-        unused,
-        scale=scaling,
-        **_window(call),
+        *tensors, *_lengths(call), *options, scale=scaling, **_window(call)
     )
 
 
