@@ -118,11 +118,10 @@ class TurnFormat:
             return self._in_vocabulary(observation)
 
         if request.plain or not self.section.apply_chat_template:
-            contents = (
-                [observation]
-                if isinstance(observation, str)
-                else [each["content"] for each in observation]
-            )
+            if isinstance(observation, str):
+                contents = [observation]
+            else:
+                contents = [each["content"] for each in observation]
             return self._tokenize("".join(contents))
 
         messages = observation

@@ -434,11 +434,10 @@ class MemoryStore(SampleStore):
             column = self._lengths if name == "lengths" else self._columns[name]
             return column.select(ids).values
         except KeyError as error:
-            missing = (
-                error.args[0]
-                if name in self._columns or name in self._objects or name == "lengths"
-                else int(ids[0])
-            )
+            if name in self._columns or name in self._objects or name == "lengths":
+                missing = error.args[0]
+            else:
+                missing = int(ids[0])
             state = "was cleared" if missing in self._cleared else f"has no {name!r} on this rank"
             raise LookupError(f"sample {missing} {state}") from None
 

@@ -309,11 +309,10 @@ class Monitor:
             silent = ""
             if now - status.heard > 3 * self.beat:
                 silent = f"; no heartbeat for {now - status.heard:.0f} s"
-            state = (
-                "has left the run"
-                if status.left
-                else f"{lateness}{when(status.phase)}, at {status.place}{silent}"
-            )
+            if status.left:
+                state = "has left the run"
+            else:
+                state = f"{lateness}{when(status.phase)}, at {status.place}{silent}"
             groups.setdefault(state, []).append(status)
 
         lines = [

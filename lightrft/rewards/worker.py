@@ -70,11 +70,10 @@ class Setup:
         if name == JUDGE and self.judge is not None:
             function = _with_http(name, lambda: _judge(self.judge, **limits))
         else:
-            function = (
-                _with_http(name, lambda: _on_server(name, **limits))
-                if name.startswith(SERVER)
-                else rewards[name]
-            )
+            if name.startswith(SERVER):
+                function = _with_http(name, lambda: _on_server(name, **limits))
+            else:
+                function = rewards[name]
         return RewardFunction(function, chat=self.chat)
 
 

@@ -124,11 +124,10 @@ class Health:
             finding = "all rewards of each group are equal"
             if equal:
                 finding = f"all rewards are {row['rollout/reward']:.4g}"
-            so_far = (
-                ""
-                if self.steps_without_signal == 1
-                else f"; {self.steps_without_signal} steps had none so far"
-            )
+            if self.steps_without_signal == 1:
+                so_far = ""
+            else:
+                so_far = f"; {self.steps_without_signal} steps had none so far"
             truncated = row.get("rollout/truncated", 0.0)
             cut_off = (
                 f"; {truncated:.0%} of the responses are cut off: raise --generate_max_len"

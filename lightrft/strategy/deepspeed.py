@@ -272,11 +272,10 @@ class ZeRO(Strategy):
         If the model is empty, the host does not hold it either: each parameter is read here.
         """
         dtype = torch.bfloat16 if config["bf16"]["enabled"] else next(module.parameters()).dtype
-        parameters = (
-            one_by_one(module, dtype, self.mesh.world)
-            if is_empty(module)
-            else _cast(module.parameters(), dtype)
-        )
+        if is_empty(module):
+            parameters = one_by_one(module, dtype, self.mesh.world)
+        else:
+            parameters = _cast(module.parameters(), dtype)
         options = {}
         if self.config.strategy.param_offload:
             options = {"remote_device": "cpu", "pin_memory": self.device.type != "cpu"}

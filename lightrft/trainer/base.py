@@ -551,11 +551,10 @@ class Trainer(ABC):
         if not self.strategy.is_rank_0() or self.done == 0:
             return
 
-        model = (
-            f"model in {self.folder / 'model'}"
-            if status == "finished"
-            else f"files in {self.folder}"
-        )
+        if status == "finished":
+            model = f"model in {self.folder / 'model'}"
+        else:
+            model = f"files in {self.folder}"
         logger.info("{} after step {}: {}", status, self.done, model)
         if status == "failed":
             return

@@ -195,11 +195,10 @@ class VLLMEngine(LibraryEngine):
             self._shim.tokenizer = self.vocabulary.tokenizer
         parameters = self._parameters(request.sampling, request.seeds[0])
         salt = str(self._num_loads)  # so that only blocks of the current weights are shared
-        prompt = (
-            _salted(request.expanded, salt)
-            if request.expanded
-            else tokens_input(request.token_ids, cache_salt=salt)
-        )
+        if request.expanded:
+            prompt = _salted(request.expanded, salt)
+        else:
+            prompt = tokens_input(request.token_ids, cache_salt=salt)
         prepared = self._shim.prepare(prompt, parameters)
 
         for sample, seed in enumerate(request.seeds[: request.sampling.num_draws]):

@@ -110,11 +110,10 @@ class VLLMShim:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         parts = FUSED_PARTS | getattr(self.model, "packed_modules_mapping", {})
         own_names = engine_names(names)
-        own_names = (
-            {name: mapper.map_name(published) for name, published in own_names.items()}
-            if mapper
-            else {name: _by_loader(published) for name, published in own_names.items()}
-        )
+        if mapper:
+            own_names = {name: mapper.map_name(published) for name, published in own_names.items()}
+        else:
+            own_names = {name: _by_loader(published) for name, published in own_names.items()}
         self.names = names
         self._stale_copies = _stale_copies(self.model)
         self.experts = [layer for layer in self.model.modules() if is_experts(layer)]
