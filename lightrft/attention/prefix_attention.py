@@ -59,9 +59,8 @@ def pad_values(value: Tensor, query: Tensor) -> tuple[Tensor, int]:
     Return them with the former width.
     """
     columns = value.shape[-1]
-    return F.pad(value, (0, query.shape[-1] - columns)) if columns < query.shape[
-        -1
-    ] else value, columns
+    missing = max(query.shape[-1] - columns, 0)
+    return F.pad(value, (0, missing)) if missing else value, columns
 
 
 class _MergedCalls(torch.autograd.Function):

@@ -511,15 +511,13 @@ class Planner:
         hints = self.idle_ranks()
         config = self.config
         if not plan.fits:
-            changes = self.suggest_changes()
-            hints.append(
-                f"it fits with {' '.join(changes)}"
-                if changes
-                else (
-                    "no combination of flags that was tried fits: use more ranks, a smaller model,"
-                    " or --fsdp_cpu_offload"
-                )
+            hint = (
+                "no combination of flags that was tried fits: use more ranks, a smaller model,"
+                " or --fsdp_cpu_offload"
             )
+            if changes := self.suggest_changes():
+                hint = f"it fits with {' '.join(changes)}"
+            hints.append(hint)
 
         nodes = nodes_to_replicate(config, self.ranks, self.ranks_per_node)
         shards_alone = config.strategy.strategy == "fsdp" and self.sp == self.tp == self.ep == 1

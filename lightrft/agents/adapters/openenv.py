@@ -83,16 +83,7 @@ async def _request(socket: ClientConnection, kind: str, data: dict[str, Any]) ->
         return observation_text(reply["observation"]), reply["reward"], reply["done"]
 
     if kind == "step" and reply.get("code") == NOT_AN_ACTION:
-        return (
-            json.dumps(
-                {
-                    "error": [
-                        {"field": each["loc"], "problem": each["msg"]} for each in reply["errors"]
-                    ]
-                }
-            ),
-            None,
-            False,
-        )
+        problems = [{"field": each["loc"], "problem": each["msg"]} for each in reply["errors"]]
+        return json.dumps({"error": problems}), None, False
 
     raise RuntimeError(f"OpenEnv: {reply.get('message')} ({reply.get('code')})")
