@@ -680,7 +680,10 @@ def test_a_sequence_that_fits_no_microbatch():
             ["--environment", "guess_number", "--partial_rollout", "--over_sampling", "2"],
             "--partial_rollout continues responses",
         ),
-        (["--overlap", "--offload_idle"], "--overlap does not support --offload_idle: the models are in device memory"),
+        (
+            ["--overlap", "--offload_idle"],
+            "--overlap does not support --offload_idle: the models are in device memory",
+        ),
         (
             ["--rollout_correction=mis", "--rollout_correction_low=3"],
             "--rollout_correction_low is above --rollout_correction_",
@@ -711,7 +714,10 @@ def test_a_sequence_that_fits_no_microbatch():
             ["--self_teacher=actor", "--distill_coef=1"],
             "the actor agrees with itself unless it sees another prompt",
         ),
-        (["--self_teacher=average", "--distill_coef=1"], "--self_teacher average needs --enable_ema"),
+        (
+            ["--self_teacher=average", "--distill_coef=1"],
+            "--self_teacher average needs --enable_ema",
+        ),
         (
             [
                 "--self_teacher=average",
@@ -881,8 +887,9 @@ def test_what_cannot_speculate_is_named(tmp_path):
         in problems(*vllm, rate)
     )
 
-    assert "--images_key does not support --draft_learning_rate: a model of text is trained" in problems(
-        *vllm, rate, "--images_key=images"
+    assert (
+        "--images_key does not support --draft_learning_rate: a model of text is trained"
+        in problems(*vllm, rate, "--images_key=images")
     )
     draft = [*vllm, f"--pretrain={tmp_path}", "--speculative=draft"]
     assert f"--draft_pretrain {tmp_path}/no: no such folder" in problems(
@@ -1444,8 +1451,7 @@ def test_samplings_that_nobody_can_draw_from_are_named():
     assert all(f"--{name} " in said for name in names)
     said = problems(*RUNNABLE, "--min_tokens=9", "--generate_max_len=8", "--stop", "a")
     assert (
-        "--min_tokens 9 exceeds --generate_max_len 8" in said
-        and "--min_tokens with --stop" in said
+        "--min_tokens 9 exceeds --generate_max_len 8" in said and "--min_tokens with --stop" in said
     )
 
     unused = check(
