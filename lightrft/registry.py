@@ -113,11 +113,9 @@ class Registry:
 
         try:
             with kept_alive():
-                return (
-                    _load_file(Path(source))
-                    if source.endswith(".py")
-                    else importlib.import_module(source)
-                )
+                if source.endswith(".py"):
+                    return _load_file(Path(source))
+                return importlib.import_module(source)
         except Exception as error:
             flag = f"{self.flag} {name or source}"
             raise ValueError(

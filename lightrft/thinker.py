@@ -217,11 +217,9 @@ def whole_config(name: str) -> Qwen2_5OmniConfig | None:
 
 def speaks(model: PreTrainedModel) -> bool:
     """Return True for the thinker of a folder that has talker and token2wav."""
-    omni = (
-        whole_config(model.name_or_path)
-        if isinstance(model, OmniThinkerForConditionalGeneration)
-        else None
-    )
+    omni = None
+    if isinstance(model, OmniThinkerForConditionalGeneration):
+        omni = whole_config(model.name_or_path)
     return omni is not None and omni.enable_audio_output
 
 

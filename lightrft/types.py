@@ -339,11 +339,10 @@ def append_sequence(batch: Batch, token_ids: Tensor, features: Features | None =
     mask = F.pad(batch.loss_mask, (0, len(token_ids)))
     rows = F.pad(batch.rows, (0, 1))
     ids = torch.cat([batch.input_ids, token_ids.to(batch.input_ids)])
-    media = (
-        None
-        if batch.media is None and not features
-        else [*(batch.media or [{}] * len(batch)), features or {}]
-    )
+    if batch.media is None and not features:
+        media = None
+    else:
+        media = [*(batch.media or [{}] * len(batch)), features or {}]
     shared = batch.shared and batch.shared.append_sequence(len(token_ids))
     experts = batch.experts
     if experts is not None:

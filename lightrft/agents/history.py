@@ -34,11 +34,9 @@ class TurnHistory:
         text: str | None = None,
     ) -> None:
         """Remember a turn that answered messages with tools, or a text, or token ids alone."""
-        self._chats.append(
-            (_json(tools), [*map(key, [*messages, reply(turn)])])
-            if messages is not None
-            else ("", [])
-        )
+        self._chats.append(("", []))
+        if messages is not None:
+            self.set_chat(-1, turn, messages, tools)
         self._texts.append(text + turn.text if text is not None else "")
         self._token_ids.append([*turn.context_ids, *turn.token_ids])
 

@@ -192,11 +192,9 @@ class Program:
 
         environment = self.environment() if self.environment is not None else None
         try:
-            first = (
-                await call_function(environment.reset, **row)
-                if hasattr(environment, "reset")
-                else None
-            )
+            first = None
+            if hasattr(environment, "reset"):
+                first = await call_function(environment.reset, **row)
             await (
                 self._game(environment, session, first)
                 if self.steps

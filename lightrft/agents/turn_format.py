@@ -118,18 +118,15 @@ class TurnFormat:
             return self._in_vocabulary(observation)
 
         if request.plain or not self.section.apply_chat_template:
-            contents = (
-                [observation]
-                if isinstance(observation, str)
-                else [each["content"] for each in observation]
-            )
+            if isinstance(observation, str):
+                contents = [observation]
+            else:
+                contents = [each["content"] for each in observation]
             return self._tokenize("".join(contents))
 
-        messages = (
-            [{"role": "user", "content": observation}]
-            if isinstance(observation, str)
-            else observation
-        )
+        messages = observation
+        if isinstance(observation, str):
+            messages = [{"role": "user", "content": observation}]
         token_ids = self._tokenize(self._between(messages, request, row))
         # The model has sampled the end of its turn itself, so the template's must not follow it. One
         # that begins the next turn follows another end.

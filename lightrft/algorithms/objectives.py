@@ -132,11 +132,10 @@ class PolicyObjective:
         # Tokens that are not learned may hold anything, also infinities, and 0 times infinity is
         # NaN.
         logprobs = torch.where(learned, logprobs, 0.0)
-        old = (
-            logprobs.detach()
-            if batch.old_logprobs is None
-            else torch.where(learned, batch.old_logprobs, 0.0)
-        )
+        if batch.old_logprobs is None:
+            old = logprobs.detach()
+        else:
+            old = torch.where(learned, batch.old_logprobs, 0.0)
         advantages = torch.where(learned, batch.advantages, 0.0)
         inputs = PolicyInputs(logprobs, old, advantages, all_logprobs, batch)
         values, report = self._losses(inputs)

@@ -138,11 +138,10 @@ def nucleus_threshold(logits: Tensor, top_p: float) -> Tensor:
     vocabulary, it sums over it 32 times: float32 numbers are ordered like their keys, so a
     bisection from -inf to the largest logit finds the threshold.
     """
-    rows = (
-        max(1, HOST_BLOCK // logits.shape[-1])
-        if logits.device.type == "cpu"
-        else max(1, len(logits))
-    )
+    if logits.device.type == "cpu":
+        rows = max(1, HOST_BLOCK // logits.shape[-1])
+    else:
+        rows = max(1, len(logits))
     return torch.cat([_bisect_threshold(part, top_p) for part in logits.split(rows)])
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,6 @@ def torch_varlen(
             " to 0"
         )
 
-    value, columns = pad_values(value, query)
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(function).parameters else {}
     # This version of torch has no grouped queries, so each key and value is repeated for its
     # queries.
@@ -87,23 +87,7 @@ def torch_varlen(
         key, value = (
             x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value)
         )
-
-    offsets = layout.offsets
-    longest = layout.longest
-    output = function(
-        query,
-        key,
-        value,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=_sides(window),
-        **grouped,
-    )
-
-    return output[..., :columns]
+    return _varlen(function, query, key, value, layout, window, scale=scaling, **grouped)
 
 
 def package_varlen(
@@ -121,24 +105,32 @@ def package_varlen(
 
     query [T, H, D], key and value [T, H_kv, D] -> [T, H, D].
     """
-    value, columns = pad_values(value, query)
-    offsets = layout.offsets
-    longest = layout.longest
-    output = function(
+    return _varlen(
+        function,
         query,
         key,
         value,
-        offsets,
-        offsets,
-        longest,
-        longest,
+        layout,
+        window,
         dropout_p=dropout,
         softmax_scale=scaling,
         causal=True,
-        window_size=_sides(window),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
+
+def _varlen(
+    function: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    window: int | None,
+    **options: Any,
+) -> Tensor:
+    value, columns = pad_values(value, query)
+    ends = (layout.offsets, layout.offsets, layout.longest, layout.longest)
+    output = function(query, key, value, *ends, window_size=_sides(window), **options)
     return output[..., :columns]
 
 
@@ -176,20 +168,10 @@ def _backward(
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # dropout state
     unused = torch.empty(0, device=query.device)
 
+    tensors = (gradient.contiguous(), query, key, value, output, lse.t().contiguous())
+    options = (0.0, call.causal, state, unused)
     return torch.ops.aten._flash_attention_backward(
-        gradient.contiguous(),
-        query,
-        key,
-        value,
-        output,
-        lse.t().contiguous(),
-        *_lengths(call),
-        0.0,
-        call.causal,
-        state,
-        unused,
-        scale=scaling,
-        **_window(call),
+        *tensors, *_lengths(call), *options, scale=scaling, **_window(call)
     )
 
 

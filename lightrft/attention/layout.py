@@ -381,11 +381,10 @@ class Layout:
         if not len(sizes):
             return []
 
-        kind = (
-            {"causal": True}
-            if np.array_equal(sizes, key_sizes)
-            else {"window": int(key_sizes.max())}
-        )
+        if np.array_equal(sizes, key_sizes):
+            kind = {"causal": True}
+        else:
+            kind = {"window": int(key_sizes.max())}
         selections = (Selection(np.concatenate(index), self.device) for index in (queries, keys))
         return [AttentionCall(*selections, sizes, key_sizes, self.device, **kind)]
 

@@ -59,9 +59,8 @@ def pad_values(value: Tensor, query: Tensor) -> tuple[Tensor, int]:
     Return them with the former width.
     """
     columns = value.shape[-1]
-    return F.pad(value, (0, query.shape[-1] - columns)) if columns < query.shape[
-        -1
-    ] else value, columns
+    missing = max(query.shape[-1] - columns, 0)
+    return F.pad(value, (0, missing)) if missing else value, columns
 
 
 class _MergedCalls(torch.autograd.Function):
@@ -260,11 +259,9 @@ def _sizes(call: AttentionCall, lengths: list[int]) -> list[int]:
 def _flat(blocks: list[Tensor], call: AttentionCall) -> Tensor:
     """Return values in blocks in the token order of the call."""
     values = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-    return (
-        values.index_select(0, call.blocks.places)
-        if call.causal and call.blocks.places is not None
-        else values
-    )
+    if call.causal and call.blocks.places is not None:
+        return values.index_select(0, call.blocks.places)
+    return values
 
 
 def window_mask(

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightrft.attention.layout import Layout, blocks, offsets, ranges
-from lightrft.parallel.sequence_parallel import GatherSummed
+from lightrft.parallel.sequence_parallel import gather_summed
 from lightrft.types import to_device
 
 
@@ -323,7 +323,7 @@ def _own_heads(call: dict[str, Any], scan: Scan, layout: Layout) -> list[Tensor]
 
     # A rank may have a part of a group only, so the groups' values are copied for its heads.
     for group in groups:
-        (gathered,) = GatherSummed.apply(axis, group)
+        gathered = gather_summed(group, axis)
         of_heads = torch.arange(num_heads, device=group.device)[own] // (
             num_heads // group.shape[1]
         )

@@ -131,11 +131,9 @@ class Backend(ABC):
     @property
     def sequence(self) -> SequenceParallel:
         """Return the object that divides a batch among the ranks of a data replica."""
-        kind = (
-            SEQUENCES[sequence_layout(self.config.strategy)[1]]
-            if self.mesh.sp.size > 1
-            else NoSequenceParallel
-        )
+        kind = NoSequenceParallel
+        if self.mesh.sp.size > 1:
+            kind = SEQUENCES[sequence_layout(self.config.strategy)[1]]
         return kind(
             self.mesh.sp,
             parts=self.mesh.tp.size if self.config.strategy.tp_sequence_parallel else 1,

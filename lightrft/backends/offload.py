@@ -74,11 +74,10 @@ class HostCopies:
     def load(self, tensors: Iterable[Tensor]) -> None:
         """Copy the values into tensors of the same shapes and types, in the same order."""
         for target, pieces in self._places(tensors):
-            dense = (
-                target.detach()
-                if target.is_contiguous()
-                else torch.empty_like(target, memory_format=torch.contiguous_format)
-            )
+            if target.is_contiguous():
+                dense = target.detach()
+            else:
+                dense = torch.empty_like(target, memory_format=torch.contiguous_format)
             for part, piece in zip(
                 _flat_bytes(dense).split([len(p) for p in pieces]), pieces, strict=True
             ):

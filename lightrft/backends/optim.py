@@ -220,11 +220,9 @@ def _sum_of_powers(gradients: list[Tensor], p: float, device: torch.device) -> T
     norms = torch.stack(
         [norm.to(device) for norm in torch._foreach_norm(gradients, p, torch.float32)]
     )
-    return (
-        norms.amax().nan_to_num(nan=torch.inf, posinf=torch.inf)
-        if p == torch.inf
-        else norms.pow(p).sum()
-    )
+    if p == torch.inf:
+        return norms.amax().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return norms.pow(p).sum()
 
 
 def _sharding_groups(tensor: DTensor) -> list[tuple[str, dist.ProcessGroup]]:

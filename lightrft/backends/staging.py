@@ -69,11 +69,10 @@ def _copied(leaf: Any, part: Tensor | None, pinned: Iterator[Tensor]) -> Any:
     """Return a leaf of the same kind in host memory, with the next pinned copy if it has one."""
     if part is None:
         return copy.deepcopy(leaf)
-    host = (
-        next(pinned)
-        if _is_on_device(part)
-        else torch.empty(part.shape, dtype=part.dtype).copy_(part)
-    )
+    if _is_on_device(part):
+        host = next(pinned)
+    else:
+        host = torch.empty(part.shape, dtype=part.dtype).copy_(part)
     if isinstance(leaf, DTensor):
         # DTensor.from_local() would move it back to the device of the mesh.
         return DTensor(host, leaf._spec, requires_grad=False)

@@ -121,11 +121,10 @@ def plan(
         "plain": _consecutive_rows,
     }[batching]
 
-    starts = (
-        range(0, len(lengths), minibatch_size)
-        if units is None
-        else _starts(np.asarray(units), minibatch_size)
-    )
+    if units is None:
+        starts = range(0, len(lengths), minibatch_size)
+    else:
+        starts = _starts(np.asarray(units), minibatch_size)
     steps = [range(start, stop) for start, stop in pairwise([*starts, len(lengths)])]
     return Plan([split(lengths, rows, num_ranks, limits) for rows in steps])
 

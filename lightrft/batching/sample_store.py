@@ -105,11 +105,9 @@ class Column:
     def without(self, ids: Tensor) -> "Column":
         """Return the rows with other ids."""
         remaining = self.ids[~torch.isin(self.ids, ids)]
-        return (
-            self.select(remaining)
-            if len(remaining)
-            else Column(self.per_token, remaining, self.lengths[:0], self.values[:0])
-        )
+        if len(remaining):
+            return self.select(remaining)
+        return Column(self.per_token, remaining, self.lengths[:0], self.values[:0])
 
     def merge(self, other: "Column") -> "Column":
         """Return the rows of both; where ids agree, `other` wins."""
@@ -436,20 +434,17 @@ class MemoryStore(SampleStore):
             column = self._lengths if name == "lengths" else self._columns[name]
             return column.select(ids).values
         except KeyError as error:
-            missing = (
-                error.args[0]
-                if name in self._columns or name in self._objects or name == "lengths"
-                else int(ids[0])
-            )
+            if name in self._columns or name in self._objects or name == "lengths":
+                missing = error.args[0]
+            else:
+                missing = int(ids[0])
             state = "was cleared" if missing in self._cleared else f"has no {name!r} on this rank"
             raise LookupError(f"sample {missing} {state}") from None
 
     def produced_ids(self, name: str) -> set[int]:
-        return (
-            set(self._columns[name].ids.tolist())
-            if name in self._columns
-            else set(self._objects.get(name, ()))
-        )
+        if name in self._columns:
+            return set(self._columns[name].ids.tolist())
+        return set(self._objects.get(name, ()))
 
     def clear(self, ids: Collection[int]) -> None:
         gone = torch.tensor(sorted(ids), dtype=torch.int64)

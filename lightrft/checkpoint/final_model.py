@@ -71,11 +71,9 @@ def export_checkpoint(
     """
     newest = _newest_checkpoint(path)
     if newest is None:
-        model = (
-            f"; the trained model of this run is {path / 'model'}"
-            if (path / "model").is_dir()
-            else ""
-        )
+        model = ""
+        if (path / "model").is_dir():
+            model = f"; the trained model of this run is {path / 'model'}"
         raise ConfigError(f"{path} is not a checkpoint of a run, and contains none{model}")
 
     manifest, path, state = newest

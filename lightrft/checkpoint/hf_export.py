@@ -335,11 +335,9 @@ def _files_beside(model: PreTrainedModel) -> list[Path]:
     """Return the processor files in the model's folder, or in the hub's cache on this machine."""
     if Path(model.name_or_path).is_dir():
         return [path for name in COPIED_FILES if (path := Path(model.name_or_path, name)).is_file()]
-    cached = (
-        [try_to_load_from_cache(model.name_or_path, name) for name in COPIED_FILES]
-        if model.name_or_path
-        else []
-    )
+    cached = []
+    if model.name_or_path:
+        cached = [try_to_load_from_cache(model.name_or_path, name) for name in COPIED_FILES]
     return [Path(path) for path in cached if isinstance(path, str)]
 
 

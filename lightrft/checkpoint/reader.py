@@ -24,16 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 INDEX_CLASSES = (
-    *(
-        _MEM_FORMAT_ENCODING,
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-    ),
-    *(TensorStorageMetadata, _StorageInfo, torch.Size),
+    *(_MEM_FORMAT_ENCODING, BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex),
+    *(StorageMeta, TensorProperties, TensorStorageMetadata, _StorageInfo, torch.Size),
 )
 
 

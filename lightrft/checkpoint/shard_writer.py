@@ -66,13 +66,12 @@ class ShardWriter:
         The names contain the number of files, so one rank calls this after all ranks have finished.
         """
         count = len(self.files)
-        names = (
-            [WEIGHTS_FILE]
-            if count == 1
-            else [
+        if count == 1:
+            names = [WEIGHTS_FILE]
+        else:
+            names = [
                 f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
             ]
-        )
         for number, name in enumerate(names):
             self._path(number).rename(self.folder / name)
 

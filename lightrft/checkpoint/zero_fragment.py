@@ -107,11 +107,9 @@ class SavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        return (
-            value.parts()[tuple(index.offset)]
-            if isinstance(value, Fragment)
-            else super().lookup_object(index)
-        )
+        if isinstance(value, Fragment):
+            return value.parts()[tuple(index.offset)]
+        return super().lookup_object(index)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -130,11 +128,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
-        return (
-            value.parts()[tuple(index.offset)]
-            if isinstance(value, Fragment)
-            else super().lookup_tensor(index)
-        )
+        if isinstance(value, Fragment):
+            return value.parts()[tuple(index.offset)]
+        return super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = torch.load(value, weights_only=True)

@@ -31,8 +31,8 @@ from lightrft.parallel.device import current_device, release_cached_memory, sync
 from lightrft.parallel.mesh import world_axis
 from lightrft.strategy.checkpoints import Checkpoints, Trained
 from lightrft.strategy.dataloader import ResumableBatchSampler
-from lightrft.strategy.device_memory import DeviceMemory, Phase
-from lightrft.strategy.engine_host import EngineHost, EngineStatus
+from lightrft.strategy.device_memory import DeviceMemory
+from lightrft.strategy.engine_host import EngineHost
 from lightrft.strategy.fsdp import FSDP2
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.strategy.strategy import Strategy
@@ -66,6 +66,11 @@ def verb(part: str, method: Callable) -> Callable:
         return method(getattr(self, part), *args, **kwargs)
 
     return replaces(part, method.__name__)(call)
+
+
+def reads(part: str, attribute: str) -> Any:
+    """Return a property of a strategy that reads an attribute of a part."""
+    return property(lambda self: getattr(getattr(self, part), attribute))
 
 
 class StrategyBase(Strategy):
@@ -236,9 +241,7 @@ class StrategyBase(Strategy):
     reload_model = verb("memory", DeviceMemory.reload_model)
     maybe_offload_optimizer = verb("memory", DeviceMemory.offload_optimizer)
 
-    @property
-    def phase(self) -> Phase:
-        return self.memory.phase
+    phase = reads("memory", "phase")
 
     @replaces("memory", "reload_optimizer")
     def maybe_load_optimizer(
@@ -309,42 +312,23 @@ class StrategyBase(Strategy):
     serve_engine = verb("host", EngineHost.serve)
     close_engine = verb("host", EngineHost.close)
 
-    @property
-    def engine(self) -> Engine:
-        return self.host.engine
+    engine = reads("host", "engine")
 
     @property
     def inference_engine(self) -> Engine | None:
         """Return the engine on this rank; None until setup_inference_engine()."""
         return self.host.engine if self.host.is_started else None
 
-    @property
-    def engine_name(self) -> str:
-        """Return hf, vllm, ...; "none" until an engine exists."""
-        return self.host.name
-
-    @property
-    def inference_engine_type(self) -> str:
-        return self.host.name
-
-    @property
-    def engine_status(self) -> EngineStatus:
-        """Return WAKEUP if the engine can generate; SLEEPED if not, or without an engine."""
-        return self.host.status
-
-    @property
-    def inference_engine_status(self) -> EngineStatus:
-        return self.host.status
-
-    @property
-    def weight_version(self) -> int:
-        """Return the version of the engine's weights; 0 without an engine."""
-        return self.host.version
-
-    @property
-    def engine_memory(self) -> dict[str, float]:
-        """Return metrics of the memory occupied before and after the engine's last sleep."""
-        return self.host.sleep_memory
+    engine_name = reads("host", "name")
+    """hf, vllm, ...; "none" until an engine exists."""
+    inference_engine_type = reads("host", "name")
+    engine_status = reads("host", "status")
+    """WAKEUP if the engine can generate; SLEEPED if not, or without an engine."""
+    inference_engine_status = reads("host", "status")
+    weight_version = reads("host", "version")
+    """Version of the engine's weights; 0 without an engine."""
+    engine_memory = reads("host", "sleep_memory")
+    """Metrics of the memory occupied before and after the engine's last sleep."""
 
     def gather_and_generate(
         self,

@@ -373,11 +373,10 @@ def _help_of_flag(name: str, value: Any) -> str:
 
 def _form(kind: Any) -> str:
     """Return the form of the value after the flag, as --help shows it."""
-    arms = (
-        [arm for arm in get_args(kind) if arm is not type(None)]
-        if type(None) in get_args(kind)
-        else [kind]
-    )
+    if type(None) in get_args(kind):
+        arms = [arm for arm in get_args(kind) if arm is not type(None)]
+    else:
+        arms = [kind]
     if get_origin(arms[0]) is list:
         item = get_args(arms[0])[0]
         return " text ..." if item is Verbatim else f" {item.__name__},..."

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from lightrft.config.references import EvalSource, eval_sources, reward_terms, teacher_terms
 from lightrft.config.sections import (
+    SECTIONS,
     Config,
     engine_name,
     media_columns,
@@ -59,6 +61,18 @@ class RunFacts:
         """Return an attribute for a placeholder in a message."""
         return getattr(self, name)
 
+    def has(self, text: str) -> bool:
+        """Return whether a flag is set, or has one of the values in a text such as `--exact`,
+        `--tp_size 1` or `--engine_type hf or vllm`.
+
+        A placeholder says nothing: `--fused_kernels {fused_kernels}` is `--fused_kernels`.
+        """
+        name, *values = re.sub(" {.*}| or", "", text.removeprefix("--")).strip("{}").split()
+        if values:
+            return str(self[name]) in values
+        owner = section_of_field().get(name)
+        return self[name] != (getattr(SECTIONS[owner](), name) if owner else "")
+
     @property
     def engine_type(self) -> str:
         """Return the engine of this machine, if the field is auto."""
@@ -79,11 +93,9 @@ class RunFacts:
     @property
     def rewards(self) -> list[str]:
         """Return the names in --reward."""
-        return (
-            []
-            if unreadable(reward_terms, self.reward)
-            else [term.name for term in reward_terms(self.reward)]
-        )
+        if unreadable(reward_terms, self.reward):
+            return []
+        return [term.name for term in reward_terms(self.reward)]
 
     @property
     def teachers(self) -> list[tuple[str, str]]:

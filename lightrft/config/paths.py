@@ -38,11 +38,9 @@ def _missing_data(config: Config, command: str) -> Iterator[str]:
     sets += [("eval_data", each.source) for each in eval_sources(data.eval_data)]
 
     for flag, text in sets:
-        names = (
-            [each.name for each in data_sources(text)]
-            if text and flag in fields_read(command)
-            else []
-        )
+        names = []
+        if text and flag in fields_read(command):
+            names = [each.name for each in data_sources(text)]
         for name in names:
             is_path = ":" not in name and (
                 name.startswith(("/", "./", "../", "~")) or Path(name).suffix in DATA_FILES

@@ -200,11 +200,9 @@ def data_problems(flag: str, text: str, probabilities: list[float]) -> list[str]
     """
     sources = data_sources(text)
     weights = [source.weight for source in sources if source.weight is not None]
-    problems = (
-        [f"--{flag} {text} has an empty name: separate data sets by one comma"]
-        if any(not s.name for s in sources)
-        else []
-    )
+    problems = []
+    if any(not s.name for s in sources):
+        problems = [f"--{flag} {text} has an empty name: separate data sets by one comma"]
 
     if weights and probabilities:
         problems.append(

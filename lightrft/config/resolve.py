@@ -102,11 +102,10 @@ def resolve(
         _correct_quantized_rollouts(config)
     if config.engine.exact and not config.rollout.partial_rollout:
         config.expand({"mismatch_limit": 0.0})
-    bounds = (
-        {}
-        if algorithm.eps_clip is None
-        else dict.fromkeys(BOTH_BOUNDS["eps_clip"], algorithm.eps_clip)
-    )
+    if algorithm.eps_clip is None:
+        bounds = {}
+    else:
+        bounds = dict.fromkeys(BOTH_BOUNDS["eps_clip"], algorithm.eps_clip)
     config.expand(
         recipe(algorithm.advantage_estimator)
         | correction_bounds(algorithm.rollout_correction)

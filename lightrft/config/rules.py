@@ -1,10 +1,12 @@
 """Rules that a configuration must satisfy, beside the bounds of single fields in sections.py."""
 
 import os
+import re
 from collections import ChainMap
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -97,6 +99,21 @@ def problems_of(rules: Collection[Rule], run: RunFacts) -> list[str]:
         if not run.command or run.command in rule.commands
         for problem in rule.problems(run)
     ]
+
+
+def stated(*sentences: str, commands: Collection[str] = EVERY) -> list[Rule]:
+    """Return the rules that sentences state.
+
+    They begin with two flags, such as `--exact needs --engine_type hf or vllm` or `--distill_top_k
+    does not support --exact`; the reason follows.
+    """
+    return [Rule(sentence, partial(_contradicts, sentence), commands) for sentence in sentences]
+
+
+def _contradicts(sentence: str, run: RunFacts) -> bool:
+    flags = re.split("[:;,]", sentence)[0]
+    flag, verb, other = re.split(" (needs|does not support|with) ", flags)
+    return run.has(flag) and run.has(other) == (verb != "needs")
 
 
 # -- models, data and servers
@@ -215,10 +232,10 @@ INPUTS = (
         _missing_trackers,
         TRAINING,
     ),
-    Rule(
-        "--overwrite starts from the beginning and --load_checkpoint resumes: set only one",
-        lambda run: run.overwrite and run.load_checkpoint,
-        TRAINING,
+    *stated(
+        "--overwrite with --load_checkpoint: one starts from the beginning, and the other"
+        " resumes; set only one",
+        commands=TRAINING,
     ),
 )
 
@@ -269,50 +286,27 @@ GENERATION_RULES = (
         "--min_tokens {min_tokens} exceeds --generate_max_len {generate_max_len}",
         lambda run: run.min_tokens > run.generate_max_len,
     ),
-    Rule(
-        "--min_tokens excludes tokens that end a response, and not texts: use --stop_token_ids"
-        " instead of --stop",
-        lambda run: run.min_tokens > 0 and run.stop,
-    ),
-    Rule(
-        "--engine_args are arguments of vLLM or SGLang, and the engine is {engine_type}: omit them,"
+    *stated(
+        "--min_tokens with --stop: tokens that end a response are excluded, and not texts; use"
+        " --stop_token_ids",
+        "--engine_args needs --engine_type vllm or sglang, whose arguments they are: omit them,"
         " or set --engine_type",
-        lambda run: run.engine_args and run.engine_type == "hf",
-    ),
-    Rule(
         "--speculative {speculative} needs --engine_type vllm; {engine_type} generates without"
         " drafts",
-        lambda run: run.speculative != "none" and run.engine_type != "vllm",
-    ),
-    Rule(
         "--min_p with --speculative: vLLM does not verify drafts with min p; use --top_p or"
         " --top_k",
-        lambda run: run.min_p > 0 and run.speculative != "none",
-    ),
-    Rule(
         "--speculative draft needs --draft_pretrain, a small model with the vocabulary of"
         " --pretrain; --speculative group needs no other model",
-        lambda run: run.speculative == "draft" and not run.draft_pretrain,
-    ),
-    Rule(
         "--speculative eagle3 needs --draft_pretrain, an EAGLE-3 head for --pretrain;"
         " --speculative group needs no other model",
-        lambda run: run.speculative == "eagle3" and not run.draft_pretrain,
-    ),
-    Rule(
-        "--draft_pretrain {draft_pretrain} is used by --speculative draft or eagle3, not by"
-        " --speculative {speculative}",
-        lambda run: run.draft_pretrain and run.speculative not in ("draft", "eagle3"),
-    ),
-    Rule(
-        "--draft_learning_rate trains the model of --speculative draft, and --speculative is"
+        "--draft_pretrain {draft_pretrain} needs --speculative draft or eagle3: --speculative"
+        " {speculative} does not use it",
+        "--draft_learning_rate needs --speculative draft, whose model it trains: --speculative is"
         " {speculative}",
-        lambda run: run.draft_learning_rate > 0 and run.speculative != "draft",
-    ),
-    Rule(
-        "{media_flags}: --draft_learning_rate trains a model of text, which reads no media; omit"
-        " one of them",
-        lambda run: run.draft_learning_rate > 0 and run.media_flags,
+        "{media_flags} does not support --draft_learning_rate: a model of text is trained, which"
+        " reads no media; omit one of them",
+        "--lora_sync adapter needs --engine_type vllm or hf: SGLang gets merged weights here",
+        "--tools needs --apply_chat_template: the chat template describes them to the model",
     ),
     Rule(
         "--speculative mtp: {pretrain} has no layers for it; --speculative group needs none",
@@ -324,10 +318,6 @@ GENERATION_RULES = (
         _other_vocabulary,
     ),
     Rule("{found}", _sglang_media),
-    Rule(
-        "--lora_sync adapter needs --engine_type vllm or hf: SGLang gets merged weights here",
-        lambda run: run.lora_sync == "adapter" and run.engine_type == "sglang",
-    ),
     Rule(
         "--rollout_quantization {rollout_quantization} needs --engine_type vllm: the hf engine"
         " computes with transformers' layers, which have no products of eight bits",
@@ -358,10 +348,6 @@ GENERATION_RULES = (
         "{media_flags}: --environment, --agent and --tools need prompts of text, since the tokens"
         " of their turns and observations are not expanded for media",
         lambda run: has_episodes(run.config.environment) and run.media_flags,
-    ),
-    Rule(
-        "--tools are described to the model by its chat template: set --apply_chat_template",
-        lambda run: run.tools and not run.apply_chat_template,
     ),
     Rule(
         "--prompt_max_len {prompt_max_len} + --generate_max_len {generate_max_len} make sequences"
@@ -405,22 +391,24 @@ ALGORITHM = (
         ),
     ),
     Rule("{found}", lambda run: unreadable(teacher_terms, run.teacher_pretrain)),
-    Rule(
-        "--teacher_pretrain and --teacher_url both name a teacher: set only one",
-        lambda run: run.teacher_pretrain and run.teacher_url,
+    *stated(
+        "--teacher_pretrain with --teacher_url, which both name a teacher: set only one",
+        "--self_teacher actor needs --teacher_prompt_key: the actor agrees with itself unless it"
+        " sees another prompt",
+        "--self_teacher average needs --enable_ema, whose average it is",
+        "--teacher_prompt_key does not support {media_flags}: the teacher's prompt is text",
+        "--distill_top_k does not support --teacher_url: a server does not say the ids of its"
+        " likeliest tokens; use --teacher_pretrain or --self_teacher",
+        "--distill_top_k does not support --exact: only the log-probs of sampled tokens are exact",
+        "--ref_refresh_steps with --ref_ema, which both move the reference: set only one",
+        "--rollout_mask with --use_engine_logprobs, which makes every ratio 1: nothing would be"
+        " masked; set only one",
+        "--rollout_correction with --use_engine_logprobs, which makes every ratio 1: nothing"
+        " would be corrected; set only one",
     ),
     Rule(
         "--self_teacher {self_teacher} is the teacher: omit --teacher_pretrain and --teacher_url",
         lambda run: run.self_teacher != "none" and (run.teacher_pretrain or run.teacher_url),
-    ),
-    Rule(
-        "--self_teacher actor agrees with the actor, which it is, unless it sees another prompt:"
-        " set --teacher_prompt_key",
-        lambda run: run.self_teacher == "actor" and run.teacher_prompt_key is None,
-    ),
-    Rule(
-        "--self_teacher average is the average of --enable_ema: set it too",
-        lambda run: run.self_teacher == "average" and not run.enable_ema,
     ),
     Rule(
         "--teacher_key selects one of several teachers, LABEL=PATH,LABEL=PATH in"
@@ -435,22 +423,9 @@ ALGORITHM = (
         ),
     ),
     Rule(
-        "--teacher_prompt_key does not support {media_flags}: the teacher's prompt is text",
-        lambda run: run.teacher_prompt_key and run.media_flags,
-    ),
-    Rule(
-        "--distill_top_k needs --teacher_pretrain or --self_teacher: a server at --teacher_url does"
-        " not say the ids of its likeliest tokens",
-        lambda run: run.distill_top_k > 0 and run.teacher_url,
-    ),
-    Rule(
         "--distill_top_k compares whole distributions: omit {found}, which leaves out tokens that"
         " the teacher may name",
         lambda run: " and ".join(_truncations(run)) if run.distill_top_k else "",
-    ),
-    Rule(
-        "--distill_top_k does not support --exact: only the log-probs of sampled tokens are exact",
-        lambda run: run.distill_top_k > 0 and run.exact,
     ),
     Rule(
         "--ptx_teacher learns what one teacher says about the prompts of --pretrain_data: set"
@@ -463,10 +438,6 @@ ALGORITHM = (
         "--entropy_coef {entropy_coef:g} is below 0, and --entropy_target never lowers it below 0:"
         " begin with 0, or omit the target",
         lambda run: run.entropy_target is not None and run.entropy_coef < 0,
-    ),
-    Rule(
-        "--ref_refresh_steps and --ref_ema both move the reference: set only one",
-        lambda run: run.ref_refresh_steps > 0 and run.ref_ema < 1,
     ),
     Rule(
         "a server at --teacher_url computes log-probs at temperature 1: set --temperature 1, or use"
@@ -500,16 +471,6 @@ ALGORITHM = (
         "--policy_loss cpgd computes the logarithm of 1 - eps_clip_low: --eps_clip_low must be"
         " below 1",
         lambda run: run.policy_loss == "cpgd" and run.eps_clip_low >= 1,
-    ),
-    Rule(
-        "--rollout_mask masks nothing with --use_engine_logprobs, which makes every ratio 1: set"
-        " only one",
-        lambda run: run.rollout_mask != "none" and run.use_engine_logprobs,
-    ),
-    Rule(
-        "--rollout_correction corrects nothing with --use_engine_logprobs, which makes every ratio"
-        " 1: set only one",
-        lambda run: run.rollout_correction is not None and run.use_engine_logprobs,
     ),
     Rule(
         "--kl_estimator k1 is for rewards: as a loss its gradient is zero on average; use k2, k3 or"
@@ -597,9 +558,16 @@ def _too_small(run: RunFacts) -> list[str]:
 
 
 ROLLOUT = (
-    Rule(
-        "--max_staleness generates later steps while others learn: set --rollout_ranks",
-        lambda run: run.max_staleness > 0 and not run.rollout_ranks,
+    *stated(
+        "--max_staleness needs --rollout_ranks: they generate later steps while others learn",
+        "--max_staleness with --partial_rollout: it begins whole groups of later steps; omit one"
+        " of them",
+        "--overlap does not support --offload_idle: the models are in device memory while the"
+        " engine generates",
+        "--overlap does not support --deterministic: log-probs are computed while the engine"
+        " samples, which needs nondeterministic algorithms",
+        "--dump_rollouts with --replay_rollouts: samples that are read need not be written; omit"
+        " one of them",
     ),
     Rule(
         "--max_staleness learns from samples of older weights: set --rollout_correction tis, or"
@@ -607,21 +575,6 @@ ROLLOUT = (
         lambda run: (
             run.max_staleness > 0 and run.rollout_correction is None and not run.use_engine_logprobs
         ),
-    ),
-    Rule(
-        "--max_staleness begins whole groups of later steps: omit --partial_rollout, or set"
-        " --max_staleness 0",
-        lambda run: run.max_staleness > 0 and run.partial_rollout,
-    ),
-    Rule(
-        "--overlap needs the models in device memory while the engine generates: omit"
-        " --offload_idle",
-        lambda run: run.overlap and run.offload_idle,
-    ),
-    Rule(
-        "--overlap computes log-probs while the engine samples, which needs nondeterministic"
-        " algorithms: omit --deterministic",
-        lambda run: run.overlap and run.deterministic,
     ),
     Rule(
         "--overlap needs whole samples on each rank, and an engine on each: omit --tp_size,"
@@ -672,11 +625,6 @@ ROLLOUT = (
     ),
     Rule("--replay_rollouts has no engine: omit --{found}", _against_replay),
     Rule(
-        "--dump_rollouts and --replay_rollouts: samples that are read need not be written; omit one"
-        " of them",
-        lambda run: run.dump_rollouts and run.replay_rollouts,
-    ),
-    Rule(
         "prompt_max_len {prompt_max_len} + generate_max_len {generate_max_len} = {found}",
         _too_small,
     ),
@@ -687,26 +635,16 @@ ROLLOUT = (
 
 
 PREFERENCE = (
-    Rule(
-        "--save_adapter_only would omit the trained head of the reward model; omit the flag, and"
-        " the saved model has both",
-        lambda run: run.save_adapter_only and run.lora_rank > 0,
-        ("train_rm", "train_prm"),
+    *stated(
+        "--save_adapter_only with --lora_rank: the trained head of the reward model would be"
+        " missing; omit the flag, and the saved model has both",
+        commands=("train_rm", "train_prm"),
     ),
-    Rule(
+    *stated(
         "--margin_key needs --rm_loss sigmoid or ties: logexp has no margin",
-        lambda run: run.rm_loss == "logexp" and run.margin_key is not None,
-        ("train_rm",),
-    ),
-    Rule(
         "--tie_key needs --rm_loss ties: the other losses cannot learn from ties",
-        lambda run: run.rm_loss != "ties" and run.tie_key is not None,
-        ("train_rm",),
-    ),
-    Rule(
-        "--head_key needs the names of the heads: set --reward_heads",
-        lambda run: run.head_key is not None and not run.reward_heads,
-        ("train_rm",),
+        "--head_key needs --reward_heads, the names of the heads",
+        commands=("train_rm",),
     ),
     Rule(
         "--reward_heads with several names needs --head_key, the column that names the head of a"
@@ -725,10 +663,9 @@ PREFERENCE = (
         lambda run: run.label_smoothing >= 0.5,
         ("train_dpo",),
     ),
-    Rule(
+    *stated(
         "--label_smoothing needs --dpo_loss sigmoid: {dpo_loss} has no probability to smooth",
-        lambda run: run.label_smoothing > 0 and run.dpo_loss != "sigmoid",
-        ("train_dpo",),
+        commands=("train_dpo",),
     ),
 )
 
@@ -738,25 +675,17 @@ MEDIA_RULES = (
         " train a tower",
         lambda run: not run.freeze_vision_tower and not run.media_flags,
     ),
-    Rule(
-        "{media_flags}: the teacher at --teacher_url reads only text; use --teacher_pretrain",
-        lambda run: run.media_flags and run.teacher_url,
-    ),
-    Rule(
+    *stated(
+        "{media_flags} does not support --teacher_url: the teacher there reads only text; use"
+        " --teacher_pretrain",
         "{media_flags} does not support --aux_loss_coef: its loss counts only text tokens",
-        lambda run: run.media_flags and run.aux_loss_coef > 0,
     ),
-    Rule(
+    *stated(
         "{media_flags} does not support --router_replay: the experts of media tokens were not"
         " tested",
-        lambda run: run.media_flags and run.router_replay,
-        PPO,
-    ),
-    Rule(
-        "--videos_key: set --limit_mm_video_per_prompt, for which the engine reserves memory; its"
-        " default is 0",
-        lambda run: run.videos_key and run.limit_mm_video_per_prompt == 0,
-        PPO,
+        "--videos_key needs --limit_mm_video_per_prompt, for which the engine reserves memory:"
+        " its default is 0",
+        commands=PPO,
     ),
 )
 
@@ -833,17 +762,16 @@ def _overwritten(run: RunFacts) -> bool:
     return run.fused_kernels != "none" and run.gradient_checkpointing and selective
 
 
-def _layers_not_in_4bit(run: RunFacts) -> str:
-    """Return the layers of the model that --load_in_4bit cannot quantize; empty if there are none.
+def _unusual_layers(run: RunFacts, experts: str, kinds: str) -> str:
+    """Return the layers of the model beside attention and feed-forward, with what is said of
+    `experts` or of other `kinds`; empty if there are none.
 
     A model on the hub is checked when it is loaded.
     """
-    kinds = set(run.model_config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    found = set(run.model_config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if any(run.model_config.get(name) for name in NUM_EXPERTS):
-        return "experts, whose matrices are in one tensor for each layer"
-    if kinds:
-        return f"layers of type {', '.join(sorted(kinds))}, whose kernels read the matrices"
-    return ""
+        return f"experts, {experts}"
+    return f"layers of type {', '.join(sorted(found))}, {kinds}" if found else ""
 
 
 STRATEGY = (
@@ -872,34 +800,29 @@ STRATEGY = (
             run.lora_rank > 0 and run.tp_size > 1 and run.bf16 and run.lora_sync == "merged"
         ),
     ),
-    Rule(
+    *stated(
         "--ep_size {ep_size} needs --tp_size 1: ranks that split a layer have the same tokens, and"
         " each would send them to the experts once more",
-        lambda run: run.ep_size > 1 and run.tp_size > 1,
+        "--load_in_4bit needs --lora_rank: matrices in four bits are frozen, and adapters learn",
+        "--load_in_4bit needs --tp_size 1: matrices in four bits are divided by FSDP2, not split",
+        "--fp8_training needs --bf16: the products of FP8 with a scale for each row have results in"
+        " bfloat16",
+        "--fp8_training needs --lora_rank 0: it is about the gradients of whole matrices, and"
+        " adapters freeze them",
+        "--fp8_training needs --tp_size 1: its layers do not support parameters split over ranks",
+        "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
+        " split over ranks",
     ),
     Rule("--ep_size {ep_size} does not support {found}", _undivided_experts),
     Rule("{found}", _unknown_routers, PPO),
-    Rule(
+    *stated(
         "--router_replay needs --engine_type vllm or hf: the routers of SGLang were not tested",
-        lambda run: run.router_replay and run.engine_type == "sglang",
-        PPO,
-    ),
-    Rule(
         "--router_replay needs --speculative none: tokens of rejected drafts choose experts too,"
         " and that was not tested",
-        lambda run: run.router_replay and run.speculative != "none",
-        PPO,
-    ),
-    Rule(
         "--router_replay does not support --replay_rollouts: recorded samples have no experts",
-        lambda run: run.router_replay and run.replay_rollouts,
-        PPO,
-    ),
-    Rule(
         "--router_bias_rate needs --lora_rank 0: the engine gets adapters alone, and the reference"
         " is the actor without them, but with the biases",
-        lambda run: run.router_bias_rate > 0 and run.lora_rank > 0,
-        PPO,
+        commands=PPO,
     ),
     Rule(
         "--lora_rank with --ep_size needs --target_modules with the names of linear layers, such as"
@@ -911,43 +834,19 @@ STRATEGY = (
         lambda run: run.load_in_4bit and find_spec("bitsandbytes") is None,
     ),
     Rule(
-        "--load_in_4bit needs --lora_rank: matrices in four bits are frozen, and adapters learn",
-        lambda run: run.load_in_4bit and not run.lora_rank,
-    ),
-    Rule(
-        "--load_in_4bit needs --tp_size 1: matrices in four bits are divided by FSDP2, not split",
-        lambda run: run.load_in_4bit and run.tp_size > 1,
-    ),
-    Rule(
         "--load_in_4bit does not support --pretrain {pretrain}: it has {found}; omit the flag",
-        lambda run: run.load_in_4bit and _layers_not_in_4bit(run),
+        lambda run: (
+            run.load_in_4bit
+            and _unusual_layers(
+                run,
+                "whose matrices are in one tensor for each layer",
+                "whose kernels read the matrices",
+            )
+        ),
     ),
     Rule(
         "--fp8_training needs torchao: pip install '.[fp8]'",
         lambda run: run.fp8_training and find_spec("torchao") is None,
-    ),
-    Rule(
-        "--fp8_training needs --bf16: the products of FP8 with a scale for each row have results in"
-        " bfloat16",
-        lambda run: run.fp8_training and not run.bf16,
-    ),
-    Rule(
-        "--fp8_training needs --lora_rank 0: it is about the gradients of whole matrices, and"
-        " adapters freeze them",
-        lambda run: run.fp8_training and run.lora_rank > 0,
-    ),
-    Rule(
-        "--fp8_training needs --tp_size 1: its layers do not support parameters split over ranks",
-        lambda run: run.fp8_training and run.tp_size > 1,
-    ),
-    Rule(
-        "--fp8_training needs --fsdp: it was not tested with DeepSpeed",
-        lambda run: run.fp8_training and run.strategy == "deepspeed",
-    ),
-    Rule(
-        "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
-        " split over ranks",
-        lambda run: run.fused_kernels != "none" and run.tp_size > 1,
     ),
     Rule(
         "--fused_kernels {fused_kernels} needs --gradient_checkpointing_policy full: it writes into"
@@ -962,91 +861,48 @@ STRATEGY = (
 """What no strategy can do, on any number of ranks."""
 
 DEEPSPEED = (
-    Rule(
+    *stated(
         "--load_in_4bit needs --fsdp: with DeepSpeed all frozen parameters get the dtype of the"
         " run",
-        lambda run: run.load_in_4bit,
-    ),
-    Rule(
         "--tp_size needs --fsdp: tensor parallelism is not available with DeepSpeed",
-        lambda run: run.tp_size > 1,
-    ),
-    Rule(
         "--ep_size needs --fsdp: ZeRO shards every parameter over all ranks, and the experts that"
         " it divides itself are layers of its own, not the model's",
-        lambda run: run.ep_size > 1,
-    ),
-    Rule(
         "--optimizer muon needs --fsdp: ZeRO flattens parameters before the optimizer gets them,"
         " and matrices have to be whole to be orthogonalised",
-        lambda run: run.optimizer == "muon",
-    ),
-    Rule(
         "--dp_replicate needs --fsdp; with DeepSpeed, --zpg is similar",
-        lambda run: run.dp_replicate > 1,
-    ),
-    Rule(
         "--fsdp_cpu_offload needs --fsdp; with ZeRO, use --adam_offload and --param_offload",
-        lambda run: run.fsdp_cpu_offload,
-    ),
-    Rule(
+        "--fp8_training needs --fsdp: it was not tested with DeepSpeed",
         "--zero_stage 0 does not support --bf16, because it has no float32 master weights: use 1, 2"
         " or 3",
-        lambda run: run.bf16 and run.zero_stage == 0,
+        "--adam_offload does not support --zero_stage 0: use 1, 2 or 3",
+        "--param_offload needs --zero_stage 3",
+        "--zpg needs --zero_stage 3",
     ),
-    Rule(
-        "--adam_offload needs --zero_stage 1, 2 or 3",
-        lambda run: run.adam_offload and run.zero_stage == 0,
-    ),
-    Rule(
-        "--param_offload needs --zero_stage 3", lambda run: run.param_offload and run.zero_stage < 3
-    ),
-    Rule("--zpg needs --zero_stage 3", lambda run: run.zpg > 1 and run.zero_stage < 3),
+    *stated("--exact needs --fsdp: it was not tested with DeepSpeed", commands=PPO),
 )
 """What ZeRO cannot do."""
 
 
-def _layers_not_exact(run: RunFacts) -> str:
-    """Return the layers of the model that --exact does not support; empty if there are none.
-
-    A model on the hub is checked when it is loaded.
-    """
-    kinds = set(run.model_config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if any(run.model_config.get(name) for name in NUM_EXPERTS):
-        return "experts, and the number of rows of an expert's product depends on the other tokens"
-    if kinds:
-        return f"layers of type {', '.join(sorted(kinds))}, whose scans divide a sequence by length"
-    return ""
-
-
 EXACT_RULES = (
-    Rule(
+    *stated(
         "--exact needs --engine_type hf or vllm: {engine_type} computes with kernels of its own,"
         " whose bits differ from the trainer's; `lightrft doctor --exact` names the first part that"
         " differs",
-        lambda run: run.exact and run.engine_type not in ("hf", "vllm"),
-    ),
-    Rule(
         "--exact needs --engine_tp_size 1: ranks that share an engine add partial sums",
-        lambda run: run.exact and run.engine_tp_size > 1,
-    ),
-    Rule(
         "--exact needs --speculative none: it was not tested with drafts, which are verified by"
         " another sampler",
-        lambda run: run.exact and run.speculative != "none",
-    ),
-    Rule(
         "--exact needs --rollout_quantization none: the trainer computes without eight bits",
-        lambda run: run.exact and run.rollout_quantization != "none",
-    ),
-    Rule(
-        "--exact needs --fsdp: it was not tested with DeepSpeed",
-        lambda run: run.exact and run.strategy == "deepspeed",
-    ),
-    Rule(
         "--exact needs --tp_size 1: ranks that split a layer add partial sums, and the engine adds"
         " the whole sum in another order",
-        lambda run: run.exact and run.tp_size > 1,
+        "--exact needs --rollout_ranks 0: it was not tested with engines on other ranks, whose"
+        " processors may compute other bits",
+        "--exact needs --lora_rank 0: the engine's products with adapters depend on the number of"
+        " rows",
+        "--exact does not support --fp8_training: the engine computes without FP8",
+        "--exact does not support --fused_kernels {fused_kernels}: the engine computes without"
+        " these kernels",
+        "--exact does not support {media_flags}: towers and their attention depend on the other"
+        " media of a batch",
     ),
     Rule(
         "--exact needs --sp_size 1 and --cp_size 1: ranks that split a sequence exchange heads or"
@@ -1054,32 +910,15 @@ EXACT_RULES = (
         lambda run: run.exact and run.sequence_ranks > 1,
     ),
     Rule(
-        "--exact needs --rollout_ranks 0: it was not tested with engines on other ranks, whose"
-        " processors may compute other bits",
-        lambda run: run.exact and run.rollout_ranks > 0,
-    ),
-    Rule(
-        "--exact needs --lora_rank 0: the engine's products with adapters depend on the number of"
-        " rows",
-        lambda run: run.exact and run.lora_rank > 0,
-    ),
-    Rule(
-        "--exact does not support --fp8_training: the engine computes without FP8",
-        lambda run: run.exact and run.fp8_training,
-    ),
-    Rule(
-        "--exact does not support --fused_kernels {fused_kernels}: the engine computes without"
-        " these kernels",
-        lambda run: run.exact and run.fused_kernels != "none",
-    ),
-    Rule(
-        "--exact does not support {media_flags}: towers and their attention depend on the other"
-        " media of a batch",
-        lambda run: run.exact and run.media_flags,
-    ),
-    Rule(
         "--exact does not support --pretrain {pretrain}: it has {found}",
-        lambda run: run.exact and _layers_not_exact(run),
+        lambda run: (
+            run.exact
+            and _unusual_layers(
+                run,
+                "and the number of rows of an expert's product depends on the other tokens",
+                "whose scans divide a sequence by length",
+            )
+        ),
     ),
 )
 """What --exact cannot promise, or was not tested with."""

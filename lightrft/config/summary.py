@@ -31,11 +31,9 @@ def summary(
 
 def _algorithm(config: Config) -> str:
     algorithm = config.algorithm
-    default = (
-        ""
-        if "advantage_estimator" in algorithm.written
-        else " (default; for PPO with a critic: --advantage_estimator ppo)"
-    )
+    default = " (default; for PPO with a critic: --advantage_estimator ppo)"
+    if "advantage_estimator" in algorithm.written:
+        default = ""
 
     return (
         f"algorithm: {algorithm.advantage_estimator}{default}, policy loss {algorithm.policy_loss},"
@@ -49,11 +47,9 @@ def _kl_penalty(config: Config) -> str:
     if not needs_reference(algorithm):
         return "KL penalty: none"
     place = "in the loss" if algorithm.use_kl_loss else "subtracted from the rewards"
-    amount = (
-        f"{algorithm.init_kl_coef:g} x {algorithm.kl_estimator} {place}"
-        if algorithm.init_kl_coef
-        else "only measured"
-    )
+    amount = "only measured"
+    if algorithm.init_kl_coef:
+        amount = f"{algorithm.init_kl_coef:g} x {algorithm.kl_estimator} {place}"
     return f"KL penalty: {amount}"
 
 

@@ -158,11 +158,9 @@ def typed_value(kind: Any, value: Any) -> Any:
     Raises ValueError with the expected form.
     """
     if get_origin(kind) in (Union, UnionType):
-        return (
-            None
-            if value is None
-            else typed_value(next(arm for arm in get_args(kind) if arm is not type(None)), value)
-        )
+        if value is None:
+            return None
+        return typed_value(next(arm for arm in get_args(kind) if arm is not type(None)), value)
 
     if get_origin(kind) is list:
         return _list(get_args(kind)[0], value)
@@ -286,11 +284,9 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     """Return `; did you mean X?` for the most similar known name, or an empty string."""
     names = sorted(choices, key=len)
     letters = _letters(name)
-    parts = (
-        [each for each in names if letters in _letters(each)]
-        if len(letters) >= SHORTEST_PART
-        else []
-    )
+    parts = []
+    if len(letters) >= SHORTEST_PART:
+        parts = [each for each in names if letters in _letters(each)]
     # nsamples for n_samples_per_prompt
     beginnings = [each for each in parts if _letters(each).startswith(letters)]
     near = beginnings or get_close_matches(name, names, n=1, cutoff=0.7) or parts

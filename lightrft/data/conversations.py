@@ -185,21 +185,13 @@ def flat_columns(
     both = [(each.token_ids, answer) for each, (_, answer) in zip(read, answered, strict=True)]
     masks = [[False] * len(prompt) + answer.learned for prompt, answer in both]
 
+    learned = [value for mask in masks for value in (False, *mask[1:])]
+    integers = partial(torch.tensor, dtype=torch.int64)
+
     return {
-        "lengths": torch.tensor(
-            [len(prompt) + len(answer.token_ids) for prompt, answer in both], dtype=torch.int64
-        ),
-        "input_ids": torch.tensor(
-            [token for ids, answer in both for token in (*ids, *answer.token_ids)],
-            dtype=torch.int64,
-        ),
-        "loss_mask": torch.tensor(
-            [value for mask in masks for value in (False, *mask[1:])], dtype=torch.bool
-        ),
+        "lengths": integers([len(prompt) + len(answer.token_ids) for prompt, answer in both]),
+        "input_ids": integers([token for ids, each in both for token in (*ids, *each.token_ids)]),
+        "loss_mask": torch.tensor(learned, dtype=torch.bool),
         "media": [each.features for each in read] if expand else None,
-        "tower_tokens": (
-            torch.tensor([each.tower_tokens for each in read], dtype=torch.int64)
-            if expand
-            else None
-        ),
+        "tower_tokens": integers([each.tower_tokens for each in read]) if expand else None,
     }

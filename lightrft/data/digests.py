@@ -93,13 +93,10 @@ def _state(name: str) -> Any:
             spec = None if module.endswith(".py") else find_spec(module)
             path = Path(spec.origin) if spec and spec.origin else path
 
-    files = (
-        sorted(file for file in path.rglob("*") if file.is_file())
-        if path.is_dir()
-        else [path]
-        if path.is_file()
-        else []
-    )
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+    else:
+        files = [path] if path.is_file() else []
     return [
         name,
         [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files],

@@ -175,11 +175,9 @@ class VideoFile:
 
     @property
     def identity(self) -> bytes:
-        return (
-            b"".join(frame.identity for frame in self.source)
-            if isinstance(self.source, tuple)
-            else _identity(self.source)
-        )
+        if isinstance(self.source, tuple):
+            return b"".join(frame.identity for frame in self.source)
+        return _identity(self.source)
 
     def thumbnail(self) -> str:
         """Return the middle frame as a small JPEG."""
@@ -236,11 +234,9 @@ class AudioFile:
         """
         with _readable(f"sound {self.name}"):
             count, rate = self._stored_size()
-            return (
-                (resampled_length(count, rate, self.rate), self.rate)
-                if self.rate
-                else (count, rate)
-            )
+            if self.rate:
+                return (resampled_length(count, rate, self.rate), self.rate)
+            return (count, rate)
 
     def _stored_size(self) -> tuple[int, int]:
         if isinstance(self.source, tuple):
@@ -273,11 +269,9 @@ class AudioFile:
 
     @property
     def identity(self) -> bytes:
-        return (
-            np.asarray(self.source[0]).tobytes()
-            if isinstance(self.source, tuple)
-            else _identity(self.source)
-        )
+        if isinstance(self.source, tuple):
+            return np.asarray(self.source[0]).tobytes()
+        return _identity(self.source)
 
     def player(self) -> str:
         """Return the first seconds as a small .wav file in a data URI.

@@ -79,11 +79,9 @@ class PromptSet(Sequence[Prompt]):
     @property
     def draws_of_epoch(self) -> int:
         """Return the number of rows that are drawn in an epoch."""
-        return (
-            draws_of_epoch([len(part.prompts) for part in self.parts], self.probabilities)
-            if self.probabilities
-            else len(self)
-        )
+        if self.probabilities:
+            return draws_of_epoch([len(part.prompts) for part in self.parts], self.probabilities)
+        return len(self)
 
     def order(self, data_order: Callable[[int], Order], seed: int) -> Order | Blend:
         """Return the order of the rows; `data_order` returns the order of a number of rows."""

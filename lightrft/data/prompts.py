@@ -461,10 +461,8 @@ def complete_chat(
         if message["role"] == "user" and not has_media and not str(content or "").strip():
             raise ValueError(f"message {number} of {len(messages)}, of role 'user', is empty")
         parts = content if isinstance(content, list) else ()
-        kinds = {str(part["type"]) for part in parts} - {
-            "text",
-            *(PART_TYPES[medium] for medium in counts),
-        }
+        known = {"text", *(PART_TYPES[medium] for medium in counts)}
+        kinds = {str(part["type"]) for part in parts} - known
         if kinds:
             kind = kinds.pop()
             raise ValueError(

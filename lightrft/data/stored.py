@@ -33,32 +33,30 @@ from lightrft.data.media_files import (
 from lightrft.data.readers import is_first_rank
 from lightrft.types import Answer, Prompt, TokenIds
 
+ANSWER_STRUCT = pa.struct(
+    {
+        "name": pa.string(),
+        "token_ids": pa.list_(pa.int32()),
+        "learned": pa.list_(pa.bool_()),
+    }
+)
+MEDIUM_STRUCT = pa.struct(
+    {
+        "medium": pa.string(),
+        "name": pa.string(),
+        "path": pa.string(),
+        "content": pa.large_binary(),
+        "fps": pa.float64(),
+        "most": pa.int32(),
+    }
+)
 SCHEMA = pa.schema(
     {
         "text": pa.string(),
         "token_ids": pa.list_(pa.int32()),
         "columns": pa.string(),
-        "answers": pa.list_(
-            pa.struct(
-                {
-                    "name": pa.string(),
-                    "token_ids": pa.list_(pa.int32()),
-                    "learned": pa.list_(pa.bool_()),
-                }
-            )
-        ),
-        "media": pa.list_(
-            pa.struct(
-                {
-                    "medium": pa.string(),
-                    "name": pa.string(),
-                    "path": pa.string(),
-                    "content": pa.large_binary(),
-                    "fps": pa.float64(),
-                    "most": pa.int32(),
-                }
-            )
-        ),
+        "answers": pa.list_(ANSWER_STRUCT),
+        "media": pa.list_(MEDIUM_STRUCT),
         "media_tokens": pa.int32(),
         "location": pa.string(),
     }

@@ -398,11 +398,9 @@ class Engine(ABC):
                     " or activations are broken: `lightrft doctor` names the first part that"
                     " differs from the trainer's"
                 )
-        return (
-            [StopStrings(self.vocabulary.tokenizer, stop).cut(sample) for sample in samples]
-            if stop
-            else samples
-        )
+        if stop:
+            return [StopStrings(self.vocabulary.tokenizer, stop).cut(sample) for sample in samples]
+        return samples
 
     # -- hooks of an adapter
 
@@ -626,11 +624,9 @@ class Engine(ABC):
 
     def _tokenizer_problem(self) -> str | None:
         try:
-            return (
-                None
-                if self.vocabulary and self.vocabulary.tokenizer
-                else "has stop strings, which need a tokenizer"
-            )
+            if self.vocabulary and self.vocabulary.tokenizer:
+                return None
+            return "has stop strings, which need a tokenizer"
         except ValueError as error:
             return f"cannot be processed: {error}"
 

@@ -324,11 +324,10 @@ class HFEngine(Engine):
         for name, parameter in self.model.named_parameters():
             shape = self.expected[name]
             fits = parameter.shape == shape
-            parameter.data = (
-                parameter.data.to(self.device)
-                if fits
-                else torch.empty(shape, dtype=self.dtype, device=self.device)
-            )
+            if fits:
+                parameter.data = parameter.data.to(self.device)
+            else:
+                parameter.data = torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _close(self) -> None:
         self._sleep(level=2)

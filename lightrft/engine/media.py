@@ -262,11 +262,9 @@ class MediaReader:
         """Return the tokens of one to four line breaks by number; empty without all of them."""
         vocabulary = self.processor.tokenizer.get_vocab()
         texts = {count: "\n" * count for count in range(1, 5)}
-        return (
-            {count: vocabulary[text] for count, text in texts.items()}
-            if vocabulary.keys() >= {*texts.values()}
-            else {}
-        )
+        if vocabulary.keys() >= {*texts.values()}:
+            return {count: vocabulary[text] for count, text in texts.items()}
+        return {}
 
     def heard(self, clips: list[Clip]) -> list[Clip]:
         """Return the clips; raises ValueError for one that the model would misread or truncate."""

@@ -96,11 +96,8 @@ class Sampling:
         }
         broken = [rule for rule, holds in rules.items() if not holds]
         outside = out_of_vocabulary((*self.stop_token_ids, *self.banned_token_ids), vocabulary_size)
-        broken += (
-            [f"token {outside} is not in the vocabulary of {vocabulary_size}"]
-            if outside is not None
-            else []
-        )
+        if outside is not None:
+            broken += [f"token {outside} is not in the vocabulary of {vocabulary_size}"]
 
         return f"cannot sample with {self}: {'; '.join(broken)}" if broken else None
 

@@ -306,16 +306,13 @@ class Monitor:
         groups: dict[str, list[RankStatus]] = {}
         for status in self.statuses.values():
             lateness = f"late: {late[status.rank]}; " if status.rank in late else ""
-            silent = (
-                f"; no heartbeat for {now - status.heard:.0f} s"
-                if now - status.heard > 3 * self.beat
-                else ""
-            )
-            state = (
-                "has left the run"
-                if status.left
-                else f"{lateness}{when(status.phase)}, at {status.place}{silent}"
-            )
+            silent = ""
+            if now - status.heard > 3 * self.beat:
+                silent = f"; no heartbeat for {now - status.heard:.0f} s"
+            if status.left:
+                state = "has left the run"
+            else:
+                state = f"{lateness}{when(status.phase)}, at {status.place}{silent}"
             groups.setdefault(state, []).append(status)
 
         lines = [

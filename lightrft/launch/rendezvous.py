@@ -183,11 +183,10 @@ def join_process_group(
     choose_interface(dist.PrefixStore("arrivals", store), world_size)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     processes = RunProcesses(store, rank, world_size, timeout, rollout_ranks, ranks_per_node)
-    first, last = (
-        (world_size - rollout_ranks, world_size)
-        if processes.generates
-        else (0, world_size - rollout_ranks)
-    )
+    if processes.generates:
+        first, last = (world_size - rollout_ranks, world_size)
+    else:
+        first, last = (0, world_size - rollout_ranks)
     own_store = dist.PrefixStore(processes.side, store) if processes.side else store
     if world_size > FEW_RANKS:
         os.environ.setdefault(RANKS_IN_ADDRESSES, "1")
@@ -210,11 +209,10 @@ def join_process_group(
 
 def _own_interface() -> str:
     chosen = os.environ.get(INTERFACE)
-    used = (
-        f"This rank listens on the interface {chosen} ({INTERFACE})"
-        if chosen
-        else f"{INTERFACE} is not set"
-    )
+    if chosen:
+        used = f"This rank listens on the interface {chosen} ({INTERFACE})"
+    else:
+        used = f"{INTERFACE} is not set"
     return interface_problem() or f"{used}: it must be the interface between the nodes"
 
 

@@ -368,11 +368,10 @@ class Backbone:
             check_window(self.model, int(batch.lengths.max()))
 
         token_positions = sequence.positions(batch.num_computed, device)
-        computed = (
-            to_device(shared.computed, device)
-            if shared
-            else torch.arange(batch.num_tokens, device=device)
-        )
+        if shared:
+            computed = to_device(shared.computed, device)
+        else:
+            computed = torch.arange(batch.num_tokens, device=device)
         positions = batch.position_ids
         features: Features = {}
         bidirectional = None

@@ -92,23 +92,19 @@ class Scores:
     @classmethod
     def from_config(cls, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
         kind = cls._of(config)
-        return (
-            kind.from_config(config, **options)
-            if kind is AutoModelForSequenceClassification
-            else kind._from_config(
-                config,
-                **{name: value for name, value in options.items() if name != "trust_remote_code"},
-            )
+        if kind is AutoModelForSequenceClassification:
+            return kind.from_config(config, **options)
+        return kind._from_config(
+            config,
+            **{name: value for name, value in options.items() if name != "trust_remote_code"},
         )
 
     @staticmethod
     def _of(config: PretrainedConfig) -> Any:
         has_class = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-        return (
-            AutoModelForSequenceClassification
-            if has_class or generating_class(config) is AutoModelForCausalLM
-            else scorer_class(MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)])
-        )
+        if has_class or generating_class(config) is AutoModelForCausalLM:
+            return AutoModelForSequenceClassification
+        return scorer_class(MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)])
 
 
 @cache
@@ -327,11 +323,9 @@ def _load_checked(
     ):
         if names:
             without_head = not model.can_generate() and min(names) == "score.weight"
-            hint = (
-                ": it has a model that generates; train_rm and train_prm make models with scores"
-                if without_head
-                else ""
-            )
+            hint = ""
+            if without_head:
+                hint = ": it has a model that generates; train_rm and train_prm make models with scores"
             raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}{hint}")
 
     for parameter_name, parameter in model.named_parameters():

@@ -350,11 +350,10 @@ class _Logprobs(torch.autograd.Function):
         options = ctx.options
         distribution = Distribution(None, *saved)
         local_targets = LocalTargets(targets, options.part)
-        grad_logprobs = (
-            torch.zeros(targets.shape, device=inputs.device)
-            if grad_logprobs is None
-            else grad_logprobs
-        )
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros(targets.shape, device=inputs.device)
+        else:
+            grad_logprobs = grad_logprobs
         upstream = _Gradients(grad_logprobs, grad_entropy)
 
         # overwritten by the gradient, so a second backward pass recomputes

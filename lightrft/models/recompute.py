@@ -48,11 +48,9 @@ def keep_expensive(_: Any, op: OpOverload, *args: Any, **options: Any) -> Checkp
     """
     name = op.name()
     attention = ("attn" in name or "attention" in name) and not _dropout(op, args, options)
-    return (
-        CheckpointPolicy.MUST_SAVE
-        if attention or name in KEPT
-        else CheckpointPolicy.PREFER_RECOMPUTE
-    )
+    if attention or name in KEPT:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keep_expensive_but_experts(

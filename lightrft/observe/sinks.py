@@ -296,11 +296,9 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return (
-        row
-        if line.endswith(b"\n") and isinstance(row, dict) and is_number(row.get("step"))
-        else None
-    )
+    if line.endswith(b"\n") and isinstance(row, dict) and is_number(row.get("step")):
+        return row
+    return None
 
 
 def truncate_rows(path: Path, last_step: int) -> None:

@@ -325,11 +325,9 @@ def _wandb_login() -> str:
         get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None,
         any("api_key" in file.read_text() for file in settings if file.is_file()),
     )
-    return (
-        ""
-        if any(found)
-        else "there is no login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
-    )
+    if any(found):
+        return ""
+    return "there is no login: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
 
 
 def _finish_mlflow(tracker: Any, status: str) -> None:

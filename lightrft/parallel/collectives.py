@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 Op = Literal["mean", "sum", "max", "min"]
 
@@ -22,6 +23,35 @@ SIZE_BYTES = 8
 
 ALIGNMENT = 64
 """Multiple of bytes where each part of a packed object begins."""
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        value: Tensor,
+        function: Callable[[Tensor], Tensor],
+        gradient: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.gradient = gradient
+        return function(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, of_result: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient(of_result), None, None
+
+
+def with_gradient(
+    value: Tensor, function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return `function(value)`; `gradient` computes the gradient of the value from the result's."""
+    return _WithGradient.apply(value, function, gradient)
+
+
+def same(value: Tensor) -> Tensor:
+    """Return the same values as another tensor, as a function with a gradient must."""
+    return value.view_as(value)
 
 
 @dataclass(frozen=True)
@@ -331,11 +361,9 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(contents: memoryview, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return (
-        torch.frombuffer(contents, dtype=dtype).view(shape)
-        if len(contents)
-        else torch.empty(shape, dtype=dtype)
-    )
+    if len(contents):
+        return torch.frombuffer(contents, dtype=dtype).view(shape)
+    return torch.empty(shape, dtype=dtype)
 
 
 def _pack(value: Any) -> list[Tensor]:

@@ -20,12 +20,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
-from lightrft.parallel.collectives import Axis
+from lightrft.parallel.collectives import Axis, same, with_gradient
 from lightrft.parallel.tensor_parallel import LocalParameters, distribute, outermost_models
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -117,7 +116,7 @@ def depart(num_own: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Departed
     # The host waits here, and nowhere else: a collective has to know the sizes of the parts.
     counts = torch.stack([sent, received]).unflatten(1, (axis.size, num_own)).sum(-1)
     exchange = Exchange(*counts.tolist(), axis)
-    visitors = _Start.apply(hidden[order // chosen.shape[1]], exchange)
+    visitors = _start(hidden[order // chosen.shape[1]], exchange)
     return Departed(visitors, exchange, order, received)
 
 
@@ -135,13 +134,13 @@ def visit(
     `departed`: what `depart` has returned for these tokens, if they have been sent already.
     """
     visitors, exchange, order, received = departed or depart(num_own, axis, hidden, chosen)
-    visitors = _Finish.apply(visitors, exchange)
+    visitors = _finish(visitors, exchange)
     own = torch.arange(num_own, device=order.device).repeat(axis.size)
     own = own.repeat_interleave(received, output_size=len(visitors))[:, None]
     computed = compute(visitors, own, torch.ones_like(own, dtype=hidden.dtype))
 
     back = Exchange(exchange.received, exchange.sent, axis)
-    returned = _Finish.apply(_Start.apply(computed, back), back)
+    returned = _finish(_start(computed, back), back)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     results = returned[places].unflatten(0, chosen.shape)
@@ -219,35 +218,24 @@ class Exchange:
         return arrived
 
 
-class _Start(torch.autograd.Function):
-    """Begins an exchange; the backward pass ends the exchange of the gradients."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.start(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.finish(), None
+def _start(rows: Tensor, exchange: Exchange) -> Tensor:
+    """Begin an exchange; the backward pass ends the exchange of the gradients."""
+    return with_gradient(rows, exchange.start, lambda _: exchange.finish())
 
 
-class _Finish(torch.autograd.Function):
-    """Ends an exchange; the backward pass begins the exchange of the gradients."""
+def _finish(rows: Tensor, exchange: Exchange) -> Tensor:
+    """End an exchange; the backward pass begins the exchange of the gradients."""
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
+    def finish(rows: Tensor) -> Tensor:
         exchange.finish()
-        return rows.view_as(rows)
+        return same(rows)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.exchange.start_back(gradient)
-        # _Start returns the gradient that arrives. This one only has the shape that autograd wants.
-        return gradient, None
+    def start_back(gradient: Tensor) -> Tensor:
+        exchange.start_back(gradient)
+        # _start returns the gradient that arrives. This only has the shape that autograd wants.
+        return gradient
+
+    return with_gradient(rows, finish, start_back)
 
 
 def _problem(model: PreTrainedModel, experts: nn.Module, ep: int, families: Collection[str]) -> str:

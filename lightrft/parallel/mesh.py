@@ -225,11 +225,9 @@ class Mesh:
         return self._groups[key]
 
     def _new_axis(self, name: str, partition: Tensor) -> Axis:
-        return (
-            Axis(name, 1, 0, None)
-            if partition.shape[1] == 1
-            else _axis(name, self._new_group(partition, name))
-        )
+        if partition.shape[1] == 1:
+            return Axis(name, 1, 0, None)
+        return _axis(name, self._new_group(partition, name))
 
     def _new_group(self, partition: Tensor, name: str) -> dist.ProcessGroup:
         """Create the group of this rank's row of [groups, ranks of a group].

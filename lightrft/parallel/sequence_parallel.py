@@ -5,6 +5,7 @@ Shapes: T tokens of the whole batch, t = T / ranks of one rank, H heads, D head 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import PreTrainedModel
 
-from lightrft.parallel.collectives import Axis
+from lightrft.parallel.collectives import Axis, with_gradient
 
 
 class SequenceParallel:
@@ -179,11 +180,9 @@ def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: 
     with all reasons, for a model that cannot be split.
     """
     divided = sequence.axis.size > 1
-    name = (
-        f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}"
-        if divided
-        else "--tp_sequence_parallel"
-    )
+    name = "--tp_sequence_parallel"
+    if divided:
+        name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}"
 
     parts = [part for part in module.modules() if isinstance(part, SequenceParallelModule)]
     for part in parts:
@@ -278,13 +277,10 @@ class Gather(torch.autograd.Function):
         )
 
 
-class GatherSummed(Gather):
-    """Gather of one tensor whose gradient is summed over the ranks.
+def gather_summed(values: Tensor, axis: Axis) -> Tensor:
+    """Gather [t, ...] to [T, ...], with a gradient that is summed over the ranks.
 
     Each rank uses the result differently.
     """
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, reduce_scatter_tensor(gradient, ctx.axis)
+    gather = partial(all_gather_tensor, axis=axis)
+    return with_gradient(values, gather, partial(reduce_scatter_tensor, axis=axis))

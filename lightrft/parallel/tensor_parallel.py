@@ -40,7 +40,7 @@ from torch.distributed.tensor import (
 )
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lightrft.parallel.collectives import Axis
+from lightrft.parallel.collectives import Axis, same, with_gradient
 from lightrft.parallel.sequence_parallel import (
     Gather,
     all_gather_tensor,
@@ -123,57 +123,29 @@ class Sections:
                         self.received[owner] += count
                 first = first + size
 
+    def exchanged(self, stored: Tensor) -> Tensor:
+        """Return the rows of used(), with a gradient."""
+        return with_gradient(stored, self.used, self.stored)
+
     def used(self, stored: Tensor) -> Tensor:
         """Return the rows that this rank computes with, given those that it stores."""
-        width = stored[0].numel()
-        flat = torch.cat([stored[run] for run in self.runs]).flatten()
-        sent, received = (
-            [count * width for count in counts] for counts in (self.sent, self.received)
-        )
-        return self.axis.all_to_all(flat, sent, received).view_as(stored)
+        rows = torch.cat([stored[run] for run in self.runs])
+        return self._sent(rows, self.sent, self.received)
 
     def stored(self, used: Tensor) -> Tensor:
         """Return the rows that this rank stores, given those that it computes with."""
-        width = used[0].numel()
-        sent, received = (
-            [count * width for count in counts] for counts in (self.received, self.sent)
-        )
-        flat = self.axis.all_to_all(used.flatten(), sent, received).view_as(used)
+        arrived = self._sent(used, self.received, self.sent)
         rows = torch.empty_like(used)
-        begin = 0
-        for run in self.runs:
-            count = run.stop - run.start
-            rows[run] = flat[begin : begin + count]
-            begin = begin + count
+        for run, part in zip(
+            self.runs, arrived.split([run.stop - run.start for run in self.runs]), strict=True
+        ):
+            rows[run] = part
         return rows
 
-
-class _Used(torch.autograd.Function):
-    """Exchange stored rows for used ones."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, stored: Tensor, sections: Sections) -> Tensor:
-        ctx.sections = sections
-        return sections.used(stored)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.sections.stored(gradient), None
-
-
-class _Stored(torch.autograd.Function):
-    """Return stored rows; the gradient is that of the used ones."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, stored: Tensor, sections: Sections) -> Tensor:
-        ctx.sections = sections
-        return stored.view_as(stored)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.sections.stored(gradient), None
+    def _sent(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        width = rows[0].numel()
+        counts = ([count * width for count in each] for each in (sent, received))
+        return self.axis.all_to_all(rows.flatten(), *counts).view_as(rows)
 
 
 class _LinearOfSections(torch.autograd.Function):
@@ -216,7 +188,7 @@ class SplitAdapter:
         own = b.to_local(grad_placements=[self.b_gradient])
         return (
             a.to_local(grad_placements=[self.a_gradient]),
-            own if self.sections is None else _Used.apply(own, self.sections),
+            own if self.sections is None else self.sections.exchanged(own),
         )
 
 
@@ -269,11 +241,9 @@ def part_problems(size: int, name: str, tp: int) -> list[str]:
     Each rank has as many as the first, and the last ones have the rest.
     """
     with_rows = -(-size // -(-size // tp))
-    return (
-        [f"its {size} {name} are too few: only {with_rows} ranks have some"]
-        if with_rows < tp
-        else []
-    )
+    if with_rows < tp:
+        return [f"its {size} {name} are too few: only {with_rows} ranks have some"]
+    return []
 
 
 def fused_problems(config: PretrainedConfig, tp: int) -> list[str]:
@@ -343,35 +313,7 @@ def copy_to_parallel_region(hidden: Tensor, axis: Axis) -> Tensor:
 
     Its gradient is summed over the ranks.
     """
-    return hidden if axis.size == 1 else _Copy.apply(hidden, axis)
-
-
-class _Copy(torch.autograd.Function):
-    """Return the input; sum the gradient over the ranks."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.sum(gradient), None
-
-
-class _SumBothWays(torch.autograd.Function):
-    """Sum over the ranks, and sum the gradient too: each rank uses the sum in another way."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, part: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return axis.sum(part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.sum(gradient), None
+    return hidden if axis.size == 1 else with_gradient(hidden, same, axis.sum)
 
 
 @torch.library.impl(LIBRARY, "sum_", "CompositeExplicitAutograd")
@@ -403,23 +345,18 @@ def _sum_parts(part: Tensor, axis: Axis) -> Tensor:
     return part
 
 
-class _ScatterTokens(torch.autograd.Function):
+def _scatter_tokens(part: Tensor, axis: Axis) -> Tensor:
     """Sum a new tensor over the ranks, in place, and return this rank's tokens.
 
     [1, T, H] -> [1, T / ranks, H]
     """
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, part: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+    def scatter(part: Tensor) -> Tensor:
         if axis.size > 1:
             torch.ops.lightrft.reduce_scatter_(part[0], axis.group.group_name)
         return part.chunk(axis.size, 1)[axis.rank]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather_tensor(gradient[0], ctx.axis)[None], None
+    return with_gradient(part, scatter, lambda gradient: all_gather_tensor(gradient[0], axis)[None])
 
 
 class _EnterBranch(torch.autograd.Function):
@@ -482,24 +419,20 @@ class _WithStandIn(torch.autograd.Function):
         return gradient, gradient
 
 
-class _GatherLogits(torch.autograd.Function):
+def _gather_logits(logits: Tensor, axis: Axis, size: int) -> Tensor:
     """Gather the logits of all parts of the vocabulary, [..., part] -> [..., V].
 
     Their gradient is equal on all ranks.
     """
+    rows = -(-size // axis.size)
+    first = rows * axis.rank
+    count = logits.shape[-1]
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, axis: Axis, size: int) -> Tensor:
-        rows = -(-size // axis.size)
-        ctx.first = rows * axis.rank
-        ctx.count = logits.shape[-1]
-        padded = F.pad(logits, (0, rows - ctx.count)) if ctx.count < rows else logits
+    def gather(logits: Tensor) -> Tensor:
+        padded = F.pad(logits, (0, rows - count)) if count < rows else logits
         return all_gather_tensor(padded[None], axis).movedim(0, -2).flatten(-2)[..., :size]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient[..., ctx.first : ctx.first + ctx.count], None, None
+    return with_gradient(logits, gather, lambda gradient: gradient[..., first : first + count])
 
 
 def outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
@@ -558,9 +491,7 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
         head.register_forward_pre_hook(
             lambda module, args: (copy_to_parallel_region(args[0], axis),)
         )
-        head.register_forward_hook(
-            lambda module, args, logits: _GatherLogits.apply(logits, axis, size)
-        )
+        head.register_forward_hook(lambda module, args, logits: _gather_logits(logits, axis, size))
 
     # Distributing made two parameters of them.
     if tied:
@@ -673,7 +604,7 @@ def _with_adapter(
         return {name: split}
 
     (adapter,) = layer.scaling
-    reduce = _ScatterTokens.apply if sequence else _sum_parts
+    reduce = _scatter_tokens if sequence else _sum_parts
 
     def split_a(matrix: nn.Module, mesh: DeviceMesh) -> None:
         distribute(matrix, mesh, weight=Shard(1) if by_rows else Replicate())
@@ -729,7 +660,7 @@ class _Branch:
         weights = [
             layer.weight.to_local()
             if sections is None
-            else _Stored.apply(layer.weight.to_local(), sections)
+            else with_gradient(layer.weight.to_local(), same, sections.stored)
             for layer, sections in zip(learning, self.sections, strict=bool(learning))
         ]
         tokens, *stand_ins = _EnterBranch.apply(hidden, self.axis, self.sequence, *weights)
@@ -769,7 +700,7 @@ def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     The bias is added to the sum.
     """
     axis = _axis(mesh)
-    reduce = _ScatterTokens.apply if sequence else _sum_parts
+    reduce = _scatter_tokens if sequence else _sum_parts
     distribute(linear, mesh, weight=Shard(1), bias=Replicate())
     LocalParameters(linear, hidden=("bias",))
 
@@ -791,7 +722,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
     The outputs of other rows are zero.
     """
     axis = _axis(mesh)
-    reduce = _ScatterTokens.apply if sequence else _sum_parts
+    reduce = _scatter_tokens if sequence else _sum_parts
     distribute(embedding, mesh, weight=Shard(0))
     shard = vocabulary_shard(embedding.weight)
     first = shard.first
@@ -836,7 +767,8 @@ def _split_norm(norm: nn.Module, mesh: DeviceMesh) -> None:
 
     def forward(hidden: Tensor) -> Tensor:
         values = hidden.float()
-        squares = _SumBothWays.apply(values.pow(2).sum(-1, keepdim=True), axis)
+        # Each rank uses the sum in another way, so the gradients add up too.
+        squares = with_gradient(values.pow(2).sum(-1, keepdim=True), axis.sum, axis.sum)
         values = values * torch.rsqrt(squares / size + norm.variance_epsilon)
         return (norm.weight * values).to(hidden.dtype)
 

@@ -4,14 +4,14 @@ An all-to-all before attention gives each rank all tokens of H / ranks heads, so
 the same as for a whole batch; an all-to-all after attention undoes the exchange.
 """
 
+from functools import partial
 from math import lcm
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lightrft.parallel.collectives import Axis
+from lightrft.parallel.collectives import Axis, with_gradient
 from lightrft.parallel.sequence_parallel import SequenceParallel
 
 
@@ -43,9 +43,9 @@ class Ulysses(SequenceParallel):
         """Exchange tensors [t, H, D] of one dtype for [T, H / ranks, D] in one all-to-all."""
         # Heads are grouped by rank: [ranks, t, H / ranks, D].
         parts = [x.unflatten(1, (self.axis.size, -1)).transpose(0, 1) for x in values]
-        mixed = _Exchange.apply(
-            torch.cat([part.flatten(2) for part in parts], -1), self.axis
-        ).flatten(0, 1)
+        mixed = _exchanged(torch.cat([part.flatten(2) for part in parts], -1), self.axis).flatten(
+            0, 1
+        )
         exchanged = mixed.split([part[0, 0].numel() for part in parts], -1)
 
         return tuple(
@@ -58,7 +58,7 @@ class Ulysses(SequenceParallel):
     def after_attention(self, output: Tensor) -> Tensor:
         """Exchange [T, H / ranks, D] for [t, H, D]."""
         return (
-            _Exchange.apply(output.unflatten(0, (self.axis.size, -1)), self.axis)
+            _exchanged(output.unflatten(0, (self.axis.size, -1)), self.axis)
             .transpose(0, 1)
             .flatten(1, 2)
         )
@@ -73,21 +73,13 @@ def head_problems(num_heads: int, sp: int) -> list[str]:
     ]
 
 
-class _Exchange(torch.autograd.Function):
-    """Exchange of [ranks, ...]: entry r is sent to rank r and replaced by the entry from rank r.
+def _exchanged(parts: Tensor, axis: Axis) -> Tensor:
+    """Exchange [ranks, ...]: entry r is sent to rank r and replaced by the entry from rank r.
 
     So is the gradient.
     """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, parts: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _all_to_all(parts, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradient, ctx.axis), None
+    exchange = partial(_all_to_all, axis=axis)
+    return with_gradient(parts, exchange, exchange)
 
 
 def _all_to_all(parts: Tensor, axis: Axis) -> Tensor:

@@ -9,7 +9,7 @@ of heads need not be divisible by the number of ranks.
 import torch
 from torch import Tensor
 
-from lightrft.parallel.sequence_parallel import GatherSummed, SequenceParallel
+from lightrft.parallel.sequence_parallel import SequenceParallel, gather_summed
 
 
 class Zigzag(SequenceParallel):
@@ -34,5 +34,5 @@ class Zigzag(SequenceParallel):
 
         They are in the order of the batch.
         """
-        (both,) = GatherSummed.apply(self.axis, torch.cat([key, value], -1))
+        both = gather_summed(torch.cat([key, value], -1), self.axis)
         return query, *self.in_order(both).split([key.shape[-1], value.shape[-1]], -1)

@@ -301,11 +301,9 @@ class RewardFunction:
     def _accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the function accepts: not every one has **kwargs."""
         accepted = _accepts(self.signature)
-        return (
-            arguments
-            if accepted is None
-            else {name: value for name, value in arguments.items() if name in accepted}
-        )
+        if accepted is None:
+            return arguments
+        return {name: value for name, value in arguments.items() if name in accepted}
 
     def _finish(self, returned: list[Any]) -> list[Any]:
         """Return the results of calls; coroutines are awaited together."""
@@ -319,11 +317,9 @@ class RewardFunction:
         # of a function that is called for several responses
         if entry and isinstance(returned, list):
             return [self._reward(value) for value in returned]
-        return (
-            returned[entry]
-            if entry and isinstance(returned, Mapping) and entry in returned
-            else returned
-        )
+        if entry and isinstance(returned, Mapping) and entry in returned:
+            return returned[entry]
+        return returned
 
 
 def common_columns(samples: list[Sample]) -> set[str]:

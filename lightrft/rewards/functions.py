@@ -277,11 +277,9 @@ def _last_number(text: str) -> Fraction | None:
     numerator, denominator, number = (
         part.replace(",", "").replace("\u2212", "-") for part in numbers[-1]
     )
-    return (
-        Fraction(Decimal(numerator)) / Fraction(Decimal(denominator))
-        if denominator
-        else Fraction(Decimal(number))
-    )
+    if denominator:
+        return Fraction(Decimal(numerator)) / Fraction(Decimal(denominator))
+    return Fraction(Decimal(number))
 
 
 def boxes(text: str) -> list[tuple[int, str]]:

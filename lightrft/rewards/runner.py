@@ -312,11 +312,9 @@ class RewardRunner:
                 logger.warning(message)
                 logged += 1
 
-            failed = (
-                [each.sample for each in alone]
-                if self.section.reward_failure == "zero"
-                else samples
-            )
+            failed = samples
+            if self.section.reward_failure == "zero":
+                failed = [each.sample for each in alone]
             self._replace(failed)
             self._in_a_row = self._in_a_row + 1 if len(failed) == len(samples) else 0
             if self._in_a_row >= FAILURES_IN_A_ROW:
@@ -335,11 +333,9 @@ class RewardRunner:
         try:
             values = result.result()
             if num_rewards(values) != len(samples):
-                hint = (
-                    "; to return parts of a reward, return a dictionary for each sample"
-                    if isinstance(values, Mapping)
-                    else ""
-                )
+                hint = ""
+                if isinstance(values, Mapping):
+                    hint = "; to return parts of a reward, return a dictionary for each sample"
                 raise WrongCount(
                     f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}"
                 )

@@ -57,11 +57,9 @@ class Setup:
         """Import the function, or all of them. Raises ValueError if one cannot be imported."""
         functions = [(term, self._function(term.name)) for term in reward_terms(self.name)]
         (term, function), *others = functions
-        return (
-            WeightedRewards(functions, self.key, self.models)
-            if others or self.key or term.weight != 1
-            else function
-        )
+        if others or self.key or term.weight != 1:
+            return WeightedRewards(functions, self.key, self.models)
+        return function
 
     def prepare(self) -> Callable[[Connection], None]:
         """Import the function; return what a worker runs."""
@@ -72,11 +70,10 @@ class Setup:
         if name == JUDGE and self.judge is not None:
             function = _with_http(name, lambda: _judge(self.judge, **limits))
         else:
-            function = (
-                _with_http(name, lambda: _on_server(name, **limits))
-                if name.startswith(SERVER)
-                else rewards[name]
-            )
+            if name.startswith(SERVER):
+                function = _with_http(name, lambda: _on_server(name, **limits))
+            else:
+                function = rewards[name]
         return RewardFunction(function, chat=self.chat)
 
 

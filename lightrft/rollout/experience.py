@@ -311,11 +311,9 @@ def place_at_tokens(values: Tensor, samples: list[Sample], experience: Experienc
         places += [ends[branch] - 1 for branch in range(row - len(sample.rows) + 2, row + 1)]
         lines += [list(lines_of_sample)] * (len(sample.rows) - 1)
 
-    sums = (
-        torch.tensor([sum(numbers[each] for each in one) for one in lines])
-        if (numbers := values.tolist())
-        else values
-    )
+    sums = values
+    if numbers := values.tolist():
+        sums = torch.tensor([sum(numbers[each] for each in one) for one in lines])
     places = torch.tensor(places, dtype=torch.int64)
     sums = sums.float()[places >= 0]
     places = _latest_learned(experience)[places[places >= 0]]

@@ -211,11 +211,10 @@ def _lines(row: int, sample: Sample, names: list[str]) -> Iterator[tuple[float, 
     """
     before = 0
     for place, (token, reward) in enumerate(sample.steps, 1):
-        length, greedy = (
-            (len(sample.token_ids), sample.greedy_reward)
-            if place == len(sample.steps)
-            else (0, 0.0)
-        )
+        if place == len(sample.steps):
+            length, greedy = (len(sample.token_ids), sample.greedy_reward)
+        else:
+            length, greedy = (0, 0.0)
         parts = _components(sample, reward) if names else {}
         of_names = [parts.get(name, 0.0) for name in names]
         yield row, sample.group, reward, token + 1 - before, length, greedy, *of_names

@@ -200,11 +200,10 @@ class Expander:
         """Return how many tokens an item of this size has; they do not depend on what it shows."""
         if (medium, size) not in self._lengths:
             frame = self._frame if medium == IMAGES else None
-            self._lengths[medium, size] = (
-                self._expanded_length(medium, size)
-                if frame is None
-                else self._counted(size) + frame
-            )
+            if frame is None:
+                self._lengths[medium, size] = self._expanded_length(medium, size)
+            else:
+                self._lengths[medium, size] = self._counted(size) + frame
         return self._lengths[medium, size]
 
     @cached_property
@@ -244,11 +243,10 @@ class Expander:
         if medium == IMAGES:
             item = BLANK.resize((size[0], size[1]))
         else:
-            item = (
-                Video(np.zeros((*size, 3), dtype=np.uint8))
-                if medium == VIDEOS
-                else Clip(_noise(size[0]).waveform, size[1])
-            )
+            if medium == VIDEOS:
+                item = Video(np.zeros((*size, 3), dtype=np.uint8))
+            else:
+                item = Clip(_noise(size[0]).waveform, size[1])
 
         return len(
             self.reader.expand(Request([min(self.places[medium])], {medium: [item]})).token_ids

@@ -121,16 +121,13 @@ class Health:
 
         self.steps_without_signal += 1
         if self.logs and self.steps_without_signal in WARN_AT:
-            finding = (
-                f"all rewards are {row['rollout/reward']:.4g}"
-                if equal
-                else "all rewards of each group are equal"
-            )
-            so_far = (
-                ""
-                if self.steps_without_signal == 1
-                else f"; {self.steps_without_signal} steps had none so far"
-            )
+            finding = "all rewards of each group are equal"
+            if equal:
+                finding = f"all rewards are {row['rollout/reward']:.4g}"
+            if self.steps_without_signal == 1:
+                so_far = ""
+            else:
+                so_far = f"; {self.steps_without_signal} steps had none so far"
             truncated = row.get("rollout/truncated", 0.0)
             cut_off = (
                 f"; {truncated:.0%} of the responses are cut off: raise --generate_max_len"
@@ -159,16 +156,12 @@ class Health:
             return False
 
         if self.logs:
-            verification = (
-                "the next weight sync verifies every weight"
-                if self.config.engine.verify_weight_sync
-                else "weights are not verified, because of --no_verify_weight_sync"
-            )
-            than = (
-                f"the {median(self._mismatches):.2g} of the steps before"
-                if mismatch > usual
-                else "rounding explains"
-            )
+            verification = "weights are not verified, because of --no_verify_weight_sync"
+            if self.config.engine.verify_weight_sync:
+                verification = "the next weight sync verifies every weight"
+            than = "rounding explains"
+            if mismatch > usual:
+                than = f"the {median(self._mismatches):.2g} of the steps before"
             logger.warning(
                 "step {}: the log-probs of engine and trainer differ by {:.2g} on average, {:.2g}"
                 " at most, far more than {}; {}",

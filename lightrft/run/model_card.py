@@ -63,12 +63,10 @@ def write_card(
         ),
         "",
         *_table(("Setting", "Value"), _settings(config)),
-        *(
-            _table(("Held-out", "Value"), {name: short(value) for name, value in results.items()})
-            if results
-            else []
-        ),
     ]
+    if results:
+        shown = {name: short(value) for name, value in results.items()}
+        lines += _table(("Held-out", "Value"), shown)
     (folder / "README.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 

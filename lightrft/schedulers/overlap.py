@@ -42,11 +42,10 @@ class Overlap:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="overlap", daemon=True)
             self._thread.start()
-        ready = (
-            None
-            if self._stream is None
-            else torch.accelerator.current_stream(self.device).record_event()
-        )
+        if self._stream is None:
+            ready = None
+        else:
+            ready = torch.accelerator.current_stream(self.device).record_event()
         self._futures.append(Future())
         self._jobs.put((groups, ready, self._futures[-1]))
 

@@ -229,11 +229,9 @@ class ZeRO(Strategy):
         return model in self._holding
 
     def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
-        return (
-            self.config.strategy.param_offload
-            if isinstance(item, nn.Module)
-            else self.config.strategy.adam_offload
-        )
+        if isinstance(item, nn.Module):
+            return self.config.strategy.param_offload
+        return self.config.strategy.adam_offload
 
     def training(
         self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None
@@ -274,16 +272,13 @@ class ZeRO(Strategy):
         If the model is empty, the host does not hold it either: each parameter is read here.
         """
         dtype = torch.bfloat16 if config["bf16"]["enabled"] else next(module.parameters()).dtype
-        parameters = (
-            one_by_one(module, dtype, self.mesh.world)
-            if is_empty(module)
-            else _cast(module.parameters(), dtype)
-        )
-        options = (
-            {"remote_device": "cpu", "pin_memory": self.device.type != "cpu"}
-            if self.config.strategy.param_offload
-            else {}
-        )
+        if is_empty(module):
+            parameters = one_by_one(module, dtype, self.mesh.world)
+        else:
+            parameters = _cast(module.parameters(), dtype)
+        options = {}
+        if self.config.strategy.param_offload:
+            options = {"remote_device": "cpu", "pin_memory": self.device.type != "cpu"}
         # This is the group of --zpg, if it exists.
         options["zero_param_parallel_group"] = groups._get_zero_param_intra_parallel_group()
 

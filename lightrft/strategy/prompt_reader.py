@@ -57,11 +57,9 @@ class PromptReader:
         """Return one request for each prompt; each of `inputs` contains the media of a prompt."""
         if (token_ids is None) == (inputs is None):
             raise ValueError("give prompt_token_ids or multi_modal_inputs, and only one of them")
-        return (
-            [self.request(ids, {}) for ids in token_ids]
-            if inputs is None
-            else [self.local(one) for one in inputs]
-        )
+        if inputs is None:
+            return [self.request(ids, {}) for ids in token_ids]
+        return [self.local(one) for one in inputs]
 
     def local(self, prompt: Mapping[str, Any]) -> Request:
         data = prompt.get("multi_modal_data") or {}

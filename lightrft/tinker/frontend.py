@@ -269,11 +269,9 @@ class Frontend:
         ]
         if unused:
             return unused[:1]
-        why = (
-            f"{self.served.most_models} adapters at the same time"
-            if self.served.lora_rank
-            else "one model at a time, as it trains all parameters (--lora_rank 0)"
-        )
+        why = "one model at a time, as it trains all parameters (--lora_rank 0)"
+        if self.served.lora_rank:
+            why = f"{self.served.most_models} adapters at the same time"
         raise ValueError(
             f"this server trains {why}, and other sessions are using it: a session that ends, or is"
             f" silent for {SILENT_SECONDS:g} s, makes room"

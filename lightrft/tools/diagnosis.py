@@ -138,13 +138,11 @@ class Diagnosis:
     @property
     def advice(self) -> str:
         if self.first is None:
+            if self.healthy:
+                return ""
             return (
-                ""
-                if self.healthy
-                else (
-                    "the log-probs that the engine computes from the logits: no part of the model"
-                    " differs"
-                )
+                "the log-probs that the engine computes from the logits: no part of the model"
+                " differs"
             )
 
         if self.exact:
@@ -152,11 +150,9 @@ class Diagnosis:
             return f"{part}: engine and trainer agree in every bit before it, and differ from it on"
 
         advice = PART_ADVICE[self.first.name.rpartition(".")[2]]
-        return (
-            f"{advice}. The settings differ in {'; '.join(self.settings)}"
-            if self.settings
-            else advice
-        )
+        if self.settings:
+            return f"{advice}. The settings differ in {'; '.join(self.settings)}"
+        return advice
 
 
 def diagnose(
@@ -242,13 +238,10 @@ def compare(
     for name, part in trainer_values.items():
         if name in engine_values and engine_values[name].shape == part.shape:
             relative = ((engine_values[name] - part).norm() / part.norm()).item()
-            depth = (
-                0
-                if name.endswith("embed_tokens")
-                else deepest
-                if depths[name] is None
-                else depths[name]
-            )
+            if name.endswith("embed_tokens"):
+                depth = 0
+            else:
+                depth = deepest if depths[name] is None else depths[name]
             allowed = 0.0 if exact else ROUNDING[dtype] * math.sqrt(1 + depth)
             part_gaps.append(PartGap(name, relative, allowed))
 

@@ -60,6 +60,14 @@ PLAIN_BUCKET = 500_000_000
 """Gradient elements of a reduction of DeepSpeed without ZeRO."""
 ROUNDED = 512
 """--max_tokens_per_microbatch is rounded down to a multiple of this."""
+STEP_FLAGS = tuple(
+    (
+        "bf16 lora_rank target_modules load_in_4bit freeze_prefix reduce_gradients_once"
+        " gather_parameters_once reduce_dtype gradient_checkpointing gradient_checkpointing_policy"
+        " optimizer"
+    ).split()
+)
+"""Fields that change the bytes of a step."""
 Bytes = dict[str, float]
 
 
@@ -159,21 +167,7 @@ class Planner:
     def step(self, tokens: int) -> StepBytes:
         """Return the bytes of a step of the model that learns, with tokens of one rank."""
         model = self.config.model
-        options = {
-            "fsdp": True,
-            "bf16": model.bf16,
-            "lora_rank": model.lora_rank,
-            "target_modules": model.target_modules,
-            "load_in_4bit": model.load_in_4bit,
-            "freeze_prefix": model.freeze_prefix,
-            "reduce_gradients_once": self.config.strategy.reduce_gradients_once,
-            "gather_parameters_once": self.config.strategy.gather_parameters_once,
-            "reduce_dtype": self.config.strategy.reduce_dtype,
-            "gradient_checkpointing": model.gradient_checkpointing,
-            "gradient_checkpointing_policy": model.gradient_checkpointing_policy,
-            "optimizer": self.config.optim.optimizer,
-        }
-
+        options = {name: getattr(self.config, name) for name in STEP_FLAGS} | {"fsdp": True}
         step = step_bytes(self.visited, options, world=self.shards, tokens=-(-tokens // self.sp))
         if self.ep == 1:
             return step
@@ -192,11 +186,7 @@ class Planner:
             return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
         if self.config.strategy.strategy == "deepspeed":
             return self.states_of_zero(self.of_rank, self.trained)
-        return {
-            "parameters": step.parameters,
-            "gradients": step.gradients,
-            "optimizer": step.optimizer,
-        }
+        return {name: getattr(step, name) for name in ("parameters", "gradients", "optimizer")}
 
     def states_of_zero(self, parameters: float, trained: float) -> Bytes:
         """Return what DeepSpeed keeps: masters besides parameters.
@@ -221,11 +211,9 @@ class Planner:
         """
         stage = self.config.strategy.zero_stage
         text = self.shape.get_text_config()
-        bucket = (
-            self.gradient_width * ZERO_BUCKET * (1 + self.config.strategy.overlap_comm)
-            if stage
-            else 0.0
-        )
+        bucket = 0.0
+        if stage:
+            bucket = self.gradient_width * ZERO_BUCKET * (1 + self.config.strategy.overlap_comm)
         copied = {0: min(PLAIN_BUCKET, self.trained), 1: 0}.get(
             stage, 2 * min(ZERO_BUCKET, self.trained)
         )
@@ -302,30 +290,18 @@ class Planner:
         if self.config.strategy.strategy == "deepspeed":
             block = self.work_of_zero(head)
 
-        phases = {
-            "train": (
-                states
-                | {"activations": step.activations, "head, gathered layers": block}
-                | resident
-            )
-        }
+        work = {"activations": step.activations, "head, gathered layers": block}
+        phases = {"train": states | work | resident}
         parameters = {"parameters": states["parameters"]} if idle else states
 
         if self.generates:
-            phases["log-probs"] = (
-                parameters | resident | {"head, gathered layers": head + self.of_layer()}
-            )
+            work = {"head, gathered layers": head + self.of_layer()}
+            phases["log-probs"] = parameters | resident | work
             if not self.config.rollout.rollout_ranks:
                 weights = self.engine_weights() / self.config.engine.engine_tp_size
                 # Two buckets exist at a time; see weight_sync/stream.py.
-                phases["weight sync"] = (
-                    parameters
-                    | resident
-                    | {
-                        "engine's weights": weights,
-                        "buckets": 2 * self.bucket(),
-                    }
-                )
+                work = {"engine's weights": weights, "buckets": 2 * self.bucket()}
+                phases["weight sync"] = parameters | resident | work
                 share = self.config.engine.engine_mem_util * self.device.memory
                 cache = max(share - weights - ENGINE_OVERHEAD, 0.0)
                 engine = {
@@ -382,14 +358,10 @@ class Planner:
         algorithm = config.algorithm
         rollout = config.rollout
         samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-        many_updates = samples // config.train.train_batch_size * config.train.max_epochs > 1
         # Old log-probs are computed only if a step has several updates.
-        passes = (
-            many_updates
-            + needs_reference(algorithm)
-            + needs_critic(algorithm)
-            + len(config.model.reward_pretrain)
-        )
+        passes = samples // config.train.train_batch_size * config.train.max_epochs > 1
+        passes += needs_reference(algorithm) + needs_critic(algorithm)
+        passes += len(config.model.reward_pretrain)
         work = StepWork(
             samples,
             config.data.prompt_max_len // 2,
@@ -505,11 +477,8 @@ class Planner:
         copies = "the model is there once" if groups == 1 else f"the model is there {groups} times"
         divided = self.shards * self.tp
         each = "" if groups == 1 else "each "
-        where = (
-            f"{copies}, {each}on one rank"
-            if divided == 1
-            else f"{copies}, {each}divided over {divided} ranks"
-        )
+        ranks = "on one rank" if divided == 1 else f"divided over {divided} ranks"
+        where = f"{copies}, {each}{ranks}"
 
         if self.ep > 1:
             where += f"; each {self.ep} consecutive ranks divide the experts of a layer"
@@ -542,15 +511,13 @@ class Planner:
         hints = self.idle_ranks()
         config = self.config
         if not plan.fits:
-            changes = self.suggest_changes()
-            hints.append(
-                f"it fits with {' '.join(changes)}"
-                if changes
-                else (
-                    "no combination of flags that was tried fits: use more ranks, a smaller model,"
-                    " or --fsdp_cpu_offload"
-                )
+            hint = (
+                "no combination of flags that was tried fits: use more ranks, a smaller model,"
+                " or --fsdp_cpu_offload"
             )
+            if changes := self.suggest_changes():
+                hint = f"it fits with {' '.join(changes)}"
+            hints.append(hint)
 
         nodes = nodes_to_replicate(config, self.ranks, self.ranks_per_node)
         shards_alone = config.strategy.strategy == "fsdp" and self.sp == self.tp == self.ep == 1

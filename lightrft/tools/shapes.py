@@ -109,13 +109,10 @@ def known_config(name: str) -> PretrainedConfig | None:
             f"{prefix}{size}{ending}" for ending in ("", "-Instruct", "-Base")
         ]:
             hidden, intermediate, layers, heads, kv_heads = sizes[size]
-            vocabulary = (
-                128256
-                if kind is LlamaConfig
-                else 151936
-                if kind is Qwen3Config or size in TIED
-                else 152064
-            )
+            if kind is LlamaConfig:
+                vocabulary = 128256
+            else:
+                vocabulary = 151936 if kind is Qwen3Config or size in TIED else 152064
 
             return kind(
                 hidden_size=hidden,

@@ -381,11 +381,9 @@ class Trainer(ABC):
             name: self.strategy.unwrap_model(model) for name, (model, *_) in self.models.items()
         }
         # One rank reads the weights' files, and the others take the digests from it.
-        digests = (
-            {name: weights_of(model.name_or_path) for name, model in models.items()}
-            if self.strategy.is_rank_0()
-            else {}
-        )
+        digests = {}
+        if self.strategy.is_rank_0():
+            digests = {name: weights_of(model.name_or_path) for name, model in models.items()}
         weights = {
             name: digest
             for name, digest in self.strategy.mesh.world.broadcast(digests).items()
@@ -553,11 +551,10 @@ class Trainer(ABC):
         if not self.strategy.is_rank_0() or self.done == 0:
             return
 
-        model = (
-            f"model in {self.folder / 'model'}"
-            if status == "finished"
-            else f"files in {self.folder}"
-        )
+        if status == "finished":
+            model = f"model in {self.folder / 'model'}"
+        else:
+            model = f"files in {self.folder}"
         logger.info("{} after step {}: {}", status, self.done, model)
         if status == "failed":
             return

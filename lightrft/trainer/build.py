@@ -222,13 +222,10 @@ def build_eval_sets(
     sets = []
     for each in eval_sources(config.data.eval_data):
         benchmark = benchmarks[each.benchmark] if each.benchmark else None
-        name = (
-            benchmark.reward
-            if benchmark
-            else "reasoning_gym"
-            if each.name and each.source.startswith(REASONING_GYM)
-            else ""
-        )
+        if benchmark:
+            name = benchmark.reward
+        else:
+            name = "reasoning_gym" if each.name and each.source.startswith(REASONING_GYM) else ""
 
         # Sets with the same reward share the worker processes that compute it.
         if name not in runners:
@@ -298,17 +295,13 @@ def build_ppo_roles(
             tokenizer=tokenizer,
         )
 
-    critic = (
-        build_critic(config, strategy, tokenizer, updates=steps * updates)
-        if needs_critic(algorithm)
-        else None
-    )
+    critic = None
+    if needs_critic(algorithm):
+        critic = build_critic(config, strategy, tokenizer, updates=steps * updates)
     set_blank_media(expand, policy.actor, policy.reference, critic and critic.module)
-    teacher = (
-        build_teacher(config, strategy, tokenizer, expand, policy)
-        if algorithm.distill_coef > 0
-        else None
-    )
+    teacher = None
+    if algorithm.distill_coef > 0:
+        teacher = build_teacher(config, strategy, tokenizer, expand, policy)
     return policy, critic, teacher
 
 

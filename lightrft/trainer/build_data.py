@@ -47,11 +47,10 @@ def load_training_data(config: Config, *, rewards: RewardRunner | None = None) -
     check_tools(config, tokenizer)
     expand = load_trained_expander(config, tokenizer, engine=rewards is not None)
     arguments = config, tokenizer, expand
-    load = (
-        partial(load_rewarded, *arguments, rewards)
-        if rewards
-        else partial(load_supervised, *arguments)
-    )
+    if rewards:
+        load = partial(load_rewarded, *arguments, rewards)
+    else:
+        load = partial(load_supervised, *arguments)
     # Runs that generate responses load held-out sets elsewhere, each with its own rewards.
     held_out = config.data.eval_data and rewards is None
     prompts = load()

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch.nn import Module
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import Truncation
@@ -55,7 +56,6 @@ def build_policy(
     `sampling` draws from, over the ids of the `tokenizer`; None stands for the tokenizer of
     --pretrain, if it has one.
     """
-    optim = config.optim
     if config.engine.exact:
         from lightrft.engine.build import check_exact
 
@@ -71,17 +71,11 @@ def build_policy(
     # Engines choose rotary frequencies for the longest possible sequence.
     if sampling is not ANY_TOKEN:
         check_window(actor.language_model, longest_sequence(config))
-    optimizer = strategy.create_optimizer(actor, optim.learning_rate, optim.adam_betas, optim.l2)
-    scheduler = strategy.create_scheduler(
-        optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates
-    )
-
-    if sampling is not ANY_TOKEN:
         shape = actor.language_model.config
         ends = end_token_ids(config.model.pretrain, shape)
         sampling = sampling.resolved(never_sampled(config.model.pretrain, shape, tokenizer), ends)
 
-    actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
+    trained = _trained(config, strategy, actor, config.optim.learning_rate, updates)
     follower = None
     if reference and moves_reference(config.algorithm):
         follower = _follower(config, strategy, actor, computes_like_actor=True)
@@ -90,13 +84,8 @@ def build_policy(
     if reference and frozen is None and follower is None:
         with strategy.init_model_context():
             frozen = Actor(load_model(config.model)).requires_grad_(False)
-        if config.model.fp8_training:  # else the first KL divergence would not be 0
-            from lightrft.backends.torchao import use_float8
-
-            use_float8(frozen, strategy.device)
-        if config.engine.exact:
-            make_actor_exact(frozen, strategy.dtype, strategy.device, strategy.world)
-        frozen = strategy.prepare(frozen)
+        # Else the first KL divergence would not be 0.
+        frozen = strategy.prepare(_computing_like_actor(config, strategy, frozen))
 
     average = _follower(config, strategy, actor) if config.train.enable_ema else None
     algorithm = config.algorithm
@@ -110,9 +99,7 @@ def build_policy(
     watches = routers is not None or actor.router_choices is not None
     return (partial(MixturePolicy, routers=routers) if watches else Policy)(
         strategy,
-        actor,
-        optimizer,
-        scheduler,
+        *trained,
         reference=follower or frozen,
         average=average,
         temperature=sampling.temperature,
@@ -130,20 +117,36 @@ def _follower(
     """
     with strategy.init_model_context():
         model = Actor(freeze_parameters(load_model(config.model), config.model))
-    if computes_like_actor and config.model.fp8_training:
-        from lightrft.backends.torchao import use_float8
-
-        use_float8(model, strategy.device)
-    if computes_like_actor and config.engine.exact:
-        from lightrft.exact.install import make_actor_exact
-
-        make_actor_exact(model, strategy.dtype, strategy.device, strategy.world)
-
+    if computes_like_actor:
+        _computing_like_actor(config, strategy, model)
     model = strategy.prepare(model)
     if config.model.lora_rank:
         # It starts from the actor's adapters, not from other random ones.
         strategy.moving_average(actor, model, 0.0)
     return model
+
+
+def _computing_like_actor(config: Config, strategy: Strategy, model: Actor) -> Actor:
+    if config.model.fp8_training:
+        from lightrft.backends.torchao import use_float8
+
+        use_float8(model, strategy.device)
+    if config.engine.exact:
+        from lightrft.exact.install import make_actor_exact
+
+        make_actor_exact(model, strategy.dtype, strategy.device, strategy.world)
+    return model
+
+
+def _trained(
+    config: Config, strategy: Strategy, model: Module, rate: float, updates: int
+) -> tuple[Any, Any, Any]:
+    """Shard a model with the optimizer and the schedule that train it."""
+    optim = config.optim
+    optimizer = strategy.create_optimizer(model, rate, optim.adam_betas, optim.l2)
+    warmup = round(optim.lr_warmup_ratio * updates)
+    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, warmup, updates)
+    return strategy.prepare((model, optimizer, scheduler))
 
 
 def limits(config: Config) -> dict[str, Any]:
@@ -170,7 +173,6 @@ def build_critic(
     config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, *, updates: int
 ) -> Critic:
     """Build the sharded critic with optimizer and schedule; it gets adapters if the actor does."""
-    optim = config.optim
     if config.model.critic_pretrain:
         check_vocabulary(config.model, "critic_pretrain", tokenizer)
     strategy.announce("load_critic")
@@ -182,21 +184,16 @@ def build_critic(
         model = load_scorer(config.model, flag)
         scorer = Scorer(freeze_parameters(model, config.model))
 
-    optimizer = strategy.create_optimizer(
-        scorer, optim.critic_learning_rate, optim.adam_betas, optim.l2
-    )
-    scheduler = strategy.create_scheduler(
-        optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates
-    )
-    return Critic(strategy, *strategy.prepare((scorer, optimizer, scheduler)), **limits(config))
+    trained = _trained(config, strategy, scorer, config.optim.critic_learning_rate, updates)
+    return Critic(strategy, *trained, **limits(config))
 
 
 def build_draft(
     config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, *, updates: int
 ) -> Draft | None:
     """Build the sharded model of --speculative draft, if it learns; all parameters are trained."""
-    optim = config.optim
-    if optim.draft_learning_rate == 0:
+    rate = config.optim.draft_learning_rate
+    if rate == 0:
         return None
 
     name = config.engine.draft_pretrain
@@ -205,18 +202,12 @@ def build_draft(
     check_model(config.model, strategy, "draft_pretrain", name=name)
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "draft_pretrain", name=name))
-    optimizer = strategy.create_optimizer(
-        model, optim.draft_learning_rate, optim.adam_betas, optim.l2
-    )
-    scheduler = strategy.create_scheduler(
-        optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates
-    )
     # It imitates what the engine samples, so it learns at the rollout's temperature.
     truncation = Truncation(banned=never_sampled(name, model.language_model.config, tokenizer))
 
     return Draft(
         strategy,
-        *strategy.prepare((model, optimizer, scheduler)),
+        *_trained(config, strategy, model, rate, updates),
         temperature=config.rollout.temperature,
         truncation=truncation,
         **limits(config),
@@ -362,15 +353,10 @@ def build_reward_model(
 
     It has a score for each of the named heads.
     """
-    optim = config.optim
     strategy.announce("load_models")
     check_model(config.model, strategy, scores=True)
     scorer = _empty_reward_model(config, strategy, tokenizer, heads)
-    optimizer = strategy.create_optimizer(scorer, optim.learning_rate, optim.adam_betas, optim.l2)
-    scheduler = strategy.create_scheduler(
-        optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates
-    )
-    trained = strategy.prepare((scorer, optimizer, scheduler))
+    trained = _trained(config, strategy, scorer, config.optim.learning_rate, updates)
 
     average = None
     if config.train.enable_ema:

@@ -10,6 +10,8 @@ from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.step_labels import load_steps
 from lightrft.models.load import head_names, load_tokenizer
+from lightrft.roles.policy import Policy
+from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.role import Role
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
@@ -36,50 +38,27 @@ Learning = tuple[Role, Task, TrainingData]
 
 def sft_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
-        training_data = load_training_data(config)
-        with log_duration(strategy, f"loading {config.model.pretrain}"):
-            policy = build_policy(
-                config, strategy, updates=training_data.total_steps, reference=False
-            )
-
-        set_blank_media(training_data.expand, policy.actor)
-        return (
-            policy,
-            SFTTask(policy, config.train, expand=training_data.expand),
-            training_data,
-        )
+        data = load_training_data(config)
+        policy = _policy(config, strategy, data, reference=False)
+        return policy, SFTTask(policy, config.train, expand=data.expand), data
 
     return _trainer("train_sft", config, strategy, build)
 
 
 def rm_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
-        heads = head_names(config.model, config.preference.reward_heads)
-        if len(heads) > 1 and config.preference.head_key is None:
+        preference = config.preference
+        heads = head_names(config.model, preference.reward_heads)
+        if len(heads) > 1 and preference.head_key is None:
             raise ConfigError(
                 f"--pretrain {config.model.pretrain} has {len(heads)} heads: set --head_key, the"
                 " column that names the head of a row"
             )
 
-        training_data = _load_judged(
-            config, partial(load_pairs, config.data, config.preference, heads=heads)
-        )
-        with log_duration(strategy, f"loading {config.model.pretrain}"):
-            role = build_reward_model(
-                config,
-                strategy,
-                training_data.tokenizer,
-                updates=training_data.total_steps,
-                heads=heads,
-            )
-
-        set_blank_media(training_data.expand, role.module)
+        data = _load_judged(config, partial(load_pairs, config.data, preference, heads=heads))
+        role = _reward_model(config, strategy, data, heads)
         named = heads if len(heads) > 1 else []
-        return (
-            role,
-            RewardModelTask(role, config.preference, config.train, named, training_data.expand),
-            training_data,
-        )
+        return role, RewardModelTask(role, preference, config.train, named, data.expand), data
 
     return _trainer("train_rm", config, strategy, build, role_name="reward_model")
 
@@ -93,61 +72,55 @@ def prm_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
                 " single one"
             )
 
-        training_data = _load_judged(config, partial(load_steps, config.data, config.preference))
-        with log_duration(strategy, f"loading {config.model.pretrain}"):
-            role = build_reward_model(
-                config,
-                strategy,
-                training_data.tokenizer,
-                updates=training_data.total_steps,
-                heads=heads,
-            )
-
-        set_blank_media(training_data.expand, role.module)
-        return role, ProcessRewardTask(role, config.train, training_data.expand), training_data
+        data = _load_judged(config, partial(load_steps, config.data, config.preference))
+        role = _reward_model(config, strategy, data, heads)
+        return role, ProcessRewardTask(role, config.train, data.expand), data
 
     return _trainer("train_prm", config, strategy, build, role_name="reward_model")
 
 
 def dpo_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
-        training_data = _load_judged(config, partial(load_pairs, config.data, config.preference))
+        data = _load_judged(config, partial(load_pairs, config.data, config.preference))
         live = not config.preference.precompute_reference
         # With precomputed log-probs the reference need not stay in memory.
-        with log_duration(strategy, f"loading {config.model.pretrain}"):
-            policy = build_policy(
-                config, strategy, updates=training_data.total_steps, reference=live
-            )
-
-        set_blank_media(training_data.expand, policy.actor, policy.reference)
-        task = DPOTask(policy, config.preference, config.train, training_data.expand)
+        policy = _policy(config, strategy, data, reference=live)
+        task = DPOTask(policy, config.preference, config.train, data.expand)
         if not live:
             strategy.announce("reference_logprobs")
             with log_duration(strategy, "log-probs of the reference"):
-                task.precompute(training_data.prompts)
-                task.precompute(training_data.eval_prompts)
+                task.precompute(data.prompts)
+                task.precompute(data.eval_prompts)
 
-        return policy, task, training_data
+        return policy, task, data
 
     return _trainer("train_dpo", config, strategy, build)
 
 
 def kto_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
-        training_data = _load_judged(config, partial(load_answers, config.data, config.preference))
-        with log_duration(strategy, f"loading {config.model.pretrain}"):
-            policy = build_policy(
-                config, strategy, updates=training_data.total_steps, reference=True
-            )
-
-        set_blank_media(training_data.expand, policy.actor, policy.reference)
-        return (
-            policy,
-            KTOTask(policy, config.preference, config.train, training_data.expand),
-            training_data,
-        )
+        data = _load_judged(config, partial(load_answers, config.data, config.preference))
+        policy = _policy(config, strategy, data, reference=True)
+        return policy, KTOTask(policy, config.preference, config.train, data.expand), data
 
     return _trainer("train_kto", config, strategy, build)
+
+
+def _policy(config: Config, strategy: Strategy, data: TrainingData, *, reference: bool) -> Policy:
+    with log_duration(strategy, f"loading {config.model.pretrain}"):
+        policy = build_policy(config, strategy, updates=data.total_steps, reference=reference)
+    set_blank_media(data.expand, policy.actor, policy.reference)
+    return policy
+
+
+def _reward_model(
+    config: Config, strategy: Strategy, data: TrainingData, heads: list[str]
+) -> RewardModel:
+    updates = data.total_steps
+    with log_duration(strategy, f"loading {config.model.pretrain}"):
+        role = build_reward_model(config, strategy, data.tokenizer, updates=updates, heads=heads)
+    set_blank_media(data.expand, role.module)
+    return role
 
 
 def _trainer(
@@ -201,14 +174,8 @@ def _load_judged(config: Config, load: Callable[..., PromptSet]) -> TrainingData
         "requirements": limits_of_media(config),
     }
     rows = load(tokenizer, source="prompt_data", **options)
+    has_eval = config.data.eval_data
+    eval_rows = load(tokenizer, source="eval_data", **options) if has_eval else PromptSet([])
+    steps = steps_of_epochs(config, rows.draws_of_epoch)
 
-    eval_rows = (
-        load(tokenizer, source="eval_data", **options) if config.data.eval_data else PromptSet([])
-    )
-    return TrainingData(
-        tokenizer,
-        rows,
-        eval_rows,
-        steps_of_epochs(config, rows.draws_of_epoch),
-        expand,
-    )
+    return TrainingData(tokenizer, rows, eval_rows, steps, expand)

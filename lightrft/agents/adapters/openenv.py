@@ -66,11 +66,9 @@ def observation_text(observation: dict[str, Any]) -> str:
     """
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     values = [*fields.values()]
-    return (
-        values[0]
-        if len(values) == 1 and isinstance(values[0], str)
-        else json.dumps(fields, ensure_ascii=False)
-    )
+    if len(values) == 1 and isinstance(values[0], str):
+        return values[0]
+    return json.dumps(fields, ensure_ascii=False)
 
 
 async def _request(socket: ClientConnection, kind: str, data: dict[str, Any]) -> Step:
@@ -85,16 +83,7 @@ async def _request(socket: ClientConnection, kind: str, data: dict[str, Any]) ->
         return observation_text(reply["observation"]), reply["reward"], reply["done"]
 
     if kind == "step" and reply.get("code") == NOT_AN_ACTION:
-        return (
-            json.dumps(
-                {
-                    "error": [
-                        {"field": each["loc"], "problem": each["msg"]} for each in reply["errors"]
-                    ]
-                }
-            ),
-            None,
-            False,
-        )
+        problems = [{"field": each["loc"], "problem": each["msg"]} for each in reply["errors"]]
+        return json.dumps({"error": problems}), None, False
 
     raise RuntimeError(f"OpenEnv: {reply.get('message')} ({reply.get('code')})")

@@ -111,11 +111,9 @@ def read_options(body: Body, served: EndpointModel) -> Options:
         ends := set(_token_ids(body.get("stop_token_ids") or [], "stop_token_ids"))
         - served.end_token_ids
     ):
-        where = (
-            "in this run: add them to --stop_token_ids"
-            if served.fixed
-            else "of this server, whose flag is --stop_token_ids"
-        )
+        where = "of this server, whose flag is --stop_token_ids"
+        if served.fixed:
+            where = "in this run: add them to --stop_token_ids"
         raise ValueError(f"stop_token_ids {sorted(ends)} do not end a turn {where}")
 
     limits = [

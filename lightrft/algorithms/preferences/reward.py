@@ -79,11 +79,9 @@ class RewardObjective:
         """Return the loss of each pair, [P]."""
         if self.section.rm_loss == "ties":
             return rao_kupper(chosen, rejected, margin, tie, self.section.tie_threshold)
-        return (
-            log_exp(chosen, rejected)
-            if self.section.rm_loss == "logexp"
-            else bradley_terry(chosen, rejected, margin)
-        )
+        if self.section.rm_loss == "logexp":
+            return log_exp(chosen, rejected)
+        return bradley_terry(chosen, rejected, margin)
 
     def is_right(self, difference: Tensor, tie: Tensor) -> Tensor:
         """Return where the likeliest outcome is the judgement, [P] bool.

@@ -440,11 +440,9 @@ class ChatTemplate:
 def texts_of(message: Message) -> list[str]:
     """Return the texts of a message, between which media may stand."""
     content = message["content"] or ""
-    return (
-        [content]
-        if isinstance(content, str)
-        else [part["text"] for part in content if part["type"] == "text"]
-    )
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part["type"] == "text"]
 
 
 def contains(text: str, pieces: Iterable[str]) -> bool:

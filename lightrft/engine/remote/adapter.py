@@ -241,11 +241,9 @@ class RemoteLoop(RequestLoop):
         return self._added(requests, self.remote.send)
 
     def add_alone(self, requests: list[Request]) -> range:
-        return (
-            self._added(requests, self.remote.send_alone)
-            if requests
-            else range(self.num_requests, self.num_requests)
-        )
+        if requests:
+            return self._added(requests, self.remote.send_alone)
+        return range(self.num_requests, self.num_requests)
 
     def _added(self, requests: list[Request], send: Callable[[list[Request]], int]) -> range:
         readable = self.remote.begin_requests(requests, self)

@@ -47,11 +47,9 @@ class Codec:
 
         if kind.__name__ in self.kinds:
             # Both ends know this record by name.
-            values = (
-                [getattr(value, field.name) for field in fields(value)]
-                if is_dataclass(value)
-                else value
-            )
+            values = value
+            if is_dataclass(value):
+                values = [getattr(value, field.name) for field in fields(value)]
             return {kind.__name__: [self._encode(each, buffers) for each in values]}
 
         if kind is tuple:
@@ -71,11 +69,9 @@ class Codec:
 
     def _decode(self, content: Any, buffers: list[bytes]) -> Any:
         if isinstance(content, list):
-            return (
-                content
-                if all(type(each) in SIMPLE for each in content)
-                else [self._decode(each, buffers) for each in content]
-            )
+            if all(type(each) in SIMPLE for each in content):
+                return content
+            return [self._decode(each, buffers) for each in content]
         if not isinstance(content, dict):
             return content
 

@@ -195,11 +195,10 @@ class VLLMEngine(LibraryEngine):
             self._shim.tokenizer = self.vocabulary.tokenizer
         parameters = self._parameters(request.sampling, request.seeds[0])
         salt = str(self._num_loads)  # so that only blocks of the current weights are shared
-        prompt = (
-            _salted(request.expanded, salt)
-            if request.expanded
-            else tokens_input(request.token_ids, cache_salt=salt)
-        )
+        if request.expanded:
+            prompt = _salted(request.expanded, salt)
+        else:
+            prompt = tokens_input(request.token_ids, cache_salt=salt)
         prepared = self._shim.prepare(prompt, parameters)
 
         for sample, seed in enumerate(request.seeds[: request.sampling.num_draws]):
@@ -316,11 +315,9 @@ class VLLMEngine(LibraryEngine):
         sampling = self._requests.pop(key).sampling
         completions = [completion for _, completion in sorted(self._ended.pop(key).items())]
         # A greedy response is computed once, whatever the number of samples.
-        return (
-            completions
-            if len(completions) == sampling.n
-            else [copy.deepcopy(completions[0]) for _ in range(sampling.n)]
-        )
+        if len(completions) == sampling.n:
+            return completions
+        return [copy.deepcopy(completions[0]) for _ in range(sampling.n)]
 
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         with self._fatal("load_weights"), torch.no_grad():

@@ -110,11 +110,10 @@ class VLLMShim:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         parts = FUSED_PARTS | getattr(self.model, "packed_modules_mapping", {})
         own_names = engine_names(names)
-        own_names = (
-            {name: mapper.map_name(published) for name, published in own_names.items()}
-            if mapper
-            else {name: _by_loader(published) for name, published in own_names.items()}
-        )
+        if mapper:
+            own_names = {name: mapper.map_name(published) for name, published in own_names.items()}
+        else:
+            own_names = {name: _by_loader(published) for name, published in own_names.items()}
         self.names = names
         self._stale_copies = _stale_copies(self.model)
         self.experts = [layer for layer in self.model.modules() if is_experts(layer)]
@@ -237,11 +236,9 @@ class VLLMShim:
         sample.sampling_params = copy.copy(request.sampling_params)
         sample.sampling_params.seed = seed
 
-        text = (
-            IncrementalDetokenizer.from_new_request(self.tokenizer, sample)
-            if sample.sampling_params.stop
-            else None
-        )
+        text = None
+        if sample.sampling_params.stop:
+            text = IncrementalDetokenizer.from_new_request(self.tokenizer, sample)
         length = len(sample.prompt_token_ids)
         self._samples[name] = _Sample(sample.request_id, length, Completion([], [], ""), text)
         self.llm.llm_engine.engine_core.add_request(sample)

@@ -191,11 +191,9 @@ class TextDrafter:
 
         table = self._learn(name, lambda start: token_ids[start:end].tolist(), end)
         most = min(self.most, self.max_model_len - end - 1)
-        draft = (
-            table.draft(tuple(token_ids[end - CONTEXT : end].tolist()), most)
-            if end >= CONTEXT
-            else []
-        )
+        draft = []
+        if end >= CONTEXT:
+            draft = table.draft(tuple(token_ids[end - CONTEXT : end].tolist()), most)
 
         return draft, sum(table.accuracy**place for place in range(1, len(draft) + 1))
 
