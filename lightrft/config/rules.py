@@ -5,7 +5,6 @@ from collections import ChainMap
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import date
-from importlib.util import find_spec
 from typing import Any
 
 from lightrft.config.facts import (
@@ -22,7 +21,6 @@ from lightrft.config.references import (
     JUDGE_KEY,
     REWARD_KEY,
     SERVER,
-    TRACKERS,
     address_problem,
     data_problems,
     eval_sources,
@@ -151,14 +149,6 @@ def _missing_judge(run: RunFacts) -> list[str]:
     return [name for name in needed if JUDGE in run.rewards and not run[name]]
 
 
-def _missing_trackers(run: RunFacts) -> list[str]:
-    if unreadable(report_names, run.report_to):
-        return []
-    return [
-        name for name in report_names(run.report_to) if name in TRACKERS and find_spec(name) is None
-    ]
-
-
 INPUTS = (
     Rule(
         "--reward_pretrain is empty: name the reward model to serve",
@@ -210,11 +200,6 @@ INPUTS = (
     ),
     Rule("{found}", _unusable_data, EVALUATED),
     Rule("{found}", lambda run: unreadable(report_names, run.report_to), TRAINING),
-    Rule(
-        "--report_to {found} needs the package {found}: pip install {found}",
-        _missing_trackers,
-        TRAINING,
-    ),
     Rule(
         "--overwrite starts from the beginning and --load_checkpoint resumes: set only one",
         lambda run: run.overwrite and run.load_checkpoint,
@@ -907,10 +892,6 @@ STRATEGY = (
         lambda run: run.ep_size > 1 and run.lora_rank > 0 and "all-linear" in run.target_modules,
     ),
     Rule(
-        "--load_in_4bit needs bitsandbytes: pip install '.[qlora]'",
-        lambda run: run.load_in_4bit and find_spec("bitsandbytes") is None,
-    ),
-    Rule(
         "--load_in_4bit needs --lora_rank: matrices in four bits are frozen, and adapters learn",
         lambda run: run.load_in_4bit and not run.lora_rank,
     ),
@@ -921,10 +902,6 @@ STRATEGY = (
     Rule(
         "--load_in_4bit does not support --pretrain {pretrain}: it has {found}; omit the flag",
         lambda run: run.load_in_4bit and _layers_not_in_4bit(run),
-    ),
-    Rule(
-        "--fp8_training needs torchao: pip install '.[fp8]'",
-        lambda run: run.fp8_training and find_spec("torchao") is None,
     ),
     Rule(
         "--fp8_training needs --bf16: the products of FP8 with a scale for each row have results in"
