@@ -6,7 +6,7 @@ template, rewards, and the plan.
 
 The command has all other flags. It says how the rows are understood, shows one of them as the model
 reads it, with what is learned in colour (between ⟦ and ⟧ in a file), and calls the rewards with a
-right and a wrong answer. The exit code is 2 if something is wrong, else 0.
+right and a wrong answer. Data of a hub are not read. The exit code is 2 if something is wrong, else 0.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def try_reward(config: Config, name: str) -> None:
 
     test = RewardTest(name, read_prompts(config.data, TRIED_ROWS))
     row = test.rows[0]
-    texts = [text for text in (row.right, row.wrong, "") if text is not None]
+    texts = [text for text in (row.right, row.wrong) if text is not None] or ["7"]
     scored = zip(texts, test.scores(row.prompt, texts), strict=True)
     found = ", ".join(f"{score:g} for {text!r}" for text, score in scored)
     sys.stdout.write(f"\n--reward {name} gives {found}; more: lightrft test_rewards\n")
