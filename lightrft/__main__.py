@@ -22,6 +22,7 @@ SUMMARIES = {
     "tinker": "train and sample a model at the requests of Tinker clients",
     "evaluate": "evaluate a model, a run or a checkpoint on held-out prompts and benchmarks",
     "migrate": "translate a script or a configuration of another tool into one of this program",
+    "check": "check the data, the rewards and the plan of a run before it starts",
     "export": "write a checkpoint or an adapter as a Hugging Face folder",
     "bench": "run ten steps of train_ppo, and say how fast they are and what limits them",
     "plan": "plan a run: memory, seconds and layout on any number of devices, without weights",
@@ -38,6 +39,7 @@ SUMMARIES = {
 MODULES = {
     "selfcheck": "lightrft.cli.doctor",
     "migrate": "lightrft.extras.migrate",
+    "check": "lightrft.extras.check",
     **{
         name: f"lightrft.cli.debug.{name}"
         for name in "bisect bundle chat diagnose forecast replay report test_rewards".split()

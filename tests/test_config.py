@@ -429,13 +429,6 @@ def test_a_missing_folder(tmp_path):
     )
 
 
-def test_a_missing_tracker_is_found_before_anything_heavy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "--report_to wandb needs the package wandb: pip install wandb" in problems(
-        *RUNNABLE, "--report_to=jsonl,wandb"
-    )
-
-
 @pytest.mark.parametrize(
     ("report_to", "message"),
     [
@@ -1394,11 +1387,6 @@ def test_exact_runs_end_at_the_first_difference():
         config = parsed(*RUNNABLE, *EXACT, *argv)
         resolve(config, "train_ppo", 2)
         assert config.train.mismatch_limit == limit
-
-
-def test_fp8_training_without_its_package(monkeypatch):
-    monkeypatch.setattr("lightrft.config.rules.find_spec", lambda name: None)
-    assert "--fp8_training needs torchao: pip install '.[fp8]'" in problems(*RUNNABLE, *FP8)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from lightrft.config import COMMANDS, ConfigError, resolve
 from lightrft.config.resolve import range_problems
 from lightrft.config.sections import aliases, field_types, section_of_field
 from lightrft.config.values import JSONObject
-from lightrft.extras import migrate
+from lightrft.extras import check, migrate
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -195,6 +195,8 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
             ["checkpoint", "folder"] if command == "export" and arguments[0].startswith("-") else []
         )
         parsers[command]().parse_args([*arguments, *positional])
+    elif command == "check":
+        check.parser().parse_known_args(arguments)
     elif command == "migrate":
         migrate.parser().parse_args([word for word in arguments if word != ">"][:-1])
     elif command in ("bisect", "bundle", "replay", "diagnose", "forecast", "test_rewards"):

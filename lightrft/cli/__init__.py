@@ -48,7 +48,7 @@ def run_command(command: str, description: str | None, argv: Sequence[str] | Non
     set_up_logging()
     try:
         config = parse(argv, command, description or "")
-        if not config.train.dry_run:  # a plan needs no data
+        if not config.train.dry_run:  # its plan is printed all the same
             check_paths(config, command)
         sys.exit(_run(command, config))
     except KeyboardInterrupt:  # before a run listens for signals, or the second one

@@ -12,14 +12,8 @@ from pathlib import Path
 
 from loguru import logger
 
-from lightrft.checkpoint.atomic import CheckpointError
-from lightrft.checkpoint.dequantize import convert, quantization
-from lightrft.checkpoint.final_model import export_checkpoint, export_merged
-from lightrft.checkpoint.model_folders import convert_gguf, converted_folder, gguf_file
 from lightrft.cli import USER_ERROR
-from lightrft.models.lora import is_adapter_folder
 from lightrft.run.logs import set_up_logging
-from lightrft.run.prepare import quiet_libraries
 
 EXPORTED_MODELS = ("actor", "ema", "critic", "draft", "reward_model", "reward_model_ema")
 
@@ -27,6 +21,9 @@ EXPORTED_MODELS = ("actor", "ema", "critic", "draft", "reward_model", "reward_mo
 def main(argv: list[str] | None = None) -> None:
     parser = _parser()
     arguments = parser.parse_args(argv)
+    from lightrft.checkpoint.atomic import CheckpointError
+    from lightrft.run.prepare import quiet_libraries
+
     set_up_logging()
     quiet_libraries()
     try:
@@ -37,6 +34,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> Path:
+    from lightrft.checkpoint.dequantize import convert, quantization
+    from lightrft.checkpoint.final_model import export_checkpoint, export_merged
+    from lightrft.checkpoint.model_folders import convert_gguf, converted_folder, gguf_file
+    from lightrft.models.lora import is_adapter_folder
+
     if file := gguf_file(str(arguments.checkpoint)):
         return convert_gguf(file, arguments.folder)
     if quantization(arguments.checkpoint) is not None:

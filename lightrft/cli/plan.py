@@ -14,44 +14,38 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightrft.checkpoint.model_folders import name_folders
 from lightrft.cli import USER_ERROR
 from lightrft.compat.command_line import parse
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import data_sources
+from lightrft.config.facts import RunFacts
+from lightrft.config.paths import missing
+from lightrft.config.references import JUDGE, SERVER, data_sources, report_names
 from lightrft.config.resolve import resolve
-from lightrft.config.sections import Config
-from lightrft.launch.rendezvous import (
-    adopt_slurm,
-    check_environment,
-    check_launched,
-    ranks_per_node,
-)
-from lightrft.parallel.device import device_name
+from lightrft.config.sections import TRAINING, Config
 from lightrft.parallel.peaks import DEVICES, known_device
 from lightrft.run.logs import set_up_logging
-from lightrft.run.prepare import quiet_libraries
-from lightrft.tools.planning import RunPlan, plan_of
-from lightrft.tools.step_time import DECODING, LINK, MFU
+
+if TYPE_CHECKING:
+    from lightrft.tools.planning import RunPlan
 
 PLANNED_COMMANDS = ("train_ppo", "train_sft", "train_rm", "train_prm", "train_dpo", "train_kto")
 
 
 def main(argv: list[str] | None = None) -> None:
-    set_up_logging()
-    quiet_libraries()
-    warnings.simplefilter("ignore")  # torch's about views, in traces whose results nobody uses
     own, flags = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     if flags and not flags[0].startswith("-"):
         flags.insert(0, "--config")
 
+    set_up_logging()
     try:
         if min(own.ranks, own.ranks_per_node) < 1:
             raise ConfigError("--ranks and --ranks_per_node must be at least 1")
@@ -83,27 +77,38 @@ def show_plan(
     model_file: str = "",
     as_json: bool = False,
 ) -> int:
-    """Print the plan of a run and return the exit code: 2 if its flags cannot run or it does not
-    fit, else 0.
+    """Print the plan of a run and return the exit code: 2 if it does not fit, or if this machine
+    lacks what the flags name, else 0.
 
     Raise ConfigError with all problems of the flags.
     """
+    from lightrft.checkpoint.model_folders import name_folders
+    from lightrft.run.prepare import quiet_libraries
+    from lightrft.tools.planning import plan_of
+
+    quiet_libraries()
+    warnings.simplefilter("ignore")  # torch's about views, in traces whose results nobody uses
     name_folders(config, local=True)
-    notices = resolve(config, command, world_size=ranks, has_bf16=True)
+    lacking = problems_here(config, command)
+    try:
+        notices = resolve(config, command, world_size=ranks, has_bf16=True)
+    except ConfigError as error:
+        raise ConfigError("\n  - ".join([str(error), *lacking])) from error
+
     run_plan = plan_of(
         config, command, ranks, device, ranks_per_node=ranks_per_node, model_file=model_file
     )
 
     if as_json:
-        sys.stdout.write(json.dumps(run_plan.as_json()) + "\n")
+        sys.stdout.write(json.dumps(run_plan.as_json() | {"problems": lacking}) + "\n")
     else:
         console = Console(width=None if sys.stdout.isatty() else 130)
         for line in (*notices, *run_plan.lines):
             console.print(line, highlight=False)
         console.print(_memory(run_plan, device))
-        _conclude(console, config, run_plan, device)
+        _conclude(console, config, run_plan, device, lacking)
 
-    return 0 if run_plan.fits else USER_ERROR
+    return 0 if run_plan.fits and not lacking else USER_ERROR
 
 
 def dry_run(config: Config, command: str) -> int:
@@ -112,14 +117,20 @@ def dry_run(config: Config, command: str) -> int:
     Without an accelerator whose peaks are known it is that of an h100. Raise ConfigError for a
     process that no launcher has started as a rank, and that would run alone.
     """
+    from lightrft.launch.rendezvous import (
+        adopt_slurm,
+        check_environment,
+        check_launched,
+        ranks_per_node,
+    )
+    from lightrft.parallel.device import device_name
+
     adopt_slurm(os.environ)
     check_environment(os.environ)
     check_launched(os.environ)
     if int(os.environ.get("RANK", 0)):
         return 0
 
-    quiet_libraries()
-    warnings.simplefilter("ignore")
     device = known_device(device_name()) or "h100"
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     code = show_plan(
@@ -129,24 +140,57 @@ def dry_run(config: Config, command: str) -> int:
     return code
 
 
-def show_data(config: Config, command: str) -> None:
+def problems_here(config: Config, command: str) -> list[str]:
+    """Return what the run needs and this machine does not have: files, packages, logins, and
+    functions that the user's code should define.
+    """
+    from lightrft.agents.programs import ADAPTER_MODULES, ProgramSetup, agents, environments
+    from lightrft.observe.trackers import check_login
+    from lightrft.rewards.functions import rewards
+
+    run = RunFacts(config, command)
+    tools = tuple(name for name in run.tools if not name.startswith("mcp:"))
+    adapted = run.environment.partition(":")[0] in ADAPTER_MODULES
+    looked_up: list[tuple[Callable[[Any], Any], Any]] = [
+        *[(check_login, [name]) for name in report_names(run.report_to) if command in TRAINING],
+        *[(rewards.__getitem__, name) for name in run.rewards if not name.startswith(SERVER)],
+        (environments.__getitem__, "" if adapted else run.environment),
+        (agents.__getitem__, run.agent),
+        (lambda names: ProgramSetup("", names).program(), tools),
+    ]
+    problems = list(missing(config, command))
+    for look_up, name in looked_up:
+        try:
+            if name and name != JUDGE:
+                look_up(name)
+        except ValueError as error:
+            problems.append(str(error))
+
+    return list(dict.fromkeys(problems))
+
+
+def show_data(config: Config, command: str, source: str = "prompt_data") -> None:
     """Print a row as the model reads it, if model and data are here, and log how rows are read.
 
-    What is learned is green, and stands between ⟦ and ⟧. Raise DataError for a bad row.
+    What is learned is green in a terminal, and stands between ⟦ and ⟧ elsewhere. Raise DataError
+    for a bad row.
     """
-    files = [Path(each.name).expanduser() for each in data_sources(config.data.prompt_data)]
+    files = [Path(each.name).expanduser() for each in data_sources(getattr(config.data, source))]
     tokenizer = Path(config.model.pretrain).expanduser() / "tokenizer_config.json"
     if not tokenizer.exists() or not all(file.exists() for file in files):
+        sys.stdout.write(f"--{source}: not read, because it or the model is not on this machine\n")
         return
 
     from lightrft.trainer.build_data import shown_data
 
-    _, texts = shown_data(config, command)
-    parts = [(f"⟦{text}⟧", "green") if learned else text for text, learned in texts]
-    Console(width=None if sys.stdout.isatty() else 130).print(Text.assemble(*parts))
+    _, texts = shown_data(config, command, source=source)
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    form = "{}" if console.is_terminal else "⟦{}⟧"
+    parts = [(form.format(text), "green") if learned else text for text, learned in texts]
+    console.print(Text.assemble(*parts))
 
 
-def _memory(run_plan: RunPlan, device: str) -> Table:
+def _memory(run_plan: "RunPlan", device: str) -> Table:
     table = Table(
         title=f"Bytes of a rank in GB; {run_plan.capacity / 1e9:.0f} of {device} can be used",
         box=box.SIMPLE,
@@ -166,7 +210,11 @@ def _memory(run_plan: RunPlan, device: str) -> Table:
     return table
 
 
-def _conclude(console: Console, config: Config, run_plan: RunPlan, device: str) -> None:
+def _conclude(
+    console: Console, config: Config, run_plan: "RunPlan", device: str, lacking: list[str]
+) -> None:
+    from lightrft.tools.step_time import DECODING, LINK, MFU
+
     same = run_plan.active_parameters == run_plan.parameters
     active = "" if same else f", {amount(run_plan.active_parameters)} for a token"
     console.print(
@@ -198,9 +246,12 @@ def _conclude(console: Console, config: Config, run_plan: RunPlan, device: str) 
             highlight=False,
         )
 
-    console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
-    for line in run_plan.advice:
-        console.print(f"  - {line}", highlight=False)
+    if lacking:
+        console.print("[red]the run cannot start on this machine[/]")
+    else:
+        console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
+    for line in [*lacking, *run_plan.advice]:
+        console.print(f"  - {line}", highlight=False, markup=False)
 
 
 def amount(number: int) -> str:

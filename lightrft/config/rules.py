@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from lightrft.config.facts import (
@@ -24,7 +23,6 @@ from lightrft.config.references import (
     JUDGE_KEY,
     REWARD_KEY,
     SERVER,
-    TRACKERS,
     address_problem,
     data_problems,
     eval_sources,
@@ -168,14 +166,6 @@ def _missing_judge(run: RunFacts) -> list[str]:
     return [name for name in needed if JUDGE in run.rewards and not run[name]]
 
 
-def _missing_trackers(run: RunFacts) -> list[str]:
-    if unreadable(report_names, run.report_to):
-        return []
-    return [
-        name for name in report_names(run.report_to) if name in TRACKERS and find_spec(name) is None
-    ]
-
-
 INPUTS = (
     Rule(
         "--reward_pretrain is empty: name the reward model to serve",
@@ -227,11 +217,6 @@ INPUTS = (
     ),
     Rule("{found}", _unusable_data, EVALUATED),
     Rule("{found}", lambda run: unreadable(report_names, run.report_to), TRAINING),
-    Rule(
-        "--report_to {found} needs the package {found}: pip install {found}",
-        _missing_trackers,
-        TRAINING,
-    ),
     *stated(
         "--overwrite with --load_checkpoint: one starts from the beginning, and the other"
         " resumes; set only one",
@@ -830,10 +815,6 @@ STRATEGY = (
         lambda run: run.ep_size > 1 and run.lora_rank > 0 and "all-linear" in run.target_modules,
     ),
     Rule(
-        "--load_in_4bit needs bitsandbytes: pip install '.[qlora]'",
-        lambda run: run.load_in_4bit and find_spec("bitsandbytes") is None,
-    ),
-    Rule(
         "--load_in_4bit does not support --pretrain {pretrain}: it has {found}; omit the flag",
         lambda run: (
             run.load_in_4bit
@@ -843,10 +824,6 @@ STRATEGY = (
                 "whose kernels read the matrices",
             )
         ),
-    ),
-    Rule(
-        "--fp8_training needs torchao: pip install '.[fp8]'",
-        lambda run: run.fp8_training and find_spec("torchao") is None,
     ),
     Rule(
         "--fused_kernels {fused_kernels} needs --gradient_checkpointing_policy full: it writes into"

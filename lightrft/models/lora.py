@@ -98,22 +98,15 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
 
     Layers below a --freeze_prefix get none. A is initialized randomly and B with 0, so the outputs
     of the model do not change. A scorer's head is trained as well. With --load_in_4bit the
-    decoder's matrices are quantized. Raise ConfigError without peft, and for targets that do not
-    exist or cannot be merged.
+    decoder's matrices are quantized. Raise ConfigError for targets that do not exist or cannot
+    be merged.
     """
     if section.load_in_4bit:
         from lightrft.models.four_bits.linear import quantize_layers
 
         quantize_layers(model, torch.bfloat16 if section.bf16 else torch.float32)
 
-    try:
-        from peft import LoraConfig, TaskType, inject_adapter_in_model
-    except ModuleNotFoundError as error:
-        if error.name != "peft":
-            raise
-        raise ConfigError(
-            "--lora_rank needs peft, which is not installed: pip install peft"
-        ) from None
+    from peft import LoraConfig, TaskType, inject_adapter_in_model
 
     targets = section.target_modules
     settings = LoraConfig(

@@ -31,7 +31,14 @@ MOST_BARS = 60
 PAGE_TEMPLATE = Path(__file__).with_name("report.html")
 Fact = tuple[str, str]
 
-FACTS = {"world_size": "processes", "engine_tp_size": "processes of an engine", "seed": "seed"}
+FACTS = {
+    "world_size": "processes",
+    "rollout_ranks": "processes that generate",
+    "engine_tp_size": "processes of an engine",
+    "parameters": "parameters",
+    "active_parameters": "parameters for a token",
+    "seed": "seed",
+}
 """Numbers of the summary that describe the setup of the run instead of the results."""
 
 RESULT_PREFIXES = ("eval", "reward", "accuracy")
@@ -118,6 +125,7 @@ def _summary(folder: Path) -> dict[str, Any]:
         "launchers",
         "machine",
         "total_steps",
+        "weight_bytes",
     ):  # with these the program recognises the run
         run.pop(name, None)
     if run.get("active_parameters") == run.get("parameters"):
@@ -158,7 +166,10 @@ def _setup(history: History, config: dict[str, Any], summary: dict[str, Any]) ->
         for key, value in summary.items()
         if isinstance(value, str) and value
     }
-    facts |= {label: str(summary[key]) for key, label in FACTS.items() if key in summary}
+    for key, label in FACTS.items():
+        value = summary.get(key)
+        if value or (key == "seed" and value is not None):
+            facts[label] = f"{value:,}" if "parameters" in key else str(value)
     facts |= summary.get("versions", {})
     return [(key, excerpt(value)) for key, value in facts.items()]
 

@@ -113,6 +113,8 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
     advice = PHASE_ADVICE.get(bottleneck, "")
     if run.get("engine_tp_size") == 1:
         advice = advice.replace(" a smaller --engine_tp_size,", "")
+    if "device" in run and not run["device"]:  # on a CPU the cache has a size of its own
+        advice = advice.replace("--engine_mem_util", "--engine_kv_cache_gb")
     board = Scoreboard(
         steps=round(sum(row.get("perf/steps", 1) for row in steps)),
         seconds=seconds,

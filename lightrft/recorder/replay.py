@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from lightrft.models.load import load_tokenizer
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.sinks import Writer
 from lightrft.recorder.bundle import Bundle
+from lightrft.recorder.phases import STAGES, Stage
 from lightrft.rollout.experience import flatten, numbers_of_rows
 from lightrft.run.digests import Digests, StepRecord, row_of
 from lightrft.run.prepare import prepare_config
@@ -32,14 +33,6 @@ from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy import Strategy
 from lightrft.types import Experience, Prompt, Sample
 
-Stage = Literal["reward", "advantage", "loss", "gradient"]
-STAGES: dict[Stage, tuple[str, ...]] = {
-    "reward": ("prompts", "samples", "logprobs", "rewards"),
-    "advantage": ("outputs", "advantages", "plan"),
-    "loss": ("loss",),
-    "gradient": ("gradient", "weights"),
-}
-"""Stage -> phases that it repeats."""
 ONE_PROCESS = {
     "fsdp": True,
     "tp_size": 1,

@@ -47,8 +47,6 @@ ODD_RESPONSES = (
     "inf",
 )
 """Responses that sampling brings sooner or later."""
-SLOW = 1.0
-"""Seconds for a response that are too long: a step has hundreds of them."""
 AGREEMENT = 0.95
 """Share of rows where the right answer must get more than the wrong one."""
 OFTEN = 0.5
@@ -105,7 +103,7 @@ class RewardTest:
         prompts: Sequence[Prompt],
         response_key: str | None = None,
         *,
-        slow: float = SLOW,
+        slow: float = 1.0,
     ):
         """Import the function and find right and wrong responses.
 

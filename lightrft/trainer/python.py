@@ -6,10 +6,12 @@ run = lightrft.train_ppo(model="some/model", prompt_data=rows, reward=my_reward,
 run.history[-1]["rollout/reward"], run.model_path, run.evaluate()["accuracy"]
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightrft.compat.command_line import load
@@ -162,10 +164,17 @@ def _train(command: str, config: ConfigOrFile, values: dict[str, Any]) -> Traine
 
 def _run(command: str, config: Config) -> Any:
     # What runs need is imported only now, so that a mistake in the values is reported at once.
+    from lightrft.run.interruption import Interrupted
     from lightrft.trainer.run import run
 
     log_unless_set_up()
-    return run(command, config)
+    try:
+        return run(command, config)
+    except (Interrupted, KeyboardInterrupt) as error:
+        if "ps1" in vars(sys):  # a notebook or a prompt goes on
+            raise
+        logger.error(str(error) or "interrupted by SIGINT")
+        raise SystemExit(error.exit_code if isinstance(error, Interrupted) else 130) from None
 
 
 def _set(values: dict[str, Any]) -> dict[str, Any]:

@@ -483,8 +483,9 @@ def test_results_come_before_sizes_and_the_setup_comes_last(run):
                 "launchers": ["x"],
                 "device": "",
                 "status": "finished",
-                "parameters": 157120,
-                "active_parameters": 157120,
+                "parameters": 139362304,
+                "active_parameters": 139362304,
+                "rollout_ranks": 0,
                 "weight_bytes": 628480,
                 "engine": "hf",
                 "seconds": 3.0,
@@ -493,9 +494,13 @@ def test_results_come_before_sizes_and_the_setup_comes_last(run):
     )
     data = data_of(write_report(run))
     labels = [label for label, _, _ in data["tiles"]]
-    assert labels.index("Held-out accuracy") < labels.index("Parameters")
+    assert "Held-out accuracy" in labels and not {"Parameters", "Rollout ranks", "Weight bytes"} & {
+        *labels
+    }
+    assert ["parameters", "139,362,304"] in data["setup"]
+    assert "processes that generate" not in dict(data["setup"])
     assert ["engine", "hf"] in data["setup"] and "device" not in dict(data["setup"])
-    assert not re.search("5096|c0ffee|Active parameters", texts(data))
+    assert not re.search("5096|c0ffee|parameters for a token", texts(data))
     if BROWSER:
         text = show(run / "report.html", run).text
         assert text.index("Parameters") < text.index("Setup") < text.index("engine hf")

@@ -77,3 +77,14 @@ def test_a_device_is_known_by_a_word_of_its_name():
     """An L40S is no L4, and has other peaks."""
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA L40S", "")
     assert [known_device(name) for name in names] == ["h100", "a100", "l4", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("device", "flag"), [("", "--engine_kv_cache_gb"), ("NVIDIA H200", "--engine_mem_util")]
+)
+def test_advice_about_the_cache_is_for_the_device(device, flag):
+    rows = [row(4, 3, 1)] * 2
+    advice = scoreboard(rows, {"world_size": 1, "device": device}).advice
+    assert [name for name in ("--engine_kv_cache_gb", "--engine_mem_util") if name in advice] == [
+        flag
+    ]

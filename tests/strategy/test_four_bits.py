@@ -153,12 +153,6 @@ def test_what_does_not_go_together_is_refused(folder, message):
         strategy(**flags | REFUSED[message])
 
 
-def test_a_missing_package_is_named(folder, monkeypatch):
-    monkeypatch.setattr("lightrft.config.rules.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs bitsandbytes: pip install"):
-        strategy(fsdp=True, pretrain=folder, lora_rank=4, load_in_4bit=True)
-
-
 @pytest.mark.parametrize(
     ("written", "found"),
     [(tiny_experts, "it has experts"), (tiny_hybrid, "it has layers of type linear_attention")],

@@ -8,13 +8,17 @@ The exit code is 0 if all digests are equal, and 1 if some differ.
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightrft.cli.debug import command_parser
-from lightrft.recorder.differences import MEANINGS, Difference, find_difference
+
+if TYPE_CHECKING:
+    from lightrft.recorder.differences import Difference
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
+    from lightrft.recorder.differences import find_difference
 
     try:
         found = find_difference(arguments.one, arguments.other)
@@ -24,8 +28,10 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(found.step is not None)
 
 
-def text_of(found: Difference) -> str:
+def text_of(found: "Difference") -> str:
     """Return what the command prints."""
+    from lightrft.recorder.differences import MEANINGS
+
     if found.step is None:
         of = "of sequences in" if found.other_layout else "of"
         lines = [f"equal: all digests {of} the {found.steps} steps that both runs have"]

@@ -14,13 +14,14 @@ from loguru import logger
 
 from lightrft.cli import USER_ERROR
 from lightrft.cli.debug import command_parser
-from lightrft.recorder.bundle import write_bundle
 from lightrft.run.logs import set_up_logging
-from lightrft.run.prepare import quiet_libraries
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
+    from lightrft.recorder.bundle import write_bundle
+    from lightrft.run.prepare import quiet_libraries
+
     set_up_logging()
     quiet_libraries()
 

@@ -11,21 +11,28 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
 from lightrft.cli import USER_ERROR
 from lightrft.cli.debug import command_parser
-from lightrft.recorder.bundle import Bundle
-from lightrft.recorder.replay import STAGES, Replay, explanation, replay
-from lightrft.run.digests import OF_SEQUENCES
+from lightrft.recorder.phases import STAGES
 from lightrft.run.logs import set_up_logging
-from lightrft.run.prepare import quiet_libraries
-from lightrft.trainer import build
+
+if TYPE_CHECKING:
+    from lightrft.recorder.bundle import Bundle
+    from lightrft.recorder.replay import Replay
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
+    from lightrft.recorder.bundle import Bundle
+    from lightrft.recorder.replay import explanation, replay
+    from lightrft.run.digests import OF_SEQUENCES
+    from lightrft.run.prepare import quiet_libraries
+    from lightrft.trainer import build
+
     set_up_logging()
     logger.disable("lightrft")
     quiet_libraries()
@@ -54,8 +61,10 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(not all(same for phase, same in result.equal.items() if ours or phase in OF_SEQUENCES))
 
 
-def comparison(bundle: Bundle, result: Replay) -> list[str]:
+def comparison(bundle: "Bundle", result: "Replay") -> list[str]:
     """Return what the command prints about each phase."""
+    from lightrft.run.digests import OF_SEQUENCES
+
     content = bundle.content
     ranks = content["world_size"]
     lines = [f"step {content['step']}: {len(bundle.samples)} samples"]

@@ -19,13 +19,16 @@ from lightrft.cli.debug import command_parser
 from lightrft.config.errors import ConfigError, DataError
 from lightrft.config.sections import CommaSeparated, DataSection
 from lightrft.run.logs import set_up_logging
-from lightrft.tools.reward_tests import SLOW, RewardTest, read_prompts
 
 ROWS = 32
+SLOW = 1.0
+"""Seconds for a response that are too long: a step has hundreds of them."""
 
 
 def main(argv: list[str] | None = None) -> None:
     own = parser().parse_args(argv)
+    from lightrft.tools.reward_tests import RewardTest, read_prompts
+
     set_up_logging()
     section = DataSection(
         prompt_data=CommaSeparated(own.data),

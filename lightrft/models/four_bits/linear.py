@@ -84,15 +84,10 @@ def quantize_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Keep the matrices of all linear layers of the decoder in four bits, frozen.
 
     Embeddings, norms and the head stay as they are. If the model is empty, matrices are quantized
-    when they are loaded, one at a time. Raise ConfigError without bitsandbytes, and for layers
-    that cannot be quantized.
+    when they are loaded, one at a time. Raise ConfigError for layers that cannot be
+    quantized.
     """
-    try:
-        import lightrft.models.four_bits.bitsandbytes  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "bitsandbytes":
-            raise
-        raise ConfigError("--load_in_4bit needs bitsandbytes: pip install '.[qlora]'") from None
+    import lightrft.models.four_bits.bitsandbytes  # noqa: F401
 
     decoder = model.get_decoder()
     for name, parameter in decoder.named_parameters():
