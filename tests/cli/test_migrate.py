@@ -148,6 +148,12 @@ FILES = {
         },
         ["async_train: "],
     ),
+    "openrlhf_sft.sh": (
+        "python -m openrlhf.cli.train_sft --pretrain some/model --dataset d.jsonl --max_len 2048",
+        "train_sft",
+        {"pretrain": "some/model"},
+        ["dataset: write --prompt_data d.jsonl", "max_len 2048 is ignored"],
+    ),
     "swift.sh": (
         SWIFT,
         "train_ppo",
