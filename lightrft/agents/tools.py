@@ -65,8 +65,7 @@ def tools_of(owner: Any, name: str = "") -> dict[str, Callable[..., Any]]:
 
 def is_function(one: Any) -> bool:
     """Return True for a function or a bound method, also with a decorator such as cache."""
-    one = inspect.unwrap(one)
-    return inspect.isfunction(one) or inspect.ismethod(one)
+    return inspect.isroutine(inspect.unwrap(one))
 
 
 def _check_tool(name: str, one: Any, module: str) -> None:

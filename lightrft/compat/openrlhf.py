@@ -74,10 +74,7 @@ def translate(written: Flags) -> TranslatedFlags:
                 continue
             switched |= group_flags(tokens)
             if name == "max_len" and not tokens:
-                result.notices.append(
-                    f"--max_len {' '.join(words)} is ignored: write --prompt_max_len and"
-                    " --max_tokens_per_microbatch"
-                )
+                result.notices.append("--max_len is ignored: write --prompt_max_len")
             if tokens and name not in (tokens[0][2:], "remote_rm_url"):
                 understood.append(f"--{name} is {' '.join(tokens)}")
         else:

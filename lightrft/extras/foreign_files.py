@@ -31,7 +31,6 @@ CLASS = re.compile(r"(GRPO|RLOO|PPO|SFT|DPO|KTO|Reward|PRM)(Config|Trainer)")
 """Classes of TRL that name a method."""
 ARRAY = re.compile(r"^[ \t]*(\w+)=\((.*?)\)[ \t]*$", re.DOTALL | re.MULTILINE)
 """Array of a shell script, perhaps over several lines."""
-SETTING_LIKE = re.compile(r"[+~]*\w+(\.\w+)+=")
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 
 
@@ -93,12 +92,8 @@ def _of_python(text: str, path: Path) -> ForeignFile:
 def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            value = node.value
-            if isinstance(value, ast.Call) and ast.unparse(value.func) == "dict" and not value.args:
-                names = [ast.Constant(each.arg) for each in value.keywords]
-                value = ast.Dict(names, [each.value for each in value.keywords])
             try:
-                yield node.targets[0].id, ast.literal_eval(value)
+                yield node.targets[0].id, ast.literal_eval(node.value)
             except ValueError:
                 continue
 
@@ -269,11 +264,9 @@ def _of_shell(text: str, path: Path) -> ForeignFile:
     """Read the last command of a script that starts a trainer of a known tool."""
     variables: dict[str, str] = {}
     found = None
-    arrays = {f"${{{name}[@]}}": body for name, body in ARRAY.findall(text)}
-    for name, body in arrays.items():
-        text = text.replace(f'"{name}"', name).replace(
-            name, re.sub(r"(?m)(^|\s)#.*$|\n", " ", body)
-        )
+    for name, body in ARRAY.findall(text):
+        words = re.sub(r"(?m)(^|\s)#.*$|\n", " ", body)
+        text = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', words.replace("\\", r"\\"), text)
     for words in _commands(ARRAY.sub("", text)):
         words = [_expanded(word, variables) for word in words]
         for word in words:
@@ -310,7 +303,7 @@ def _expanded(word: str, variables: Mapping[str, str]) -> str:
 def _of_words(words: list[str], folder: Path) -> ForeignFile | None:
     line = " ".join(words)
     if any(SETTING_KEY.fullmatch(word) for word in words):
-        others = [word for word in words if SETTING_LIKE.match(word)]
+        others = [word for word in words if re.match(r"[+~]*\w+(\.\w+)+=", word)]
         notes = {word: NO_COUNTERPART for word in others if not SETTING_KEY.fullmatch(word)}
         return ForeignFile("verl", "train_ppo", settings(words), notes=notes)
 

@@ -230,7 +230,7 @@ REFUSED = {
     "a history that is no list": (
         "answer",
         {"instruction": "Q", "output": "A", "history": '{"a": 1}'},
-        "'history' is no list of turns",
+        "'history' is neither text nor a list",
     ),
     "a system message in a list": (
         "answer",

@@ -434,7 +434,9 @@ class _Columns:
 
         # What is left out here would be missing from the question.
         unread = [each for each in others if not isinstance(self.row[each], str)]
-        unread += [self.found[each] for each in CHOICES if contexts and each in self.found]
+        unread += [
+            self.found[each] for each in CHOICES if contexts and self.row.get(self.found.get(each))
+        ]
         unread += [each for each in systems if not isinstance(self.row[each], str)]
         unread += [each for each in others if isinstance(value, list) and _says(self.row[each])]
         if unread:
@@ -469,9 +471,7 @@ def _turns(history: Any) -> Any:
     """Return pairs of texts as messages, and messages as they are; both may be JSON text."""
     if isinstance(history, str):
         history = parsed(history, EARLIER) if history.strip() else None
-    if not isinstance(history or [], list):
-        raise ValueError(f"{EARLIER!r} is no list of turns, but {shortened(history)}")
-    if not history or not all(isinstance(turn, list) for turn in history):
+    if not isinstance(history, list) or not all(isinstance(turn, list) for turn in history):
         return history
     roles = ("user", "assistant")
     return [
