@@ -64,8 +64,8 @@ def tools_of(owner: Any, name: str = "") -> dict[str, Callable[..., Any]]:
 
 
 def is_function(one: Any) -> bool:
-    """Return True for a function, also one with a decorator such as functools.cache."""
-    return inspect.isfunction(inspect.unwrap(one))
+    """Return True for a function or a bound method, also with a decorator such as cache."""
+    return inspect.isroutine(inspect.unwrap(one))
 
 
 def _check_tool(name: str, one: Any, module: str) -> None:
@@ -98,12 +98,14 @@ def schemas(tools: Tools) -> list[dict[str, Any]]:
             json_schemas.append(tool.schema)
             continue
         try:
-            json_schemas.append(get_json_schema(tool))
+            schema = get_json_schema(tool)
         except Exception as error:  # transformers raises several classes
             raise ValueError(
                 f"tool {name}: {error}. A tool has a type for each argument, and a docstring that"
                 " describes it and, under `Args:`, each argument"
             ) from error
+        schema["function"]["name"] = name  # it may be called otherwise where it is defined
+        json_schemas.append(schema)
     return json_schemas
 
 

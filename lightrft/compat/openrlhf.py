@@ -73,6 +73,8 @@ def translate(written: Flags) -> TranslatedFlags:
                 result.refused.append(f"--{name}{error}")
                 continue
             switched |= group_flags(tokens)
+            if name == "max_len" and not tokens:
+                result.notices.append("--max_len is ignored: write --prompt_max_len")
             if tokens and name not in (tokens[0][2:], "remote_rm_url"):
                 understood.append(f"--{name} is {' '.join(tokens)}")
         else:

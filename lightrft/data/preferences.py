@@ -33,6 +33,7 @@ DESIRABLE = "desirable"
 """Columns of a loaded single answer."""
 DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 """Beginning of a turn in the texts of HH-RLHF; the rows have no column for the prompt."""
+BEGINNING = re.compile(r"(\n\n)?Human:")
 
 
 def load_pairs(
@@ -192,8 +193,12 @@ def _parts(section: DataSection, row: dict[str, Any], reading: Reading) -> tuple
     Whole conversations have the common beginning as the prompt.
     """
     first, second = reading.answers
-    alone = reading.prompt is None
-    if alone and isinstance(first, str) and isinstance(second, str) and DIALOGUE.search(first):
+    prompt = reading.prompt
+    if section.apply_chat_template and isinstance(prompt, str) and BEGINNING.match(prompt):
+        prompt = _dialogue(prompt)[:-1] if prompt.rstrip().endswith("Assistant:") else prompt
+    alone = prompt is None
+    are_texts = isinstance(first, str) and isinstance(second, str)
+    if are_texts and (DIALOGUE.search(first) if alone else BEGINNING.match(first)):
         if not section.apply_chat_template:
             return _parts_of_dialogues(first, second)
         first = _dialogue(first)
@@ -202,7 +207,7 @@ def _parts(section: DataSection, row: dict[str, Any], reading: Reading) -> tuple
     if not (is_conversation(first, alone) and is_conversation(second, alone)):
         if alone:
             column(row, section.input_key or "input", "input_key")
-        return reading.prompt, first, second
+        return prompt, first, second
 
     count = sum(
         1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))

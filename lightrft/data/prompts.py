@@ -447,8 +447,10 @@ def complete_chat(
     The columns of TEMPLATE_COLUMNS are used, too. Raise ValueError if one of them cannot be read,
     and for an empty message of the user.
     """
-    columns = [row.get(name) for name in SYSTEMS]
-    own = [text for text in columns if isinstance(text, str) and text.strip()]
+    own = [row[name] for name in SYSTEMS if row.get(name)]
+    if not all(isinstance(text, str) for text in own):
+        raise ValueError(f"the system message is no text, but {own[0]!r:.80}; rename its column")
+    own = [text for text in own if text.strip()]
     system = own[0] if own else section.system_prompt
     if system is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
         messages = [{"role": "system", "content": system}, *messages]

@@ -222,13 +222,16 @@ def files_of(source: str, split: str, flag: str) -> list[Path]:
 
 
 def _file_rows(file: Path, bad: BadRows) -> Iterator[DataRow]:
-    if file.suffix == ".jsonl":
-        yield from _json_lines(file, bad)
-    elif file.suffix == ".json":
-        yield from _json_list(file, bad)
-    elif file.suffix == ".parquet":
-        yield from _parquet_rows(file, bad.flag)
-    else:
+    try:
+        if file.suffix == ".jsonl":
+            yield from _json_lines(file, bad)
+        elif file.suffix == ".json":
+            yield from _json_list(file, bad)
+        elif file.suffix == ".parquet":
+            yield from _parquet_rows(file, bad.flag)
+    except OSError as error:  # a link to nothing, a folder, no permission
+        raise DataError(f"{bad.flag} {file}: {error.strerror}") from error
+    if file.suffix not in DATA_FILES:
         raise DataError(
             f"{bad.flag} {file}: unknown file type; supported are {', '.join(DATA_FILES)}"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lightrft.compat.counterparts import SETTING_KEY, settings
+from lightrft.compat.counterparts import NO_COUNTERPART, SETTING_KEY, settings
 from lightrft.config.command_line import group_flags
 from lightrft.config.errors import ConfigError
 
@@ -29,6 +29,8 @@ COMMAND_OF = {
 """What other tools call a method -> the command here."""
 CLASS = re.compile(r"(GRPO|RLOO|PPO|SFT|DPO|KTO|Reward|PRM)(Config|Trainer)")
 """Classes of TRL that name a method."""
+ARRAY = re.compile(r"^[ \t]*(\w+)=\((.*?)\)[ \t]*$", re.DOTALL | re.MULTILINE)
+"""Array of a shell script, perhaps over several lines."""
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 
 
@@ -101,7 +103,13 @@ def _read_call(
 ) -> None:
     """Add the arguments of one call, if it is one that sets something."""
     last = name.rpartition(".")[2]
-    arguments = {each.arg: each.value for each in call.keywords if each.arg}
+    arguments = {}
+    for each in call.keywords:
+        unpacked = constants.get(ast.unparse(each.value)) if each.arg is None else None
+        if isinstance(unpacked, dict):
+            arguments |= {name: ast.Constant(value) for name, value in unpacked.items()}
+        else:
+            arguments[each.arg or f"**{ast.unparse(each.value)}"] = each.value
     if name.endswith(("AutoModelForCausalLM.from_pretrained",)) and call.args:
         arguments = {"model_name_or_path": call.args[0]}
     elif last == "load_dataset":
@@ -232,6 +240,9 @@ def _of_axolotl(content: dict[str, Any]) -> ForeignFile:
         sets = content.pop(theirs, None) or []
         if sets:
             found.values[ours] = [each.get("path") for each in sets if isinstance(each, dict)]
+        others = {f"{theirs}.{key}" for each in sets if isinstance(each, dict) for key in each}
+        for name in sorted(others - {f"{theirs}.path"}):
+            found.notes[name] = "check with --dry_run which columns and split are read"
     trl = content.pop("trl", None)
     found.values |= content | (trl if isinstance(trl, dict) else {})
 
@@ -253,13 +264,19 @@ def _of_shell(text: str, path: Path) -> ForeignFile:
     """Read the last command of a script that starts a trainer of a known tool."""
     variables: dict[str, str] = {}
     found = None
-    for words in _commands(text):
+    for name, body in ARRAY.findall(text):
+        words = re.sub(r"(?m)(^|\s)#.*$|\n", " ", body)
+        text = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', words.replace("\\", r"\\"), text)
+    for words in _commands(ARRAY.sub("", text)):
         words = [_expanded(word, variables) for word in words]
         for word in words:
             name, equals, value = word.partition("=")
             if equals and name.isidentifier():
                 variables[name] = value
         found = _of_words(words, path.parent) or found
+        for word in words if found else ():
+            if word.startswith("$"):
+                found.notes[word] = "only running the script would tell its value"
 
     if found is None:
         raise ConfigError(f"{path}: the script starts no trainer of {KNOWN_TOOLS}")
@@ -278,15 +295,17 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 def _expanded(word: str, variables: Mapping[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
-        return variables.get(match[1] or match[2], match[0])
+        return variables.get(match[1] or match[3], match[0] if match[2] is None else match[2])
 
-    return re.sub(r"\$\{(\w+)\}|\$(\w+)", value, word)
+    return re.sub(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)", value, word)
 
 
 def _of_words(words: list[str], folder: Path) -> ForeignFile | None:
     line = " ".join(words)
     if any(SETTING_KEY.fullmatch(word) for word in words):
-        return ForeignFile("verl", "train_ppo", settings(words))
+        others = [word for word in words if re.match(r"[+~]*\w+(\.\w+)+=", word)]
+        notes = {word: NO_COUNTERPART for word in others if not SETTING_KEY.fullmatch(word)}
+        return ForeignFile("verl", "train_ppo", settings(words), notes=notes)
 
     start = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
     if match := re.search(r"openrlhf\.cli\.train_(\w+?)(?:_ray)?\b", line):

@@ -9,6 +9,7 @@ counterpart. `--ranks` is the number of processes, by which batches of one devic
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,14 +106,15 @@ def _of_openrlhf(values: Mapping[str, Any]) -> Translation:
         parts = value if isinstance(value, list) else [] if value is True else [value]
         tokens += [f"--{name}", *map(str, parts)]
 
-    flags, problems = command_line.translate(tokens, Config())
+    config = Config()
+    flags, problems = command_line.translate(tokens, config)
     result = Translation()
     for name, words in flags.items():
         parts = [yaml.safe_load(word) for word in words]
         result.flags[name] = parts if len(parts) > 1 else parts[0] if parts else True
-    for sentence in problems:
-        name, _, meaning = sentence.removeprefix("--").partition(": ")
-        result.notes[name] = meaning
+    for sentence in [*problems, *config.notices]:
+        name, *meaning = re.split("[:;] ", sentence.removeprefix("unknown flag "), maxsplit=1)
+        result.notes[name.removeprefix("--")] = "".join(meaning)
 
     return result
 
@@ -140,7 +142,8 @@ def _defaults(found: ForeignFile, translation: Translation, ranks: int) -> dict[
         values = table("openrlhf")["defaults"].items()
         flags = {name: yaml.safe_load(value) for name, value in values if " " not in value}
     else:
-        whole = defaults(found.tool, found.command) | found.values
+        unwritten = defaults(found.tool, found.command).items()
+        whole = {name: value for name, value in unwritten if name not in found.notes} | found.values
         flags = translate(found.tool, whole, found.command, ranks=ranks).flags
 
     missing = {name: value for name, value in flags.items() if name not in translation.flags}

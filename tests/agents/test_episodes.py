@@ -507,6 +507,18 @@ LIMIT = 5
 class Helper: pass
 _hidden = partial(add, b=1)
 """
+METHOD = """
+class Notes:
+    def find(self, a: int) -> int:
+        '''Find.
+
+        Args:
+            a: Key.
+        '''
+        return a
+look = Notes().find
+total = add
+"""
 CALLABLE = "class Search:\n  def __call__(self, a): return a\n"
 
 
@@ -516,6 +528,7 @@ CALLABLE = "class Search:\n  def __call__(self, a): return a\n"
         ("", "", ["add", "cached"]),
         ("", ":cached", ["cached"]),
         ("", ":add", ["add"]),
+        (METHOD, "", ["add", "cached", "look", "total"]),
         ("more = partial(add, b=1)", "", "more is an object of the class partial"),
         ("more = partial(add, b=1)", ":more", "more is an object of the class partial"),
         (f"{CALLABLE}search = Search()", "", "search is an object of the class Search"),

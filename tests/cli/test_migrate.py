@@ -38,6 +38,22 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$
   actor_rollout_ref.actor.use_kl_loss=False algorithm.use_kl_in_reward=False trainer.logger='["console","wandb"]' \
   actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.name=vllm trainer.n_gpus_per_node=8 $@ 2>&1 | tee log
 """
+UNPACKED = """
+shared = {"bf16": True, "beta": 0.04}
+args = GRPOConfig(learning_rate=a.lr, **shared, **options())
+GRPOTrainer(model="some/model", args=args, weight_decay=0.1)
+"""
+ARRAYS = r"""
+MODEL=${MODEL:-some/model}
+ARGS=(
+  data.train_files=$DATA/train.parquet  # the training data
+  "data.train_batch_size=256"
+)
+MORE=($(cat flags))
+ROLLOUT=(actor_rollout_ref.rollout.n=4)
+python3 -m verl.trainer.main_ppo "${ARGS[@]}" ${ROLLOUT[@]} "${MORE[@]}" actor_rollout_ref.model.path=$MODEL \
+  +trainer2.depth=1 $@
+"""
 OPENRLHF = r"""
 ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --ref_num_nodes 1 --pretrain some/model \
   --remote_rm_url http://host/reward --prompt_data d.jsonl --eps_clip_low_high 0.1 0.3 --async_train
@@ -75,6 +91,23 @@ FILES = {
             "num_episodes": 3.0,
         },
         ["use_rslora: ", "move them into one that does not train", ".map()"],
+    ),
+    "parts.py": (
+        UNPACKED,
+        "train_ppo",
+        {"init_kl_coef": 0.04, "bf16": True, "l2": 0.1, "learning_rate": None},
+        ["learning_rate: a.lr: only running", "**options(): options(): only running"],
+    ),
+    "arrays.sh": (
+        ARRAYS,
+        "train_ppo",
+        {
+            "pretrain": "some/model",
+            "prompt_data": "$DATA/train.parquet",
+            "rollout_batch_size": 256,
+            "n_samples_per_prompt": 4,
+        },
+        ["+trainer2.depth=1: no flag", "$@: only running", "$(cat: only running"],
     ),
     "unsloth.py": (
         UNSLOTH,
@@ -115,6 +148,12 @@ FILES = {
         },
         ["async_train: "],
     ),
+    "openrlhf_sft.sh": (
+        "python -m openrlhf.cli.train_sft --pretrain some/model --dataset d.jsonl --max_len 2048",
+        "train_sft",
+        {"pretrain": "some/model"},
+        ["dataset: write --prompt_data d.jsonl", "max_len is ignored"],
+    ),
     "swift.sh": (
         SWIFT,
         "train_ppo",
@@ -138,7 +177,7 @@ FILES = {
             "bf16": True,
             "lora_rank": 16,
         },
-        ["val_set_size: "],
+        ["val_set_size: ", "datasets.type: check"],
     ),
 }
 """File -> its text, the command, some of the keys on two ranks, and parts of comments."""

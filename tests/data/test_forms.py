@@ -38,6 +38,11 @@ LEARNED = {
         {"instruction": "I", "context": "C", "response": "A", "category": "qa"},
         "u>I\n\nC;a>[A$]",
     ),
+    "no history as JSON": ({"instruction": "Q", "output": "A", "history": "[]"}, "u>Q;a>[A$]"),
+    "a history as JSON": (
+        {"instruction": "Q", "output": "A", "history": '[["P", "B"]]'},
+        "u>P;a>B$u>Q;a>[A$]",
+    ),
     "WizardLM": ({"instruction": "Q", "output": "A"}, "u>Q;a>[A$]"),
     "OpenOrca": (
         {"id": "1", "system_prompt": "S", "question": "Q", "response": "A"},
@@ -103,6 +108,7 @@ LEARNED = {
 }
 SCORED = {
     "the default": ({"input": "Q", "label": 7, "answer": "8"}, "u>Q;a>", 7),
+    "an unknown label": ({"question": "Q", "answer": float("nan")}, "u>Q;a>", None),
     "no label": ({"prompt": "Q", "id": 1}, "u>Q;a>", None),
     "Alpaca": ({"instruction": "I", "input": "Q", "output": "A"}, "u>I\n\nQ;a>", "A"),
     "GSM8K": ({"question": "Q", "answer": "6 + 1\n#### 1,007"}, "u>Q;a>", "1007"),
@@ -144,6 +150,16 @@ PAIRS = {
         "score_chosen": 8.0,
     },
     "HH-RLHF": {
+        "chosen": "\n\nHuman: Q\n\nAssistant: A",
+        "rejected": "\n\nHuman: Q\n\nAssistant: B",
+    },
+    "HH-RLHF with a prompt": {
+        "prompt": "\n\nHuman: Q\n\nAssistant:",
+        "chosen": "A",
+        "rejected": "B",
+    },
+    "HH-RLHF with the prompt twice": {
+        "prompt": "\n\nHuman: Q\n\nAssistant:",
         "chosen": "\n\nHuman: Q\n\nAssistant: A",
         "rejected": "\n\nHuman: Q\n\nAssistant: B",
     },
@@ -205,6 +221,26 @@ REFUSED = {
         "prompt",
         {"question": "Q", "choices": ["x", "y"], "answer": 1},
         "the column 'choices' belongs to the question in 'question'.*--input_key",
+    ),
+    "choices in columns of their own": (
+        "prompt",
+        {"question": "Q", "A": "x", "B": "y", "answer": "A"},
+        "the column 'B' belongs to the question in 'question'.*--input_key",
+    ),
+    "a history that is no list": (
+        "answer",
+        {"instruction": "Q", "output": "A", "history": '{"a": 1}'},
+        "'history' is neither text nor a list",
+    ),
+    "a system message in a list": (
+        "answer",
+        {"system": ["S"], "question": "Q", "response": "A"},
+        "the column 'system' belongs",
+    ),
+    "a system message of a chat in a list": (
+        "answer",
+        {"system": ["S"], "messages": SAID},
+        "the system message is no text",
     ),
     "a context that is no text": (
         "prompt",

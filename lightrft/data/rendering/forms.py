@@ -22,6 +22,7 @@ from lightrft.data.rendering.messages import (
     is_answer,
     is_message,
     objects_in_text,
+    parsed,
     shortened,
 )
 from lightrft.data.rendering.template import texts_of
@@ -44,7 +45,7 @@ PROMPTS = {
 SYSTEMS = ("system", "system_prompt")
 EARLIER = "history"
 """Column with earlier turns: pairs of texts, or messages."""
-CHOICES = ("choices", "options")
+CHOICES = ("choices", "options", "endings", "b", "option_b", "option2", "opb")
 """Columns without which a question cannot be answered, and that no form writes into the prompt."""
 CHATS = ("messages", "conversations", "conversation")
 """Columns with whole conversations."""
@@ -379,7 +380,7 @@ class _Columns:
         for line in lines:
             names = [self.found[name] for name in line if name in self.found]
             names = [name for name in names if not texts or _may_ask(self.row[name])]
-            if any(self.row[name] != self.row[names[0]] for name in names):
+            if any(self.row[name] != self.row[names[0]] for name in names[1:]):
                 raise ValueError(
                     f"each of the columns {', '.join(names)} could be the"
                     f" {'prompt' if flag == 'input_key' else 'answer'}, and they differ; name one"
@@ -428,11 +429,15 @@ class _Columns:
         contexts = PROMPTS[name.lower()]
         others = [self.found[each] for each in contexts if each in self.found]
         systems = [each for each in SYSTEMS if _says(self.row.get(each))][:1]
-        history = [EARLIER] if self.row.get(EARLIER) and not self.are_own else []
+        turns = [] if self.are_own else _turns(self.row.get(EARLIER))
+        history = [EARLIER] if turns else []
 
         # What is left out here would be missing from the question.
         unread = [each for each in others if not isinstance(self.row[each], str)]
-        unread += [each for each in CHOICES if contexts and self.row.get(each)]
+        unread += [
+            self.found[each] for each in CHOICES if contexts and self.row.get(self.found.get(each))
+        ]
+        unread += [each for each in systems if not isinstance(self.row[each], str)]
         unread += [each for each in others if isinstance(value, list) and _says(self.row[each])]
         if unread:
             raise ValueError(
@@ -446,7 +451,7 @@ class _Columns:
             value = self.checked("\n\n".join(filter(_says, texts)))
         if history:
             now = [{"role": "user", "content": value}] if isinstance(value, str) else value
-            value = [*prompt_value(self.section, _turns(self.row[EARLIER]), EARLIER), *now]
+            value = [*prompt_value(self.section, turns, EARLIER), *now]
         return value, (*systems, *history, name, *others)
 
     def checked(self, value: str | list[Message]) -> str | list[Message]:
@@ -463,7 +468,9 @@ def _says(value: Any) -> bool:
 
 
 def _turns(history: Any) -> Any:
-    """Return pairs of texts as messages, and any other value as it is."""
+    """Return pairs of texts as messages, and messages as they are; both may be JSON text."""
+    if isinstance(history, str):
+        history = parsed(history, EARLIER) if history.strip() else None
     if not isinstance(history, list) or not all(isinstance(turn, list) for turn in history):
         return history
     roles = ("user", "assistant")
