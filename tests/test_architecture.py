@@ -47,7 +47,7 @@ LAYERS = {
     "config": 0,
     "types": 0,
     "registry": 0,
-    "versions": 0,
+    "versions": -1,
     "thinker": 0,
     "samples": -1,
 }

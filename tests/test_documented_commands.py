@@ -22,7 +22,8 @@ from lightrft.config import COMMANDS, ConfigError, resolve
 from lightrft.config.resolve import range_problems
 from lightrft.config.sections import aliases, field_types, section_of_field
 from lightrft.config.values import JSONObject
-from lightrft.extras import check, migrate
+from lightrft.extras import check as check_of_extras
+from lightrft.extras import migrate
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -196,7 +197,7 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
         )
         parsers[command]().parse_args([*arguments, *positional])
     elif command == "check":
-        check.parser().parse_known_args(arguments)
+        check_of_extras.parser().parse_known_args(arguments)
     elif command == "migrate":
         migrate.parser().parse_args([word for word in arguments if word != ">"][:-1])
     elif command in ("bisect", "bundle", "replay", "diagnose", "forecast", "test_rewards"):

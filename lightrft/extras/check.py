@@ -20,13 +20,13 @@ from lightrft.config.sections import Config, fields_read
 from lightrft.run.logs import set_up_logging
 
 USER_ERROR = 2
-COMMANDS = ("train_ppo", "train_sft", "train_rm", "train_prm", "train_dpo", "train_kto")
+CHECKED_COMMANDS = ("train_ppo", "train_sft", "train_rm", "train_prm", "train_dpo", "train_kto")
 TRIED_ROWS = 8
 
 
 def main(argv: list[str] | None = None) -> None:
     own, flags = parser().parse_known_args(argv)
-    if flags and flags[0] in COMMANDS:
+    if flags and flags[0] in CHECKED_COMMANDS:
         own.command = flags.pop(0)
     if flags and not flags[0].startswith("-"):
         flags.insert(0, "--config")
@@ -99,7 +99,10 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     flags.add_argument(
-        "--command", choices=COMMANDS, default="train_ppo", help="the command that the run uses"
+        "--command",
+        choices=CHECKED_COMMANDS,
+        default="train_ppo",
+        help="the command that the run uses",
     )
     flags.add_argument("--ranks", type=int, default=1, help="number of processes of the run (1)")
     flags.add_argument("--device", default="h100", help="kind of device for the plan (h100)")

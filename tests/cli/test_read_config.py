@@ -8,7 +8,7 @@ from loguru import logger
 from lightrft.config import Config, ConfigError, parse
 from lightrft.run.prepare import prepare_config
 
-RUNNABLE = ["--pretrain=some/model", "--prompt_data=train.jsonl"]
+RUNNABLE = ["--pretrain=some/model", "--prompt_data=some/rows"]
 
 
 @pytest.fixture
