@@ -274,9 +274,9 @@ def _of_shell(text: str, path: Path) -> ForeignFile:
             if equals and name.isidentifier():
                 variables[name] = value
         found = _of_words(words, path.parent) or found
-        for word in words if found else ():
-            if word.startswith("$"):
-                found.notes[word] = "only running the script would tell its value"
+        if found:
+            unknown = [word for word in words if word.startswith("$")]
+            found.notes |= dict.fromkeys(unknown, "only running the script would tell its value")
 
     if found is None:
         raise ConfigError(f"{path}: the script starts no trainer of {KNOWN_TOOLS}")
