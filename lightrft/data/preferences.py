@@ -33,7 +33,7 @@ DESIRABLE = "desirable"
 """Columns of a loaded single answer."""
 DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 """Beginning of a turn in the texts of HH-RLHF; the rows have no column for the prompt."""
-FIRST_SPEAKER = re.compile(r"(\n\n)?Human:")
+DIALOGUE_START = re.compile(r"(\n\n)?Human:")
 
 
 def load_pairs(
@@ -194,11 +194,11 @@ def _parts(section: DataSection, row: dict[str, Any], reading: Reading) -> tuple
     """
     first, second = reading.answers
     prompt = reading.prompt
-    if section.apply_chat_template and isinstance(prompt, str) and FIRST_SPEAKER.match(prompt):
+    if section.apply_chat_template and isinstance(prompt, str) and DIALOGUE_START.match(prompt):
         prompt = _dialogue(prompt)[:-1] if prompt.rstrip().endswith("Assistant:") else prompt
     alone = prompt is None
-    are_texts = isinstance(first, str) and isinstance(second, str)
-    if are_texts and (DIALOGUE.search(first) if alone else FIRST_SPEAKER.match(first)):
+    are_texts = type(first) is type(second) is str
+    if are_texts and (DIALOGUE.search(first) if alone else DIALOGUE_START.match(first)):
         if not section.apply_chat_template:
             return _parts_of_dialogues(first, second)
         first = _dialogue(first)

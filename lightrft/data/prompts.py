@@ -450,8 +450,7 @@ def complete_chat(
     own = [row[name] for name in SYSTEMS if row.get(name)]
     if not all(isinstance(text, str) for text in own):
         raise ValueError(f"the system message is no text, but {own[0]!r:.80}; rename its column")
-    own = [text for text in own if text.strip()]
-    system = own[0] if own else section.system_prompt
+    system = next(filter(str.strip, own), section.system_prompt)
     if system is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
         messages = [{"role": "system", "content": system}, *messages]
 

@@ -29,7 +29,7 @@ COMMAND_OF = {
 """What other tools call a method -> the command here."""
 CLASS = re.compile(r"(GRPO|RLOO|PPO|SFT|DPO|KTO|Reward|PRM)(Config|Trainer)")
 """Classes of TRL that name a method."""
-ARRAY = re.compile(r"^[ \t]*(\w+)=\((.*?)\)[ \t]*$", re.DOTALL | re.MULTILINE)
+SHELL_ARRAY = re.compile(r"^[ \t]*(\w+)=\((.*?)\)[ \t]*$", re.DOTALL | re.MULTILINE)
 """Array of a shell script, perhaps over several lines."""
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 
@@ -264,19 +264,19 @@ def _of_shell(text: str, path: Path) -> ForeignFile:
     """Read the last command of a script that starts a trainer of a known tool."""
     variables: dict[str, str] = {}
     found = None
-    for name, body in ARRAY.findall(text):
+    for name, body in SHELL_ARRAY.findall(text):
         words = re.sub(r"(?m)(^|\s)#.*$|\n", " ", body)
         text = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', words.replace("\\", r"\\"), text)
-    for words in _commands(ARRAY.sub("", text)):
+    for words in _commands(SHELL_ARRAY.sub("", text)):
         words = [_expanded(word, variables) for word in words]
         for word in words:
             name, equals, value = word.partition("=")
             if equals and name.isidentifier():
                 variables[name] = value
         found = _of_words(words, path.parent) or found
-        for word in words if found else ():
-            if word.startswith("$"):
-                found.notes[word] = "only running the script would tell its value"
+        if found:
+            unknown = [word for word in words if word.startswith("$")]
+            found.notes |= dict.fromkeys(unknown, "only running the script would tell its value")
 
     if found is None:
         raise ConfigError(f"{path}: the script starts no trainer of {KNOWN_TOOLS}")

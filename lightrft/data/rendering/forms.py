@@ -429,7 +429,7 @@ class _Columns:
         contexts = PROMPTS[name.lower()]
         others = [self.found[each] for each in contexts if each in self.found]
         systems = [each for each in SYSTEMS if _says(self.row.get(each))][:1]
-        turns = [] if self.are_own else _turns(self.row.get(EARLIER))
+        turns = None if self.are_own else _turns(self.row.get(EARLIER))
         history = [EARLIER] if turns else []
 
         # What is left out here would be missing from the question.
