@@ -119,6 +119,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     """Return the content of run.json and summary.json; the latter takes precedence."""
     paths = (folder / "run.json", folder / "summary.json")
     run, summary = map(_content, paths)
+
     for name in (
         "run",
         "process",
@@ -128,6 +129,7 @@ def _summary(folder: Path) -> dict[str, Any]:
         "weight_bytes",
     ):  # with these the program recognises the run
         run.pop(name, None)
+
     if run.get("active_parameters") == run.get("parameters"):
         run.pop("active_parameters", None)
     if "seconds" in run:
