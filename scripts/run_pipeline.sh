@@ -53,11 +53,11 @@ phase "3 of 6: a reward model, from the model after SFT"
 run train_rm quickstart_rm.yaml rm 1500 --pretrain "$out/sft/model" --prompt_data "$out/data/pairs" \
     --eval_data "$out/data/pairs" --num_episodes 20
 
-# A few small steps close to the model after SFT: more would find what the reward model judges wrongly.
+# Steps close to the model after SFT: without the KL penalty they would find what the reward model judges wrongly.
 phase "4 of 6: PPO (GRPO) with the reward model as the only reward"
-run train_ppo quickstart.yaml ppo 15 --pretrain "$out/sft/model" --prompt_data "$out/data/train.jsonl" \
+run train_ppo quickstart.yaml ppo 45 --pretrain "$out/sft/model" --prompt_data "$out/data/train.jsonl" \
     --eval_data "$out/data/test.jsonl" --engine_type hf --micro_rollout_batch_size 512 --reward none \
-    --reward_pretrain "$out/rm/model" --learning_rate 3e-4 --init_kl_coef 0.1 \
+    --reward_pretrain "$out/rm/model" --learning_rate 6e-4 --init_kl_coef 0.03 \
     --eval_steps=-1 --save_steps=-1 ${small:+--rollout_batch_size 8 --train_batch_size 64}
 evaluate "$out/ppo/model" eval_after_ppo
 

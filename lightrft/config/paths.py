@@ -22,7 +22,6 @@ from lightrft.config.references import (
 from lightrft.config.rules import unusable_models
 from lightrft.config.sections import Config, fields_read
 from lightrft.samples import DATA_FILES
-from lightrft.versions import ENGINE_VERSIONS
 
 REWARD_PACKAGES = {
     "math": ("math_verify", "math"),
@@ -129,7 +128,7 @@ def _missing_packages(config: Config, command: str) -> Iterator[str]:
         ("teacher_url", run.teacher_url, run.teacher_url and ("httpx", "http")),
     ]
     engine = run.engine_type
-    needs += [("engine_type", engine, engine in ENGINE_VERSIONS and (engine, engine))]
+    needs += [("engine_type", engine, engine in ("vllm", "sglang") and (engine, engine))]
     for name in report_names(run.report_to):
         needs += [("report_to", name, name in TRACKERS and (name, name.removesuffix("_ml")))]
     for name in run.rewards:

@@ -98,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
     flags.add_argument(
         "--command",
         choices=CHECKED_COMMANDS,

@@ -88,6 +88,7 @@ def test_a_run_that_can_start(inputs, capsys):
     assert "share_of_ascii gives" in said and "all is well" in said
 
 
+@pytest.mark.slow
 def test_what_is_learned_is_marked(inputs, capsys):
     flags = [
         flag for flag in inputs if flag.startswith(("--pretrain=", "--prompt_data=", "--fsdp"))
@@ -96,6 +97,7 @@ def test_what_is_learned_is_marked(inputs, capsys):
     assert code == 0 and "⟦" in said, said
 
 
+@pytest.mark.slow
 def test_all_that_is_missing_is_named_at_once(inputs, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)

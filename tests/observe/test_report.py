@@ -503,7 +503,7 @@ def test_results_come_before_sizes_and_the_setup_comes_last(run):
     assert not re.search("5096|c0ffee|parameters for a token", texts(data))
     if BROWSER:
         text = show(run / "report.html", run).text
-        assert text.index("Parameters") < text.index("Setup") < text.index("engine hf")
+        assert text.index("Held-out accuracy") < text.index("Setup") < text.index("engine hf")
 
 
 def test_samples_that_were_not_written_are_said(groups):
