@@ -119,20 +119,8 @@ def _summary(folder: Path) -> dict[str, Any]:
     """Return the content of run.json and summary.json; the latter takes precedence."""
     paths = (folder / "run.json", folder / "summary.json")
     run, summary = map(_content, paths)
-<<<<<<< HEAD
     # with these the program recognises the run
     for name in "run process launchers machine total_steps weight_bytes".split():
-=======
-
-    for name in (
-        "run",
-        "process",
-        "launchers",
-        "machine",
-        "total_steps",
-        "weight_bytes",
-    ):  # with these the program recognises the run
->>>>>>> newcomer
         run.pop(name, None)
 
     if run.get("active_parameters") == run.get("parameters"):
