@@ -14,17 +14,12 @@ if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
 
 __version__ = "0.1.0"
 _HOMES = {
-    "train_ppo": "lightrft.trainer.python",
-    "train_sft": "lightrft.trainer.python",
-    "train_rm": "lightrft.trainer.python",
-    "train_prm": "lightrft.trainer.python",
-    "train_dpo": "lightrft.trainer.python",
-    "train_kto": "lightrft.trainer.python",
-    "evaluate": "lightrft.trainer.python",
-    "TrainedRun": "lightrft.trainer.python",
+    **dict.fromkeys(
+        ("train_ppo train_sft train_rm train_prm train_dpo train_kto evaluate TrainedRun").split(),
+        "lightrft.trainer.python",
+    ),
     "Config": "lightrft.config.sections",
-    "ConfigError": "lightrft.config.errors",
-    "DataError": "lightrft.config.errors",
+    **dict.fromkeys(("ConfigError", "DataError"), "lightrft.config.errors"),
 }
 """Public name -> its module. The module is imported when the name is used."""
 __all__ = [*_HOMES, "__version__"]

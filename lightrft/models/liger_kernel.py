@@ -13,20 +13,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 LIGER_FAMILIES = {
-    "exaone4": "swiglu",
-    "gemma": "geglu",
-    "gemma3_text": "geglu",
-    "granite": "swiglu",
-    "hunyuan_v1_dense": "swiglu",
-    "llama": "swiglu",
-    "mistral": "swiglu",
-    "olmo2": "swiglu",
-    "olmo3": "swiglu",
-    "phi3": "swiglu",
-    "qwen2": "swiglu",
-    "qwen3": "swiglu",
+    **dict.fromkeys(
+        (
+            "exaone4 granite hunyuan_v1_dense llama mistral olmo2 olmo3 phi3 qwen2 qwen3 smollm3"
+        ).split(),
+        "swiglu",
+    ),
+    **dict.fromkeys(("gemma", "gemma3_text"), "geglu"),
     "qwen3_moe": "",
-    "smollm3": "swiglu",
 }
 """Supported values of model_type, with the kernel of the feed-forward layers.
 

@@ -34,29 +34,16 @@ from lightrft.strategy.strategy import Strategy
 from lightrft.types import Experience, Prompt, Sample
 
 ONE_PROCESS = {
-    "fsdp": True,
-    "tp_size": 1,
-    "sp_size": 1,
-    "cp_size": 1,
-    "ep_size": 1,
-    "dp_replicate": 0,
-    "fsdp_cpu_offload": False,
-    "adam_offload": False,
-    "rollout_ranks": 0,
-    "offload_idle": False,
-    "load_checkpoint": False,
-    "fork_from": "",
-    "at": None,
-    "dump_rollouts": "",
-    "engine_type": "hf",
+    **dict.fromkeys("tp_size sp_size cp_size ep_size engine_tp_size".split(), 1),
+    **dict.fromkeys("dp_replicate rollout_ranks reward_workers".split(), 0),
+    **dict.fromkeys("fsdp_cpu_offload adam_offload offload_idle load_checkpoint".split(), False),
     # Nothing is generated, so what only another engine can do is left out.
-    "engine_args": "",
-    "engine_tp_size": 1,
-    "speculative": "none",
-    "draft_pretrain": "",
-    "rollout_quantization": "none",
+    **dict.fromkeys("fork_from dump_rollouts engine_args draft_pretrain".split(), ""),
+    **dict.fromkeys(("speculative", "rollout_quantization"), "none"),
+    "fsdp": True,
+    "at": None,
+    "engine_type": "hf",
     "report_to": "jsonl",
-    "reward_workers": 0,
 }
 """Settings of a replay: one process that computes everything."""
 

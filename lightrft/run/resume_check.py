@@ -49,16 +49,10 @@ NO_EFFECT_ON_NUMBERS = {
         " media_root media_max_mb media_urls precompute_reference data_cache"
     ).split(),
     *(
-        "eval_steps",
-        "timeout_minutes",
-        "arrival_minutes",
-        "phase_minutes",
-        "server_minutes",
-        "reward_minutes",
-        "reward_workers",
-        "reward_memory_gb",
-        *(field.name for field in fields(SECTIONS["observe"])),
-    ),
+        "eval_steps timeout_minutes arrival_minutes phase_minutes server_minutes reward_minutes"
+        " reward_workers reward_memory_gb"
+    ).split(),
+    *(field.name for field in fields(SECTIONS["observe"])),
 }
 
 

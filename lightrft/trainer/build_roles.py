@@ -8,7 +8,6 @@ from torch.nn import Module
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import Truncation
-from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms, teacher_terms
 from lightrft.config.sections import Config, longest_sequence, moves_reference
 from lightrft.engine.model_info import end_token_ids, never_sampled
@@ -253,12 +252,8 @@ def _teachers(
         set_blank_media(expand, policy.average)
         return [_frozen_policy(config, strategy, policy.average, policy.truncation)]
     if config.model.teacher_url:
-        try:
-            from lightrft.roles.remote_teacher import RemoteTeacher
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"--teacher_url needs {error.name}: pip install httpx tenacity"
-            ) from error
+        from lightrft.roles.remote_teacher import RemoteTeacher
+
         patience = 60 * config.reward.server_minutes
         url = config.model.teacher_url
         axis = strategy.mesh.model_parallel

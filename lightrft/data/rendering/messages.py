@@ -8,17 +8,10 @@ from typing import Any
 Message = dict[str, Any]
 
 ROLES = {
-    "human": "user",
-    "user": "user",
+    **dict.fromkeys(("human", "user"), "user"),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
+    **dict.fromkeys(("tool", "observation", "function"), "tool"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "assistant"), "assistant"),
 }
 """Names of roles in data -> roles of chat templates. Other roles are left to the template."""
 CALLS = ("function_call", "tool_call", "tool_calls")
@@ -36,14 +29,9 @@ BLOCKS = {"thinking", "tool_use", "tool_result"}
 TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of parts that are text."""
 MEDIA_TYPES = {
-    "image": "image",
-    "image_url": "image",
-    "input_image": "image",
-    "video": "video",
-    "video_url": "video",
-    "audio": "audio",
-    "audio_url": "audio",
-    "input_audio": "audio",
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("video", "video_url"), "video"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
 }
 """Types of parts that are media, or keys of parts without a type -> types in chat templates."""
 MESSAGE_KEYS = {
