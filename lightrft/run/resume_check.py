@@ -42,15 +42,10 @@ TOWERS = ("vision_config", "audio_config")
 NO_EFFECT_ON_NUMBERS = {
     *(
         "save_path ckpt_path load_checkpoint fork_from at save_steps max_ckpt_num max_ckpt_mem"
-        " save_hf_ckpt async_save push_to_hub"
-    ).split(),
-    *(
-        "save_adapter_only overwrite mismatch_limit dry_run dump_rollouts replay_rollouts"
-        " media_root media_max_mb media_urls precompute_reference data_cache"
-    ).split(),
-    *(
-        "eval_steps timeout_minutes arrival_minutes phase_minutes server_minutes reward_minutes"
-        " reward_workers reward_memory_gb"
+        " save_hf_ckpt async_save push_to_hub save_adapter_only overwrite mismatch_limit dry_run"
+        " dump_rollouts replay_rollouts media_root media_max_mb media_urls precompute_reference"
+        " data_cache eval_steps timeout_minutes arrival_minutes phase_minutes server_minutes"
+        " reward_minutes reward_workers reward_memory_gb"
     ).split(),
     *(field.name for field in fields(SECTIONS["observe"])),
 }
