@@ -89,12 +89,7 @@ class ProgramSetup:
         prefix, _, name = self.environment.partition(":")
         if prefix not in ADAPTER_MODULES or not name:
             return environments[self.environment]
-        try:
-            return importlib.import_module(ADAPTER_MODULES[prefix]).program(name, self.served)
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"--environment {prefix}: needs {error.name}: pip install '.[{prefix}]'"
-            ) from error
+        return importlib.import_module(ADAPTER_MODULES[prefix]).program(name, self.served)
 
     def _tools(self) -> dict[str, Callable[..., Any]]:
         named_tools: dict[str, Callable[..., Any]] = {}
@@ -110,12 +105,8 @@ class ProgramSetup:
 
     def _tools_of_one(self, name: str) -> dict[str, Callable[..., Any]]:
         if name.startswith(MCP):
-            try:
-                from lightrft.agents.adapters.mcp import ToolServer
-            except ModuleNotFoundError as error:
-                raise ValueError(
-                    f"--tools {name} needs {error.name}: pip install '.[mcp]'"
-                ) from error
+            from lightrft.agents.adapters.mcp import ToolServer
+
             return {**ToolServer(name.removeprefix(MCP)).tools(self.tool_seconds)}
 
         one = tools[name] if name in tools or ":" in name else tools.module(name)
@@ -132,10 +123,7 @@ class ProgramSetup:
             raise ValueError(
                 f"--agent {self.agent}: {agent!r} is not an async function (client, row)"
             )
-        try:
-            from lightrft.agents.endpoint.client import converse
-        except ModuleNotFoundError as error:
-            raise ValueError(f"--agent needs {error.name}: pip install '.[agents]'") from error
+        from lightrft.agents.endpoint.client import converse
 
         async def program(session: Session, row: dict[str, Any]) -> None:
             await converse(agent, session, row, self.served)

@@ -113,12 +113,8 @@ def _harbor_rows(source: str, flag: str) -> Iterator[DataRow]:
 
 
 def _verifiers_rows(source: str, flag: str) -> Iterator[DataRow]:
-    try:
-        from lightrft.data.verifiers.tasksets import task_rows
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"{flag} {source} needs {error.name}: pip install '.[verifiers]'"
-        ) from error
+    from lightrft.data.verifiers.tasksets import task_rows
+
     yield from task_rows(source, flag)
 
 

@@ -68,12 +68,11 @@ class Setup:
     def _function(self, name: str) -> RewardFunction:
         limits = {"seconds": self.seconds, "patience": self.patience}
         if name == JUDGE and self.judge is not None:
-            function = _with_http(name, lambda: _judge(self.judge, **limits))
+            function = _judge(self.judge, **limits)
+        elif name.startswith(SERVER):
+            function = _on_server(name, **limits)
         else:
-            if name.startswith(SERVER):
-                function = _with_http(name, lambda: _on_server(name, **limits))
-            else:
-                function = rewards[name]
+            function = rewards[name]
         return RewardFunction(function, chat=self.chat)
 
 
@@ -113,19 +112,6 @@ def place(error: BaseException) -> str:
     frames = list(dropwhile(lambda one: Path(one.filename).parent in SKIPPED_FOLDERS, frames))
     own = [one for one in frames if one.filename == frames[0].filename]
     return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""
-
-
-def _with_http(name: str, build: Callable[[], Reward]) -> Reward:
-    """Return what `build` returns.
-
-    If a package is missing, raise a ValueError with the command that installs it.
-    """
-    try:
-        return build()
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"--reward {name} needs {error.name}: pip install httpx tenacity"
-        ) from error
 
 
 def _on_server(url: str, **limits: float) -> Reward:

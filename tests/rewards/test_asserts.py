@@ -189,6 +189,14 @@ DECEITS = {
         "def f(d):\n  d.clear()\n  return {}",
         ["d = {1: [2]}", "assert f(d) == {v: k for k, (v,) in d.items()}"],
     ),
+    "an argument that must not change": (
+        "def f(x):\n  x.sort()\n  return list(x)",
+        ["x = [3, 1]\ny = f(x)\nassert y == [1, 3]\nassert x == [3, 1]"],
+    ),
+    "an argument that is emptied in a test that watches another": (
+        "def f(x, y):\n  y.clear()\n  return 0",
+        ["x = [3, 1]\nk = f(x, [1])\nassert x[:2] == [1, 3] and k == 0"],
+    ),
     "a method that is told the expectation": (
         "class A:\n  startswith = lambda s, x: True\ndef f(x): return A()",
         ["assert f('abc').startswith('ab')"],
@@ -300,6 +308,10 @@ REFUSED = {
             "    f(x)\n    self.assertEqual(x, sorted(x))"
         ],
         "compare x with what they compute",
+    ),
+    "an argument that is watched beside one that is an expectation": (
+        ["x = [3, 1]\ny = [1]\nk = f(x, y)\nassert x == [1, 3]\nassert k == len(y)"],
+        "look at what the program does to x, and compute an expectation from y",
     ),
     "the output": (
         ["import contextlib, io\nwith contextlib.redirect_stdout(None): f()\nassert True"],
@@ -504,6 +516,25 @@ SOLVES = {
     "decorated": (
         "import functools\n@functools.cache\ndef f(x): return x",
         ["assert f(3) == 3"],
+    ),
+    "what is done to an argument beside a result": (
+        "def f(nums):\n  nums[:] = sorted(set(nums))\n  return len(nums)",
+        ["nums = [2, 1, 2]\nk = f(nums)\nassert k == 2\nassert nums[:k] == [1, 2]"],
+    ),
+    "what is done to an argument that is returned": (
+        "def f(x):\n  x.sort()\n  return x",
+        ["def check(candidate):\n  x = [3, 1]\n  candidate(x)\n  assert x == [1, 3]", "check(f)"],
+    ),
+    "an expectation that was made before": (
+        "def f(x):\n  x.reverse()\n  return 1",
+        ["x = [3, 1]\nwanted = x[::-1]\nassert f(x) == 1\nassert x == wanted"],
+    ),
+    "a watched argument in a unittest": (
+        "def f(x):\n  x['a'] = 1\n  return True",
+        [
+            "import unittest\nclass T(unittest.TestCase):\n  def test(self):\n    x = {}\n"
+            "    self.assertTrue(f(x))\n    self.assertEqual(x, {'a': 1})"
+        ],
     ),
     "constants": (
         "LIMIT = 5\nnames = ['a']",

@@ -38,6 +38,8 @@ class Asserts:
     """Functions of the texts that are tests."""
     cases: list[str] = field(default_factory=list)
     """Classes of the texts that are derived from unittest.TestCase."""
+    watches: bool = False
+    """Whether the texts look at what the program does to its arguments."""
 
 
 def read_asserts(texts: list[str]) -> Asserts:
@@ -77,8 +79,8 @@ def read_asserts(texts: list[str]) -> Asserts:
             " import that (`from program import f`), and define the others"
         )
 
-    _check_uses(tree, {*names, *_from_program(tree)})
-    return Asserts(texts, names, modules, functions, cases)
+    watches = _check_uses(tree, {*names, *_from_program(tree)})
+    return Asserts(texts, names, modules, functions, cases, watches)
 
 
 def _symbols(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
@@ -151,8 +153,11 @@ def _tests_of(tree: ast.Module, used: set[str]) -> tuple[list[str], list[str]]:
     return functions, cases
 
 
-def _check_uses(tree: ast.Module, names: set[str]) -> None:
-    """Raise ValueError for what the program cannot get, and for what it would decide itself."""
+def _check_uses(tree: ast.Module, names: set[str]) -> bool:
+    """Return whether the tests look at arguments after a call.
+
+    Raise ValueError for what the program cannot get, and for what it would decide itself.
+    """
     own = {node.name: node for node in ast.walk(tree) if isinstance(node, NAMED_PARTS)}
     # A function of the tests may get the program's under another name, as check(candidate) does.
     for call in _calls(tree):
@@ -177,21 +182,50 @@ def _check_uses(tree: ast.Module, names: set[str]) -> None:
                 )
             given |= {value.id} if isinstance(value, ast.Name) else set()
 
-    for node in ast.walk(tree):
-        operands = []
-        if isinstance(node, ast.Compare):
-            operands = [node.left, *node.comparators]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self.assert"):
-            operands = node.args
-        if not operands or any(map(of_program, _calls(node))):
+    results = {
+        part.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and any(map(of_program, _calls(node.value)))
+        for target in node.targets
+        for part in ast.walk(target)
+        if isinstance(part, ast.Name)
+    }
+
+    watched = ""
+    expected = ""
+    for operands in _compared(tree):
+        if any(of_program(call) for each in operands for call in _calls(each)):
             continue
-        read = [
-            {part.id for part in ast.walk(each) if isinstance(part, ast.Name)} & given
-            for each in operands
+        used = [
+            {part.id for part in ast.walk(each) if isinstance(part, ast.Name)} for each in operands
         ]
-        for one, other in combinations(read, 2):
-            if both := one & other:
+        for one, other in combinations(used, 2):
+            if both := one & other & given:
                 raise ValueError(
                     f"the tests compare {both.pop()} with what they compute from it after the"
                     " program could change it: compute the expectation before the call"
                 )
+        for place, one in enumerate(used):
+            if read := one & given:
+                others = set().union(*used[:place], *used[place + 1 :])
+                # Beside an answer of the program it is what the answer should be.
+                if others & (given | results):
+                    expected = read.pop()
+                else:
+                    watched = read.pop()
+
+    if watched and expected:
+        raise ValueError(
+            f"the tests look at what the program does to {watched}, and compute an expectation from"
+            f" {expected} after it could change that: compute the expectation before the call"
+        )
+    return bool(watched)
+
+
+def _compared(tree: ast.Module) -> Iterator[list[ast.expr]]:
+    """Yield the operands of each comparison."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            yield [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self.assert"):
+            yield node.args

@@ -296,7 +296,7 @@ def _answer(
             result = setattr(one, name, *values)
         case "has":
             result = isinstance(*values, found)
-        case "call" | "make":
+        case "call" | "make" | "watch":
             result = found(*values, **named)
         case _:
             result = OBJECT_FUNCTIONS[verb](one, *values)
@@ -304,8 +304,9 @@ def _answer(
     if verb == "make" and type(result) not in (type(None), bool, *BUILTIN):
         objects[len(objects)] = result
         return "object", len(objects) - 1
-    # What a function does to its arguments is its result only if it has no other.
-    changed = [*values, *named.values()] if verb in ("call", "make") and result is None else []
+    # What a function does to its arguments is its result if it has no other, or tests watch it.
+    counts = verb == "watch" or verb in ("call", "make") and result is None
+    changed = [*values, *named.values()] if counts else []
     sent = [encode(each, objects, flatten=True) for each in changed]
     return "value", [encode(result, {}, flatten=True), *sent]
 
@@ -327,6 +328,8 @@ class TestedProgram:
     def __init__(self, descriptor: int):
         self.objects: dict[int, Object] = {}
         """Objects that the tests have made by calling a class."""
+        self.watches = False
+        """Whether the tests look at what is done to arguments."""
         self.refused = ""
         """Why the tests cannot be judged, whatever the program does."""
         self._file = socket.socket(fileno=descriptor).makefile("rwb")
@@ -404,7 +407,8 @@ class Function:
 
     def __call__(self, /, *values: Any, **named: Any) -> Any:
         program, *about = self._asked
-        return program.ask("make" if self._may_be_class else "call", *about, *values, **named)
+        verb = "watch" if program.watches else "call"
+        return program.ask("make" if self._may_be_class else verb, *about, *values, **named)
 
     def __getattr__(self, name: str) -> Any:
         program, number, own_name = self._asked
@@ -449,6 +453,7 @@ def test(job: dict[str, Any], program: TestedProgram) -> None:
             raise AttributeError(name)
         return program.ask("get", 0, name)
 
+    program.watches = job["watches"]
     for name in ("program", "solution"):
         sys.modules[name] = module = types.ModuleType(name)
         vars(module)["__getattr__"] = member
