@@ -53,7 +53,7 @@ phase "3 of 6: a reward model, from the model after SFT"
 run train_rm quickstart_rm.yaml rm 1500 --pretrain "$out/sft/model" --prompt_data "$out/data/pairs" \
     --eval_data "$out/data/pairs" --num_episodes 20
 
-# Steps close to the model after SFT: without the KL penalty they would find what the reward model judges wrongly.
+# The KL penalty keeps the model close to the one after SFT, whose answers the reward model was trained on.
 phase "4 of 6: PPO (GRPO) with the reward model as the only reward"
 run train_ppo quickstart.yaml ppo 45 --pretrain "$out/sft/model" --prompt_data "$out/data/train.jsonl" \
     --eval_data "$out/data/test.jsonl" --engine_type hf --micro_rollout_batch_size 512 --reward none \
