@@ -72,6 +72,8 @@ def _run(command: str, config: Config) -> int:
     """
     gc.disable()
     sys.setswitchinterval(SWITCH_INTERVAL)
+    # vLLM's extension warns that it binds to the nodes of memory; torch reads this at its import.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from lightrft.launch.rendezvous import end_with_launcher, tell_launcher
     from lightrft.run.interruption import Interrupted
     from lightrft.trainer.run import run
