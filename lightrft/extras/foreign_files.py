@@ -110,7 +110,7 @@ def _read_call(
             arguments |= {name: ast.Constant(value) for name, value in unpacked.items()}
         else:
             arguments[each.arg or f"**{ast.unparse(each.value)}"] = each.value
-    if name.endswith(("AutoModelForCausalLM.from_pretrained",)) and call.args:
+    if name.endswith("AutoModelForCausalLM.from_pretrained") and call.args:
         arguments = {"model_name_or_path": call.args[0]}
     elif last == "load_dataset":
         _read_data_set(call, arguments, constants, found)
@@ -151,10 +151,8 @@ def _of_trainer(
     elif isinstance(model, ast.Name) and model.id in constants:
         found.values["model_name_or_path"] = constants[model.id]
 
-    for name in ("args", "train_dataset", "eval_dataset", "processing_class", "tokenizer"):
-        arguments.pop(name, None)
-    arguments.pop("peft_config", None)
-    return arguments
+    objects = "args train_dataset eval_dataset processing_class tokenizer peft_config".split()
+    return {name: node for name, node in arguments.items() if name not in objects}
 
 
 def _read_data_set(
@@ -171,7 +169,9 @@ def _read_data_set(
         found.notes["load_dataset"] = f"write --prompt_data for {ast.unparse(call)}"
     elif split.startswith("train"):
         found.values |= {"dataset_name": source, "dataset_train_split": split}
-        found.notes["load_dataset"] = "changes of the rows, such as .map(), are not translated"
+        found.notes["load_dataset"] = (
+            "changes of the rows, such as .map(), and other arguments are not translated"
+        )
     else:
         found.values |= {"eval_dataset": source, "dataset_test_split": split}
 
