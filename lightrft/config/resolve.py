@@ -132,14 +132,12 @@ def resolve(
 
 def _follow(config: Config, command: str) -> None:
     """Let defaults follow from what the user set: batches from each other, the rate from LoRA."""
-    train = config.train
-    rollout = config.rollout
     optim = config.optim
     if config.model.lora_rank > 0 and "learning_rate" not in optim.written and command in TRAINING:
         optim.put("learning_rate", RATE_OF_ADAPTERS * optim.learning_rate)
-    if command in PPO and "train_batch_size" not in train.written:
-        samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-        train.put("train_batch_size", samples)
+    if command in PPO and "train_batch_size" not in config.train.written:
+        samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+        config.train.put("train_batch_size", samples)
 
 
 def _correct_quantized_rollouts(config: Config) -> None:

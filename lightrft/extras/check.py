@@ -16,17 +16,16 @@ from collections.abc import Callable
 from lightrft.compat.command_line import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import JUDGE, SERVER, reward_terms
-from lightrft.config.sections import Config, fields_read
+from lightrft.config.sections import TRAINING, Config, fields_read
 from lightrft.run.logs import set_up_logging
 
 USER_ERROR = 2
-CHECKED_COMMANDS = ("train_ppo", "train_sft", "train_rm", "train_prm", "train_dpo", "train_kto")
 TRIED_ROWS = 8
 
 
 def main(argv: list[str] | None = None) -> None:
     own, flags = parser().parse_known_args(argv)
-    if flags and flags[0] in CHECKED_COMMANDS:
+    if flags and flags[0] in TRAINING:
         own.command = flags.pop(0)
     if flags and not flags[0].startswith("-"):
         flags.insert(0, "--config")
@@ -101,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
 
     flags.add_argument(
         "--command",
-        choices=CHECKED_COMMANDS,
+        choices=TRAINING,
         default="train_ppo",
         help="the command that the run uses",
     )

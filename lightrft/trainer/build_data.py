@@ -60,7 +60,7 @@ def load_training_data(config: Config, *, rewards: RewardRunner | None = None) -
         tokenizer,
         prompts,
         eval_prompts,
-        steps_of_epochs(config, prompts.draws_of_epoch),
+        steps_of_epochs(config, prompts.draws_of_epoch, generates=rewards is not None),
         expand,
     )
 
@@ -224,14 +224,14 @@ def marked_texts(
     return texts
 
 
-def steps_of_epochs(config: Config, num_rows: int) -> int:
+def steps_of_epochs(config: Config, num_rows: int, *, generates: bool = False) -> int:
     """Return how many whole batches all epochs have together, at most --max_steps.
 
-    A batch size that nobody set is halved while the data would give too few steps. Rows that no
+    If the run `generates`, a row is a prompt, and otherwise it is a sample. A batch size that nobody set is halved while the data would give too few steps. Rows that no
     step learns from, and very short runs, are warnings.
     """
     train = config.train
-    batch_size = _fitting_batch(config, num_rows)
+    batch_size = _fitting_batch(config, num_rows, generates)
     Order.check(num_rows, batch_size)
     rows = num_rows * train.num_episodes
     steps = rows // batch_size
@@ -262,10 +262,9 @@ def steps_of_epochs(config: Config, num_rows: int) -> int:
     return min(steps, train.max_steps or steps)
 
 
-def _fitting_batch(config: Config, num_rows: int) -> int:
+def _fitting_batch(config: Config, num_rows: int, generates: bool) -> int:
     """Return the rows of a step: what the user set, or a default that suits the data."""
     train = config.train
-    generates = config.command == "train_ppo"
     section = config.rollout if generates else train
     name = "rollout_batch_size" if generates else "train_batch_size"
     default = size = getattr(section, name)

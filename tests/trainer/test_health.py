@@ -72,7 +72,7 @@ def test_a_symptom_is_told_once_while_the_run_goes_on(log):
 def steps_of(num_rows: int, command: str = "train_sft", **flags) -> tuple[int, Config]:
     config = Config.of(pretrain="m", prompt_data="d.jsonl", **flags)
     resolve(config, command, 1)
-    return steps_of_epochs(config, num_rows), config
+    return steps_of_epochs(config, num_rows, generates=command == "train_ppo"), config
 
 
 @pytest.mark.parametrize("max_steps, steps, said", [(20, 6, True), (6, 6, False), (None, 6, False)])
