@@ -227,8 +227,9 @@ def marked_texts(
 def steps_of_epochs(config: Config, num_rows: int, *, generates: bool = False) -> int:
     """Return how many whole batches all epochs have together, at most --max_steps.
 
-    If the run `generates`, a row is a prompt, and otherwise it is a sample. A batch size that nobody set is halved while the data would give too few steps. Rows that no
-    step learns from, and very short runs, are warnings.
+    If the run `generates`, a row is a prompt, and otherwise it is a sample. A batch size that nobody
+    set is halved while the data would give too few steps. Rows that no step learns from, and very
+    short runs, are warnings.
     """
     train = config.train
     batch_size = _fitting_batch(config, num_rows, generates)
