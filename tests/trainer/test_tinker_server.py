@@ -105,7 +105,8 @@ def full(folder):
 @pytest.fixture
 def client(adapters):
     service = tinker.ServiceClient(base_url=adapters.url)
-    return service.create_lora_training_client(base_model=MODEL, rank=RANK).result()
+    yield service.create_lora_training_client(base_model=MODEL, rank=RANK).result()
+    service.close("success").result()  # makes room for the models of other tests
 
 
 def datum(tokens: list[int], **columns: list[float]) -> types.Datum:
