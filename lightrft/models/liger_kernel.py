@@ -69,7 +69,7 @@ def model_problems(model: PreTrainedModel, device: torch.device) -> list[str]:
     feed_forward = LIGER_FAMILIES.get(config.model_type)
     if feed_forward is None:
         problems.append(
-            f"its family {config.model_type!r} is not one of {', '.join(LIGER_FAMILIES)}"
+            f"its family {config.model_type!r} is not one of {', '.join(sorted(LIGER_FAMILIES))}"
         )
     elif feed_forward:
         # Gemma's configuration has another name.

@@ -1,7 +1,5 @@
 """Adapters: where they go, what merging makes of a weight stream, and what is refused."""
 
-import sys
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
@@ -334,12 +332,6 @@ def test_two_adapters_are_not_merged_wrongly(folder):
     )
     with pytest.raises(ConfigError, match="has several adapters"):
         whole(model)
-
-
-def test_without_peft_the_way_out_is_named(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match="pip install peft"):
-        freeze_parameters(load(folder), ModelSection(pretrain=folder, lora_rank=2))
 
 
 def test_adapters_alone_are_less_than_a_hundredth_of_a_model():

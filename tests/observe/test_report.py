@@ -584,7 +584,11 @@ DEGENERATE = [
 
 @drawn
 def test_axes_are_round_and_degenerate_curves_are_drawn(tmp_path):
-    ranges = {f"mine/{n}": {1: low, 2: high} for n, (low, high) in enumerate(RANGES)}
+    # Axes of fewer values that hardly differ are not magnified.
+    ranges = {
+        f"mine/{n}": {1: low, 2: high, 3: low, 4: high, 5: low, 6: high}
+        for n, (low, high) in enumerate(RANGES)
+    }
     curves = {f"other/{n}": values for n, values in enumerate(DEGENERATE)}
     shares = {"rollout/truncated": {1: 0.0, 2: 0.0}}
     page = show(write_metrics(tmp_path / "linear", ranges | curves | shares), tmp_path)
