@@ -164,7 +164,10 @@ def test_a_users_strategy_is_named_as_rewards_are(tmp_path):
         ({"tp_size": 2}, "--tp_size needs --fsdp"),
         ({"dp_replicate": 2}, "--dp_replicate needs --fsdp; with DeepSpeed, --zpg is similar"),
         ({"fsdp_cpu_offload": True}, "with ZeRO, use --adam_offload and --param_offload"),
-        ({"zero_stage": 0, "adam_offload": True}, "--adam_offload needs --zero_stage 1, 2 or 3"),
+        (
+            {"zero_stage": 0, "adam_offload": True},
+            "--adam_offload does not support --zero_stage 0: use 1, 2 or 3",
+        ),
         ({"param_offload": True}, "--param_offload needs --zero_stage 3"),
         ({"zpg": 2}, "--zpg needs --zero_stage 3"),
         ({"optimizer": "muon"}, "--optimizer muon needs --fsdp"),

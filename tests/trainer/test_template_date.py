@@ -40,7 +40,7 @@ def test_a_template_writes_the_date_that_it_is_given():
 
 
 def test_a_date_is_checked_before_anything_starts():
-    flags = ["--pretrain=model", "--prompt_data=rows.jsonl", "--chat_template_date=yesterday"]
+    flags = ["--pretrain=some/model", "--prompt_data=some/rows", "--chat_template_date=yesterday"]
     with pytest.raises(ConfigError, match="--chat_template_date yesterday is not a date such as"):
         prepare_config("train_sft", parse(flags, "train_sft"))
 
