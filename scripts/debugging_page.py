@@ -27,6 +27,7 @@ PAGE = ROOT / "docs/debugging.md"
 BUG = '''count = 0
 total = 0.0
 
+
 def above_average(samples, **columns):
     """Reward letters, compared with the average of all responses so far."""
     global count, total

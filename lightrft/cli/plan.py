@@ -28,7 +28,7 @@ from lightrft.compat.command_line import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.facts import RunFacts
 from lightrft.config.paths import missing
-from lightrft.config.references import JUDGE, SERVER, data_sources, report_names
+from lightrft.config.references import JUDGE, SERVER, data_sources
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import TRAINING, Config
 from lightrft.parallel.peaks import DEVICES, known_device
@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> None:
                 ranks_per_node=own.ranks_per_node,
                 model_file=own.model_config,
                 as_json=own.json,
+                elsewhere=True,
             )
         )
     except ConfigError as error:
@@ -76,9 +77,10 @@ def show_plan(
     ranks_per_node: int,
     model_file: str = "",
     as_json: bool = False,
+    elsewhere: bool = False,
 ) -> int:
     """Print the plan of a run and return the exit code: 2 if it does not fit, or if this machine
-    lacks what the flags name, else 0.
+    lacks what the flags name and the run is not planned for `elsewhere`, else 0.
 
     Raise ConfigError with all problems of the flags.
     """
@@ -108,7 +110,7 @@ def show_plan(
         console.print(_memory(run_plan, device))
         _conclude(console, config, run_plan, device, lacking)
 
-    return 0 if run_plan.fits and not lacking else USER_ERROR
+    return 0 if run_plan.fits and (elsewhere or not lacking) else USER_ERROR
 
 
 def dry_run(config: Config, command: str) -> int:
@@ -152,7 +154,7 @@ def problems_here(config: Config, command: str) -> list[str]:
     tools = tuple(name for name in run.tools if not name.startswith("mcp:"))
     adapted = run.environment.partition(":")[0] in ADAPTER_MODULES
     looked_up: list[tuple[Callable[[Any], Any], Any]] = [
-        *[(check_login, [name]) for name in report_names(run.report_to) if command in TRAINING],
+        *[(check_login, [name]) for name in run.trackers if command in TRAINING],
         *[(rewards.__getitem__, name) for name in run.rewards if not name.startswith(SERVER)],
         (environments.__getitem__, "" if adapted else run.environment),
         (agents.__getitem__, run.agent),
@@ -246,11 +248,12 @@ def _conclude(
             highlight=False,
         )
 
+    console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
+    for line in run_plan.advice:
+        console.print(f"  - {line}", highlight=False, markup=False)
     if lacking:
-        console.print("[red]the run cannot start on this machine[/]")
-    else:
-        console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
-    for line in [*lacking, *run_plan.advice]:
+        console.print("[red]on this machine the run cannot start[/]")
+    for line in lacking:
         console.print(f"  - {line}", highlight=False, markup=False)
 
 

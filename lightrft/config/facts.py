@@ -8,7 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightrft.config.references import EvalSource, eval_sources, reward_terms, teacher_terms
+from lightrft.config.references import (
+    EvalSource,
+    eval_sources,
+    report_names,
+    reward_terms,
+    teacher_terms,
+)
 from lightrft.config.sections import (
     SECTIONS,
     Config,
@@ -96,6 +102,11 @@ class RunFacts:
         if unreadable(reward_terms, self.reward):
             return []
         return [term.name for term in reward_terms(self.reward)]
+
+    @property
+    def trackers(self) -> list[str]:
+        """Return the names in --report_to."""
+        return [] if unreadable(report_names, self.report_to) else report_names(self.report_to)
 
     @property
     def teachers(self) -> list[tuple[str, str]]:

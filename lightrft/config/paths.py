@@ -16,7 +16,6 @@ from lightrft.config.references import (
     TRACKERS,
     data_sources,
     eval_sources,
-    report_names,
     reward_terms,
 )
 from lightrft.config.rules import unusable_models
@@ -50,23 +49,16 @@ def check_paths(config: Config, command: str) -> None:
 
     Names on the hub or of modules, and files that cannot be read, are found later.
     """
-    try:
-        problems = [*unusable_models(RunFacts(config, command)), *missing(config, command)]
-    except ValueError:  # not a list of names: validate() says so, with all other problems
-        return
-
-    refuse(problems)
+    refuse([*unusable_models(RunFacts(config, command)), *missing(config, command)])
 
 
 def missing(config: Config, command: str) -> Iterator[str]:
-    """Yield a sentence for each data set, file of code and package that is not on this machine.
-
-    Raise ValueError for a flag that is no list of names.
-    """
-    yield from _missing_data(config, command)
-    yield from _missing_code(config, command)
-    yield from _missing_run(config, command)
-    yield from _missing_packages(config, command)
+    """Yield a sentence for each data set, file of code and package that is not on this machine."""
+    for kind in (_missing_data, _missing_code, _missing_run, _missing_packages):
+        try:
+            yield from kind(config, command)
+        except ValueError:  # not a list of names: resolve() says so, with all other problems
+            continue
 
 
 def _missing_data(config: Config, command: str) -> Iterator[str]:
@@ -129,7 +121,7 @@ def _missing_packages(config: Config, command: str) -> Iterator[str]:
     ]
     engine = run.engine_type
     needs += [("engine_type", engine, engine in ("vllm", "sglang") and (engine, engine))]
-    for name in report_names(run.report_to):
+    for name in run.trackers:
         needs += [("report_to", name, name in TRACKERS and (name, name.removesuffix("_ml")))]
     for name in run.rewards:
         asks = name.startswith(SERVER) or (name == JUDGE and run.judge_url != ENGINE)

@@ -12,7 +12,6 @@ from transformers.utils import logging as transformers_logging
 from lightrft.algorithms.unread import unread_flags
 from lightrft.checkpoint.model_folders import name_folders
 from lightrft.config.errors import ConfigError
-from lightrft.config.paths import check_paths
 from lightrft.config.references import MODEL_KEY, REWARD_KEY
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config
@@ -36,7 +35,6 @@ def prepare_config(command: str, config: Config) -> Config:
     check_launched(os.environ)
     try:
         notices = check_versions()
-        check_paths(config, command)
         name_folders(config)
         notices += resolve(config, command, has_bf16=has_bf16())
         notices += slow_float32(config) + unprotected_server(config, command)

@@ -442,7 +442,7 @@ def checkpoint(meter: Meter, mesh: Mesh, rollout: Rollout, folder: Path) -> None
     contents = manager.CheckpointState({"actor": state}, parts, mesh.world, torch.device("cpu"))
     path = folder / "step1"
     with meter("save"):
-        taken = manager.snapshot(contents, {}, tensors={"actor": state.tensors()})
+        taken = manager.snapshot(contents, {"client": {}}, tensors={"actor": state.tensors()})
         manager.write(taken, path, mesh.world, manager.RetentionPolicy(2, math.inf, latest=True))
 
     with meter("load"):
