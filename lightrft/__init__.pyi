@@ -130,7 +130,7 @@ class TrainPpoFlags(TypedDict, total=False):
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
-    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: fsdp with --fsdp; otherwise deepspeed if it is installed, else fsdp."""
+    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: deepspeed with --fsdp false or a flag that only ZeRO has, else fsdp."""
     fsdp: bool
     """Shard with FSDP2: short for --strategy fsdp; --fsdp false is short for --strategy deepspeed."""
     fsdp_cpu_offload: bool
@@ -652,7 +652,7 @@ class TrainSftFlags(TypedDict, total=False):
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
-    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: fsdp with --fsdp; otherwise deepspeed if it is installed, else fsdp."""
+    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: deepspeed with --fsdp false or a flag that only ZeRO has, else fsdp."""
     fsdp: bool
     """Shard with FSDP2: short for --strategy fsdp; --fsdp false is short for --strategy deepspeed."""
     fsdp_cpu_offload: bool
@@ -883,7 +883,7 @@ class TrainRmFlags(TypedDict, total=False):
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
-    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: fsdp with --fsdp; otherwise deepspeed if it is installed, else fsdp."""
+    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: deepspeed with --fsdp false or a flag that only ZeRO has, else fsdp."""
     fsdp: bool
     """Shard with FSDP2: short for --strategy fsdp; --fsdp false is short for --strategy deepspeed."""
     fsdp_cpu_offload: bool
@@ -1136,7 +1136,7 @@ class TrainPrmFlags(TypedDict, total=False):
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
-    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: fsdp with --fsdp; otherwise deepspeed if it is installed, else fsdp."""
+    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: deepspeed with --fsdp false or a flag that only ZeRO has, else fsdp."""
     fsdp: bool
     """Shard with FSDP2: short for --strategy fsdp; --fsdp false is short for --strategy deepspeed."""
     fsdp_cpu_offload: bool
@@ -1369,7 +1369,7 @@ class TrainDpoFlags(TypedDict, total=False):
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
-    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: fsdp with --fsdp; otherwise deepspeed if it is installed, else fsdp."""
+    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: deepspeed with --fsdp false or a flag that only ZeRO has, else fsdp."""
     fsdp: bool
     """Shard with FSDP2: short for --strategy fsdp; --fsdp false is short for --strategy deepspeed."""
     fsdp_cpu_offload: bool
@@ -1622,7 +1622,7 @@ class TrainKtoFlags(TypedDict, total=False):
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
-    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: fsdp with --fsdp; otherwise deepspeed if it is installed, else fsdp."""
+    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: deepspeed with --fsdp false or a flag that only ZeRO has, else fsdp."""
     fsdp: bool
     """Shard with FSDP2: short for --strategy fsdp; --fsdp false is short for --strategy deepspeed."""
     fsdp_cpu_offload: bool
@@ -1853,7 +1853,7 @@ class EvaluateFlags(TypedDict, total=False):
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
-    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: fsdp with --fsdp; otherwise deepspeed if it is installed, else fsdp."""
+    """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: deepspeed with --fsdp false or a flag that only ZeRO has, else fsdp."""
     fsdp: bool
     """Shard with FSDP2: short for --strategy fsdp; --fsdp false is short for --strategy deepspeed."""
     fsdp_cpu_offload: bool

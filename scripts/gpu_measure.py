@@ -436,10 +436,10 @@ def one_rank_of_many(setting: Setting, shape: PretrainedConfig, **options: Any) 
     from transformers import AutoModelForCausalLM
 
     from lightrft.parallel.mesh import Mesh
-    from lightrft.strategy.fsdp import FSDP2
+    from lightrft.strategy.fsdp import FSDPStrategy
     from lightrft.tools.step_memory import LearningModel
 
-    class OneOfMany(FSDP2):
+    class OneOfMany(FSDPStrategy):
         def setup_distributed(self, *_: Any, **__: Any) -> None:
             self.device = setting.device
             self._mesh = Mesh(setting.device.type)

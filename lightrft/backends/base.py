@@ -178,7 +178,7 @@ class Backend(ABC):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) of every parameter, bucket by bucket.
 
-        Adapters and buffers are not merged or added here; see Strategy.full_params(). Experts stay
+        Adapters and buffers are not merged or added here; see StrategyBase.full_params(). Experts stay
         `divided` over the ranks of this mesh.
         """
         parameters = hf_parameters(model)

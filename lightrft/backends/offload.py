@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightrft.config.sections import Config
 from lightrft.parallel.device import local_part, release_cached_memory, synchronize
-from lightrft.parallel.mesh import Mesh
 
 PINNED_BLOCK = 2**28
 """Bytes of a buffer in host memory. torch rounds each pinned allocation up to a power of two, so a
@@ -29,24 +27,6 @@ class Offloaded(Protocol):
 
     def reload(self, device: torch.device) -> None:
         """Move it back to the device, bit-identical."""
-
-
-class OffloadHooks(Protocol):
-    """The hooks of a backend that move models and optimizers to host memory, see base.py."""
-
-    config: Config
-    device: torch.device
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    def holds_gradients(self, model: nn.Module) -> bool: ...
-
-    def lives_on_host(self, item: nn.Module | Optimizer) -> bool: ...
-
-    def offload_model_state(self, model: nn.Module) -> Offloaded: ...
-
-    def offload_optimizer_state(self, optimizer: Optimizer) -> Offloaded: ...
 
 
 class HostCopies:

@@ -18,6 +18,7 @@ from lightrft.config.references import (
     eval_sources,
     reward_terms,
 )
+from lightrft.config.resolve import strategy_name
 from lightrft.config.rules import unusable_models
 from lightrft.config.sections import Config, fields_read
 from lightrft.samples import DATA_FILES
@@ -110,7 +111,7 @@ def _missing_run(config: Config, command: str) -> Iterator[str]:
 
 def _missing_packages(config: Config, command: str) -> Iterator[str]:
     run = RunFacts(config, command)
-    deepspeed = run.strategy == "deepspeed" or (run.strategy == "auto" and run.fsdp is False)
+    deepspeed = strategy_name(config.strategy) == "deepspeed"
     needs = [
         ("load_in_4bit", "", run.load_in_4bit and ("bitsandbytes", "qlora")),
         ("fp8_training", "", run.fp8_training and ("torchao", "fp8")),

@@ -6,7 +6,6 @@ import os
 from argparse import Namespace
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from importlib.util import find_spec
 from typing import Any
 
 from lightrft.config.effects import flags_without_effect
@@ -15,6 +14,7 @@ from lightrft.config.facts import RunFacts
 from lightrft.config.presets import COMMAND_DEFAULTS, RATE_OF_ADAPTERS, correction_bounds, recipe
 from lightrft.config.rules import DEEPSPEED, LAYOUT_RULES, RULES, STRATEGY, problems_of
 from lightrft.config.sections import (
+    OF_ZERO,
     PPO,
     SECTIONS,
     TRAINING,
@@ -115,7 +115,7 @@ def resolve(
     strategy = config.strategy
     strategy.put(
         "strategy",
-        strategy_name(strategy.strategy, strategy.fsdp if "fsdp" in strategy.written else None),
+        strategy_name(strategy),
     )
     strategy.put("fsdp", strategy.strategy == "fsdp")
     if has_bf16 and not (strategy.strategy == "deepspeed" and strategy.zero_stage == 0):
@@ -170,12 +170,16 @@ def check_strategy(config: Config) -> None:
         raise ConfigError("; ".join(problems))
 
 
-def strategy_name(name: str, fsdp: bool | None) -> str:
-    """Return fsdp, deepspeed, or the import path of the user's own strategy, from --strategy and
-    --fsdp (None: not written).
+def strategy_name(section: StrategySection, default: str = "fsdp") -> str:
+    """Return fsdp, deepspeed, or the import path of the user's own strategy.
+
+    `default` is the answer if neither --strategy, --fsdp nor a flag of ZeRO is written. Raises
+    ConfigError if the first two contradict each other.
     """
+    name = section.strategy
+    fsdp = section.fsdp if "fsdp" in section.written else None
     if name == "auto" and fsdp is None:
-        return "deepspeed" if find_spec("deepspeed") else "fsdp"
+        return "deepspeed" if OF_ZERO & section.written else default
     if name == "auto":
         return "fsdp" if fsdp else "deepspeed"
     if (name, fsdp) in (("fsdp", False), ("deepspeed", True)):

@@ -299,13 +299,17 @@ class DataSection(Section, commands=EVALUATED):
     train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
 
 
+OF_ZERO = {"zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm"}
+"""Flags that only ZeRO has."""
+
+
 @dataclass
 class StrategySection(Section, commands=EVERY):
     """Distribution of models and batches over the ranks."""
 
     strategy: str = "auto"
     """Distributed backend: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or
-    file.py:Class. auto: fsdp with --fsdp; otherwise deepspeed if it is installed, else fsdp."""
+    file.py:Class. auto: deepspeed with --fsdp false or a flag that only ZeRO has, else fsdp."""
     fsdp: bool = False
     """Shard with FSDP2: short for --strategy fsdp; --fsdp false is short for --strategy deepspeed.
     """

@@ -1,6 +1,6 @@
 """Summarise a run in a few lines: algorithm, layout, and samples of a step."""
 
-from lightrft.config.sections import COMMANDS, Config, engine_name, needs_reference
+from lightrft.config.sections import COMMANDS, OF_ZERO, Config, engine_name, needs_reference
 
 
 def summary(
@@ -64,6 +64,8 @@ def _layout(config: Config, world_size: int) -> str:
     }
     cut = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
     zero = f", ZeRO stage {strategy.zero_stage}" if strategy.strategy == "deepspeed" else ""
+    if zero and not {"strategy", "fsdp"} & strategy.written:
+        zero += f" (--{min(OF_ZERO & strategy.written)})"
     world_size -= config.rollout.rollout_ranks
     data = world_size // (sequence * strategy.tp_size)
     return f"layout: {strategy.strategy}{zero} on {world_size} processes, {data} data ranks{cut}"

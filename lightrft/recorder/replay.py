@@ -30,7 +30,7 @@ from lightrft.run.digests import Digests, StepRecord, row_of
 from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import sample_of_json
 from lightrft.strategy import get_strategy
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.types import Experience, Prompt, Sample
 
 ONE_PROCESS = {
@@ -152,7 +152,7 @@ def replay(
 
 
 def _replay(
-    bundle: Bundle, strategy: Strategy, build: Builders, stage: Stage, explain: Sequence[int]
+    bundle: Bundle, strategy: StrategyBase, build: Builders, stage: Stage, explain: Sequence[int]
 ) -> Replay:
     columns = {int(index): each for index, each in bundle.content["columns"].items()}
     prompts = {
@@ -202,7 +202,7 @@ def _compare(
 
 
 def _rewards(
-    bundle: Bundle, strategy: Strategy, build: Builders, samples: list[Sample]
+    bundle: Bundle, strategy: StrategyBase, build: Builders, samples: list[Sample]
 ) -> list[float]:
     """Compute the rewards anew, into the samples; return none if another program is needed."""
     config = bundle.config
@@ -227,7 +227,7 @@ def _rewards(
 class _Step:
     """Models and parts as they were before the step."""
 
-    def __init__(self, bundle: Bundle, strategy: Strategy, build: Builders):
+    def __init__(self, bundle: Bundle, strategy: StrategyBase, build: Builders):
         self.build = build
         config = bundle.config
         total = bundle.content["total_steps"] or bundle.content["step"]
@@ -288,7 +288,7 @@ class _Step:
         with ExitStack() as settings:
             for role in self.roles.values():
                 settings.enter_context(own_settings(role.optimizer, role.scheduler))
-            self.policy.strategy.checkpoints.load(models, folder, saved[0].name, parts=parts)
+            self.policy.strategy.load_ckpt(models, folder, saved[0].name, parts=parts)
 
     def learners(self, records: dict[int, SampleRecord]) -> list[Any]:
         """Return what learns in the step, with an objective that fills the records."""

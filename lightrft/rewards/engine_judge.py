@@ -17,7 +17,7 @@ from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.rewards.judge_settings import ATTEMPTS, JudgeSettings
 from lightrft.rewards.models import add_score
 from lightrft.samples import Sample
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 
 
 class EngineJudge:
@@ -27,7 +27,7 @@ class EngineJudge:
         self,
         term: RewardTerm,
         config: Config,
-        strategy: Strategy,
+        strategy: StrategyBase,
         tokenizer: PreTrainedTokenizerBase,
     ):
         """Set up the judge. Raises ValueError for settings that cannot be used."""

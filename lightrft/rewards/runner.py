@@ -102,7 +102,7 @@ class RewardRunner:
 
         `model_parallel` has the ranks with the same samples; the first calls the function for all.
         `section` has the limits. `chat`: prompts are chats. `fail` ends all ranks
-        (Strategy.fail), for a call that hangs in this process. `models` are the labels of
+        (StrategyBase.fail), for a call that hangs in this process. `models` are the labels of
         reward models. Raises ValueError if there is no such function.
         """
         self.name = name

@@ -10,7 +10,7 @@ from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.algorithms.truncation import Truncation
 from lightrft.models.heads import TokenLogprobs
 from lightrft.roles.role import Role
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.types import Batch
 
 
@@ -26,7 +26,7 @@ class Draft(Role):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyBase,
         module: nn.Module,
         optimizer: Optimizer,
         scheduler: LRScheduler,

@@ -89,7 +89,7 @@ class MixturePolicy(Policy):
 
     def _balance(self, batch: Batch, rows: MicroBatchIndices) -> Balance:
         """Compute the load of the experts over the tokens of all ranks, without dropout."""
-        self.strategy.memory.enter(Phase.LOGPROB, self.actor)
+        self.strategy.enter(Phase.LOGPROB, self.actor)
         self.actor.eval()
 
         sums = []

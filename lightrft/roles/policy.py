@@ -20,7 +20,7 @@ from lightrft.models.heads import Actor, Likeliest, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off
 from lightrft.roles.policy_methods import PolicyMethods
 from lightrft.roles.role import Role
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.types import Batch
 
 WITHOUT_ENTROPY = TokenLogprobs(entropy=False)
@@ -43,7 +43,7 @@ class Policy(Role, PolicyMethods):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyBase,
         actor: Actor,
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,

@@ -22,7 +22,7 @@ from lightrft.observe.profiler import Profiler
 from lightrft.roles.padded import flatten_padded
 from lightrft.strategy.device_memory import Phase
 from lightrft.strategy.prompt_reader import PromptReader
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.types import Batch, Completion, padded
 from lightrft.weight_sync.stream import hf_parameters, persistent_buffers, unwrap
 
@@ -36,7 +36,7 @@ class PolicyMethods:
     Batches are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded; see Role.
     """
 
-    strategy: Strategy
+    strategy: StrategyBase
     actor: Actor
     optimizer: Optimizer | None
     scheduler: LRScheduler | None
@@ -107,7 +107,7 @@ class PolicyMethods:
         sampled, 0 elsewhere. Greedy log-probs are at temperature 1. Requires
         prepare_for_generation() first.
         """
-        phase = self.strategy.memory.phase
+        phase = self.strategy.phase
         if phase is not Phase.GENERATE:
             raise RuntimeError(
                 f"generate() in phase {phase.value}: call prepare_for_generation() first"
@@ -129,7 +129,7 @@ class PolicyMethods:
             banned_token_ids=self.truncation.banned,
             seed=self.strategy.seed * 1_000_003 + self._generations,
         )
-        reader = PromptReader(self.strategy.host.engine.vocabulary, special_tokens=False)
+        reader = PromptReader(self.strategy.engine.vocabulary, special_tokens=False)
         requests = [reader.request(prompt, {}) for prompt in prompts]
         completions = self.strategy.host.generate(sampling, requests)
 
@@ -175,29 +175,29 @@ class PolicyMethods:
         """
         refitted = (
             self._version_before_refit is not None
-            and self.strategy.host.version > self._version_before_refit
+            and self.strategy.weight_version > self._version_before_refit
         )
-        phase = self.strategy.memory.phase
+        phase = self.strategy.phase
         stale = phase in (Phase.TRAIN, Phase.LOGPROB) or (phase is Phase.REFIT and not refitted)
-        self.strategy.host.wake(self.actor if stale else None)
+        self.strategy.wakeup_inference_engine(self.actor if stale else None)
 
     def prepare_for_training(self) -> None:
         """Bring the actor and its optimizer to the device.
 
         Raises PhaseError during generation: finish_generation() first.
         """
-        self.strategy.memory.enter(Phase.TRAIN, self.actor, self.optimizer)
+        self.strategy.enter(Phase.TRAIN, self.actor, self.optimizer)
 
     def prepare_for_logprobs(self) -> None:
         """Bring the actor to the device.
 
         Raises PhaseError during generation: finish_generation() first.
         """
-        self.strategy.memory.enter(Phase.LOGPROB, self.actor)
+        self.strategy.enter(Phase.LOGPROB, self.actor)
 
     def finish_generation(self) -> None:
         """Put the engine to sleep, if it is allowed to, so that models can return to the device."""
-        self.strategy.host.sleep()
+        self.strategy.maybe_sleep_inference_engine()
 
     def finish_training(self) -> None:
         """Move actor and optimizer off the device with --offload_idle."""
@@ -205,23 +205,23 @@ class PolicyMethods:
             raise RuntimeError(
                 "a train step is open: call finish_train_step() or abort_train_step() first"
             )
-        self.strategy.memory.enter(Phase.LOGPROB)
+        self.strategy.enter(Phase.LOGPROB)
 
     def finish_inference(self) -> None:
         """Move the model that was used off the device with --offload_idle."""
-        self.strategy.memory.enter(Phase.LOGPROB)
+        self.strategy.enter(Phase.LOGPROB)
 
     def offload_before_refit(self) -> None:
         """Move the optimizer off the device, and bring the actor there for the weight stream."""
-        self._version_before_refit = self.strategy.host.version
-        self.strategy.memory.enter(Phase.REFIT, self.actor)
+        self._version_before_refit = self.strategy.weight_version
+        self.strategy.enter(Phase.REFIT, self.actor)
         if self.optimizer is not None:
-            self.strategy.memory.offload_optimizer(self.optimizer)
+            self.strategy.maybe_offload_optimizer(self.optimizer)
 
     def offload_after_refit(self) -> None:
         """Move the actor off the device too, which frees memory for the engine's cache."""
-        self.strategy.memory.enter(Phase.REFIT)
-        self.strategy.memory.offload_model(self.actor)
+        self.strategy.enter(Phase.REFIT)
+        self.strategy.offload_model(self.actor)
 
     def refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Return Hugging Face name -> full shape and dtype of the tensors of stream_weights().
@@ -260,14 +260,14 @@ class PolicyMethods:
         """Save the actor as a Hugging Face folder, and optionally two more folders.
 
         `optimizer_path` gets all that a run needs to continue (weights, optimizer, schedule, random
-        states), for strategy.checkpoints.load(actor, parent, name, parts={"policy": policy}).
+        states), for strategy.load_ckpt(actor, parent, name, parts={"policy": policy}).
         `tokenizer_path` gets the tokenizer.
         """
-        self.strategy.checkpoints.save_model(self.actor, None, weights_path)
+        self.strategy.save_model(self.actor, None, weights_path)
         if optimizer_path is not None:
             # Folders beside it belong to the caller, so the limits let none be removed.
             path = Path(optimizer_path)
-            self.strategy.checkpoints.save(
+            self.strategy.save_ckpt(
                 self.actor,
                 path.parent,
                 path.name,

@@ -41,7 +41,7 @@ from lightrft.roles.operations import TrainingOperations
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten_padded
 from lightrft.roles.reports import MicroBatchReports
 from lightrft.strategy.device_memory import Phase
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.types import Batch, padded
 
 Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
@@ -109,7 +109,7 @@ class Role(ABC):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyBase,
         module: nn.Module,
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
@@ -316,7 +316,7 @@ class Role(ABC):
                 " eval_mode=True"
             )
 
-        self.strategy.memory.enter(
+        self.strategy.enter(
             Phase.LOGPROB if eval_mode else Phase.TRAIN,
             self.module,
             None if eval_mode else self.optimizer,
@@ -435,7 +435,7 @@ class Role(ABC):
         batch: Batch,
         rows: MicroBatchIndices,
     ) -> Tensor:
-        self.strategy.memory.enter(Phase.LOGPROB, module)
+        self.strategy.enter(Phase.LOGPROB, module)
         module.eval()
         return infer(forward, batch, rows, self.strategy.device)
 

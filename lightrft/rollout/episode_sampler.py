@@ -21,7 +21,7 @@ from lightrft.rollout.sampler import (
     sampling_of,
 )
 from lightrft.strategy.shared_session import Finished, SharedSession
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.types import Completion, Sample
 
 TOOLS = 0.02
@@ -89,7 +89,7 @@ class EpisodeLoop(RolloutLoop):
         turns = []
         for play in self._next():
             request = self.sampler.next_turn(play, self._groups[play.sample.group], self.seed)
-            problem = self.sampler.strategy.host.engine.problem(request)
+            problem = self.sampler.strategy.engine.problem(request)
             if problem:
                 # The program gets the problem as an answer, so one long turn does not end the run.
                 self.episodes.refuse(play, problem)
@@ -176,7 +176,7 @@ class EpisodeSampler(Sampler):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyBase,
         tokenizer: PreTrainedTokenizerBase,
         section: RolloutSection,
         episodes: Episodes,
@@ -193,7 +193,7 @@ class EpisodeSampler(Sampler):
         self.together = together
 
     def open(self, seed: int) -> EpisodeLoop:
-        session = self.strategy.host.open(sampling_of(self.section), shared=True)
+        session = self.strategy.open_generation(sampling_of(self.section), shared=True)
         return EpisodeLoop(self, session, seed)
 
     def prepare(self, parts: list[GroupPart], seed: int) -> Requests:

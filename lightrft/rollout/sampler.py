@@ -16,7 +16,7 @@ from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group
 from lightrft.strategy.shared_session import Finished, SharedSession
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.types import Completion, Prompt, Sample
 
 GroupPart = tuple[Group, Sequence[int]]
@@ -110,7 +110,7 @@ class Sampler:
     """Whether several ranks can generate the responses of one group."""
 
     def __init__(
-        self, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, section: RolloutSection
+        self, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, section: RolloutSection
     ):
         self.strategy = strategy
         self.tokenizer = tokenizer
@@ -125,7 +125,7 @@ class Sampler:
 
     def open(self, seed: int) -> RolloutLoop:
         """Open a loop for groups. All ranks open it together."""
-        return RolloutLoop(self, self.strategy.host.open(sampling_of(self.section)), seed)
+        return RolloutLoop(self, self.strategy.open_generation(sampling_of(self.section)), seed)
 
     def prepare(self, parts: list[GroupPart], seed: int) -> Requests:
         """Build requests ahead of time, with media in the form that the engine reads.
@@ -133,7 +133,7 @@ class Sampler:
         Another thread may call it while the engine does nothing else. Raises DataError for data
         that cannot be read.
         """
-        prepare = self.strategy.host.engine.prepare
+        prepare = self.strategy.engine.prepare
         return {
             (group.number, places): [
                 (prepare(request), *rest) for request, *rest in self.pending(group, places, seed)

@@ -42,7 +42,7 @@ from lightrft.config.sections import ServerSection
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.groups import Group
 from lightrft.run.interruption import SERVER_STOPS, Interruption
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.types import Prompt
 
 T = TypeVar("T")
@@ -237,7 +237,7 @@ class ModelServer:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyBase,
         sampler: EpisodeSampler,
         served: EndpointModel,
         section: ServerSection,
@@ -274,7 +274,7 @@ class ModelServer:
         self.strategy.announce("")
         with (
             Interruption(self.strategy.mesh.world, SERVER_STOPS) as interruption,
-            self.strategy.host.awake(),
+            self.strategy.engine_awake(),
         ):
             if self.strategy.is_rank_0():
                 threading.Thread(

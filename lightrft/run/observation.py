@@ -15,11 +15,11 @@ from lightrft.observe.text import duration
 from lightrft.observe.trackers import Tracker, check_login
 from lightrft.parallel import device
 from lightrft.run.model_card import check_hub
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 
 
 @contextmanager
-def log_duration(strategy: Strategy, activity: str) -> Iterator[None]:
+def log_duration(strategy: StrategyBase, activity: str) -> Iterator[None]:
     """Print on rank 0 what begins, and how long it took once it is done."""
     began = time.perf_counter()
     strategy.print(f"{activity} ...")
@@ -27,7 +27,7 @@ def log_duration(strategy: Strategy, activity: str) -> Iterator[None]:
     strategy.print(f"{activity}: done after {duration(time.perf_counter() - began)}")
 
 
-def observation(config: Config, strategy: Strategy) -> tuple[Observer, Trace]:
+def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:
     """Build the observer, with sinks on rank 0 only, and a trace on every rank."""
     observer = Observer(_sinks(config) if strategy.is_rank_0() else [])
 
@@ -40,7 +40,7 @@ def observation(config: Config, strategy: Strategy) -> tuple[Observer, Trace]:
     return observer, trace
 
 
-def check_logins(config: Config, strategy: Strategy) -> None:
+def check_logins(config: Config, strategy: StrategyBase) -> None:
     """Raise ConfigError, on rank 0, for a tracker or a hub without a login.
 
     This is before data and models are loaded.

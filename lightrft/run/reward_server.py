@@ -35,7 +35,7 @@ from lightrft.rewards.steps import StepRewards
 from lightrft.roles.padded import IDS, LENGTHS
 from lightrft.roles.reward_model import RewardModel
 from lightrft.run.interruption import SERVER_STOPS, Interruption
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 
 POLL_SECONDS = 0.5
 """Longest time between two looks of all ranks at signals, while there are no requests."""
@@ -144,7 +144,9 @@ class ServedModel:
 class RewardServer:
     """Answers requests until the process is interrupted. All ranks build it and call serve()."""
 
-    def __init__(self, strategy: Strategy, models: Sequence[ServedModel], section: ServerSection):
+    def __init__(
+        self, strategy: StrategyBase, models: Sequence[ServedModel], section: ServerSection
+    ):
         """Listen at the address on rank 0. Raises ValueError on all ranks if it is in use."""
         self.strategy = strategy
         self.models = models

@@ -1,29 +1,30 @@
-"""Strategies distribute a run: models, optimizers, checkpoints, and the engine that they host.
+"""Strategies distribute a run: models, optimizers, checkpoints, and the engine that they host."""
 
-The public classes have the verbs of other tools too, so they come from `lightrft.compat`.
-"""
-
-from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, strategy_name
 from lightrft.config.sections import Config
 from lightrft.registry import Registry
+from lightrft.strategy.deepspeed import DeepSpeedStrategy
 from lightrft.strategy.engine_host import EngineStatus
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.fsdp import FSDPStrategy
+from lightrft.strategy.strategy import StrategyBase, is_actor
 
-_MODULES = {
-    "StrategyBase": "lightrft.compat.strategy",
-    "FSDPStrategy": "lightrft.compat.strategy",
-    "DeepSpeedStrategy": "lightrft.compat.strategy",
-    "is_actor": "lightrft.compat.strategy",
-}
-"""Public name -> module. The modules import this package, so they are imported only for a name."""
-__all__ = [*_MODULES, "EngineStatus", "Strategy", "StrategyConfig", "get_strategy"]
+__all__ = [
+    "DeepSpeedStrategy",
+    "EngineStatus",
+    "FSDPStrategy",
+    "StrategyBase",
+    "StrategyConfig",
+    "get_strategy",
+    "is_actor",
+]
 
 _strategies = Registry("strategy", flag="--strategy")
-_strategies.register_deferred("fsdp", "lightrft.compat.strategy:FSDPStrategy")
+_strategies.register("fsdp")(FSDPStrategy)
+_strategies.register("deepspeed")(DeepSpeedStrategy)
 
 
 class StrategyConfig:
@@ -35,18 +36,16 @@ class StrategyConfig:
         return as_config(values)
 
 
-def get_strategy(args: Arguments = None) -> Strategy:
+def get_strategy(args: Arguments = None) -> StrategyBase:
     """Return the strategy that --strategy or --fsdp in `args` names, with every verb.
 
-    Call setup_distributed() next. The default is DeepSpeed if it is installed, else FSDP2.
-    Raises ConfigError for a class that cannot be found.
+    Call setup_distributed() next. The default is FSDP2. Other arguments than a Config are read as
+    LightRFT reads them, whose default is DeepSpeed, if it is installed. Raises ConfigError for a
+    class that cannot be found.
     """
     config = as_config(args)
-    section = config.strategy
-    strategy = _class(
-        # --fsdp counts only if the user wrote it; otherwise what is installed decides.
-        strategy_name(section.strategy, section.fsdp if "fsdp" in section.written else None)
-    )
+    of_lightrft = not isinstance(args, Config) and find_spec("deepspeed")
+    strategy = _class(strategy_name(config.strategy, "deepspeed" if of_lightrft else "fsdp"))
 
     if isinstance(args, Config):
         own = vars(config.train) | vars(config.optim)
@@ -57,14 +56,13 @@ def get_strategy(args: Arguments = None) -> Strategy:
     return strategy(args=config, **{name: own[name] for name in named if own.get(name) is not None})
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
-
-
-def _class(name: str) -> type[Strategy]:
-    chosen = __getattr__("DeepSpeedStrategy") if name == "deepspeed" else _strategies[name]
-    if not (isinstance(chosen, type) and issubclass(chosen, Strategy)):
+def _class(name: str) -> type[StrategyBase]:
+    if name == "deepspeed" and not find_spec("deepspeed"):
+        raise ConfigError(
+            "--strategy deepspeed: DeepSpeed is not installed: `pip install deepspeed`, or shard"
+            " with FSDP2: --fsdp"
+        )
+    chosen = _strategies[name]
+    if not (isinstance(chosen, type) and issubclass(chosen, StrategyBase)):
         raise ConfigError(f"--strategy {name}: {chosen!r} is not a subclass of StrategyBase")
     return chosen

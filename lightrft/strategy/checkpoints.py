@@ -1,20 +1,19 @@
 """Write and read checkpoints: models, optimizers, schedules, and whatever else has a state."""
 
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from loguru import logger
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.backends.base import Backend
 from lightrft.backends.staging import num_bytes, to_host
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import PART, run_on_all_ranks
@@ -22,8 +21,10 @@ from lightrft.checkpoint.background import Background
 from lightrft.checkpoint.hf_export import export, export_adapter, rehearse
 from lightrft.checkpoint.manifest import NOTHING, Kinds
 from lightrft.parallel.device import GB, free_host_memory, idle_pinned_memory
-from lightrft.strategy.device_memory import DeviceMemory
 from lightrft.weight_sync.stream import unwrap
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy import StrategyBase
 
 Models = nn.Module | Mapping[str, Any]
 """One model, or several by name: {"actor": (actor, optimizer, scheduler), "ema": ema}, each as
@@ -37,25 +38,17 @@ MEMORY_FACTOR = 2
 class Checkpoints:
     """Checkpoints and Hugging Face folders of the models of a run.
 
-    strategy.checkpoints.save(models, "runs/mine/checkpoints", tag="step2")
-    path, client_state = strategy.checkpoints.load(models, "runs/mine/checkpoints")
-    strategy.checkpoints.save_model(actor, tokenizer, "runs/mine/model")
+    strategy.save_ckpt(models, "runs/mine/checkpoints", tag="step2")
+    path, client_state = strategy.load_ckpt(models, "runs/mine/checkpoints")
+    strategy.save_model(actor, tokenizer, "runs/mine/model")
 
     One checkpoint at a time may be written in the background.
 
     All ranks call every method together.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        memory: DeviceMemory,
-        full_params: Callable[..., Iterator[tuple[str, Tensor]]],
-    ):
-        """Set up checkpoints; `full_params` streams a model, see Strategy.full_params()."""
-        self.backend = backend
-        self.memory = memory
-        self.full_params = full_params
+    def __init__(self, strategy: "StrategyBase"):
+        self.strategy = strategy
         self.prepared: dict[nn.Module, Trained] = {}
         """Model -> (model, optimizer, scheduler), as prepare() received them."""
         self._background: Background | None = None
@@ -94,22 +87,22 @@ class Checkpoints:
         """
         self.finish()
         models = self._by_name(model, optimizer, scheduler)
-        world = self.backend.mesh.world
+        world = self.strategy.mesh.world
         folder = Path(save_dir) / (tag or world.broadcast(next_tag(Path(save_dir))))
 
         hf = None
         # It waits beside the checkpoint, and becomes part of it when everything is written.
         if hf_model is not None:
-            hf = self.save_model(hf_model, tokenizer, hf_folder(folder))
+            hf = self.strategy.save_model(hf_model, tokenizer, hf_folder(folder))
 
-        state = {"client": dict(client_state), **self.backend.state_dict()}
+        state = {"client": dict(client_state), **self.strategy.state_dict()}
         copied, snapshot = self._snapshot(models, parts, state, folder, copy=async_save)
         retention = manager.RetentionPolicy(max_num, max_mem, save_latest)
         job = partial(manager.write, snapshot, folder, retention=retention, hf=hf)
 
         if copied:
             if self._background is None:
-                self._background = Background(world, self.backend.mesh.background_axis())
+                self._background = Background(world, self.strategy.mesh.background_axis())
             self._background.start(job)
         else:
             job(world)
@@ -143,7 +136,7 @@ class Checkpoints:
         """
         self.finish()
         models = self._by_name(model, optimizer, scheduler)
-        checkpoint = manager.find(Path(load_dir), tag, self.backend.mesh.world, needs=needs)
+        checkpoint = manager.find(Path(load_dir), tag, self.strategy.mesh.world, needs=needs)
         if checkpoint is None:
             return None, {}
 
@@ -154,8 +147,8 @@ class Checkpoints:
         requested = {}
         # Offloaded models and optimizers cannot be loaded into.
         for name, (module, its_optimizer, its_scheduler) in models.items():
-            self.memory.reload(module)
-            self.memory.reload(its_optimizer)
+            self.strategy.memory.reload(module)
+            self.strategy.memory.reload(its_optimizer)
             requested[name] = (
                 module,
                 its_optimizer if load_optimizer_states else None,
@@ -170,7 +163,7 @@ class Checkpoints:
             module_only=load_module_only,
         )
         client_state = state.pop("client")
-        self.backend.load_state_dict({} if load_module_only else state)
+        self.strategy.load_state_dict({} if load_module_only else state)
 
         return path, client_state
 
@@ -198,9 +191,9 @@ class Checkpoints:
         rehearse(
             unwrap(model),
             tokenizer,
-            self.backend.dtype,
-            self.backend.world,
-            trust_remote_code=self.backend.config.model.trust_remote_code,
+            self.strategy.dtype,
+            self.strategy.world,
+            trust_remote_code=self.strategy.config.model.trust_remote_code,
         )
 
     def save_model(
@@ -215,9 +208,9 @@ class Checkpoints:
         Ranks take turns in writing the files. dtype None: bfloat16 with --bf16, else float32. A
         model that `folder` already has is replaced.
         """
-        stream = self.full_params(model, dtype)
-        dtype = dtype or self.backend.dtype
-        return export(unwrap(model), stream, tokenizer, Path(folder), dtype, self.backend.world)
+        stream = self.strategy.full_params(model, dtype)
+        dtype = dtype or self.strategy.dtype
+        return export(unwrap(model), stream, tokenizer, Path(folder), dtype, self.strategy.world)
 
     def save_adapter(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path
@@ -227,9 +220,9 @@ class Checkpoints:
         Raises ValueError if other parameters of the model are trained too. An adapter that `folder`
         already has is replaced.
         """
-        self.memory.reload_model(model)
-        stream = self.backend.stream(model, torch.float32)
-        return export_adapter(unwrap(model), stream, tokenizer, Path(folder), self.backend.world)
+        self.strategy.reload_model(model)
+        stream = self.strategy.stream(model, torch.float32)
+        return export_adapter(unwrap(model), stream, tokenizer, Path(folder), self.strategy.world)
 
     # -- internals
 
@@ -260,7 +253,7 @@ class Checkpoints:
 
         It is copied if `copy` is set and the hosts have room.
         """
-        world = self.backend.mesh.world
+        world = self.strategy.mesh.world
         problem = f"{folder} could not be written"
         states: dict[str, tuple[dict[str, Any], bool]] = {}
         snapshots: list[manager.Snapshot] = []
@@ -291,10 +284,10 @@ class Checkpoints:
 
         The copy of this rank takes `num_bytes`. It may use the pinned memory of the last one.
         """
-        new = max(0, num_bytes - idle_pinned_memory(self.backend.device))
+        new = max(0, num_bytes - idle_pinned_memory(self.strategy.device))
         hosts: dict[str, tuple[int, int]] = {}
         # All ranks of a host share the memory, so their copies are added up.
-        for host, needed, free in self.backend.mesh.world.gather(
+        for host, needed, free in self.strategy.mesh.world.gather(
             (socket.gethostname(), new, free_host_memory())
         ):
             others, least = hosts.get(host, (0, free))
@@ -315,8 +308,10 @@ class Checkpoints:
     def _contents(
         self, models: Mapping[str, Trained], parts: Mapping[str, Stateful]
     ) -> manager.CheckpointState:
-        states = {name: self.backend.training(*trained) for name, trained in models.items()}
-        return manager.CheckpointState(states, parts, self.backend.mesh.world, self.backend.device)
+        states = {name: self.strategy.training(*trained) for name, trained in models.items()}
+        return manager.CheckpointState(
+            states, parts, self.strategy.mesh.world, self.strategy.device
+        )
 
     def _tensors(
         self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None
@@ -325,8 +320,8 @@ class Checkpoints:
 
         They are copied if the model or the optimizer was offloaded and goes back to the host.
         """
-        with self.memory.loaded(model, optimizer) as reloaded:
-            tensors = self.backend.training(model, optimizer, scheduler).tensors()
+        with self.strategy.memory.loaded(model, optimizer) as reloaded:
+            tensors = self.strategy.training(model, optimizer, scheduler).tensors()
             return (to_host(tensors) if reloaded else tensors), reloaded
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,43 +37,38 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import deepspeed_problems
 from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.models.lora import adapter_parameters
-from lightrft.parallel.device import current_device, local_rank
-from lightrft.strategy.strategy import Strategy
+from lightrft.parallel.device import local_rank
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.weight_sync.stream import hf_parameters, stream
 
-os.environ.setdefault("DS_ACCELERATOR", current_device().type)
-
-import deepspeed  # noqa: E402
-import deepspeed.ops  # noqa: E402
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # noqa: E402
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
-from deepspeed.runtime.zero.stage_1_and_2 import (
-    INITIAL_MICRO_STEP_ID,
-    DeepSpeedZeroOptimizer,
-)  # noqa: E402
-from deepspeed.utils import groups, safe_get_full_fp32_param  # noqa: E402
-
-logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 
-class ZeRO(Strategy):
-    """ZeRO of DeepSpeed over all ranks.
+class DeepSpeedStrategy(StrategyBase):
+    """ZeRO of DeepSpeed over all ranks; setup_distributed() imports deepspeed.
 
     An optimizer must be passed to prepare() with its module, because ZeRO rebuilds both together.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._engines: dict[nn.Module, deepspeed.DeepSpeedEngine] = {}
+        self._engines: dict[nn.Module, DeepSpeedEngine] = {}
         self._trained: dict[Optimizer, nn.Module] = {}
         self._group_names: dict[nn.Module, list[list[str]]] = {}
         self._holding: set[nn.Module] = set()
         """Models that hold gradients; ZeRO keeps most of them outside the parameters' `grad`."""
 
-    def setup_distributed(self, timeout: timedelta | None = None) -> None:
+    def setup_distributed(
+        self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None
+    ) -> None:
         if problems := deepspeed_problems(self.config):
             raise ConfigError("; ".join(problems))
-        super().setup_distributed(timeout)
+        super().setup_distributed(timeout, num_gpu_per_node)
+        os.environ.setdefault("DS_ACCELERATOR", self.device.type)
+        import deepspeed.ops
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
         # Otherwise every start compiles an op for a collective that is not used here.
         deepspeed.ops.__compatible_ops__ = {}
@@ -98,6 +93,8 @@ class ZeRO(Strategy):
         if optimizer is None and self.config.strategy.zero_stage < 3:
             module.to(self.device)
             return
+
+        import deepspeed
 
         names = parameter_names(module, optimizer)
         config = self._engine_config(module, optimizer is not None)
@@ -151,6 +148,11 @@ class ZeRO(Strategy):
         if self.config.strategy.zero_stage == 0:
             return
 
+        from deepspeed.runtime.zero.stage_1_and_2 import (
+            INITIAL_MICRO_STEP_ID,
+            DeepSpeedZeroOptimizer,
+        )
+
         zero = self._trained_engine(model).optimizer
         zero.zero_grad()
         # zero_grad() leaves what stages 1 and 2 have averaged, and the count of micro-steps.
@@ -202,6 +204,8 @@ class ZeRO(Strategy):
     def offload_optimizer_state(self, optimizer: Optimizer) -> Offloaded:
         if self.config.strategy.zero_stage == 0:
             return super().offload_optimizer_state(optimizer)
+
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
         model = self._trained[optimizer]
         zero = self._engines[model].optimizer
@@ -271,6 +275,9 @@ class ZeRO(Strategy):
 
         If the model is empty, the host does not hold it either: each parameter is read here.
         """
+        import deepspeed
+        from deepspeed.utils import groups
+
         dtype = torch.bfloat16 if config["bf16"]["enabled"] else next(module.parameters()).dtype
         if is_empty(module):
             parameters = one_by_one(module, dtype, self.mesh.world)
@@ -291,7 +298,7 @@ class ZeRO(Strategy):
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.device)
 
-    def _trained_engine(self, model: nn.Module) -> deepspeed.DeepSpeedEngine:
+    def _trained_engine(self, model: nn.Module) -> "DeepSpeedEngine":
         if not self._group_names.get(model):
             raise RuntimeError(
                 f"{type(model).__name__} has no optimizer under DeepSpeed: pass both to prepare(),"
@@ -300,6 +307,10 @@ class ZeRO(Strategy):
         return self._engines[model]
 
     def _partitions(self, model: nn.Module) -> Partitions:
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
         zero = self._engines[model].optimizer
         rank = self.mesh.world.rank
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
@@ -319,6 +330,10 @@ class ZeRO(Strategy):
 
     def _copy_masters(self, model: nn.Module) -> None:
         """Copy loaded master weights into the parameters."""
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
         engine = self._engines[model]
         zero = engine.optimizer
         if isinstance(zero, DeepSpeedZeroOptimizer | BF16_Optimizer):
@@ -337,10 +352,12 @@ class ZeRO(Strategy):
     def _masters(
         self, model: nn.Module, named: list[tuple[str, nn.Parameter]]
     ) -> Iterator[tuple[str, Tensor]]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
         for optimizer, trained in self._trained.items():
             # Masters belong to the optimizer's state, which may be offloaded.
             if trained is model:
-                self.memory.reload_optimizer(optimizer)
+                self.maybe_load_optimizer(optimizer)
         has_master = {parameter for group, _ in self._partitions(model) for parameter in group}
         for name, parameter in named:
             if parameter in has_master:
@@ -377,6 +394,8 @@ class ZeRO(Strategy):
 
 def _scratch(zero: Any) -> list[Tensor]:
     """Return the gradient buffers that ZeRO-3 keeps allocated even if there are no gradients."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
     if not isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
         return []
     return [
@@ -402,7 +421,7 @@ def _cast(parameters: Iterator[nn.Parameter], dtype: torch.dtype) -> Iterator[nn
         yield parameter
 
 
-def _enter_through(module: nn.Module, engine: deepspeed.DeepSpeedEngine) -> None:
+def _enter_through(module: nn.Module, engine: "DeepSpeedEngine") -> None:
     """Route calls of the module through the engine, and let the engine call the module.
 
     The module stays the same object.

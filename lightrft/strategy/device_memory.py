@@ -8,22 +8,24 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
 
-from lightrft.backends.offload import Offloaded, OffloadHooks, has_gradients, is_offloaded
+from lightrft.backends.offload import Offloaded, has_gradients, is_offloaded
 from lightrft.parallel.device import (
     GB,
     current_device,
     memory_in_use,
     peak_memory,
-    release_cached_memory,
-    synchronize,
 )
 from lightrft.parallel.mesh import process_rank
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy import StrategyBase
 
 
 class Phase(Enum):
@@ -125,13 +127,13 @@ class Phases:
 class DeviceMemory:
     """The models and optimizers of a run, and the phase that says which of them need the device.
 
-    strategy.memory.enter(Phase.TRAIN, model, optimizer)
-    strategy.memory.offload_model(reference)
-    strategy.memory.report("models are ready;")
+    strategy.enter(Phase.TRAIN, model, optimizer)
+    strategy.offload_model(reference)
+    strategy.report_memory("models are ready;")
     """
 
-    def __init__(self, backend: OffloadHooks):
-        self.backend = backend
+    def __init__(self, strategy: "StrategyBase"):
+        self.strategy = strategy
         self.phases = Phases()
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
@@ -169,30 +171,30 @@ class DeviceMemory:
         """
         overlapping = (self.phases.current, phase) == (Phase.GENERATE, Phase.LOGPROB)
         # The engine keeps the device then; the models compute beside it.
-        if overlapping and self.backend.config.rollout.overlap:
+        if overlapping and self.strategy.config.rollout.overlap:
             return
 
         self.phases.enter(phase)
         self.register(model, optimizer)
 
-        if self.backend.config.strategy.offload_idle:
+        if self.strategy.config.strategy.offload_idle:
             # Everything leaves before anything comes, so the device never holds both.
             for other in self.models:
                 if other is not model:
-                    self.offload_model(other)
+                    self.strategy.offload_model(other)
             for other in self.optimizers:
                 if other is not optimizer:
-                    self.offload_optimizer(other)
+                    self.strategy.maybe_offload_optimizer(other)
 
         if model is not None:
-            self.reload_model(model)
+            self.strategy.reload_model(model)
         if optimizer is not None:
-            self.reload_optimizer(optimizer)
+            self.strategy.maybe_load_optimizer(optimizer)
 
     # -- moves
 
     def holds_gradients(self, model: nn.Module) -> bool:
-        return model in self.unsummed or self.backend.holds_gradients(model)
+        return model in self.unsummed or self.strategy.holds_gradients(model)
 
     def offload_model(self, model: nn.Module) -> None:
         """Move a prepared model to host memory, unless it is there already.
@@ -202,29 +204,29 @@ class DeviceMemory:
         """
         if self.holds_gradients(model):
             raise RuntimeError(has_gradients(model))
-        if model not in self.offloaded and not self.backend.lives_on_host(model):
-            self.offloaded[model] = self.backend.offload_model_state(model)
+        if model not in self.offloaded and not self.strategy.lives_on_host(model):
+            self.offloaded[model] = self.strategy.offload_model_state(model)
 
     def offload_optimizer(self, optimizer: Optimizer) -> None:
         """Move the optimizer's state to host memory, unless it is there already."""
-        if optimizer not in self.offloaded and not self.backend.lives_on_host(optimizer):
-            self.offloaded[optimizer] = self.backend.offload_optimizer_state(optimizer)
+        if optimizer not in self.offloaded and not self.strategy.lives_on_host(optimizer):
+            self.offloaded[optimizer] = self.strategy.offload_optimizer_state(optimizer)
 
     def reload_model(self, model: nn.Module) -> None:
         """Move a model back to the device, bit-identical, if it is offloaded."""
         if model in self.offloaded:
-            self.offloaded.pop(model).reload(self.backend.device)
+            self.offloaded.pop(model).reload(self.strategy.device)
 
     def reload_optimizer(self, optimizer: Optimizer) -> None:
         """Move an optimizer back to the device, bit-identical, if it is offloaded."""
         if optimizer in self.offloaded:
-            self.offloaded.pop(optimizer).reload(self.backend.device)
+            self.offloaded.pop(optimizer).reload(self.strategy.device)
 
     def reload(self, item: nn.Module | Optimizer | None) -> None:
         if isinstance(item, nn.Module):
-            self.reload_model(item)
+            self.strategy.reload_model(item)
         elif item is not None:
-            self.reload_optimizer(item)
+            self.strategy.maybe_load_optimizer(item)
 
     def check_loaded(self, *items: nn.Module | Optimizer) -> None:
         """Raise RuntimeError with the remedy if an item is offloaded."""
@@ -246,9 +248,9 @@ class DeviceMemory:
 
         for item in offloaded:
             if isinstance(item, nn.Module):
-                self.offload_model(item)
+                self.strategy.offload_model(item)
             elif item is not None:
-                self.offload_optimizer(item)
+                self.strategy.maybe_offload_optimizer(item)
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
@@ -262,39 +264,31 @@ class DeviceMemory:
 
         for model in self.models:
             if not self.holds_gradients(model):
-                self.offload_model(model)
+                self.strategy.offload_model(model)
         for optimizer in self.optimizers:
-            self.offload_optimizer(optimizer)
-        self.clear_cache()
+            self.strategy.maybe_offload_optimizer(optimizer)
+        self.strategy.sync_and_clear_cache()
 
         try:
             yield
         finally:
-            if not self.backend.config.strategy.offload_idle:
+            if not self.strategy.config.strategy.offload_idle:
                 for item in resident:
                     self.reload(item)
 
-    # -- the device itself
 
-    def clear_cache(self) -> None:
-        """Wait until the device is done and all ranks are here, then release cached memory."""
-        synchronize(self.backend.device)
-        self.backend.mesh.world.barrier()
-        release_cached_memory(self.backend.device)
+def memory_report(prefix: str = "") -> dict[str, float]:
+    """Return the memory in use and the peak in GB, of the accelerator or of this process.
 
-    @staticmethod
-    def report(prefix: str = "") -> dict[str, float]:
-        """Return the memory in use and the peak in GB, of the accelerator or of this process.
+    Rank 0 also logs its own. Other ranks need not call this.
+    """
+    device = current_device()
+    memory = {
+        "memory/in_use_gb": memory_in_use(device) / GB,
+        "memory/peak_gb": peak_memory(device) / GB,
+    }
+    if process_rank() == 0:
+        values = (f"{name.split('/')[1]} {value:.2f}" for name, value in memory.items())
+        logger.info("{}", " ".join([f"{prefix} memory:".lstrip(), *values]))
 
-        Rank 0 also logs its own. Other ranks need not call this.
-        """
-        device = current_device()
-        memory = {
-            "memory/in_use_gb": memory_in_use(device) / GB,
-            "memory/peak_gb": peak_memory(device) / GB,
-        }
-        if process_rank() == 0:
-            values = (f"{name.split('/')[1]} {value:.2f}" for name, value in memory.items())
-            logger.info("{}", " ".join([f"{prefix} memory:".lstrip(), *values]))
-
-        return memory
+    return memory

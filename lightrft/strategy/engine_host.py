@@ -6,12 +6,12 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from loguru import logger
 from torch import Tensor, nn
 
-from lightrft.backends.base import Backend
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, EngineSection, longest_sequence
 from lightrft.engine.base import Engine, EngineError
@@ -21,12 +21,15 @@ from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.models.lora import adapter_shapes, keep_adapters_apart
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, occupied_memory, release_cached_memory
-from lightrft.strategy.device_memory import DeviceMemory, Phase
+from lightrft.strategy.device_memory import Phase
 from lightrft.strategy.shared_session import SharedSession
 from lightrft.types import Completion
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.names import DRAFT
 from lightrft.weight_sync.stream import unwrap
+
+if TYPE_CHECKING:
+    from lightrft.strategy.strategy import StrategyBase
 
 WeightsOf = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
 """Function that starts one stream of (name, full tensor) of a model."""
@@ -42,31 +45,21 @@ class EngineStatus(Enum):
 class EngineHost:
     """The engine of this rank, or this rank's part of one.
 
-    strategy.host.start(actor=actor)
-    with strategy.host.awake(actor):          # streams the newest weights in
-        loop = strategy.host.open(sampling)   # the sampler adds requests and steps the loop
+    strategy.setup_inference_engine(actor=actor)
+    with strategy.engine_awake(actor):         # streams the newest weights in
+        loop = strategy.open_generation(sampling)  # the sampler adds requests and steps the loop
 
     All ranks call every method together.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        memory: DeviceMemory,
-        full_params: WeightsOf,
-        adapter_params: Callable[..., Iterator[tuple[str, Tensor]]] | None,
-        expert_params: WeightsOf | None = None,
-    ):
-        """Set up a host without an engine; `full_params` starts the weight stream of a model.
+    def __init__(self, strategy: "StrategyBase", *, always_full: bool):
+        """Set up a host without an engine.
 
-        `adapter_params` starts one for an engine that holds adapters. None: adapters are merged.
-        `expert_params` starts one for an engine that divides experts as the trainer does.
+        `always_full`: every engine gets the stream of full_params(), also one that could hold
+        adapters beside the weights, or divided experts.
         """
-        self.backend = backend
-        self.memory = memory
-        self.full_params = full_params
-        self.adapter_params = adapter_params
-        self.expert_params = expert_params
+        self.strategy = strategy
+        self.always_full = always_full
 
         self.actor: nn.Module | None = None
         """Model that the engine's weights came from last. None: they came from a folder, and the
@@ -80,7 +73,7 @@ class EngineHost:
         self._engine: Engine | None = None
         self._axis: Axis | None = None
         self._may_sleep = True
-        self._stream = full_params
+        self._stream: WeightsOf = strategy.full_params
         """Function that starts the stream of a model that the engine takes."""
 
     # -- the engine
@@ -123,9 +116,9 @@ class EngineHost:
 
     def axis_of(self, section: EngineSection) -> Axis:
         """Return the ranks of this world that share an engine."""
-        processes = self.backend.processes
+        processes = self.strategy.processes
         elsewhere = processes is not None and processes.generates_elsewhere
-        return self.backend.mesh.engine(1 if elsewhere else section.engine_tp_size)
+        return self.strategy.mesh.engine(1 if elsewhere else section.engine_tp_size)
 
     def start(
         self,
@@ -147,13 +140,13 @@ class EngineHost:
         # This import is inside, because only a run with an engine needs it.
         from lightrft.engine.build import build_engine, connect_engine
 
-        backend = self.backend
-        config = backend.config if config is None else config
+        strategy = self.strategy
+        config = strategy.config if config is None else config
         section = config.engine
         if engine_type is not None:
             section = replace(section, engine_type=engine_type)
 
-        processes = backend.processes
+        processes = strategy.processes
         build = build_engine
         trains_draft = draft is not None
         if processes is not None and processes.generates_elsewhere:
@@ -162,18 +155,18 @@ class EngineHost:
             trains_draft = trains_draft or config.optim.draft_learning_rate > 0
 
         # vLLM and SGLang reserve a share of the free memory when they start.
-        with self.memory.emptied():
+        with self.strategy.memory.emptied():
             axis = self.axis_of(section)
-            replica = backend.mesh.world.rank // axis.size
+            replica = strategy.mesh.world.rank // axis.size
             engine = build(
                 section,
                 model_path=config.model.pretrain,
-                dtype=backend.dtype,
-                device=backend.device,
+                dtype=strategy.dtype,
+                device=strategy.device,
                 axis=axis,
                 max_model_len=longest_sequence(config),
                 # vLLM accepts only 32 bits.
-                seed=derived_seed(backend.seed, replica) % 2**31,
+                seed=derived_seed(strategy.seed, replica) % 2**31,
                 trust_remote_code=config.model.trust_remote_code,
                 # A folder does not have weights of eight bits.
                 from_stream=actor is not None or section.rollout_quantization != "none",
@@ -184,10 +177,10 @@ class EngineHost:
         self.adopt(engine, axis, may_sleep=section.enable_engine_sleep)
         self.draft = draft
         if actor is not None and engine.adapters is not None:
-            backend.adapters_apart = True
+            strategy.adapters_apart = True
             keep_adapters_apart(unwrap(actor))
         elif actor is not None and config.model.lora_rank and config.model.bf16:
-            if backend.mesh.tp.size > 1:
+            if strategy.mesh.tp.size > 1:
                 raise ConfigError(
                     "--lora_rank with --tp_size in bfloat16 needs an engine that holds adapters"
                     " (--lora_sync adapter): ranks that split a layer cannot round the merged"
@@ -195,10 +188,10 @@ class EngineHost:
                 )
 
         if actor is None:
-            self.wake()
+            self.strategy.wakeup_inference_engine()
         else:
-            self.update_weights(actor)
-            self.sleep()
+            self.strategy.update_engine_weights(actor)
+            self.strategy.maybe_sleep_inference_engine()
 
         return engine
 
@@ -216,14 +209,14 @@ class EngineHost:
         """Build the engine of a rank that only generates, and serve it until training ends."""
         from lightrft.engine.remote.server import EngineServer
 
-        processes = self.backend.processes
+        processes = self.strategy.processes
         assert processes is not None
-        announce = self.backend.announce
+        announce = self.strategy.announce
 
         announce("")  # the training ranks load their models first
         pretrain = processes.store.get(PRETRAIN).decode()
         announce("start_engine")
-        config = self.backend.config
+        config = self.strategy.config
         adapters = processes.store.get(ADAPTERS_KEY).decode()
         self.start(
             replace(config, model=replace(config.model, pretrain=pretrain)),
@@ -233,7 +226,7 @@ class EngineHost:
         EngineServer(
             self.engine,
             processes,
-            self.backend.device,
+            self.strategy.device,
             announce,
             weight_update=config.rollout.weight_update,
         ).serve()
@@ -242,7 +235,7 @@ class EngineHost:
         """Close the engine, if there is one."""
         engine = self._engine
         self._engine = None
-        self._stream = self.full_params
+        self._stream = self.strategy.full_params
         self.sleep_memory = {}
         if engine is not None:
             engine.close()
@@ -252,7 +245,7 @@ class EngineHost:
     @contextmanager
     def awake(self, actor: nn.Module | None = None) -> Iterator[Engine]:
         """Wake the engine with the newest weights of `actor`; it sleeps afterwards, if it may."""
-        self.wake(actor)
+        self.strategy.wakeup_inference_engine(actor)
         self.kept_awake += 1
         try:
             yield self.engine
@@ -260,11 +253,11 @@ class EngineHost:
             self.kept_awake -= 1
             # An engine that was left in the middle cannot sleep, and the first error is the cause.
             with suppress(EngineError):
-                self.sleep()
+                self.strategy.maybe_sleep_inference_engine()
             raise
 
         self.kept_awake -= 1
-        self.sleep()
+        self.strategy.maybe_sleep_inference_engine()
 
     def wake(self, actor: nn.Module | None = None) -> None:
         """Wake the weights, stream the newest ones of `actor` in, then wake the cache.
@@ -278,14 +271,14 @@ class EngineHost:
 
         source = actor if engine.weights_valid else self.actor
         if source is None:
-            self.memory.enter(Phase.REFIT)
+            self.strategy.enter(Phase.REFIT)
             self._wake_weights()
         else:
-            self.update_weights(source)
+            self.strategy.update_engine_weights(source)
 
         # With --offload_idle this frees the actor's memory for the cache.
-        self.memory.enter(Phase.GENERATE)
-        with self.backend.trace.phase("wake"):
+        self.strategy.enter(Phase.GENERATE)
+        with self.strategy.trace.phase("wake"):
             engine.wake("kv_cache")
 
     def sleep(self) -> None:
@@ -293,12 +286,12 @@ class EngineHost:
 
         Weights that no actor can bring again are kept in host memory.
         """
-        with self.backend.trace.phase("sleep"):
+        with self.strategy.trace.phase("sleep"):
             engine = self.engine
             if self._may_sleep and engine.awake:
-                awake = occupied_memory(self.backend.device) / GB
+                awake = occupied_memory(self.strategy.device) / GB
                 engine.sleep(level=1 if self.actor is None else None)
-                asleep = occupied_memory(self.backend.device) / GB
+                asleep = occupied_memory(self.strategy.device) / GB
 
                 logger.debug("the engine sleeps: {:.2f} GB occupied, now {:.2f}", awake, asleep)
                 self.sleep_memory = {
@@ -306,7 +299,7 @@ class EngineHost:
                     "memory/engine_asleep_gb": asleep,
                 }
 
-        self.memory.phases.leave_engine()
+        self.strategy.memory.phases.leave_engine()
 
     def update_weights(self, actor: nn.Module) -> None:
         """Stream the actor's weights in under the next version, and drop what is cached.
@@ -326,41 +319,42 @@ class EngineHost:
         the end the engine compares the fingerprints with its own weights.
         """
         self.actor = actor
-        self.memory.enter(Phase.REFIT, actor)
+        self.strategy.enter(Phase.REFIT, actor)
         self._wake_weights()
 
         weights = self._stream(actor)
         if self.draft is not None:
             weights = chain(weights, self._draft_weights(self.draft))
-        with self.backend.trace.phase("weight_sync"):
+        with self.strategy.trace.phase("weight_sync"):
             self.engine.load_weights(weights, self.version + 1)
-            self.memory.clear_cache()
+            self.strategy.sync_and_clear_cache()
 
         if self.status is EngineStatus.WAKEUP:
-            self.memory.enter(Phase.GENERATE)
+            self.strategy.enter(Phase.GENERATE)
 
     def _stream_for(self, engine: Engine) -> WeightsOf:
         """Return the function that starts the stream of a model that an engine takes."""
         quantization = engine.quantization
-        if engine.adapters is not None and self.adapter_params is not None:
+        if engine.adapters is not None and not self.always_full:
 
             def start(actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
-                return self.adapter_params(actor, base=not engine.has_base)
+                return self.strategy.adapter_params(actor, base=not engine.has_base)
 
         elif quantization is not None:
 
             def start(actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 # They are rounded once, from the weights that the optimizer updates.
-                return self.full_params(actor, torch.float32)
+                return self.strategy.full_params(actor, torch.float32)
 
-        elif self.expert_params is not None and self.backend.mesh.ep.size > 1:
+        elif not self.always_full and self.strategy.mesh.ep.size > 1:
 
             def start(actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 divided = self._divides_experts()
-                return self.expert_params(actor) if divided else self.full_params(actor)
+                params = self.strategy.expert_params if divided else self.strategy.full_params
+                return params(actor)
 
         else:
-            return self.full_params
+            return self.strategy.full_params
 
         if quantization is None:
             return start
@@ -368,9 +362,9 @@ class EngineHost:
 
     def _divides_experts(self) -> bool:
         """Return True if the ranks of each engine divide the experts as the trainer's do."""
-        own = self.engine.takes_own_experts and self._axis.size == self.backend.mesh.ep.size
+        own = self.engine.takes_own_experts and self._axis.size == self.strategy.mesh.ep.size
         # All ranks gather the same shards, or all would wait.
-        return all(self.backend.mesh.world.gather(own))
+        return all(self.strategy.mesh.world.gather(own))
 
     def invalidate_weights(self, version: int | None = None) -> None:
         """Mark the weights as outdated, so that the engine needs a new stream.
@@ -386,17 +380,17 @@ class EngineHost:
 
     def _wake_weights(self) -> None:
         """Wake the weights alone, so that weights and cache never compete for memory."""
-        with self.backend.trace.phase("wake"):
-            release_cached_memory(self.backend.device)
+        with self.strategy.trace.phase("wake"):
+            release_cached_memory(self.strategy.device)
             self.engine.wake("weights")
 
     def _adapters_of(self, actor: nn.Module, config: Config) -> Adapters | None:
         """Return the adapters of an actor, or None if it has none, or streams merged weights."""
-        shapes = adapter_shapes(unwrap(actor)) if self.adapter_params is not None else {}
+        shapes = adapter_shapes(unwrap(actor)) if not self.always_full else {}
         return Adapters(shapes, 1 + config.rollout.max_staleness) if shapes else None
 
     def _draft_weights(self, draft: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.full_params(draft):
+        for name, tensor in self.strategy.full_params(draft):
             yield DRAFT + name, tensor
 
     # -- generation
@@ -407,11 +401,11 @@ class EngineHost:
         With `shared` a rank can add requests while others add none.
         """
         if self.status is EngineStatus.SLEEPED:
-            self.wake()
+            self.strategy.wakeup_inference_engine()
 
         assert self._axis is not None
         loop = self.engine.open(self.replica_sampling(sampling))
-        ranks = self.backend.mesh.model_parallel
+        ranks = self.strategy.mesh.model_parallel
         if shared or self._axis.size > 1 or ranks.size > 1:
             return SharedSession(loop, self._axis, ranks)
         return loop
@@ -425,17 +419,17 @@ class EngineHost:
         replicas derive different ones from it. A sleeping engine is woken. With `sleep_after` it
         sleeps afterwards, if it may, but not inside awake().
         """
-        session = self.open(sampling)
+        session = self.strategy.open_generation(sampling)
         session.add(requests)
         by_index = dict(session.to_the_end())
 
         if sleep_after and not self.kept_awake:
-            self.sleep()
+            self.strategy.maybe_sleep_inference_engine()
 
         return [by_index[index] for index in range(len(requests))]
 
     def replica_sampling(self, sampling: Sampling) -> Sampling:
         """Return `sampling` with a seed that the ranks of one engine share, and no other."""
         assert self._axis is not None
-        replica = self.backend.mesh.world.rank // self._axis.size
+        replica = self.strategy.mesh.world.rank // self._axis.size
         return replace(sampling, seed=derived_seed(sampling.seed, replica))

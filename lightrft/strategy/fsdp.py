@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -31,14 +30,14 @@ from lightrft.models.empty import empty_parameters
 from lightrft.models.lora import adapter_parameters
 from lightrft.parallel.device import local_part
 from lightrft.parallel.tensor_parallel import parallelize
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.weight_sync.stream import hf_parameters, stream
 
 MOST_PADDING = 1.05
 """Most elements that a parameter may have with padding, for each of its own."""
 
 
-class FSDP2(Strategy):
+class FSDPStrategy(StrategyBase):
     """FSDP2 over all data ranks, or within each replica of --dp_replicate.
 
     Gradients are summed over all ranks, not averaged. --tp_size and --sp_size work with it. If each
@@ -275,10 +274,3 @@ def roots(model: nn.Module) -> Iterator[FSDPModule]:
 def _shared(block: nn.Module, uses: dict[int, int]) -> bool:
     inside = [id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)]
     return any(uses.get(key, 1) > inside.count(key) for key in set(inside))
-
-
-def __getattr__(name: str) -> Any:
-    """Export FSDPStrategy too, for --strategy lightrft.strategy.fsdp:FSDPStrategy."""
-    if name == "FSDPStrategy":
-        return getattr(import_module("lightrft.compat.strategy"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,49 +1,84 @@
 """Distribute a run: train models on all ranks, with parts for memory, files and the engine."""
 
+import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from easydict import EasyDict
 from loguru import logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
 
 from lightrft.backends.base import Backend, draw_by_data_rank
 from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
 from lightrft.batching.sample_store import MemoryStore, SampleStore
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
-from lightrft.config.sections import SUPERVISED, sequence_layout
+from lightrft.config.sections import SUPERVISED, OptimSection, sequence_layout
 from lightrft.data.loader import Order
+from lightrft.engine.base import Engine
+from lightrft.engine.requests import Request, Sampling
 from lightrft.launch.heartbeat import COLLECTIVE_MARGIN, SingleRankWatchdog, Watchdog
-from lightrft.launch.rendezvous import join_process_group
+from lightrft.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.models.lora import merge_adapters, split_adapters
 from lightrft.observe.metrics import Untraced
-from lightrft.parallel.collectives import Axis, Op, all_reduce
-from lightrft.parallel.device import current_device, grow_segments, host_cores, select_device
+from lightrft.parallel.collectives import Axis, Op, all_gather, all_reduce
+from lightrft.parallel.device import (
+    current_device,
+    grow_segments,
+    host_cores,
+    release_cached_memory,
+    select_device,
+    synchronize,
+)
 from lightrft.parallel.mesh import Mesh, process_rank, world_axis
 from lightrft.parallel.processes import RunProcesses
-from lightrft.strategy.checkpoints import Checkpoints
-from lightrft.strategy.device_memory import DeviceMemory
+from lightrft.strategy.call_forms import as_dicts, sampling_from_dict
+from lightrft.strategy.checkpoints import Checkpoints, Trained
+from lightrft.strategy.dataloader import ResumableBatchSampler
+from lightrft.strategy.device_memory import DeviceMemory, memory_report
 from lightrft.strategy.engine_host import EngineHost
+from lightrft.strategy.prompt_reader import PromptReader
+from lightrft.types import Completion
 from lightrft.versions import TENSOR_PARALLEL_VERSIONS, untested_versions
 from lightrft.weight_sync.stream import persistent_buffers, unwrap
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ALONE = Axis("data", 1, 0, None)
 """Axis of data before setup_distributed()."""
+_ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
-class Strategy(Backend):
-    """Training steps on all ranks. A backend's hooks say how a model is distributed.
+def verb(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Return a method of a strategy that calls `method` of a part."""
+
+    @wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(getattr(self, part), *args, **kwargs)
+
+    return call
+
+
+def reads(part: str, attribute: str) -> Any:
+    """Return a property of a strategy that reads an attribute of a part."""
+    return property(lambda self: getattr(getattr(self, part), attribute))
+
+
+class StrategyBase(Backend):
+    """Every verb of a run on all ranks. The hooks of Backend say how a model is distributed.
 
         strategy = get_strategy(args)
         strategy.setup_distributed()
@@ -51,8 +86,9 @@ class Strategy(Backend):
         strategy.backward(loss, model, optimizer)
         norm = strategy.optimizer_step(optimizer, model, scheduler)
 
-    Three parts do the rest: `memory`, `host` (of the engine) and `checkpoints`. All ranks call
-    every method together, in the same order, unless its docstring says otherwise.
+    Runs and the three parts (`memory`, `host` of the engine, `checkpoints`) call the verbs of the
+    strategy, so a subclass overrides any of them as Python overrides methods. All ranks call every
+    verb together, in the same order, unless its docstring says otherwise.
     """
 
     def __init__(
@@ -84,18 +120,16 @@ class Strategy(Backend):
 
         self.memory = DeviceMemory(self)
         # Whoever changes the stream of full_params() gets that stream in the engine.
-        is_own = type(self).full_params is not Strategy.full_params
-        adapter_params = None if is_own else self.adapter_params
-        expert_params = None if is_own else self.expert_params
-        self.host = EngineHost(self, self.memory, self.full_params, adapter_params, expert_params)
-        self.checkpoints = Checkpoints(self, self.memory, self.full_params)
+        always_full = type(self).full_params is not StrategyBase.full_params
+        self.host = EngineHost(self, always_full=always_full)
+        self.checkpoints = Checkpoints(self)
 
     def state_dict(self) -> dict[str, int]:
         return {"skipped_steps": self.skipped_steps, "weight_version": self.host.version}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.skipped_steps = state.get("skipped_steps", self.skipped_steps)
-        self.host.invalidate_weights(state.get("weight_version"))
+        self.engine_lags(state.get("weight_version"))
 
     # -- processes
 
@@ -108,12 +142,18 @@ class Strategy(Backend):
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
-    def setup_distributed(self, timeout: timedelta | None = None) -> None:
+    def setup_distributed(
+        self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None
+    ) -> None:
         """Bind the device, join or create the process group, build the mesh, and seed.
 
-        `timeout` limits a collective; None takes --timeout_minutes. Raises ValueError for settings
-        that cannot run, and RuntimeError for an environment that no launcher has set up.
+        `timeout` limits a collective; None takes --timeout_minutes. `num_gpu_per_node`, the same on
+        all nodes, assigns devices to ranks if the launcher does not (no LOCAL_RANK). Raises
+        ValueError for settings that cannot run, and RuntimeError for an environment that no
+        launcher has set up.
         """
+        if num_gpu_per_node is not None:
+            adopt_node_size(os.environ, num_gpu_per_node)
         check_strategy(self.config)
         section = self.config.strategy
         if section.deterministic:
@@ -154,12 +194,12 @@ class Strategy(Backend):
         May be called at any time. A checkpoint that is being written is finished first; if that
         fails, the error is logged.
         """
-        self.checkpoints.close()
+        self.close_checkpoints()
         self.memory.phases.end_deterministic()
         self._mesh = None
         self._data = ALONE
         self.memory.forget()
-        self.host.close()
+        self.close_engine()
 
         # The watchdog outlives what may hang, and ends before the groups that it watches.
         for watchdog in (self._watchdog, self._own_watchdog):
@@ -204,6 +244,20 @@ class Strategy(Backend):
     def world(self) -> Axis:
         return self._mesh.world if self._mesh else world_axis()
 
+    @property
+    def engine_mp_group(self) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that share an engine; None if each rank has its own."""
+        return self.host.axis_of(self.config.engine).group
+
+    @property
+    def engine_dp_group(self) -> dist.ProcessGroup | None:
+        """Return the group of this rank's equals in all engines; None if there is one engine."""
+        return self.mesh.engine_replicas(self.host.axis_of(self.config.engine).size).group
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that divide a sequence; None if none do."""
+        return self.mesh.sp.group
+
     @classmethod
     def get_rank(cls) -> int:
         """Return this process's rank; before there is a process group, the launcher's RANK or 0."""
@@ -233,11 +287,62 @@ class Strategy(Backend):
 
         A strategy that overrides all_reduce() sums with that.
         """
-        if type(self).all_reduce is not Strategy.all_reduce:
+        if type(self).all_reduce is not StrategyBase.all_reduce:
             return partial(self.all_reduce, data, "sum")
         return self._data.begin_sum(data.clone())
 
+    def all_gather(self, data: Any) -> Any:
+        """Gather from all data ranks, in order; everything is sent through the host.
+
+        Tensors are concatenated along the first dim (0-dim ones too), numbers are listed, dicts are
+        gathered by key. First dims may differ between ranks. Meant for metrics and plans.
+        """
+        return all_gather(data, self._data)
+
     # -- data
+
+    def setup_dataloader(
+        self,
+        dataset: Dataset | None = None,
+        batch_size: int = 1,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        collate_fn: Callable[[list], Any] | None = None,
+        drop_last: bool = True,
+        sampler: Collection[int] | None = None,
+        consumed_samples: int = 0,
+        *,
+        replay_buffer: Dataset | None = None,
+    ) -> DataLoader:
+        """Build a data loader with batches of `batch_size` rows **per data rank**.
+
+        The rows are reshuffled every epoch. `consumed_samples` counts rows of all ranks since the
+        start of training: the first iteration continues there. A batch is a list of rows, or the
+        result of `collate_fn` on it. Without drop_last the last list may be shorter, or empty, on
+        some ranks, but all ranks have the same number of batches.
+
+        A custom `sampler`, identical on all ranks, replaces `shuffle`: each time it is iterated it
+        yields the row indices of an epoch in order, to be divided among the ranks. `replay_buffer`
+        is another name of `dataset`.
+        """
+        if (dataset is None) == (replay_buffer is None):
+            raise TypeError("setup_dataloader() takes a dataset, also called replay_buffer")
+
+        dataset = replay_buffer if dataset is None else dataset
+        batches = ResumableBatchSampler(
+            dataset,
+            batch_size,
+            self.mesh.data,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=self.seed,
+            consumed_samples=consumed_samples,
+            rows=sampler,
+        )
+
+        return DataLoader(
+            dataset, batch_sampler=batches, collate_fn=collate_fn or list, pin_memory=pin_memory
+        )
 
     def data_order(self, num_rows: int) -> Order:
         """Return the order of a run's rows: epoch after epoch, each reshuffled by the seed."""
@@ -297,12 +402,13 @@ class Strategy(Backend):
         """Build a schedule: linear warm-up, then a cosine to 10 % of the peak, or constant."""
         return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps)
 
-    def prepare(self, *models_or_pairs: Any) -> Any:
+    def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Distribute modules in place.
 
         Each argument is a module, (module, optimizer), (module, optimizer, scheduler) or None.
         Returns its arguments: a single one as itself, several as a tuple. An optimizer stays the
-        same object, and trains the distributed parameters.
+        same object, and trains the distributed parameters. With `is_rlhf` the first module that has
+        an optimizer becomes the actor, see is_actor().
         """
         for item in models_or_pairs:
             several = isinstance(item, tuple | list)
@@ -320,7 +426,51 @@ class Strategy(Backend):
             if trained:
                 draw_by_data_rank(module, self.mesh.data, self.device)
 
+        if is_rlhf:
+            pairs = [item for item in models_or_pairs if isinstance(item, tuple | list)]
+            _ACTORS.update([pair[0] for pair in pairs if None not in pair[:2]][:1])
         return models_or_pairs[0] if len(models_or_pairs) == 1 else models_or_pairs
+
+    def prepare_models_and_optimizers(
+        self,
+        actor: nn.Module,
+        critic: nn.Module | None,
+        reward_models: Any,
+        initial_model: nn.Module | None,
+        args: Arguments,
+        max_steps: int,
+    ) -> tuple[Trained, Trained, Any, nn.Module | None]:
+        """Prepare all roles of a run, with optimizers and schedules over `max_steps` steps.
+
+        `args` has the settings of the optimizers. `reward_models` is one frozen module, a list of
+        them, or None. Returns (actor, optimizer, scheduler), the same for the critic (three times
+        None without one), the reward models and the initial model as they were given.
+        """
+        optim = as_config(args).optim
+        roles = ((actor, optim.learning_rate), (critic, optim.critic_learning_rate))
+        trained = [self._with_optimizer(model, rate, optim, max_steps) for model, rate in roles]
+
+        several = isinstance(reward_models, list | tuple)
+        frozen = [*(reward_models if several else [reward_models]), initial_model]
+        self.prepare(*trained, *frozen, is_rlhf=True)
+
+        return *trained, reward_models, initial_model
+
+    def prepare_reward_model(self, model: nn.Module, args: Arguments, max_steps: int) -> Trained:
+        """Prepare a reward model for training, with an optimizer of --learning_rate."""
+        optim = as_config(args).optim
+        return self.prepare(self._with_optimizer(model, optim.learning_rate, optim, max_steps))
+
+    def _with_optimizer(
+        self, model: nn.Module | None, rate: float, optim: OptimSection, max_steps: int
+    ) -> Trained:
+        if model is None:
+            return None, None, None
+
+        optimizer = self.create_optimizer(model, rate, optim.adam_betas, optim.l2)
+        warmup = round(optim.lr_warmup_ratio * max_steps)
+        scheduler = self.create_scheduler(optimizer, optim.lr_scheduler, warmup, max_steps)
+        return model, optimizer, scheduler
 
     def backward(
         self,
@@ -397,7 +547,7 @@ class Strategy(Backend):
         follow unchanged. A tensor is valid until the next one is requested. dtype None: bfloat16
         with --bf16, else float32. An offloaded model is loaded back first.
         """
-        self.memory.reload_model(model)
+        self.reload_model(model)
         unwrapped = unwrap(model)
         stream = chain(self.stream(model, dtype or self.dtype), persistent_buffers(unwrapped))
         if "peft_config" in vars(unwrapped):  # peft sets it when it adds adapters
@@ -409,7 +559,7 @@ class Strategy(Backend):
 
         Stacked experts come as DTensors with the experts of this rank.
         """
-        self.memory.reload_model(model)
+        self.reload_model(model)
         unwrapped = unwrap(model)
         stream = self.stream(model, self.dtype, self.mesh.experts)
         return merge_adapters(unwrapped, chain(stream, persistent_buffers(unwrapped)))
@@ -420,7 +570,7 @@ class Strategy(Backend):
         With `base` it has everything that full_params() has, but frozen matrices instead of merged
         ones, and the adapters by peft's names. Otherwise it has the adapters alone.
         """
-        self.memory.reload_model(model)
+        self.reload_model(model)
         unwrapped = unwrap(model)
         if not base:
             return split_adapters(unwrapped, self.adapter_stream(model, self.dtype))
@@ -446,7 +596,176 @@ class Strategy(Backend):
                 else:
                     goal.copy_(buffer)
 
+    # -- device memory
+
+    enter = verb("memory", DeviceMemory.enter)
+    offload_model = verb("memory", DeviceMemory.offload_model)
+    reload_model = verb("memory", DeviceMemory.reload_model)
+    maybe_offload_optimizer = verb("memory", DeviceMemory.offload_optimizer)
+    phase = reads("memory", "phase")
+
+    def maybe_load_optimizer(
+        self, optimizer: Optimizer, device: torch.device | int | str | None = None
+    ) -> None:
+        """Move an optimizer back to the device, bit-identical, if it is offloaded.
+
+        `device` is accepted for code of LightRFT: an optimizer returns to the device of this rank.
+        """
+        self.memory.reload_optimizer(optimizer)
+
+    @classmethod
+    def sync_and_clear_cache(cls) -> None:
+        """Wait until the device is done and all ranks are here, then release cached memory."""
+        device = current_device()
+        synchronize(device)
+        world_axis().barrier()
+        release_cached_memory(device)
+
+    @classmethod
+    def report_memory(cls, prefix: str = "") -> dict[str, float]:
+        """Return the memory in use and the peak in GB, of the accelerator or of this process.
+
+        Rank 0 also logs its own. Other ranks need not call this.
+        """
+        return memory_report(prefix)
+
+    # -- checkpoints and Hugging Face folders
+
+    save_ckpt = verb("checkpoints", Checkpoints.save)
+    load_ckpt = verb("checkpoints", Checkpoints.load)
+    finish_ckpt = verb("checkpoints", Checkpoints.finish)
+    close_checkpoints = verb("checkpoints", Checkpoints.close)
+    save_model = verb("checkpoints", Checkpoints.save_model)
+    save_adapter = verb("checkpoints", Checkpoints.save_adapter)
+    rehearse_save = verb("checkpoints", Checkpoints.rehearse_save)
+
+    # -- engine
+
+    def setup_inference_engine(
+        self,
+        args: Arguments = None,
+        engine_type: str | None = None,
+        actor: nn.Module | None = None,
+        *,
+        draft: nn.Module | None = None,
+    ) -> Engine:
+        """Build the engine of `args`, or of the strategy's configuration.
+
+        With an actor it receives the actor's weights and sleeps, if it may. The actor is
+        remembered, because an engine may drop the weights while it sleeps. Without an actor the
+        engine has the weights of --pretrain and stays awake. `draft` is the trained model of
+        --speculative draft; each stream contains it too.
+        """
+        config = self.config if args is None else as_config(args)
+        check_strategy(config)
+        return self.host.start(config, engine_type, actor, draft=draft)
+
+    engine_awake = verb("host", EngineHost.awake)
+    wakeup_inference_engine = verb("host", EngineHost.wake)
+    maybe_sleep_inference_engine = verb("host", EngineHost.sleep)
+    update_engine_weights = verb("host", EngineHost.update_weights)
+    engine_lags = verb("host", EngineHost.invalidate_weights)
+    open_generation = verb("host", EngineHost.open)
+    serve_engine = verb("host", EngineHost.serve)
+    close_engine = verb("host", EngineHost.close)
+
+    engine = reads("host", "engine")
+
+    @property
+    def inference_engine(self) -> Engine | None:
+        """Return the engine on this rank; None until setup_inference_engine()."""
+        return self.host.engine if self.host.is_started else None
+
+    engine_name = reads("host", "name")
+    """hf, vllm, ...; "none" until an engine exists."""
+    inference_engine_type = reads("host", "name")
+    engine_status = reads("host", "status")
+    """WAKEUP if the engine can generate; SLEEPED if not, or without an engine."""
+    inference_engine_status = reads("host", "status")
+    weight_version = reads("host", "version")
+    """Version of the engine's weights; 0 without an engine."""
+    engine_memory = reads("host", "sleep_memory")
+    """Metrics of the memory occupied before and after the engine's last sleep."""
+
+    def gather_and_generate(
+        self,
+        sampling_params: Sampling | Mapping[str, Any],
+        all_prompt_token_ids: list[list[int]] | None = None,
+        all_prompts: list[str] | None = None,
+        all_images: list | None = None,
+        sleep_engine: bool = True,
+        images_num: list[int] | None = None,
+        all_videos: list | None = None,
+        videos_num: list[int] | None = None,
+        *,
+        all_audios: list | None = None,
+        audios_num: list[int] | None = None,
+        requests: list[Request] | None = None,
+    ) -> list[list[Completion]] | list[EasyDict]:
+        """Return `n` completions of each of this rank's prompts, in order.
+
+        The number of prompts may differ by rank and may be 0. Prompts are token ids, text, or
+        `requests`, each with its media and its own sampling. If both ids and text are given, the
+        text is used if there are media, else the ids. Both have one placeholder for each image.
+
+        Images are one list for each prompt (None: no images), or a flat list with the number of
+        images of each prompt in `images_num`; so are videos (arrays [T, H, W, 3], lists of PIL
+        images) and audio clips (paths of .wav files, (waveform, sampling rate)). Placeholders of a
+        prompt without images are removed. Some ranks may have images and others none.
+
+        Ranks that share an engine gather their prompts. The seed must be equal on all ranks;
+        replicas derive different ones from it. With a dictionary as `sampling_params` results have
+        the form of engine_generate_local(), and samples differ from call to call unless the
+        dictionary has a seed.
+
+        A sleeping engine is woken. With `sleep_engine` it sleeps afterwards, if it may, but not
+        inside engine_awake().
+        """
+        media = {
+            "images": (all_images, images_num),
+            "videos": (all_videos, videos_num),
+            "audios": (all_audios, audios_num),
+        }
+        sampling = self._sampling(sampling_params)
+        if requests is None:
+            requests = self._reader().requests(all_prompt_token_ids, all_prompts, media)
+        completions = self.host.generate(sampling, requests, sleep_after=sleep_engine)
+
+        if isinstance(sampling_params, Sampling):
+            return completions
+        return as_dicts(requests, completions)
+
+    def engine_generate_local(
+        self,
+        sampling_params: Sampling | Mapping[str, Any],
+        prompt_token_ids: list[list[int]] | None = None,
+        multi_modal_inputs: list[dict[str, Any]] | None = None,
+    ) -> list[EasyDict]:
+        """Return one EasyDict per sample; the samples of a prompt are adjacent.
+
+        The engine must be awake, and ranks that share an engine pass the same prompts. Prompts are
+        either token ids or `{"prompt": text, "multi_modal_data": {"image": [image]}}`; these may
+        have `prompt_token_ids` instead of `prompt`, and `video` and `audio` in addition to `image`.
+        The prompt's ids in the result are as passed, without expanded placeholders.
+        """
+        requests = self._reader().local_requests(prompt_token_ids, multi_modal_inputs)
+        sampling = self.host.replica_sampling(self._sampling(sampling_params))
+        return as_dicts(requests, self.host.engine.generate(requests, sampling))
+
     # -- internals
+
+    _calls = 0
+    """Number of generation calls with a dictionary of parameters; default seeds derive from it."""
+
+    def _sampling(self, parameters: Sampling | Mapping[str, Any]) -> Sampling:
+        if isinstance(parameters, Sampling):
+            return parameters
+        self._calls += 1
+        return sampling_from_dict(parameters, seed=self.seed * 1_000_003 + self._calls)
+
+    def _reader(self) -> PromptReader:
+        special_tokens = not self.config.data.apply_chat_template
+        return PromptReader(self.host.engine.vocabulary, special_tokens=special_tokens)
 
     def _check_batch_sizes(self) -> None:
         micro = self.micro_train_batch_size
@@ -464,3 +783,11 @@ class Strategy(Backend):
                 "--tp_size is not tested with {}: compare first steps with --tp_size 1",
                 ", ".join(untested),
             )
+
+
+def is_actor(model: nn.Module) -> bool:
+    """Return True for a run's policy.
+
+    prepare(is_rlhf=True) and prepare_models_and_optimizers() say which model that is.
+    """
+    return model in _ACTORS

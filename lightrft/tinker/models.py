@@ -50,7 +50,6 @@ class Models:
     def __init__(self, policy: Policy, *, num_snapshots: int):
         """Take the actor as it is as the beginning of each model, and keep `num_snapshots`."""
         self.policy = policy
-        self.memory = policy.strategy.memory
         self.num_snapshots = num_snapshots
         self.trained = [each for each in policy.actor.parameters() if each.requires_grad]
         self.models: dict[str, TrainedModel] = {}
@@ -63,7 +62,7 @@ class Models:
 
     def create(self, name: str) -> TrainedModel:
         """Make a model with the parameters of --pretrain, and give it the actor."""
-        self.memory.enter(Phase.TRAIN, self.policy.actor, self.policy.optimizer)
+        self.policy.strategy.enter(Phase.TRAIN, self.policy.actor, self.policy.optimizer)
         self._set_aside()
         self._put(self._beginning)
         self.policy.optimizer.state.clear()
@@ -86,7 +85,7 @@ class Models:
     def take(self, name: str) -> TrainedModel:
         """Give a model the actor and the optimizer. Raises RequestRefused if it is broken."""
         model = self.usable(name)
-        self.memory.enter(Phase.TRAIN, self.policy.actor, self.policy.optimizer)
+        self.policy.strategy.enter(Phase.TRAIN, self.policy.actor, self.policy.optimizer)
         if self.current is not model:
             self._set_aside()
             self._put(model.parameters)
@@ -113,7 +112,7 @@ class Models:
                 f" {self.num_snapshots} that were sampled from. Create another client, or save"
                 " weights by name (save_weights_for_sampler)"
             )
-        self.memory.enter(Phase.TRAIN, self.policy.actor, self.policy.optimizer)
+        self.policy.strategy.enter(Phase.TRAIN, self.policy.actor, self.policy.optimizer)
         self._set_aside()
         self._put(shards)
 

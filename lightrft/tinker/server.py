@@ -14,7 +14,7 @@ from lightrft.agents.endpoint.server import listening, server_settings
 from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.config.sections import ServerSection
 from lightrft.run.interruption import SERVER_STOPS, Interruption
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.tinker.frontend import Frontend
 from lightrft.tinker.promises import Job
 from lightrft.tinker.records import RequestRefused, SamplePrompt
@@ -29,7 +29,11 @@ class TinkerServer:
     """Answers clients until the process is interrupted. All ranks build it and call serve()."""
 
     def __init__(
-        self, strategy: Strategy, worker: TinkerWorker, frontend: Frontend, section: ServerSection
+        self,
+        strategy: StrategyBase,
+        worker: TinkerWorker,
+        frontend: Frontend,
+        section: ServerSection,
     ):
         """Listen at the address on rank 0. Raises ValueError on all ranks if it is in use."""
         self.strategy = strategy

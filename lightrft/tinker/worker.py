@@ -68,7 +68,7 @@ class TinkerWorker:
     def save(self, name: str, tag: str, *, optimizer: bool) -> None:
         """Write a checkpoint of the model; without `optimizer` it has the weights alone."""
         self.models.take(name)
-        self.strategy.checkpoints.save(
+        self.strategy.save_ckpt(
             {ACTOR: self._trained(optimizer)},
             (self.folder / tag).parent,
             (self.folder / tag).name,
@@ -94,7 +94,7 @@ class TinkerWorker:
         return key
 
     def _load(self, tag: str, *, optimizer: bool) -> None:
-        self.strategy.checkpoints.load(
+        self.strategy.load_ckpt(
             {ACTOR: self._trained(optimizer)},
             (self.folder / tag).parent,
             (self.folder / tag).name,
@@ -131,7 +131,7 @@ class TinkerWorker:
             raise RequestRefused("there are no gradients to step on: call forward_backward first")
 
         optimizer = self.policy.optimizer
-        self.strategy.memory.enter(Phase.TRAIN, self.policy.actor, optimizer)
+        self.strategy.enter(Phase.TRAIN, self.policy.actor, optimizer)
         for group in optimizer.param_groups:
             group["lr"] = adam["learning_rate"]
             group["betas"] = adam["beta1"], adam["beta2"]
@@ -169,7 +169,7 @@ class TinkerWorker:
 
         actor = self.policy.actor
         optimizer = self.policy.optimizer if learn else None
-        self.strategy.memory.enter(Phase.TRAIN if learn else Phase.LOGPROB, actor, optimizer)
+        self.strategy.enter(Phase.TRAIN if learn else Phase.LOGPROB, actor, optimizer)
         actor.train(learn)
         total = torch.zeros((), device=self.strategy.device)
         logprobs = []
@@ -222,10 +222,10 @@ class TinkerWorker:
         `more` returns further prompts for these weights that have come meanwhile, and are not
         scored.
         """
-        host = self.strategy.host
+        engine = self.strategy.engine
         world = self.strategy.mesh.world
         key = prompts[0].weights
-        stale = self._engine_has != key or not host.engine.weights_valid
+        stale = self._engine_has != key or not engine.weights_valid
         scored = [prompt for prompt in prompts if prompt.scored]
         if stale or scored:
             self._prepare(key)
@@ -235,9 +235,9 @@ class TinkerWorker:
         # Engines score no prompts, so the trainer does, before the engine wakes.
         scores = {prompt.number: self._score(prompt.request.token_ids) for prompt in scored}
         self.strategy.announce("generate")
-        with host.awake(self.policy.actor if stale else None):
+        with self.strategy.engine_awake(self.policy.actor if stale else None):
             self._engine_has = key
-            session = host.open(Sampling(seed=self.train.seed), shared=True)
+            session = self.strategy.open_generation(Sampling(seed=self.train.seed), shared=True)
             running: set[int] = set()
             own: dict[int, int] = {}
 

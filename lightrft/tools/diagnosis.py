@@ -25,7 +25,7 @@ from lightrft.models.load import load_model
 from lightrft.models.logprobs import scaled_logits
 from lightrft.models.weight_files import NOT_THE_MODEL
 from lightrft.roles.policy import Policy
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.thinker import load_config
 from lightrft.types import Completion
 
@@ -157,7 +157,7 @@ class Diagnosis:
 
 def diagnose(
     config: Config,
-    strategy: Strategy,
+    strategy: StrategyBase,
     tokenizer: PreTrainedTokenizerBase,
     engine_model: str = "",
 ) -> Diagnosis:
@@ -175,17 +175,17 @@ def diagnose(
     part = Sampling().resolved(banned).truncation
     policy = Policy(strategy, strategy.prepare(actor), truncation=part)
     engine_config = replace(config, model=replace(config.model, pretrain=engine_model or pretrain))
-    strategy.host.start(engine_config, config.engine.engine_type, actor=policy.actor)
+    strategy.setup_inference_engine(engine_config, config.engine.engine_type, actor=policy.actor)
 
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
-    with strategy.host.awake(policy.actor):
+    with strategy.engine_awake(policy.actor):
         requests = [Request(prompt) for prompt in prompts]
         responses = {
-            name: strategy.host.engine.generate(requests, sampling)
+            name: strategy.engine.generate(requests, sampling)
             for name, sampling in PROBE_SAMPLING.items()
         }
         sequence = prompts[2] + responses["sampled"][2][0].token_ids
-        engine_values = strategy.host.engine.parts(sequence)
+        engine_values = strategy.engine.parts(sequence)
 
     gaps = {
         name: _gap(policy, prompts, completions, tokenizer.decode)
@@ -201,7 +201,7 @@ def diagnose(
 
     exact = config.engine.exact
     part_gaps = compare(*parts, strategy.dtype, exact=exact)
-    return Diagnosis(strategy.host.name, strategy.dtype, gaps, part_gaps, settings, exact)
+    return Diagnosis(strategy.engine_name, strategy.dtype, gaps, part_gaps, settings, exact)
 
 
 def _without(banned: Sequence[int], values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from lightrft.parallel.sequence_parallel import (
     set_sequence_parallel,
 )
 from lightrft.parallel.tensor_parallel import parallelize
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.thinker import load_config
 from lightrft.tools.small_copy import FIRST_TOKEN, SMALL_VOCABULARY, small_config, small_model
 from lightrft.types import Batch
@@ -105,7 +105,7 @@ NO_BEHAVIOUR = ("_name_or_path", "architectures", "id2label", "label2id", "dtype
 
 def check_model(
     section: ModelSection,
-    strategy: Strategy,
+    strategy: StrategyBase,
     flag: str = "pretrain",
     *,
     name: str = "",
@@ -233,7 +233,7 @@ def compare_small_copy(
     return comparisons
 
 
-def resumed_gap(config: PretrainedConfig, strategy: Strategy, **options: Any) -> float:
+def resumed_gap(config: PretrainedConfig, strategy: StrategyBase, **options: Any) -> float:
     """Return how far a resumed training is from one that was not stopped; 0 is expected.
 
     A small copy takes two optimizer steps, once with a checkpoint between them that another copy
@@ -261,8 +261,8 @@ def resumed_gap(config: PretrainedConfig, strategy: Strategy, **options: Any) ->
     # Other weights, so that what is not loaded shows
     resumed = begin(SEEDS[1])
     with TemporaryDirectory() as folder:
-        strategy.checkpoints.save(through[0], folder, "half")
-        strategy.checkpoints.load(resumed[0], folder, "half")
+        strategy.save_ckpt(through[0], folder, "half")
+        strategy.load_ckpt(resumed[0], folder, "half")
     for run in (through, resumed):
         step(*run)
 

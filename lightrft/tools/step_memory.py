@@ -30,7 +30,7 @@ from lightrft.models.logprobs import DEVICE_CHUNK
 from lightrft.models.lora import add_adapters
 from lightrft.parallel.mesh import Mesh
 from lightrft.roles.operations import count_parameters
-from lightrft.strategy.fsdp import FSDP2
+from lightrft.strategy.fsdp import FSDPStrategy
 
 TRACED_LAYERS = (3, 4)
 """Numbers of layers that are traced.
@@ -82,7 +82,7 @@ class LearningModel(nn.Module):
         return hidden, F.linear(hidden[:1], self.model.get_output_embeddings().weight)
 
 
-class FakeRankStrategy(FSDP2):
+class FakeRankStrategy(FSDPStrategy):
     """A rank over a fake process group, where the other ranks do not exist.
 
     It has no monitor, and nothing that waits for an answer.
@@ -137,7 +137,7 @@ def _trace(shape: PretrainedConfig, options: dict[str, Any], tokens: int) -> Ste
         return trace_step(strategy, model, tokens)
 
 
-def trace_step(strategy: FSDP2, model: PreTrainedModel, tokens: int) -> StepBytes:
+def trace_step(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> StepBytes:
     """Measure two micro-batches and a step of a model from empty_model().
 
     Inside of FakeTensorMode nothing is computed.

@@ -45,7 +45,7 @@ from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.run.model_card import held_out_results, push, write_card
 from lightrft.run.resume_check import changed_settings, identity
 from lightrft.run.run_folder import RunFolder, checkpoints_of
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.types import Expand
 from lightrft.versions import installed_versions
 
@@ -80,7 +80,7 @@ class Trainer(ABC):
     def __init__(
         self,
         config: Config,
-        strategy: Strategy,
+        strategy: StrategyBase,
         role: Role,
         training_data: TrainingData,
         *,
@@ -184,7 +184,7 @@ class Trainer(ABC):
 
             self.strategy.announce("checkpoint")
             self.observer.writer.flush()
-            self.strategy.checkpoints.finish()
+            self.strategy.finish_ckpt()
 
             if not self.nothing_left:
                 self.strategy.announce("save_model")
@@ -222,8 +222,7 @@ class Trainer(ABC):
         adapter_only = self.config.train.save_adapter_only and self.config.model.lora_rank
         for name, model in self.models_to_save().items():
             alone = adapter_only and name in ("model", "model_ema")
-            files = self.strategy.checkpoints
-            save = files.save_adapter if alone else files.save_model
+            save = self.strategy.save_adapter if alone else self.strategy.save_model
             save(model, self.tokenizer, self.folder / name)
 
     def _publish(self) -> None:
@@ -250,7 +249,7 @@ class Trainer(ABC):
         for model in self.models_to_save().values():
             end_generation_at(self.strategy.unwrap_model(model), ends)
             if model is not self.role.average:  # it has the same class as the model itself
-                self.strategy.checkpoints.rehearse_save(model, self.tokenizer)
+                self.strategy.rehearse_save(model, self.tokenizer)
 
         resumed = None
         train = self.config.train
@@ -319,7 +318,7 @@ class Trainer(ABC):
                     self.save()
                 self.interruption.safe_point()  # a signal may have come meanwhile
 
-            self.strategy.checkpoints.finish(wait=False)
+            self.strategy.finish_ckpt(wait=False)
             # A checkpoint can hold the state between steps, so this is where a signal counts.
             self.interruption.heed(signals)
             if last:
@@ -329,7 +328,7 @@ class Trainer(ABC):
         """Reduce the metrics over all ranks, once, and send them to the sinks."""
         self._write_timeline(number)
         data = self.strategy.mesh.data
-        for name, value in (self.trace.step() | self.strategy.host.sleep_memory).items():
+        for name, value in (self.trace.step() | self.strategy.engine_memory).items():
             add = self.metrics.max if name.startswith("memory/") else self.metrics.mean
             add(name, value)
             self._measured[name] += 1
@@ -360,7 +359,7 @@ class Trainer(ABC):
         self.observer.log(number, row)
         if self.health.check_step(number, row):
             # A sudden mismatch may mean wrong weights in the engine, so all are verified next time.
-            self.strategy.host.engine.verify_round = None
+            self.strategy.engine.verify_round = None
 
     def _write_timeline(self, number: int) -> None:
         """Add the spans of all ranks to the timeline, in the first steps of this process."""
@@ -415,7 +414,7 @@ class Trainer(ABC):
         self.observer.writer.flush()
 
         train = self.config.train
-        self.strategy.checkpoints.save(
+        self.strategy.save_ckpt(
             self.models,
             self.checkpoints,
             tag=f"step{self.done}",
@@ -456,7 +455,7 @@ class Trainer(ABC):
             for _, optimizer, scheduler in self.models.values():
                 if optimizer is not None:
                     settings.enter_context(own_settings(optimizer, scheduler))
-            path, state = self.strategy.checkpoints.load(
+            path, state = self.strategy.load_ckpt(
                 self.models, folder, tag, parts=self.parts, check=self._check, needs=CLIENT_STATE
             )
 
@@ -489,7 +488,7 @@ class Trainer(ABC):
     def _save_interrupted(self) -> None:
         if self.saved != self.done:
             self.save()
-        self.strategy.checkpoints.finish()
+        self.strategy.finish_ckpt()
         self.strategy.print(
             f"saved step {self.done} in {self.checkpoints}; resume with the same command and"
             " --load_checkpoint"
@@ -513,7 +512,7 @@ class Trainer(ABC):
                 "status": status,
                 "steps": self.done,
                 "total_steps": self.total_steps,
-                "engine": self.strategy.host.name,
+                "engine": self.strategy.engine_name,
                 "engine_tp_size": self.config.engine.engine_tp_size,
                 "strategy": type(self.strategy).__name__,
                 "world_size": self.strategy.mesh.world.size,

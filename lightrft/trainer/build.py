@@ -54,7 +54,7 @@ from lightrft.samples import REASONING_GYM
 from lightrft.schedulers.overlap import Overlap
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from lightrft.stages.build import experience_maker
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import (
     load_expander,
@@ -79,7 +79,7 @@ from lightrft.trainer.tasks.sft import PtxLoss
 from lightrft.types import RoutedShape
 
 
-def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
+def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     """Build everything that a run of train_ppo needs, in order: data, models, engine, loop.
 
     A function that builds what an option adds returns None without the option.
@@ -138,7 +138,7 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
     parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     if algorithm.entropy_target is not None:
         parts["entropy_coefficient"] = entropy_coefficient
-    strategy.memory.report("models and engine are ready;")
+    strategy.report_memory("models and engine are ready;")
 
     objective = PolicyObjective(algorithm, kl_coefficient, entropy_coefficient)
     learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
@@ -165,7 +165,7 @@ def ppo_trainer(config: Config, strategy: Strategy) -> PPOTrainer:
 # -- data and rewards
 
 
-def check_engine(config: Config, strategy: Strategy) -> None:
+def check_engine(config: Config, strategy: StrategyBase) -> None:
     """Raise ConfigError for an engine that cannot read the model in eight bits."""
     if config.engine.rollout_quantization == "none":
         return
@@ -179,7 +179,7 @@ def check_engine(config: Config, strategy: Strategy) -> None:
     )
 
 
-def build_rewards(config: Config, strategy: Strategy) -> RewardRunner:
+def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
     """Build what calls the rewards of --reward.
 
     A judge that is the engine itself is not among the functions that worker processes call.
@@ -208,7 +208,7 @@ def build_rewards(config: Config, strategy: Strategy) -> RewardRunner:
 
 def build_eval_sets(
     config: Config,
-    strategy: Strategy,
+    strategy: StrategyBase,
     tokenizer: PreTrainedTokenizerBase,
     expand: Expander | None,
     rewards: RewardRunner,
@@ -264,7 +264,7 @@ def updates_of_a_step(config: Config) -> int:
 
 
 def build_ppo_roles(
-    config: Config, strategy: Strategy, training_data: TrainingData, *, updates: int
+    config: Config, strategy: StrategyBase, training_data: TrainingData, *, updates: int
 ) -> tuple[Policy, Critic | None, Teacher | None]:
     """Build the policy, and the critic and the teacher if the run needs them.
 
@@ -338,7 +338,7 @@ def build_ptx_loss(
 
 def start_engine(
     config: Config,
-    strategy: Strategy,
+    strategy: StrategyBase,
     name: str,
     *,
     actor: nn.Module | None = None,
@@ -351,8 +351,8 @@ def start_engine(
     """
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine {name}"):
-        strategy.host.start(config, config.engine.engine_type, actor=actor, draft=draft)
-    strategy.host.engine.check_media(media_columns(config.data))
+        strategy.setup_inference_engine(config, config.engine.engine_type, actor=actor, draft=draft)
+    strategy.engine.check_media(media_columns(config.data))
 
 
 # -- from samples to experience, and from prompts to samples
@@ -400,7 +400,7 @@ def build_experience_maker(
 
 
 def build_sampler(
-    config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
 ) -> Sampler:
     """Build what samples responses, or episodes if the run has environments or tools."""
     episodes = build_episodes(config, tokenizer)
@@ -418,7 +418,7 @@ def build_sampler(
 
 def build_overlap(
     config: Config,
-    strategy: Strategy,
+    strategy: StrategyBase,
     make_experience: ExperienceMaker,
     rewards: RewardRunner,
     trace: Untraced,
@@ -441,7 +441,7 @@ def build_overlap(
 
 def build_scheduler(
     config: Config,
-    strategy: Strategy,
+    strategy: StrategyBase,
     training_data: TrainingData,
     sampler: Sampler,
     rewards: RewardRunner,
@@ -507,7 +507,7 @@ def build_learners(
 
 def replay_trainer(
     config: Config,
-    strategy: Strategy,
+    strategy: StrategyBase,
     policy: Policy,
     training_data: TrainingData,
     options: dict[str, Any],
@@ -523,7 +523,7 @@ def replay_trainer(
 # -- evaluation alone
 
 
-def evaluation(config: Config, strategy: Strategy) -> Evaluation:
+def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     """Load held-out prompts and reward models, and start an engine with the weights of `pretrain`.
 
     `pretrain` may also be a run's folder or a checkpoint.

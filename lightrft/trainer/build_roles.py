@@ -33,7 +33,7 @@ from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.teacher import Teacher, Teachers
 from lightrft.rollout.media_expansion import Expander
 from lightrft.run.reward_server import ServedModel
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.tools.selfcheck import check_model
 
 ANY_TOKEN = Sampling()
@@ -42,7 +42,7 @@ ANY_TOKEN = Sampling()
 
 def build_policy(
     config: Config,
-    strategy: Strategy,
+    strategy: StrategyBase,
     *,
     updates: int,
     reference: bool,
@@ -108,7 +108,7 @@ def build_policy(
 
 
 def _follower(
-    config: Config, strategy: Strategy, actor: Actor, *, computes_like_actor: bool = False
+    config: Config, strategy: StrategyBase, actor: Actor, *, computes_like_actor: bool = False
 ) -> Actor:
     """Build a model that follows the actor: float32, sharded and adapted like it.
 
@@ -125,7 +125,7 @@ def _follower(
     return model
 
 
-def _computing_like_actor(config: Config, strategy: Strategy, model: Actor) -> Actor:
+def _computing_like_actor(config: Config, strategy: StrategyBase, model: Actor) -> Actor:
     if config.model.fp8_training:
         from lightrft.backends.torchao import use_float8
 
@@ -138,7 +138,7 @@ def _computing_like_actor(config: Config, strategy: Strategy, model: Actor) -> A
 
 
 def _trained(
-    config: Config, strategy: Strategy, model: Module, rate: float, updates: int
+    config: Config, strategy: StrategyBase, model: Module, rate: float, updates: int
 ) -> tuple[Any, Any, Any]:
     """Shard a model with the optimizer and the schedule that train it."""
     optim = config.optim
@@ -169,7 +169,7 @@ def set_blank_media(expand: Expander | None, *models: Actor | Scorer | None) -> 
 
 
 def build_critic(
-    config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, *, updates: int
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int
 ) -> Critic:
     """Build the sharded critic with optimizer and schedule; it gets adapters if the actor does."""
     if config.model.critic_pretrain:
@@ -188,7 +188,7 @@ def build_critic(
 
 
 def build_draft(
-    config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, *, updates: int
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int
 ) -> Draft | None:
     """Build the sharded model of --speculative draft, if it learns; all parameters are trained."""
     rate = config.optim.draft_learning_rate
@@ -215,7 +215,7 @@ def build_draft(
 
 def build_teacher(
     config: Config,
-    strategy: Strategy,
+    strategy: StrategyBase,
     tokenizer: PreTrainedTokenizerBase,
     expand: Expander | None,
     policy: Policy,
@@ -241,7 +241,7 @@ def build_teacher(
 
 def _teachers(
     config: Config,
-    strategy: Strategy,
+    strategy: StrategyBase,
     tokenizer: PreTrainedTokenizerBase,
     expand: Expander | None,
     policy: Policy,
@@ -279,7 +279,7 @@ def _teachers(
 
 
 def _frozen_policy(
-    config: Config, strategy: Strategy, actor: Actor, truncation: Truncation
+    config: Config, strategy: StrategyBase, actor: Actor, truncation: Truncation
 ) -> Policy:
     return Policy(
         strategy,
@@ -292,7 +292,7 @@ def _frozen_policy(
 
 def build_model_rewards(
     config: Config,
-    strategy: Strategy,
+    strategy: StrategyBase,
     tokenizer: PreTrainedTokenizerBase,
     expand: Expander | None,
 ) -> ModelRewards | None:
@@ -313,7 +313,7 @@ def build_model_rewards(
     return ModelRewards(models, key=config.reward.reward_key, expand=expand) if models else None
 
 
-def build_served_models(config: Config, strategy: Strategy) -> list[ServedModel]:
+def build_served_models(config: Config, strategy: StrategyBase) -> list[ServedModel]:
     """Build the frozen reward models for serving, each with the tokenizer that it reads with."""
     models = []
     for flag, term in reward_model_terms(config.model):
@@ -326,7 +326,9 @@ def build_served_models(config: Config, strategy: Strategy) -> list[ServedModel]
     return models
 
 
-def _frozen_reward_model(config: Config, strategy: Strategy, flag: str, name: str) -> RewardModel:
+def _frozen_reward_model(
+    config: Config, strategy: StrategyBase, flag: str, name: str
+) -> RewardModel:
     strategy.announce("load_reward_models")
     check_model(config.model, strategy, flag, name=name, scores=True)
     with strategy.init_model_context():
@@ -338,7 +340,7 @@ def _frozen_reward_model(config: Config, strategy: Strategy, flag: str, name: st
 
 def build_reward_model(
     config: Config,
-    strategy: Strategy,
+    strategy: StrategyBase,
     tokenizer: PreTrainedTokenizerBase,
     *,
     updates: int,
@@ -362,7 +364,7 @@ def build_reward_model(
 
 
 def _empty_reward_model(
-    config: Config, strategy: Strategy, tokenizer: PreTrainedTokenizerBase, heads: list[str]
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, heads: list[str]
 ) -> Scorer:
     with strategy.init_model_context():
         model = load_reward_model(config.model, heads, tokenizer)

@@ -17,7 +17,7 @@ from lightrft.models.weight_files import weights_of
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.run.observation import log_duration
 from lightrft.run.resume_check import identity
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.build_episodes import new_episodes, served_model, with_token_ids
 from lightrft.trainer.build_roles import build_policy
 
@@ -30,7 +30,7 @@ SNAPSHOTS = {"full": 2, "adapters": 16}
 """Copies of earlier weights that clients can go on to sample from, in host memory."""
 
 
-def model_server(config: Config, strategy: Strategy) -> "ModelServer":
+def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
     """Start an engine with the weights of `pretrain`, and build the server that listens.
 
     `pretrain` may be a run's folder or a checkpoint.
@@ -55,7 +55,7 @@ def model_server(config: Config, strategy: Strategy) -> "ModelServer":
         f"starting the engine (--engine_type {config.engine.engine_type}) with"
         f" {config.model.pretrain}",
     ):
-        strategy.host.start(
+        strategy.setup_inference_engine(
             replace(config, engine=replace(config.engine, enable_engine_sleep=False))
         )
 
@@ -70,7 +70,7 @@ def model_server(config: Config, strategy: Strategy) -> "ModelServer":
     )
 
 
-def tinker_server(config: Config, strategy: Strategy) -> Any:
+def tinker_server(config: Config, strategy: StrategyBase) -> Any:
     """Load the model, start the engine with it, and build the server that listens."""
     try:
         from lightrft.tinker.frontend import Frontend, Served
@@ -86,7 +86,7 @@ def tinker_server(config: Config, strategy: Strategy) -> Any:
         policy = build_policy(config, strategy, updates=1, reference=False)
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
-        strategy.host.start(config, config.engine.engine_type, actor=policy.actor)
+        strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
 
     adapters = config.model.lora_rank > 0
     folder = Path(config.train.save_path) / "checkpoints"
@@ -109,7 +109,7 @@ def tinker_server(config: Config, strategy: Strategy) -> Any:
         train.max_tokens_per_logprob_microbatch,
         rope_window(model),
     ]
-    vocabulary = strategy.host.engine.vocabulary
+    vocabulary = strategy.engine.vocabulary
     limits = RequestLimits(
         vocabulary.size,
         frozenset(vocabulary.placeholder_token_ids),

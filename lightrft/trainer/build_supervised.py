@@ -16,7 +16,7 @@ from lightrft.roles.role import Role
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
 from lightrft.run.run_folder import RunFolder
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import (
     limits_of_media,
@@ -36,7 +36,7 @@ Learning = tuple[Role, Task, TrainingData]
 """The role that learns, the task it learns, and the data."""
 
 
-def sft_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
+def sft_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         data = load_training_data(config)
         policy = _policy(config, strategy, data, reference=False)
@@ -45,7 +45,7 @@ def sft_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     return _trainer("train_sft", config, strategy, build)
 
 
-def rm_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
+def rm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         preference = config.preference
         heads = head_names(config.model, preference.reward_heads)
@@ -63,7 +63,7 @@ def rm_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     return _trainer("train_rm", config, strategy, build, role_name="reward_model")
 
 
-def prm_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
+def prm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         heads = head_names(config.model, [])
         if len(heads) > 1:
@@ -79,7 +79,7 @@ def prm_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     return _trainer("train_prm", config, strategy, build, role_name="reward_model")
 
 
-def dpo_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
+def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         data = _load_judged(config, partial(load_pairs, config.data, config.preference))
         live = not config.preference.precompute_reference
@@ -97,7 +97,7 @@ def dpo_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     return _trainer("train_dpo", config, strategy, build)
 
 
-def kto_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
+def kto_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         data = _load_judged(config, partial(load_answers, config.data, config.preference))
         policy = _policy(config, strategy, data, reference=True)
@@ -106,7 +106,9 @@ def kto_trainer(config: Config, strategy: Strategy) -> SupervisedTrainer:
     return _trainer("train_kto", config, strategy, build)
 
 
-def _policy(config: Config, strategy: Strategy, data: TrainingData, *, reference: bool) -> Policy:
+def _policy(
+    config: Config, strategy: StrategyBase, data: TrainingData, *, reference: bool
+) -> Policy:
     with log_duration(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(config, strategy, updates=data.total_steps, reference=reference)
     set_blank_media(data.expand, policy.actor, policy.reference)
@@ -114,7 +116,7 @@ def _policy(config: Config, strategy: Strategy, data: TrainingData, *, reference
 
 
 def _reward_model(
-    config: Config, strategy: Strategy, data: TrainingData, heads: list[str]
+    config: Config, strategy: StrategyBase, data: TrainingData, heads: list[str]
 ) -> RewardModel:
     updates = data.total_steps
     with log_duration(strategy, f"loading {config.model.pretrain}"):
@@ -126,7 +128,7 @@ def _reward_model(
 def _trainer(
     command: str,
     config: Config,
-    strategy: Strategy,
+    strategy: StrategyBase,
     build: Callable[[Config], Learning],
     *,
     role_name: str = "actor",

@@ -22,7 +22,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group, sample_rows
 from lightrft.rollout.sampler import Sampler
 from lightrft.rollout.scores import Estimate
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
 
 AT_ONCE = 64
@@ -33,7 +33,9 @@ WITHOUT_INTERVAL = ("response_length",)
 class Evaluation:
     """Scores responses to the prompts of --eval_data: a greedy one and --eval_n_samples others."""
 
-    def __init__(self, config: Config, strategy: Strategy, sets: list[HeldOut], sampler: Sampler):
+    def __init__(
+        self, config: Config, strategy: StrategyBase, sets: list[HeldOut], sampler: Sampler
+    ):
         self.config = config
         self.strategy = strategy
         self.sets = sets
@@ -50,7 +52,7 @@ class Evaluation:
         strategy.announce("evaluate")
 
         # All sets are answered while the engine is awake; reward models may need the device after.
-        with strategy.host.awake():
+        with strategy.engine_awake():
             answered = [
                 self.sampler.answer(
                     each.prompts, seed=derived_seed(seed, "evaluation", *each.seed_parts)

@@ -21,7 +21,7 @@ from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Sampler
 from lightrft.run.digests import StepRecord
 from lightrft.run.interruption import Interrupted
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
 from lightrft.trainer.tasks.sft import PtxLoss
@@ -80,7 +80,7 @@ class PPOTrainer(Trainer):
     def __init__(
         self,
         config: Config,
-        strategy: Strategy,
+        strategy: StrategyBase,
         policy: Policy,
         training_data: TrainingData,
         *,
@@ -156,9 +156,9 @@ class PPOTrainer(Trainer):
         """Generate and score this rank's samples; return them and the engine's weight version."""
         rollback = self.rollout.scheduler.snapshot()
         metrics = self.metrics.state_dict()
-        weight_version = self.strategy.host.version
+        weight_version = self.strategy.weight_version
 
-        with self.trace.phase("generate"), self.strategy.host.awake(self.policy.actor):
+        with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
             groups = self.rollout.collect(number, self.metrics)
 
         with self.trace.phase("reward"):
@@ -172,10 +172,10 @@ class PPOTrainer(Trainer):
             rollback()
             self.metrics.clear()
             self.metrics.load_state_dict(metrics)
-            self.strategy.host.invalidate_weights(weight_version)
+            self.strategy.engine_lags(weight_version)
             raise
 
-        return samples, self.strategy.host.version
+        return samples, self.strategy.weight_version
 
     def _preparing(self, number: int) -> AbstractContextManager[None]:
         """Return a context that prepares a step in another thread, if there is one."""
@@ -196,8 +196,8 @@ class PPOTrainer(Trainer):
         The engine's weights keep their version: versions count steps, and the next step streams
         these same weights under the same version.
         """
-        version = self.strategy.host.version
-        with self.strategy.host.awake(self.policy.actor):
+        version = self.strategy.weight_version
+        with self.strategy.engine_awake(self.policy.actor):
             seed = self.config.train.seed
             answered = [
                 self.sampler.answer(
@@ -208,7 +208,7 @@ class PPOTrainer(Trainer):
             ]
             ask_judges(self.eval_sets, answered)
 
-        self.strategy.host.invalidate_weights(version)
+        self.strategy.engine_lags(version)
         # Scoring comes after generation, because reward models may need the device.
         for each, groups in zip(self.eval_sets, answered, strict=True):
             evaluate(each, groups, self.metrics, self.strategy.mesh.data)

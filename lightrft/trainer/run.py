@@ -22,7 +22,7 @@ from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.run.prepare import prepare_config, quiet_libraries
 from lightrft.run.reward_server import RewardServer
 from lightrft.strategy import get_strategy
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.build import evaluation, ppo_trainer
 from lightrft.trainer.build_roles import build_served_models
@@ -74,40 +74,40 @@ def run(command: str, config: Config) -> Any:
 
 
 def _train(
-    build: Callable[[Config, Strategy], Trainer], config: Config, strategy: Strategy
+    build: Callable[[Config, StrategyBase], Trainer], config: Config, strategy: StrategyBase
 ) -> Trainer:
     trainer = _start(build, config, strategy)
     trainer.fit()
     return trainer
 
 
-def _generate(strategy: Strategy) -> None:
+def _generate(strategy: StrategyBase) -> None:
     """Generate on a rank of --rollout_ranks until the ranks that train have ended.
 
     A signal to this rank waits, because the ranks that train decide when to stop.
     """
     with Interruption(strategy.mesh.world):
-        _as_config_error(strategy.host.serve)
+        _as_config_error(strategy.serve_engine)
 
 
-def _evaluate(config: Config, strategy: Strategy) -> dict[str, float]:
+def _evaluate(config: Config, strategy: StrategyBase) -> dict[str, float]:
     return _start(evaluation, config, strategy).run()
 
 
-def _serve_reward(config: Config, strategy: Strategy) -> None:
+def _serve_reward(config: Config, strategy: StrategyBase) -> None:
     models = _start(build_served_models, config, strategy)
     _start(RewardServer, strategy, models, config.server).serve()
 
 
-def _serve(config: Config, strategy: Strategy) -> None:
+def _serve(config: Config, strategy: StrategyBase) -> None:
     _start(model_server, config, strategy).serve()
 
 
-def _tinker(config: Config, strategy: Strategy) -> None:
+def _tinker(config: Config, strategy: StrategyBase) -> None:
     _start(tinker_server, config, strategy).serve()
 
 
-WORK: dict[str, Callable[[Config, Strategy], Any]] = {
+WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
     "train_ppo": partial(_train, ppo_trainer),
     "train_sft": partial(_train, sft_trainer),
     "train_rm": partial(_train, rm_trainer),
@@ -121,7 +121,7 @@ WORK: dict[str, Callable[[Config, Strategy], Any]] = {
 }
 
 
-def _end_all(strategy: Strategy, error: Exception) -> None:
+def _end_all(strategy: StrategyBase, error: Exception) -> None:
     """End the other ranks before anything is closed, because they may wait for this one.
 
     An interruption ends all ranks by itself.

@@ -225,7 +225,7 @@ def divided_course(folder: str) -> tuple[list[bool], list[list[str]], str]:
     actor = made.prepare(Actor(load_model(ModelSection(pretrain=folder))))
     plain = AutoModelForCausalLM.from_pretrained(folder)
     made.setup_inference_engine(actor=actor)
-    engine = made.host.engine
+    engine = made.engine
     engine.verify_dtype = torch.float32
 
     parts: list[list[str]] = []
@@ -258,8 +258,8 @@ def divided_course(folder: str) -> tuple[list[bool], list[list[str]], str]:
         engine.verify_round = 0  # all weights
         patch.setattr(engine, "_load_weights", lambda stream: (load(stream), spoil(layer)))
         with pytest.raises(EngineError) as error:
-            made.host.wake()
-            made.host.update_weights(actor)
+            made.wakeup_inference_engine()
+            made.update_engine_weights(actor)
 
     made.close_engine()
     return right, parts, str(error.value)

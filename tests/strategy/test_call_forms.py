@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightrft.compat.sampling import sampling_from_dict
 from lightrft.engine.base import Sampling
 from lightrft.strategy import EngineStatus, StrategyBase, StrategyConfig
+from lightrft.strategy.call_forms import sampling_from_dict
 from lightrft.strategy.fsdp import FSDPStrategy
 from ranks import run_ranks
 from strategy.test_engine import PROMPTS
@@ -135,16 +135,6 @@ def test_the_configuration_under_its_name_in_lightrft():
     assert StrategyConfig.from_args(Namespace(bf16=True, mine=3)).extra_args == {"mine": 3}
 
 
-@pytest.mark.parametrize("name", ["sp_data_processor", "genlen_analyser"])
-def test_objects_that_are_not_needed_say_what_does_their_work(name):
-    made = FSDPStrategy(seed=1)
-    with pytest.raises(AttributeError, match=f"a strategy has no {name}: "):
-        getattr(made, name)
-    assert not hasattr(made, "no_such_thing")
-    with pytest.raises(TypeError, match="takes a dataset"):
-        made.setup_dataloader(batch_size=2)
-
-
 def groups_of_a_shared_engine(folder: str) -> list:
     made = strategy(engine_tp_size=2, sp_size=2, pretrain=folder)
     return [
@@ -180,3 +170,8 @@ def test_a_module_of_the_users_own_is_computed_whole_on_each_rank_of_a_sequence(
     assert run_ranks(2, plain_module_under_sequence_parallelism, folder) == pytest.approx(
         [expected] * 2, rel=1e-5
     )
+
+
+def test_a_loader_without_data_is_refused():
+    with pytest.raises(TypeError, match="takes a dataset"):
+        FSDPStrategy(seed=1).setup_dataloader(batch_size=2)

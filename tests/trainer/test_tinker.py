@@ -122,7 +122,7 @@ def worker_of(folder: str, save_path: str, *flags: str, engine: bool = False) ->
     strategy.setup_distributed()
     policy = build_policy(config, strategy, updates=1, reference=False)
     if engine:
-        strategy.host.start(config, actor=policy.actor)
+        strategy.setup_inference_engine(config, actor=policy.actor)
     identity = {"settings": {"lora_rank": config.model.lora_rank}, "weights": {}}
     worker = TinkerWorker(policy, config.train, Path(save_path), identity=identity, num_snapshots=2)
     worker.create("a", [])

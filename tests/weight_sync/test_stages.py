@@ -48,8 +48,8 @@ def followed(host: EngineHost, actor: nn.Module) -> tuple[set[str], int]:
 def sync(folder: str) -> tuple[int, int]:
     made = strategy(pretrain=folder, engine_type="hf", prompt_max_len=32, generate_max_len=16)
     actor = made.prepare(load(folder))
-    made.host.start(actor=actor)
-    with made.host.awake(actor):
+    made.setup_inference_engine(actor=actor)
+    with made.engine_awake(actor):
         files, stages = followed(made.host, actor)
     made.close()
     return len(files), stages

@@ -24,7 +24,7 @@ from lightrft.engine.probe import MAX_MISMATCH
 from lightrft.models.load import load_tokenizer
 from lightrft.run.prepare import quiet_libraries
 from lightrft.strategy import get_strategy
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.thinker import load_config
 from lightrft.tools.checkup import Check, checkup
 from lightrft.tools.diagnosis import Diagnosis, diagnose
@@ -86,7 +86,7 @@ def _examine_model(arguments: argparse.Namespace, console: Console) -> bool:
     return well and diagnosis.healthy
 
 
-def _check_small_copy(config: Config, strategy: Strategy, console: Console) -> bool:
+def _check_small_copy(config: Config, strategy: StrategyBase, console: Console) -> bool:
     """Compare a small copy of the model with transformers, and with itself after a stop.
 
     Return whether they agree; a copy that cannot be built says nothing.

@@ -14,7 +14,7 @@ from lightrft.data.loader import Blend, Order
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
 from lightrft.roles.teacher import TeacherOfTokens
-from lightrft.strategy.strategy import Strategy
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
 from lightrft.types import Batch, Expand, Prompt
 
@@ -114,7 +114,7 @@ class PtxLoss:
 
 def supervised_part(
     prompts: Sequence[Prompt],
-    strategy: Strategy,
+    strategy: StrategyBase,
     train: TrainSection,
     *,
     max_tokens: int,

@@ -1,10 +1,13 @@
-"""Read sampling parameters from dictionaries as vLLM and SGLang name them."""
+"""Read sampling parameters from dictionaries as vLLM and SGLang name them, and return samples so."""
 
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from lightrft.engine.requests import Sampling
+from easydict import EasyDict
+
+from lightrft.engine.requests import Request, Sampling
+from lightrft.types import Completion
 
 SAMPLING_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 PRESENTATION = tuple(
@@ -55,3 +58,18 @@ def sampling_from_dict(parameters: Mapping[str, Any], seed: int) -> Sampling:
         values[name] = (each,) if isinstance(each, str) else tuple(each)
 
     return Sampling(**{"seed": seed} | values)
+
+
+def as_dicts(requests: list[Request], completions: list[list[Completion]]) -> list[EasyDict]:
+    """Return one dictionary for each sample; the samples of a prompt are adjacent."""
+    return [
+        EasyDict(
+            prompt_token_ids=list(request.token_ids),
+            output_token_ids=sample.token_ids,
+            output_logprobs=sample.logprobs,
+            finish_reason=sample.finish_reason,
+            weight_version=sample.weight_version,
+        )
+        for request, samples in zip(requests, completions, strict=True)
+        for sample in samples
+    ]
