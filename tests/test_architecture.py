@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -78,6 +80,8 @@ OPTIONAL = {
     "trackio",
     "comet_ml",
 }
+LAZY = "lightrft.strategy.deepspeed"
+"""Adapter that imports its package in functions only, so that its class is always there."""
 OPTIONAL_ELSEWHERE = {
     "av": "data/media_files.py",
     "peft": "models/lora.py",
@@ -171,6 +175,7 @@ def adapter_imports(source: str, path: str) -> list[str]:
         for name, eager in imports(source, path)
         if eager
         and name.startswith("lightrft.")
+        and not name.startswith(LAZY)
         and OPTIONAL & set(name.removeprefix(OWN).split(".")) - places(path)
     ]
 
@@ -331,6 +336,11 @@ def test_optional_packages_stay_in_the_place_named_after_them():
 
 def test_adapters_of_optional_packages_are_imported_when_chosen():
     assert [wrong for source, path in sources() for wrong in adapter_imports(source, path)] == []
+
+
+def test_a_lazy_adapter_is_imported_without_its_package():
+    code = f"import sys; sys.modules['deepspeed'] = None; import {LAZY}"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_files_and_folders_of_a_room_have_no_circle():

@@ -1572,7 +1572,8 @@ def resolved_strategy(*argv: str) -> tuple[str, bool]:
     return config.strategy.strategy, config.strategy.fsdp
 
 
-def test_the_strategy_is_what_was_asked_for_or_what_is_installed(monkeypatch):
+def test_the_strategy_is_what_was_asked_for():
+    """FSDP2 is the default, whatever is installed; a flag that only ZeRO has chooses ZeRO."""
     assert resolved_strategy("--fsdp") == resolved_strategy("--strategy=fsdp") == ("fsdp", True)
     assert (
         resolved_strategy("--fsdp", "false")
@@ -1580,9 +1581,15 @@ def test_the_strategy_is_what_was_asked_for_or_what_is_installed(monkeypatch):
         == ("deepspeed", False)
     )
     assert resolved_strategy("--strategy=mine.py:Mine", "--tp_size=2") == ("mine.py:Mine", False)
-    assert resolved_strategy() == ("deepspeed", False)
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
     assert resolved_strategy() == ("fsdp", True)
+    for flag in ("--zero_stage=3", "--adam_offload", "--zpg=1"):
+        assert resolved_strategy(flag) == ("deepspeed", False)
+    assert resolved_strategy("--zero_stage=3", "--strategy=mine.py:Mine") == ("mine.py:Mine", False)
+
+    config = parsed(*RUNNABLE, "--adam_offload")
+    resolve(config, "train_ppo", 2)
+    layout = "layout: deepspeed, ZeRO stage 2 (--adam_offload) on 2 processes, 2 data ranks"
+    assert layout in summary(config, "train_ppo", 2)
 
     with pytest.raises(
         ConfigError, match="--strategy deepspeed contradicts --fsdp true: set only one"

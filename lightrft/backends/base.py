@@ -30,6 +30,8 @@ from lightrft.parallel.ulysses import Ulysses
 from lightrft.parallel.zigzag import Zigzag
 from lightrft.weight_sync.stream import bucket_limit, hf_parameters, stream, unwrap
 
+Stream = Iterator[tuple[str, Tensor]]
+"""Names and full tensors of a model, each valid until the next one is requested."""
 SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zigzag}
 """Value of --sp_impl -> class that divides the tokens of a batch among ranks."""
 
@@ -81,6 +83,53 @@ class Backend(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from the counters of a checkpoint; empty if only parameters were loaded."""
+
+    # -- verbs that the parts of a strategy call too, so that an override counts everywhere
+
+    memory: Any
+    """Part that moves models, see strategy/device_memory.py."""
+
+    @abstractmethod
+    def enter(self, phase: Any, model: Any = None, optimizer: Any = None) -> None: ...
+
+    @abstractmethod
+    def offload_model(self, model: nn.Module) -> None: ...
+
+    @abstractmethod
+    def reload_model(self, model: nn.Module) -> None: ...
+
+    @abstractmethod
+    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None: ...
+
+    @abstractmethod
+    def maybe_load_optimizer(self, optimizer: Optimizer) -> None: ...
+
+    @abstractmethod
+    def sync_and_clear_cache(self) -> None: ...
+
+    @abstractmethod
+    def full_params(self, model: nn.Module, dtype: Any = None) -> Stream: ...
+
+    @abstractmethod
+    def adapter_params(self, model: nn.Module, *, base: bool) -> Stream: ...
+
+    @abstractmethod
+    def expert_params(self, model: nn.Module) -> Stream: ...
+
+    @abstractmethod
+    def save_model(self, model: nn.Module, tokenizer: Any, folder: Any) -> Any: ...
+
+    @abstractmethod
+    def wakeup_inference_engine(self, actor: nn.Module | None = None) -> None: ...
+
+    @abstractmethod
+    def maybe_sleep_inference_engine(self) -> None: ...
+
+    @abstractmethod
+    def update_engine_weights(self, actor: nn.Module) -> None: ...
+
+    @abstractmethod
+    def open_generation(self, sampling: Any) -> Any: ...
 
     # -- distributing a model
 
@@ -175,7 +224,7 @@ class Backend(ABC):
 
     def stream(
         self, model: nn.Module, dtype: torch.dtype, divided: DeviceMesh | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> Stream:
         """Yield (Hugging Face name, full tensor) of every parameter, bucket by bucket.
 
         Adapters and buffers are not merged or added here; see StrategyBase.full_params(). Experts stay
@@ -189,7 +238,7 @@ class Backend(ABC):
         gather = partial(stream, limit=self.bucket_limit(), device=self.device)
         return dense_stream(unwrap(model), parameters, dtype, gather)
 
-    def adapter_stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def adapter_stream(self, model: nn.Module, dtype: torch.dtype) -> Stream:
         """Yield what stream() yields of adapters; a backend may gather nothing else."""
         return ((name, tensor) for name, tensor in self.stream(model, dtype) if is_adapter(name))
 

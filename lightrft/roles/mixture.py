@@ -20,7 +20,7 @@ from lightrft.models.routers import RouterChoices, Routers
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import WITHOUT_ENTROPY, Policy
 from lightrft.roles.role import Objective
-from lightrft.strategy.device_memory import Phase
+from lightrft.strategy.phases import Phase
 from lightrft.types import Batch, Routing
 
 

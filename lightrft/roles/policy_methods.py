@@ -20,7 +20,7 @@ from lightrft.models.heads import Actor, Likeliest
 from lightrft.models.lora import fold_adapters, plain_name
 from lightrft.observe.profiler import Profiler
 from lightrft.roles.padded import flatten_padded
-from lightrft.strategy.device_memory import Phase
+from lightrft.strategy.phases import Phase
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.types import Batch, Completion, padded

@@ -40,7 +40,7 @@ from lightrft.observe.metrics import Metrics
 from lightrft.roles.operations import TrainingOperations
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten_padded
 from lightrft.roles.reports import MicroBatchReports
-from lightrft.strategy.device_memory import Phase
+from lightrft.strategy.phases import Phase
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.types import Batch, padded
 

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from loguru import logger
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.backends.base import Backend
 from lightrft.backends.staging import num_bytes, to_host
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import PART, run_on_all_ranks
@@ -22,9 +23,6 @@ from lightrft.checkpoint.hf_export import export, export_adapter, rehearse
 from lightrft.checkpoint.manifest import NOTHING, Kinds
 from lightrft.parallel.device import GB, free_host_memory, idle_pinned_memory
 from lightrft.weight_sync.stream import unwrap
-
-if TYPE_CHECKING:
-    from lightrft.strategy.strategy import StrategyBase
 
 Models = nn.Module | Mapping[str, Any]
 """One model, or several by name: {"actor": (actor, optimizer, scheduler), "ema": ema}, each as
@@ -47,7 +45,7 @@ class Checkpoints:
     All ranks call every method together.
     """
 
-    def __init__(self, strategy: "StrategyBase"):
+    def __init__(self, strategy: Backend):
         self.strategy = strategy
         self.prepared: dict[nn.Module, Trained] = {}
         """Model -> (model, optimizer, scheduler), as prepare() received them."""

@@ -6,12 +6,12 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from loguru import logger
 from torch import Tensor, nn
 
+from lightrft.backends.base import Backend
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, EngineSection, longest_sequence
 from lightrft.engine.base import Engine, EngineError
@@ -21,15 +21,12 @@ from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.models.lora import adapter_shapes, keep_adapters_apart
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, occupied_memory, release_cached_memory
-from lightrft.strategy.device_memory import Phase
+from lightrft.strategy.phases import Phase
 from lightrft.strategy.shared_session import SharedSession
 from lightrft.types import Completion
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.names import DRAFT
 from lightrft.weight_sync.stream import unwrap
-
-if TYPE_CHECKING:
-    from lightrft.strategy.strategy import StrategyBase
 
 WeightsOf = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
 """Function that starts one stream of (name, full tensor) of a model."""
@@ -52,7 +49,7 @@ class EngineHost:
     All ranks call every method together.
     """
 
-    def __init__(self, strategy: "StrategyBase", *, always_full: bool):
+    def __init__(self, strategy: Backend, *, always_full: bool):
         """Set up a host without an engine.
 
         `always_full`: every engine gets the stream of full_params(), also one that could hold

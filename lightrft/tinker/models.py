@@ -11,7 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from lightrft.parallel.device import local_part
 from lightrft.roles.policy import Policy
-from lightrft.strategy.device_memory import Phase
+from lightrft.strategy.phases import Phase
 from lightrft.tinker.records import RequestRefused
 
 Shards = list[Tensor]

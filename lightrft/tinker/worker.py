@@ -15,7 +15,7 @@ from lightrft.engine.base import NotFiniteError
 from lightrft.engine.requests import Sampling
 from lightrft.roles.policy import Policy
 from lightrft.roles.policy_methods import EVERYTHING
-from lightrft.strategy.device_memory import Phase
+from lightrft.strategy.phases import Phase
 from lightrft.tinker.losses import LOSSES
 from lightrft.tinker.models import Models
 from lightrft.tinker.records import (

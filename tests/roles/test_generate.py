@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.algorithms.objectives import sft
 from lightrft.engine.base import EngineError, Sampling
-from lightrft.strategy.device_memory import Phase, PhaseError
+from lightrft.strategy.phases import Phase, PhaseError
 from ranks import run_cases, run_ranks
 from roles import rows
 from tiny import EOS, PAD, byte_tokenizer

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightrft.engine.build import build_engine
 from lightrft.strategy import FSDPStrategy
-from lightrft.strategy.device_memory import Phase, PhaseError, Phases
+from lightrft.strategy.phases import Phase, PhaseError, Phases
 from ranks import run_ranks
 from strategy.training import load, strategy
 

@@ -7,7 +7,7 @@ import inspect
 from torch import nn
 
 from lightrft.strategy import DeepSpeedStrategy, FSDPStrategy, StrategyBase
-from lightrft.strategy.device_memory import Phase
+from lightrft.strategy.phases import Phase
 
 
 class Kept(FSDPStrategy):
