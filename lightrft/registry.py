@@ -56,8 +56,12 @@ class Registry:
         self.elsewhere = elsewhere or {}
         self._objects: dict[str, Any] = {}
 
-    def register(self, *names: str) -> Callable[[Any], Any]:
+    def register(self, *names: str, **properties: Any) -> Callable[[Any], Any]:
+        """Register an object under names; its attribute `properties` says what is known of it."""
+
         def add(target: Any) -> Any:
+            if properties:
+                target.properties = properties
             for name in names:
                 assert name not in self._objects, f"{self.kind} {name!r} is registered twice"
                 self._objects[name] = target

@@ -28,7 +28,7 @@ from lightrft.algorithms.kl import (
     kl_estimators,
 )
 from lightrft.algorithms.options import keywords, options_of, resolve
-from lightrft.algorithms.policy_loss import PER_SEQUENCE, PER_TOKEN, PolicyLoss, policy_losses
+from lightrft.algorithms.policy_loss import PolicyLoss, policy_losses, reach
 from lightrft.algorithms.preferences.dpo import DPOObjective
 from lightrft.algorithms.preferences.kto import KTOObjective
 from lightrft.algorithms.reduce import Denominator, LocalGradients, Report, share_of_mean
@@ -84,6 +84,7 @@ class PolicyObjective:
         self.policy_loss: PolicyLoss = resolve(
             policy_losses, section.policy_loss, extra=LOSS_INPUTS
         )
+        self.reach = reach(self.policy_loss)
         self.options = options_of(self.policy_loss, section)
         self.given = keywords(self.policy_loss).keys() & LOSS_INPUTS
         self.needed = ["advantages", "engine_logprobs"]
@@ -183,10 +184,10 @@ class PolicyObjective:
         None means that it may depend on the whole batch.
         """
         section = self.section
-        if section.policy_loss not in PER_TOKEN | PER_SEQUENCE:
+        if self.reach == "batch":
             return None
 
-        of_loss = int(section.policy_loss in PER_SEQUENCE or section.off_policy_delta is not None)
+        of_loss = int(self.reach == "sequence" or section.off_policy_delta is not None)
         # Given old log-probs make constants of all corrections. Otherwise the current log-probs
         # stand for them, and a correction depends on those of its token or sequence.
         if batch.old_logprobs is not None:

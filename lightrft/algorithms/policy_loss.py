@@ -3,7 +3,10 @@
 Each takes logprobs, old_logprobs and advantages, [T] each, and returns the values [T] and reports
 of each token [T]. r = exp(logp - old), sg is the value without a gradient. The keyword-only
 parameters of a loss are fields of the algorithm section, or one of: `batch`, the sequences;
-`marked` [T], the tokens that covariance.py chose for it.
+`marked` [T], the tokens that covariance.py chose for it. `per` says whether the value of a token
+depends on its own log-probs alone (token) or on those of its sequence; a user's own loss says so
+too, by register("mine", per="token") or mine.properties = {"per": "token"}. Gradients of such a
+loss are known before the whole batch is, which is faster.
 """
 
 import math
@@ -19,23 +22,25 @@ from lightrft.types import Batch
 Loss = tuple[Tensor, dict[str, Tensor]]
 PolicyLoss = Callable[..., Loss]
 policy_losses = Registry("policy loss", flag="--policy_loss")
-PER_TOKEN = {
-    *("ppo", "cispo", "sapo", "cpgd", "reinforce", "kl_cov", "clip_cov"),
-    *("dppo_tv", "dppo_kl", "dro", "stable_reinforce"),
-}
-"""Losses where the value of a token depends on no other token's log-prob.
-
-A user's own loss is not assumed to be one of them.
-"""
-PER_SEQUENCE = {"gspo", "gspo_token", "gmpo"}
-"""Losses where the value of a token depends on the log-probs of its own sequence only."""
 STABLE_RATIO = 1e3
 """stable_reinforce: largest ratio, and smallest inverse of one, before anything else."""
 STABLE_ADVANTAGE = 3.0
 """stable_reinforce: largest size of an advantage that is learned from."""
 
 
-@policy_losses.register("ppo")
+def reach(loss: PolicyLoss) -> str:
+    """Return what the loss of a token depends on: log-probs of the `token`, of the `sequence`, or
+    of the whole `batch`, as nothing else is known of a loss without the property `per`.
+
+    Raises ValueError for another word.
+    """
+    per = getattr(loss, "properties", {}).get("per", "batch")
+    if per not in ("token", "sequence", "batch"):
+        raise ValueError(f"--policy_loss: per={per!r} is none of token, sequence, batch")
+    return per
+
+
+@policy_losses.register("ppo", per="token")
 def ppo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -61,7 +66,7 @@ def ppo(
     return loss, report
 
 
-@policy_losses.register("gspo")
+@policy_losses.register("gspo", per="sequence")
 def gspo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -79,7 +84,7 @@ def gspo(
     return clipped_surrogate(ratio, advantages, eps_clip_low, eps_clip_high)
 
 
-@policy_losses.register("gspo_token")
+@policy_losses.register("gspo_token", per="sequence")
 def gspo_token(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -102,7 +107,7 @@ def gspo_token(
     )
 
 
-@policy_losses.register("gmpo")
+@policy_losses.register("gmpo", per="sequence")
 def gmpo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -133,7 +138,7 @@ def gmpo(
     return -advantages * ratio, report
 
 
-@policy_losses.register("cispo")
+@policy_losses.register("cispo", per="token")
 def cispo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -155,7 +160,7 @@ def cispo(
     return -ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high) * advantages * logprobs, report
 
 
-@policy_losses.register("sapo")
+@policy_losses.register("sapo", per="token")
 def sapo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -175,7 +180,7 @@ def sapo(
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, {"train/ratio": ratio}
 
 
-@policy_losses.register("cpgd")
+@policy_losses.register("cpgd", per="token")
 def cpgd(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -208,7 +213,7 @@ def cpgd(
     return torch.max(plain_loss, clipped_loss) + policy_drift_coef * counted, report
 
 
-@policy_losses.register("dppo_tv")
+@policy_losses.register("dppo_tv", per="token")
 def dppo_tv(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -229,7 +234,7 @@ def dppo_tv(
     )
 
 
-@policy_losses.register("dppo_kl")
+@policy_losses.register("dppo_kl", per="token")
 def dppo_kl(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -254,7 +259,7 @@ def dppo_kl(
     )
 
 
-@policy_losses.register("dro")
+@policy_losses.register("dro", per="token")
 def dro(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, policy_drift_coef: float
 ) -> Loss:
@@ -272,7 +277,7 @@ def dro(
     }
 
 
-@policy_losses.register("stable_reinforce")
+@policy_losses.register("stable_reinforce", per="token")
 def stable_reinforce(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -298,7 +303,7 @@ def stable_reinforce(
     return loss, report | {"train/advantages_dropped": outliers}
 
 
-@policy_losses.register("reinforce")
+@policy_losses.register("reinforce", per="token")
 def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Loss:
     """-A logp.
 
@@ -308,7 +313,7 @@ def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Los
     return -advantages * logprobs, {"train/ratio": (logprobs - old_logprobs).exp()}
 
 
-@policy_losses.register("kl_cov")
+@policy_losses.register("kl_cov", per="token")
 def kl_cov(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -329,7 +334,7 @@ def kl_cov(
     }
 
 
-@policy_losses.register("clip_cov")
+@policy_losses.register("clip_cov", per="token")
 def clip_cov(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -4,14 +4,15 @@ from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.correction import corrections
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.options import FIELDS, keywords
-from lightrft.algorithms.policy_loss import policy_losses
+from lightrft.algorithms.policy_loss import policy_losses, reach
 from lightrft.config.resolve import BOTH_BOUNDS
 from lightrft.config.sections import AlgorithmSection
 from lightrft.registry import Registry
 
 
 def unread_flags(section: AlgorithmSection) -> list[str]:
-    """Return a sentence for each changed flag that the chosen functions do not read.
+    """Return a sentence for each changed flag that the chosen functions do not read, and for a
+    policy loss that does not say what it depends on.
 
     Only other estimators, losses or corrections read these flags. Raises ValueError for a name that
     no registry knows.
@@ -22,6 +23,12 @@ def unread_flags(section: AlgorithmSection) -> list[str]:
     notices += unread(policy_losses, section.policy_loss, changed, marks)
     if section.rollout_correction is not None:
         notices += unread(corrections, section.rollout_correction, changed)
+    if reach(policy_losses[section.policy_loss]) == "batch":
+        notices.append(
+            f"--policy_loss {section.policy_loss}: the loss of a token may depend on all others, so"
+            " that gradients wait for the whole batch; if it does not, say so:"
+            f' {section.policy_loss.rpartition(":")[2]}.properties = {{"per": "token"}}'
+        )
     return notices
 
 

@@ -79,7 +79,11 @@ class ExperienceMaker:
 
         # Every rank gets the rewards of all, so a group may lie on several ranks.
         gathered = GatheredRewards.share(
-            self.data, samples, first_row=first_sample, components=self.components
+            self.data,
+            samples,
+            first_row=first_sample,
+            components=self.components,
+            columns=self.compare.columns,
         )
         counts = torch.tensor([count for _, count in facts], dtype=torch.int64)
         numbers = first_sample + torch.repeat_interleave(counts)

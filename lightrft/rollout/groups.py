@@ -4,9 +4,11 @@ Every rank gets the rewards of all ranks, because estimators and reward shaping 
 a step only the outcome of a group is kept.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
+from numbers import Real
 from typing import Any, Self
 
 import torch
@@ -157,15 +159,24 @@ class GatheredRewards:
 
     A response whose reward has no parts, or that has several rewards, has the part `reward`.
     """
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    """Numbers in the rows of the data, by column."""
 
     @classmethod
     def share(
-        cls, axis: Axis, samples: list[Sample], *, first_row: int, components: bool = False
+        cls,
+        axis: Axis,
+        samples: list[Sample],
+        *,
+        first_row: int,
+        components: bool = False,
+        columns: Sequence[str] = (),
     ) -> Self:
         """Gather the rewards of all ranks; the first sample of this rank is row `first_row`.
 
         It takes one collective, or two if a rank has more rewards than ever before. The
-        `components` take one more, for their names.
+        `components` take one more, for their names. Raises ValueError for a row of the data
+        without a number in one of `columns`.
         """
         names: list[str] = []
         if components:
@@ -175,16 +186,18 @@ class GatheredRewards:
         lines = [
             line
             for row, sample in enumerate(samples, first_row)
-            for line in _lines(row, sample, names)
+            for line in _lines(row, sample, names, columns)
         ]
-        width = len(fields(cls)) - 2 + len(names)
+        named = [*names, *columns]
+        width = len(fields(cls)) - 3 + len(named)
         table = torch.tensor(lines, dtype=torch.float64).reshape(-1, width)
         parts, _ = axis.gather_rows(table.view(torch.int64))  # the same bits
         first = sum(map(len, parts[: axis.rank]))
-        columns = torch.cat(parts).view(torch.float64).unbind(1)
-        numbers = columns[: width - len(names)]
-        of_names = dict(zip(names, columns[width - len(names) :], strict=True))
-        return cls(*numbers, slice(first, first + len(lines)), of_names)
+        values = torch.cat(parts).view(torch.float64).unbind(1)
+        numbers = values[: width - len(named)]
+        of_names = [*zip(named, values[width - len(named) :], strict=True)]
+        local = slice(first, first + len(lines))
+        return cls(*numbers, local, dict(of_names[: len(names)]), dict(of_names[len(names) :]))
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """Return the total reward and the group of each response of all ranks: [N], [N]."""
@@ -204,11 +217,15 @@ def _components(sample: Sample, reward: float) -> dict[str, float]:
     return named or {"reward": reward}
 
 
-def _lines(row: int, sample: Sample, names: list[str]) -> Iterator[tuple[float, ...]]:
+def _lines(
+    row: int, sample: Sample, names: list[str], columns: Sequence[str]
+) -> Iterator[tuple[float, ...]]:
     """Yield the numbers of each reward of a sample.
 
-    They are the tensors of GatheredRewards in the order of the fields, and then the parts `names`.
+    They are the tensors of GatheredRewards in the order of the fields, and then the parts `names`
+    and the `columns` of the data.
     """
+    of_row = [number_in(sample.prompt, name) for name in columns]
     before = 0
     for place, (token, reward) in enumerate(sample.steps, 1):
         if place == len(sample.steps):
@@ -217,8 +234,23 @@ def _lines(row: int, sample: Sample, names: list[str]) -> Iterator[tuple[float, 
             length, greedy = (0, 0.0)
         parts = _components(sample, reward) if names else {}
         of_names = [parts.get(name, 0.0) for name in names]
-        yield row, sample.group, reward, token + 1 - before, length, greedy, *of_names
+        yield row, sample.group, reward, token + 1 - before, length, greedy, *of_names, *of_row
         before = token + 1
+
+
+def number_in(prompt: Prompt, column: str) -> float:
+    """Return the number in a column of the row of a prompt.
+
+    Raises ValueError, with the row, if there is none.
+    """
+    value = prompt.columns.get(column)
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
+    row = prompt.location or f"row {prompt.index}"
+    raise ValueError(
+        f"--advantage_estimator asks for a number in the column {column!r}, and {row} has"
+        f" {value!r:.50}; its columns: {', '.join(prompt.columns)}"
+    )
 
 
 def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:

@@ -21,7 +21,7 @@ from lightrft.algorithms.advantage import (
     weighted_by_difficulty,
     whiten,
 )
-from lightrft.algorithms.options import keywords, options_of, resolve
+from lightrft.algorithms.options import FIELDS, keywords, options_of
 from lightrft.algorithms.reduce import Sum
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection
@@ -37,6 +37,16 @@ ESTIMATOR_INPUTS = {"lengths", "responses", "greedy_rewards", "components", "com
 """Options of an estimator that come from the samples, not from the configuration."""
 
 
+def data_columns(estimator: Estimator) -> list[str]:
+    """Return the columns of the data that an estimator requires: [M] float32 each, a number for
+    each reward.
+
+    They are its keywords without a default that are neither flags nor computed here.
+    """
+    known = FIELDS | ESTIMATOR_INPUTS
+    return [name for name, needed in keywords(estimator).items() if needed and name not in known]
+
+
 class CompareRewards:
     """Calls the estimator of --advantage_estimator with the shaped rewards of all ranks.
 
@@ -46,19 +56,18 @@ class CompareRewards:
     def __init__(
         self, section: AlgorithmSection, shaper: RewardShaper, weights: Mapping[str, float]
     ):
-        """Find the estimator. Raises ValueError if it needs what this run does not compute.
+        """Find the estimator.
 
         `weights` has the weight of each reward by label.
         """
         self.section = section
         self.shaper = shaper if shaper.is_enabled else None
         self.weights = weights
-        self.estimator: Estimator = resolve(
-            estimators, section.advantage_estimator, extra=ESTIMATOR_INPUTS
-        )
+        self.estimator: Estimator = estimators[section.advantage_estimator]
         self.options = options_of(self.estimator, section)
         self.given = keywords(self.estimator).keys() & ESTIMATOR_INPUTS
         self.reads_components = "components" in self.given
+        self.columns = data_columns(self.estimator)
 
     def __call__(self, gathered: GatheredRewards) -> Tensor:
         """Return the advantage of each reward: [M]."""
@@ -71,13 +80,16 @@ class CompareRewards:
             "responses": gathered.rows,
             "greedy_rewards": gathered.greedy.float(),
         }
+        given |= {name: values.float() for name, values in gathered.columns.items()}
         if self.reads_components:
             # Rounded like shaped rewards, whose float64 sums are exact: equal parts have no spread.
             given["components"] = torch.stack([*gathered.components.values()], 1).float()
             weights = [self._weight(name) for name in gathered.components]
             given["component_weights"] = torch.tensor(weights, dtype=torch.float64)
 
-        arguments = self.options | {name: given[name] for name in self.given & given.keys()}
+        arguments = self.options | {
+            name: given[name] for name in (self.given | {*self.columns}) & given.keys()
+        }
         advantages = self.estimator(rewards, groups, **arguments)
 
         # Estimators may be the user's own, and a NaN would only show up as a broken model.

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from lightrft.algorithms.policy_loss import PER_SEQUENCE
+from lightrft.algorithms.policy_loss import policy_losses, reach
 from lightrft.backends.zero_state import ZERO_BUCKET
 from lightrft.config.errors import ConfigError
 from lightrft.config.facts import EXPERT_FAMILIES
@@ -267,7 +267,7 @@ class Planner:
     def of_sequences(self) -> bool:
         """Return whether the loss knows gradients after whole sequences; see LocalGradients."""
         if self.command == "train_ppo":
-            return self.config.algorithm.policy_loss in PER_SEQUENCE
+            return reach(policy_losses[self.config.algorithm.policy_loss]) == "sequence"
         return self.command in ("train_dpo", "train_kto")
 
     def phases(self, step: StepBytes, tokens: int) -> dict[str, Bytes]:

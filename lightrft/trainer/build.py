@@ -42,7 +42,7 @@ from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.experience import ExperienceMaker, flatten
-from lightrft.rollout.groups import Group
+from lightrft.rollout.groups import Group, number_in
 from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.rollout import FixedBatch, JudgedRollout, Rollout, Scheduler
 from lightrft.rollout.sampler import Sampler, sampling_of
@@ -53,6 +53,7 @@ from lightrft.run.run_folder import RunFolder
 from lightrft.samples import REASONING_GYM
 from lightrft.schedulers.overlap import Overlap
 from lightrft.schedulers.rounds import Rounds, needs_rounds
+from lightrft.stages.advantages import data_columns
 from lightrft.stages.build import experience_maker
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import TrainingData
@@ -97,6 +98,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, rewards=rewards)
     rewards.check(training_data.prompts.examples)
+    for name in data_columns(estimators[config.algorithm.advantage_estimator]):
+        number_in(training_data.prompts[0], name)  # before models load
     tokenizer = training_data.tokenizer
     eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)
     config = with_token_ids(config, tokenizer)

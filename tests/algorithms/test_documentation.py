@@ -77,7 +77,9 @@ def test_the_examples_run():
         exec(example, examples)
     rewards = torch.tensor([1.0, 0.0, 2.0, 5.0])
     groups = torch.tensor([0, 0, 0, 1])
-    assert examples["median"](rewards, groups, lengths=torch.tensor([1, 2, 4, 3])).tolist() == [
+    assert examples["median"](
+        rewards, groups, lengths=torch.tensor([1, 2, 4, 3]), difficulty=torch.ones(4)
+    ).tolist() == [
         0.0,
         -0.5,
         0.25,

@@ -21,7 +21,7 @@ from lightrft.algorithms.objectives import (
     mismatch,
     sft,
 )
-from lightrft.algorithms.policy_loss import PER_SEQUENCE, PER_TOKEN, policy_losses
+from lightrft.algorithms.policy_loss import policy_losses, reach
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import AlgorithmSection, ConfigError
 from lightrft.types import Batch, Experience
@@ -327,7 +327,9 @@ def test_gradients_are_known_before_the_log_probs_of_all_tokens_are(section):
         objective(logprobs, batch, denominator)[0], [logprobs, entropy], allow_unused=True
     )
     gradients = local_gradients(objective, batch, denominator)
-    assert gradients.num_sequences == (0 if section.policy_loss in PER_TOKEN else 1)
+    assert gradients.num_sequences == (
+        0 if reach(policy_losses[section.policy_loss]) == "token" else 1
+    )
 
     parts = [batch.loss_mask, batch.sequence_ids == 0, batch.sequence_ids != 0]
     if gradients.num_sequences == 0:
@@ -358,9 +360,9 @@ def depends_on(name: str, scope: str) -> bool:
 
 
 def test_losses_that_treat_tokens_or_sequences_alone():
-    names = policy_losses.names()
-    assert {name for name in names if not depends_on(name, "token")} == PER_TOKEN
-    assert {name for name in names if not depends_on(name, "sequence")} == PER_TOKEN | PER_SEQUENCE
+    for name in policy_losses.names():
+        found = (depends_on(name, "token"), depends_on(name, "sequence"))
+        assert found == ((reach(policy_losses[name]) == "sequence"), False)
 
 
 def test_objectives_that_are_known_token_by_token():
