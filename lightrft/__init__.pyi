@@ -223,6 +223,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """Number of prompts in one step, over all ranks. Unset: 128, or fewer if the data would otherwise give fewer than 50 steps."""
     n_samples_per_prompt: int
     """Number of responses sampled for each prompt; they form a group."""
+    scheduler: str | Path
+    """What chooses the prompts of a step: fixed_batch, rounds, or a class of your own as module:Class or file.py:Class. auto: rounds with a flag that needs them, else fixed_batch."""
     generate_max_len: int
     """Maximum length of a response in tokens."""
     temperature: float

@@ -11,26 +11,34 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from lightrft.config.errors import ConfigError
 from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import Blend, Order, fair_owners
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics, Untraced
 from lightrft.parallel.collectives import Axis
+from lightrft.registry import Registry
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group, GroupOutcome, History
 from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.sampler import Requests, Sampler
 from lightrft.types import Prompt, Sample
 
+schedulers = Registry("scheduler", flag="--scheduler")
+schedulers.register_deferred("rounds", "lightrft.schedulers.rounds:Rounds")
 
+
+@runtime_checkable
 class Scheduler(Protocol):
     """Chooses a step's prompts and the groups to learn from, the same on all ranks.
 
-    FixedBatch is the default; the others are in lightrft/schedulers.
+    FixedBatch is the default; the others are in lightrft/schedulers. A class of a user is called
+    with the sampler, the rewards and the prompts, and with those keywords of FixedBatch and fields
+    of the rollout section that it names.
     """
 
     def generate(self, step: int) -> Iterator[Group]:
@@ -94,10 +102,23 @@ class Rollout:
         return [sample for group in groups for sample in group.samples]
 
     def state_dict(self) -> dict[str, Any]:
-        return self.scheduler.state_dict()
+        return self.scheduler.state_dict() | {"kind": self._kind}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state. Raises ConfigError for that of a scheduler which is another kind."""
+        kind = state.pop("kind", FixedBatch.__name__)
+        if kind != self._kind:
+            raise ConfigError(
+                f"the checkpoint has the state of the scheduler {kind}, and --scheduler"
+                f" {type(self.scheduler).__name__} cannot continue from it"
+            )
         self.scheduler.load_state_dict(state)
+
+    @property
+    def _kind(self) -> str:
+        """Return FixedBatch for all schedulers that extend it: each continues from any other."""
+        cls = FixedBatch if isinstance(self.scheduler, FixedBatch) else type(self.scheduler)
+        return cls.__name__
 
 
 class JudgedRollout(Rollout):
@@ -145,6 +166,7 @@ class PreparedRequests:
     requests: Requests
 
 
+@schedulers.register("fixed_batch")
 class FixedBatch:
     """Takes the next `rollout_batch_size` prompts of the data in each step."""
 

@@ -44,7 +44,7 @@ from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.experience import ExperienceMaker, flatten
 from lightrft.rollout.groups import Group, number_in
 from lightrft.rollout.media_expansion import Expander
-from lightrft.rollout.rollout import FixedBatch, JudgedRollout, Rollout, Scheduler
+from lightrft.rollout.rollout import JudgedRollout, Rollout, Scheduler, schedulers
 from lightrft.rollout.sampler import Sampler, sampling_of
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
@@ -99,7 +99,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     training_data = load_training_data(config, rewards=rewards)
     rewards.check(training_data.prompts.examples)
     for name in data_columns(estimators[config.algorithm.advantage_estimator]):
-        number_in(training_data.prompts[0], name)  # before models load
+        number_in(training_data.prompts[0], name)
+    scheduler_class(config, training_data)  # what does not fit is said before models load
     tokenizer = training_data.tokenizer
     eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)
     config = with_token_ids(config, tokenizer)
@@ -442,6 +443,26 @@ def build_overlap(
     return Overlap(compute, strategy.device, trace)
 
 
+def scheduler_class(config: Config, training_data: TrainingData) -> tuple[type[Scheduler], bool]:
+    """Return the class of --scheduler, and True if it leaves out media that cannot be read.
+
+    Raises ConfigError for a class that does not fit the flags.
+    """
+    # Only media are read again after loading, so only they can become unreadable.
+    skips = config.data.bad_rows == "skip" and training_data.expand is not None
+    needed = "rounds" if skips or needs_rounds(config.rollout) else "fixed_batch"
+    name = needed if config.rollout.scheduler == "auto" else config.rollout.scheduler
+    chosen = schedulers[name]
+    if not (isinstance(chosen, type) and issubclass(chosen, Scheduler)):
+        raise ConfigError(f"--scheduler {name}: {chosen!r} has not all methods of a Scheduler")
+    if needed == "rounds" and not issubclass(chosen, Rounds):
+        raise ConfigError(
+            f"--scheduler {name}: only rounds, or a subclass of Rounds, knows flags such as"
+            " --dynamic_sampling, --partial_rollout and --overlap"
+        )
+    return chosen, skips
+
+
 def build_scheduler(
     config: Config,
     strategy: StrategyBase,
@@ -464,18 +485,17 @@ def build_scheduler(
         "trace": trace,
     }
 
-    # Only media are read again after loading, so only they can become unreadable.
-    skips = config.data.bad_rows == "skip" and training_data.expand is not None
-    if not skips and not needs_rounds(config.rollout):
-        return FixedBatch(sampler, rewards, prompts, **options)
-    return Rounds(
-        sampler,
-        rewards,
-        prompts,
-        **options,
-        skips_unreadable=skips,
-        overlap=overlap,
-        total_steps=training_data.total_steps,
+    chosen, skips = scheduler_class(config, training_data)
+    options |= {
+        "skips_unreadable": skips,
+        "overlap": overlap,
+        "total_steps": training_data.total_steps,
+    }
+    # A subclass hands on what it does not name.
+    named = set().union(*(keywords(cls.__init__) for cls in chosen.__mro__))
+    options = vars(config.rollout) | options
+    return chosen(
+        sampler, rewards, prompts, **{name: options[name] for name in named & options.keys()}
     )
 
 
