@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,42 @@ SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zi
 """Value of --sp_impl -> class that divides the tokens of a batch among ranks."""
 
 
-class Backend(ABC):
+class Verbs(Protocol):
+    """Verbs of a strategy that its parts call too, so that an override counts everywhere."""
+
+    memory: Any
+    """Part that moves models, see strategy/device_memory.py."""
+
+    def enter(self, phase: Any, model: Any = None, optimizer: Any = None) -> None: ...
+
+    def offload_model(self, model: nn.Module) -> None: ...
+
+    def reload_model(self, model: nn.Module) -> None: ...
+
+    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None: ...
+
+    def maybe_load_optimizer(self, optimizer: Optimizer) -> None: ...
+
+    def sync_and_clear_cache(self) -> None: ...
+
+    def full_params(self, model: nn.Module, dtype: Any = None) -> Stream: ...
+
+    def adapter_params(self, model: nn.Module, *, base: bool) -> Stream: ...
+
+    def expert_params(self, model: nn.Module) -> Stream: ...
+
+    def save_model(self, model: nn.Module, tokenizer: Any, folder: Any) -> Any: ...
+
+    def wakeup_inference_engine(self, actor: nn.Module | None = None) -> None: ...
+
+    def maybe_sleep_inference_engine(self) -> None: ...
+
+    def update_engine_weights(self, actor: nn.Module) -> None: ...
+
+    def open_generation(self, sampling: Any) -> Any: ...
+
+
+class Backend(Verbs, ABC):
     """Hooks that a strategy and its parts call; users never call them.
 
     All ranks call every hook together. A backend must implement distribute() and accumulate(). The
@@ -83,53 +118,6 @@ class Backend(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from the counters of a checkpoint; empty if only parameters were loaded."""
-
-    # -- verbs that the parts of a strategy call too, so that an override counts everywhere
-
-    memory: Any
-    """Part that moves models, see strategy/device_memory.py."""
-
-    @abstractmethod
-    def enter(self, phase: Any, model: Any = None, optimizer: Any = None) -> None: ...
-
-    @abstractmethod
-    def offload_model(self, model: nn.Module) -> None: ...
-
-    @abstractmethod
-    def reload_model(self, model: nn.Module) -> None: ...
-
-    @abstractmethod
-    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None: ...
-
-    @abstractmethod
-    def maybe_load_optimizer(self, optimizer: Optimizer) -> None: ...
-
-    @abstractmethod
-    def sync_and_clear_cache(self) -> None: ...
-
-    @abstractmethod
-    def full_params(self, model: nn.Module, dtype: Any = None) -> Stream: ...
-
-    @abstractmethod
-    def adapter_params(self, model: nn.Module, *, base: bool) -> Stream: ...
-
-    @abstractmethod
-    def expert_params(self, model: nn.Module) -> Stream: ...
-
-    @abstractmethod
-    def save_model(self, model: nn.Module, tokenizer: Any, folder: Any) -> Any: ...
-
-    @abstractmethod
-    def wakeup_inference_engine(self, actor: nn.Module | None = None) -> None: ...
-
-    @abstractmethod
-    def maybe_sleep_inference_engine(self) -> None: ...
-
-    @abstractmethod
-    def update_engine_weights(self, actor: nn.Module) -> None: ...
-
-    @abstractmethod
-    def open_generation(self, sampling: Any) -> Any: ...
 
     # -- distributing a model
 

@@ -4,9 +4,11 @@ The phase of the run says who has the device: a model in training, one that comp
 the engine.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
@@ -20,7 +22,52 @@ from lightrft.parallel.device import (
     peak_memory,
 )
 from lightrft.parallel.mesh import process_rank
-from lightrft.strategy.phases import Phase, Phases
+from lightrft.strategy.phases import OF_ENGINE, WAYS, Phase, PhaseError
+
+
+class Phases:
+    """Current phase of a run. It begins in TRAIN, because prepared models are ready to train."""
+
+    def __init__(self) -> None:
+        self.current = Phase.TRAIN
+        self.deterministic = False
+
+    def begin_deterministic(self) -> None:
+        """Allow only deterministic algorithms of torch while models have the device.
+
+        The engine's phases allow all, because sampling needs nondeterministic kernels.
+        """
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        self.deterministic = True
+        torch.use_deterministic_algorithms(self.current not in OF_ENGINE)
+
+    def end_deterministic(self) -> None:
+        """Restore torch's default choice of algorithms, if begin_deterministic() was called."""
+        if self.deterministic:
+            self.deterministic = False
+            torch.use_deterministic_algorithms(False)
+
+    def enter(self, phase: Phase, *, engine_sleeps: bool = False) -> None:
+        """Enter `phase`; the current one is always legal.
+
+        Raises PhaseError if the table has no such transition, or if the engine must sleep first;
+        `engine_sleeps` says that it does.
+        """
+        if phase is self.current:
+            return
+        engine_stays = self.current in OF_ENGINE and phase is Phase.LOGPROB and not engine_sleeps
+        if phase not in WAYS[self.current] or engine_stays:
+            raise PhaseError(self.current, phase)
+
+        self.current = phase
+        if self.deterministic:
+            torch.use_deterministic_algorithms(phase not in OF_ENGINE)
+
+    def leave_engine(self) -> None:
+        """Change from REFIT or GENERATE to LOGPROB, because the engine sleeps."""
+        if self.current in OF_ENGINE:
+            self.enter(Phase.LOGPROB, engine_sleeps=True)
 
 
 class DeviceMemory:
@@ -116,8 +163,13 @@ class DeviceMemory:
         if model in self.offloaded:
             self.offloaded.pop(model).reload(self.strategy.device)
 
-    def reload_optimizer(self, optimizer: Optimizer) -> None:
-        """Move an optimizer back to the device, bit-identical, if it is offloaded."""
+    def reload_optimizer(
+        self, optimizer: Optimizer, device: torch.device | int | str | None = None
+    ) -> None:
+        """Move an optimizer back to the device, bit-identical, if it is offloaded.
+
+        `device` is accepted for code of LightRFT: an optimizer returns to the device of this rank.
+        """
         if optimizer in self.offloaded:
             self.offloaded.pop(optimizer).reload(self.strategy.device)
 

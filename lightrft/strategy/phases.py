@@ -1,9 +1,6 @@
 """Say what a run is doing, because that decides what must be in device memory."""
 
-import os
 from enum import Enum
-
-import torch
 
 
 class Phase(Enum):
@@ -55,48 +52,3 @@ class PhaseError(RuntimeError):
             f"phase {target.value} cannot begin in phase {current.value}; the ways from"
             f" {current.value} are: {ways}"
         )
-
-
-class Phases:
-    """Current phase of a run. It begins in TRAIN, because prepared models are ready to train."""
-
-    def __init__(self) -> None:
-        self.current = Phase.TRAIN
-        self.deterministic = False
-
-    def begin_deterministic(self) -> None:
-        """Allow only deterministic algorithms of torch while models have the device.
-
-        The engine's phases allow all, because sampling needs nondeterministic kernels.
-        """
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        self.deterministic = True
-        torch.use_deterministic_algorithms(self.current not in OF_ENGINE)
-
-    def end_deterministic(self) -> None:
-        """Restore torch's default choice of algorithms, if begin_deterministic() was called."""
-        if self.deterministic:
-            self.deterministic = False
-            torch.use_deterministic_algorithms(False)
-
-    def enter(self, phase: Phase, *, engine_sleeps: bool = False) -> None:
-        """Enter `phase`; the current one is always legal.
-
-        Raises PhaseError if the table has no such transition, or if the engine must sleep first;
-        `engine_sleeps` says that it does.
-        """
-        if phase is self.current:
-            return
-        engine_stays = self.current in OF_ENGINE and phase is Phase.LOGPROB and not engine_sleeps
-        if phase not in WAYS[self.current] or engine_stays:
-            raise PhaseError(self.current, phase)
-
-        self.current = phase
-        if self.deterministic:
-            torch.use_deterministic_algorithms(phase not in OF_ENGINE)
-
-    def leave_engine(self) -> None:
-        """Change from REFIT or GENERATE to LOGPROB, because the engine sleeps."""
-        if self.current in OF_ENGINE:
-            self.enter(Phase.LOGPROB, engine_sleeps=True)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial, wraps
+from functools import partial
 from itertools import chain
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 from weakref import WeakSet
 
 import numpy as np
@@ -39,9 +39,7 @@ from lightrft.parallel.device import (
     current_device,
     grow_segments,
     host_cores,
-    release_cached_memory,
     select_device,
-    synchronize,
 )
 from lightrft.parallel.mesh import Mesh, process_rank, world_axis
 from lightrft.parallel.processes import RunProcesses
@@ -55,21 +53,20 @@ from lightrft.types import Completion
 from lightrft.versions import TENSOR_PARALLEL_VERSIONS, untested_versions
 from lightrft.weight_sync.stream import persistent_buffers, unwrap
 
-P = ParamSpec("P")
-T = TypeVar("T")
 ALONE = Axis("data", 1, 0, None)
 """Axis of data before setup_distributed()."""
 _ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
-def verb(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Return a method of a strategy that calls `method` of a part."""
+class Verb:
+    """Method of a strategy that one of its parts does, with the signature of the part's method."""
 
-    @wraps(method)
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        return method(getattr(self, part), *args, **kwargs)
+    def __init__(self, part: str, method: Callable[..., Any]):
+        self.part = part
+        self.method = method
 
-    return call
+    def __get__(self, strategy: Any, owner: type | None = None) -> Callable[..., Any]:
+        return self.method.__get__(getattr(strategy, self.part)) if strategy else self.method
 
 
 def reads(part: str, attribute: str) -> Any:
@@ -598,28 +595,22 @@ class StrategyBase(Backend):
 
     # -- device memory
 
-    enter = verb("memory", DeviceMemory.enter)
-    offload_model = verb("memory", DeviceMemory.offload_model)
-    reload_model = verb("memory", DeviceMemory.reload_model)
-    maybe_offload_optimizer = verb("memory", DeviceMemory.offload_optimizer)
+    enter = Verb("memory", DeviceMemory.enter)
+    offload_model = Verb("memory", DeviceMemory.offload_model)
+    reload_model = Verb("memory", DeviceMemory.reload_model)
+    maybe_offload_optimizer = Verb("memory", DeviceMemory.offload_optimizer)
+    maybe_load_optimizer = Verb("memory", DeviceMemory.reload_optimizer)
     phase = reads("memory", "phase")
-
-    def maybe_load_optimizer(
-        self, optimizer: Optimizer, device: torch.device | int | str | None = None
-    ) -> None:
-        """Move an optimizer back to the device, bit-identical, if it is offloaded.
-
-        `device` is accepted for code of LightRFT: an optimizer returns to the device of this rank.
-        """
-        self.memory.reload_optimizer(optimizer)
 
     @classmethod
     def sync_and_clear_cache(cls) -> None:
         """Wait until the device is done and all ranks are here, then release cached memory."""
-        device = current_device()
-        synchronize(device)
-        world_axis().barrier()
-        release_cached_memory(device)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        if dist.is_initialized():
+            dist.barrier()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
 
     @classmethod
     def report_memory(cls, prefix: str = "") -> dict[str, float]:
@@ -631,13 +622,13 @@ class StrategyBase(Backend):
 
     # -- checkpoints and Hugging Face folders
 
-    save_ckpt = verb("checkpoints", Checkpoints.save)
-    load_ckpt = verb("checkpoints", Checkpoints.load)
-    finish_ckpt = verb("checkpoints", Checkpoints.finish)
-    close_checkpoints = verb("checkpoints", Checkpoints.close)
-    save_model = verb("checkpoints", Checkpoints.save_model)
-    save_adapter = verb("checkpoints", Checkpoints.save_adapter)
-    rehearse_save = verb("checkpoints", Checkpoints.rehearse_save)
+    save_ckpt = Verb("checkpoints", Checkpoints.save)
+    load_ckpt = Verb("checkpoints", Checkpoints.load)
+    finish_ckpt = Verb("checkpoints", Checkpoints.finish)
+    close_checkpoints = Verb("checkpoints", Checkpoints.close)
+    save_model = Verb("checkpoints", Checkpoints.save_model)
+    save_adapter = Verb("checkpoints", Checkpoints.save_adapter)
+    rehearse_save = Verb("checkpoints", Checkpoints.rehearse_save)
 
     # -- engine
 
@@ -660,14 +651,14 @@ class StrategyBase(Backend):
         check_strategy(config)
         return self.host.start(config, engine_type, actor, draft=draft)
 
-    engine_awake = verb("host", EngineHost.awake)
-    wakeup_inference_engine = verb("host", EngineHost.wake)
-    maybe_sleep_inference_engine = verb("host", EngineHost.sleep)
-    update_engine_weights = verb("host", EngineHost.update_weights)
-    engine_lags = verb("host", EngineHost.invalidate_weights)
-    open_generation = verb("host", EngineHost.open)
-    serve_engine = verb("host", EngineHost.serve)
-    close_engine = verb("host", EngineHost.close)
+    engine_awake = Verb("host", EngineHost.awake)
+    wakeup_inference_engine = Verb("host", EngineHost.wake)
+    maybe_sleep_inference_engine = Verb("host", EngineHost.sleep)
+    update_engine_weights = Verb("host", EngineHost.update_weights)
+    engine_lags = Verb("host", EngineHost.invalidate_weights)
+    open_generation = Verb("host", EngineHost.open)
+    serve_engine = Verb("host", EngineHost.serve)
+    close_engine = Verb("host", EngineHost.close)
 
     engine = reads("host", "engine")
 

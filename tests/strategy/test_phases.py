@@ -8,7 +8,8 @@ from torch import nn
 
 from lightrft.engine.build import build_engine
 from lightrft.strategy import FSDPStrategy
-from lightrft.strategy.phases import Phase, PhaseError, Phases
+from lightrft.strategy.device_memory import Phases
+from lightrft.strategy.phases import Phase, PhaseError
 from ranks import run_ranks
 from strategy.training import load, strategy
 
