@@ -158,19 +158,6 @@ def top_logprobs(
     )
 
 
-@torch.no_grad()
-def top_logprobs_of_logits(
-    logits: Tensor, k: int, *, part: VocabularyPart | None = None, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Return what top_logprobs() returns, from existing logits.
-
-    They are [T, V], or [T, v] for this rank's `part` of the vocabulary.
-    """
-    part = part or VocabularyPart.full(logits.shape[1])
-    size = int(part.axis.sum(torch.tensor(part.num, device=logits.device)))
-    return _top(logits, None, part, size, k, temperature)
-
-
 def chunk_rows(inputs: Tensor, vocabulary: int, chunk: int | None = 0) -> int:
     """Return the number of tokens per chunk, at least 1.
 
