@@ -4,9 +4,9 @@
         --save_path SAMPLED
     python scripts/prepare_pairs.py --responses SAMPLED/responses.jsonl --out PAIRS
 
-Each right answer to a prompt is paired with a wrong one to the same prompt, in the order in which
-they were sampled, until one kind is used up. So frequent answers are in more pairs. An answer is
-right if its reward is above 0.5. Each set of the evaluation becomes OUT/SET.jsonl, and data without
+Each different right answer to a prompt is paired with each different wrong one to the same prompt.
+So a reward model also learns about the rare answers, which a policy finds when it is trained with
+it. An answer is right if its reward is above 0.5. Each set of the evaluation becomes OUT/SET.jsonl, and data without
 a name OUT/train.jsonl. The prompts are texts as the model read them: train on the pairs without
 --apply_chat_template.
 
@@ -27,7 +27,9 @@ Row = dict[str, Any]
 
 def pairs(responses: Iterable[Row]) -> dict[str, list[Row]]:
     """Return the pairs of each set, in the order of its prompts."""
-    answers: dict[tuple[str, int], tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))
+    # Dictionaries keep the order; sets of texts have another one in each process.
+    answers: dict[tuple[str, int], tuple[dict[str, str], dict[str, str]]]
+    answers = defaultdict(lambda: ({}, {}))
     found: dict[str, list[Row]] = {}
     for response in responses:
         name = response.get("set", "train")
@@ -35,16 +37,15 @@ def pairs(responses: Iterable[Row]) -> dict[str, list[Row]]:
         complete = response["response"] and response["finish_reason"] != "length"
         if complete and response["sample"] != "greedy":
             wrong, right = answers[name, response["row"]]
-            (right if response["reward"] > 0.5 else wrong).append(response)
+            (right if response["reward"] > 0.5 else wrong)[response["response"]] = response[
+                "prompt"
+            ]
 
     for (name, _), (wrong, right) in answers.items():
         found[name] += [
-            {
-                "prompt": better["prompt"],
-                "chosen": better["response"],
-                "rejected": worse["response"],
-            }
-            for better, worse in zip(right, wrong, strict=False)
+            {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            for chosen, prompt in right.items()
+            for rejected in wrong
         ]
 
     return found
