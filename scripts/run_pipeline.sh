@@ -3,7 +3,7 @@
 # PPO with it, DPO, and evaluations.
 #     bash scripts/run_pipeline.sh [--seed N] [--out folder] [--small]
 # NPROC (2) is the number of processes. It runs in the present environment if that has lightrft, else in the one of environment.sh.
-# --small takes fewer samples and steps, and still learns.
+# --small shortens everything. DPO still learns then, and the reward model and PPO only show that the parts fit together.
 set -euo pipefail
 
 seed=0 out=runs/pipeline small=""
@@ -38,9 +38,9 @@ evaluate() {
 }
 
 if [[ -n $small ]]; then
-    samples=4 rm_steps=500 ppo_steps=20 dpo_steps=80
+    problems=2000 rm_steps=2 ppo_steps=2 dpo_steps=80
 else
-    samples=8 rm_steps=1000 ppo_steps=45 dpo_steps=200
+    problems=9500 rm_steps=1000 ppo_steps=45 dpo_steps=200
 fi
 
 phase "1 of 7: a random model and 10,000 problems"
@@ -53,8 +53,8 @@ evaluate "$out/sft/model" eval_after_sft
 # A reward model has to judge the answers that the policy gives. So it learns from these, and DPO as well.
 phase "3 of 7: pairs of a right and a wrong answer of this model to one problem"
 ranks evaluate --fsdp --engine_type hf --pretrain "$out/sft/model" \
-    --eval_data "train=$out/data/train.jsonl,test=$out/data/test.jsonl" --eval_n_samples "$samples" --eval_temperature 1 \
-    --generate_max_len 4 --micro_rollout_batch_size 2048 --save_path "$out/sampled"
+    --eval_data "train=$out/data/train.jsonl,test=$out/data/test.jsonl" --max_eval_samples "$problems" \
+    --eval_n_samples 4 --eval_temperature 1 --generate_max_len 4 --micro_rollout_batch_size 2048 --save_path "$out/sampled"
 python scripts/prepare_pairs.py --responses "$out/sampled/responses.jsonl" --out "$out/pairs"
 pairs=(--pretrain "$out/sft/model" --prompt_data "$out/pairs" --eval_data "$out/pairs" --num_episodes 20 --eval_steps=-1)
 
@@ -65,7 +65,8 @@ run train_rm quickstart_rm.yaml rm "${pairs[@]}" --max_steps "$rm_steps"
 phase "5 of 7: PPO (GRPO) with the reward model as the only reward"
 run train_ppo quickstart.yaml ppo --pretrain "$out/sft/model" --prompt_data "$out/data/train.jsonl" --engine_type hf \
     --micro_rollout_batch_size 512 --reward none --reward_pretrain "$out/rm/model" --max_steps "$ppo_steps" \
-    --learning_rate 6e-4 --init_kl_coef 0.03 --eval_data "$out/data/test.jsonl" --eval_steps=-1 --save_steps=-1
+    --learning_rate 6e-4 --init_kl_coef 0.03 --eval_data "$out/data/test.jsonl" --eval_steps=-1 --save_steps=-1 \
+    ${small:+--rollout_batch_size 8 --train_batch_size 64}
 evaluate "$out/ppo/model" eval_after_ppo
 
 # DPO alone makes the right answers less probable too, only less so than the wrong ones. Their likelihood in the loss prevents that.
