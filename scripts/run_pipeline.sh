@@ -40,7 +40,7 @@ evaluate() {
 if [[ -n $small ]]; then
     problems=2000 rm_steps=2 ppo_steps=2 dpo_steps=80
 else
-    problems=9500 rm_steps=1000 ppo_steps=45 dpo_steps=200
+    problems=9500 rm_steps=1800 ppo_steps=30 dpo_steps=200
 fi
 
 phase "1 of 7: a random model and 10,000 problems"
@@ -65,7 +65,7 @@ run train_rm quickstart_rm.yaml rm "${pairs[@]}" --max_steps "$rm_steps"
 phase "5 of 7: PPO (GRPO) with the reward model as the only reward"
 run train_ppo quickstart.yaml ppo --pretrain "$out/sft/model" --prompt_data "$out/data/train.jsonl" --engine_type hf \
     --micro_rollout_batch_size 512 --reward none --reward_pretrain "$out/rm/model" --max_steps "$ppo_steps" \
-    --learning_rate 6e-4 --init_kl_coef 0.03 --eval_data "$out/data/test.jsonl" --eval_steps=-1 --save_steps=-1 \
+    --learning_rate 6e-4 --init_kl_coef 0.1 --eval_data "$out/data/test.jsonl" --eval_steps=-1 --save_steps=-1 \
     ${small:+--rollout_batch_size 8 --train_batch_size 64}
 evaluate "$out/ppo/model" eval_after_ppo
 
