@@ -40,7 +40,7 @@ evaluate() {
 if [[ -n $small ]]; then
     problems=2000 rm_steps=2 ppo_steps=2 dpo_steps=80
 else
-    problems=9500 rm_steps=1800 ppo_steps=30 dpo_steps=200
+    problems=9500 rm_steps=1500 ppo_steps=30 dpo_steps=200
 fi
 
 phase "1 of 7: a random model and 10,000 problems"
