@@ -22,6 +22,7 @@ OUT_OF_REACH = frozenset(
 )
 """Modules and names for a look into the interpreter of the program, or at its files and output."""
 NAMED_PARTS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+GETS = "it gets numbers, texts, dates, and containers of them alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,39 +167,106 @@ def _check_uses(tree: ast.Module, names: set[str]) -> bool:
             parameters = zip(function.args.args, call.args, strict=False)
             names |= {name.arg for name, given in parameters if ast.unparse(given) in names}
 
-    def of_program(call: ast.Call) -> bool:
-        return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(call.func))
+    calls = [call for call in _calls(tree) if _names_in(call.func) & names]
+    _check_arguments(tree, calls, own)
+    for node in own.values():
+        if any(_names_in(each) & names for each in node.decorator_list):
+            raise ValueError(f"the tests decorate {node.name} with the program: {GETS}")
+    _check_results(tree, calls, names)
+    return _look_at_arguments(tree, calls)
 
-    given = set()
-    for call in filter(of_program, _calls(tree)):
-        for value in [*call.args, *(keyword.value for keyword in call.keywords)]:
-            text = ast.unparse(value)
-            made = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
-            is_own = text in own or isinstance(own.get(made), ast.ClassDef)
-            if is_own or isinstance(value, ast.Lambda):
-                raise ValueError(
-                    f"the tests pass {text:.80} to the program, which gets numbers, texts and"
-                    " containers of them alone"
-                )
-            given |= {value.id} if isinstance(value, ast.Name) else set()
 
+def _names_in(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yield each variable that one value is assigned to, and the value."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            yield from (
+                (each.id, node.value) for each in node.targets if isinstance(each, ast.Name)
+            )
+
+
+def _check_arguments(
+    tree: ast.Module, calls: list[ast.Call], own: dict[str, ast.FunctionDef | ast.ClassDef]
+) -> None:
+    """Raise ValueError for functions and own objects among the arguments of calls."""
+    parts = [part for part in ast.walk(tree) if isinstance(part, ast.Name | ast.arg)]
+    stored = {
+        each.arg if isinstance(each, ast.arg) else each.id
+        for each in parts
+        if isinstance(each, ast.arg) or isinstance(each.ctx, ast.Store)
+    }
+    functions = {*own, *(ast.unparse(call.func) for call in calls), *{*dir(builtins)} - stored}
+    functions |= {name for name, value in _assigned(tree) if isinstance(value, ast.Lambda)}
+
+    for value in (value for call in calls for value in _arguments(call)):
+        text = ast.unparse(value)
+        made = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+        if (
+            text in functions
+            or isinstance(value, ast.Lambda)
+            or isinstance(own.get(made), ast.ClassDef)
+        ):
+            raise ValueError(f"the tests pass {text:.80} to the program: {GETS}")
+
+
+def _check_results(tree: ast.Module, calls: list[ast.Call], names: set[str]) -> None:
+    """Raise ValueError for functions that calls return, and for operators of objects they make."""
+    results = {name: value for name, value in _assigned(tree) if value in calls}
+    for call in _calls(tree):
+        if call.func in calls or ast.unparse(call.func) in results:
+            raise ValueError(
+                f"the tests call what the program returns, {ast.unparse(call.func):.80}, and a"
+                " function cannot be sent"
+            )
+
+    def is_object(node: ast.expr) -> bool:
+        call = results.get(node.id) if isinstance(node, ast.Name) else node
+        return call in calls and isinstance(call.func, ast.Name) and call.func.id[0].isupper()
+
+    sources = names.union(name for name, value in results.items() if is_object(value))
+    sums = ([node.left, node.right] for node in ast.walk(tree) if isinstance(node, ast.BinOp))
+    for operands in (*_compared(tree), *sums):
+        of_program = [
+            each
+            for each in operands
+            if is_object(each) or any(_names_in(call.func) & sources for call in _calls(each))
+        ]
+        if len(of_program) > 1 and any(map(is_object, of_program)):
+            raise ValueError(
+                f"the tests compare or add {' and '.join(map(ast.unparse, of_program)):.80}, so the"
+                " program would decide what they are: compare attributes or results that are plain"
+            )
+
+
+def _look_at_arguments(tree: ast.Module, calls: list[ast.Call]) -> bool:
+    """Return whether the tests look at arguments after a call.
+
+    Raise ValueError if they compute from one what they expect of the program then.
+    """
+    given = {each.id for call in calls for each in _arguments(call) if isinstance(each, ast.Name)}
     results = {
-        part.id
+        name
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and any(map(of_program, _calls(node.value)))
+        if isinstance(node, ast.Assign) and any(call in calls for call in _calls(node.value))
         for target in node.targets
-        for part in ast.walk(target)
-        if isinstance(part, ast.Name)
+        for name in _names_in(target)
     }
 
     watched = ""
     expected = ""
     for operands in _compared(tree):
-        if any(of_program(call) for each in operands for call in _calls(each)):
+        if any(call in calls for each in operands for call in _calls(each)):
             continue
-        used = [
-            {part.id for part in ast.walk(each) if isinstance(part, ast.Name)} for each in operands
-        ]
+
+        used = list(map(_names_in, operands))
         for one, other in combinations(used, 2):
             if both := one & other & given:
                 raise ValueError(
@@ -206,13 +274,12 @@ def _check_uses(tree: ast.Module, names: set[str]) -> bool:
                     " program could change it: compute the expectation before the call"
                 )
         for place, one in enumerate(used):
-            if read := one & given:
-                others = set().union(*used[:place], *used[place + 1 :])
-                # Beside an answer of the program it is what the answer should be.
-                if others & (given | results):
-                    expected = read.pop()
-                else:
-                    watched = read.pop()
+            others = set().union(*used[:place], *used[place + 1 :])
+            # Beside an answer of the program it is what the answer should be.
+            if others & (given | results):
+                expected = next(iter(one & given), expected)
+            else:
+                watched = next(iter(one & given), watched)
 
     if watched and expected:
         raise ValueError(
@@ -223,9 +290,12 @@ def _check_uses(tree: ast.Module, names: set[str]) -> bool:
 
 
 def _compared(tree: ast.Module) -> Iterator[list[ast.expr]]:
-    """Yield the operands of each comparison."""
+    """Yield the operands of each comparison, except for those of identity."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
-            yield [node.left, *node.comparators]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self.assert"):
-            yield node.args
+            if not all(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
+                yield [node.left, *node.comparators]
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name.startswith("self.assert") and not name.startswith("self.assertIs"):
+                yield node.args

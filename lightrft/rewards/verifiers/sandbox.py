@@ -42,6 +42,8 @@ A program of root's run has one of them, also because limits of processes count 
 """
 REFUSED = 86
 """Exit code of tests that cannot be judged, whatever the program is."""
+UNJUDGED = 87
+"""Exit code of tests that cannot judge this program, as it gives them an object."""
 INSIDE = Path(__file__).with_name("inside.py")
 NEW_ROOT = """
 set -e
@@ -94,6 +96,10 @@ the kernel cannot do that, nothing. The command that follows ends the right to m
 """
 
 
+class UnjudgedError(Exception):
+    """Raised for a program that tests cannot judge, because objects of its own would decide."""
+
+
 @cache
 def find_sandbox() -> tuple[str, ...]:
     """Return the command that begins a run, after it has run once.
@@ -136,6 +142,7 @@ def running(
             "processes": PROCESSES,
             "file_size": FILE_SIZE,
             "refused": REFUSED,
+            "unjudged": UNJUDGED,
         }
         # The job comes over a descriptor: arguments would be in /proc for all to read.
         passed = [number for number in (settings["job"], settings["socket"]) if number >= 0]
@@ -170,7 +177,8 @@ def output_of(
 def passes(program: str, tests: Asserts) -> bool:
     """Return True if a program passes all tests; these run in another sandbox.
 
-    Raises ValueError if the tests pass the program what cannot be sent to it.
+    Raises ValueError if the tests pass the program what cannot be sent to it, and UnjudgedError if
+    they fail after the program gave them what cannot be sent.
     """
     of_program, of_tests = socket.socketpair()
     silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -187,9 +195,10 @@ def passes(program: str, tests: Asserts) -> bool:
             of_tests.close()
             code = process.wait()
 
-        if code == REFUSED:
+        if code in (REFUSED, UNJUDGED):
             reason.seek(0)
-            raise ValueError(reason.read().decode(errors="replace"))
+            kind = ValueError if code == REFUSED else UnjudgedError
+            raise kind(reason.read().decode(errors="replace"))
         return code == 0
 
 
