@@ -269,11 +269,18 @@ def _answer(argv: list[str], command: str, description: str) -> None:
 
         sys.stdout.write(f"lightrft {__version__}\n")
         sys.exit(0)
+    topic = help_topic(argv)
+    if topic is not None:
+        sys.stdout.write(help_text(command, topic, description))
+        sys.exit(0)
+
+
+def help_topic(argv: Sequence[str]) -> str | None:
+    """Return the word after --help, empty if there is none; None without --help."""
     for place, token in enumerate(argv):
         if token in HELP or token.startswith("--help="):
-            topic = token.partition("=")[2] or next(iter(argv[place + 1 :]), "")
-            sys.stdout.write(help_text(command, topic, description))
-            sys.exit(0)
+            return token.partition("=")[2] or next(iter(argv[place + 1 :]), "")
+    return None
 
 
 def help_text(command: str, topic: str = "", description: str = "") -> str:

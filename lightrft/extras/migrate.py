@@ -1,6 +1,6 @@
 """Translate a script or a configuration of another tool into a configuration of this program.
 
-lightrft migrate train.py                    a script of TRL or Unsloth; it is read, not run
+lightrft migrate train.py                    a script or notebook of TRL or Unsloth; it is not run
 lightrft migrate run.sh --ranks 8            a command line of verl, OpenRLHF, TRL or ms-swift
 lightrft migrate config.yaml > mine.yaml     a YAML file of axolotl, TRL, verl or ms-swift
 
@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_argument("file", type=Path, help="a Python script, a shell script or a YAML file")
+    flags.add_argument(
+        "file", type=Path, help="a Python script, a notebook, a shell script or YAML"
+    )
     flags.add_argument("--ranks", type=int, default=1, help="number of processes of the run")
     return flags
 
