@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 PROGRAM_MODULES = ("program", "solution")
 """Modules from which tests import the names of the program."""
@@ -22,7 +23,6 @@ OUT_OF_REACH = frozenset(
 )
 """Modules and names for a look into the interpreter of the program, or at its files and output."""
 NAMED_PARTS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-GETS = "it gets numbers, texts, dates, and containers of them alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +168,16 @@ def _check_uses(tree: ast.Module, names: set[str]) -> bool:
             names |= {name.arg for name, given in parameters if ast.unparse(given) in names}
 
     calls = [call for call in _calls(tree) if _names_in(call.func) & names]
-    _check_arguments(tree, calls, own)
-    for node in own.values():
-        if any(_names_in(each) & names for each in node.decorator_list):
-            raise ValueError(f"the tests decorate {node.name} with the program: {GETS}")
-    _check_results(tree, calls, names)
+    assigned = {
+        node.targets[0].id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    passed = [value for call in calls for value in _arguments(call)]
+    for name, node in own.items():  # a decorator gets what it decorates
+        passed += [ast.Name(name) for each in node.decorator_list if _names_in(each) & names]
+    _check_passed(passed, tree, own, assigned)
+    _check_results(tree, calls, {name: each for name, each in assigned.items() if each in calls})
     return _look_at_arguments(tree, calls)
 
 
@@ -184,46 +189,43 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
-def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Yield each variable that one value is assigned to, and the value."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            yield from (
-                (each.id, node.value) for each in node.targets if isinstance(each, ast.Name)
+def _check_passed(
+    passed: list[ast.expr], tree: ast.Module, own: dict[str, Any], assigned: dict[str, ast.expr]
+) -> None:
+    """Raise ValueError for functions and own objects that the program would get."""
+    bound = {part.arg for part in ast.walk(tree) if isinstance(part, ast.arg)}
+    bound |= {
+        part.id
+        for part in ast.walk(tree)
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+    }
+    functions = {
+        *own,
+        *{*dir(builtins)} - bound,
+        *(ast.unparse(each.func) for each in _calls(tree)),
+    }
+
+    def is_own(value: ast.expr) -> bool:
+        made = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+        return isinstance(value, ast.Lambda) or isinstance(own.get(made), ast.ClassDef)
+
+    functions |= {name for name, value in assigned.items() if is_own(value)}
+    for value in passed:
+        if is_own(value) or ast.unparse(value) in functions:
+            raise ValueError(
+                f"the tests pass {ast.unparse(value):.80} to the program, which gets numbers, texts,"
+                " dates, and containers of them alone"
             )
 
 
-def _check_arguments(
-    tree: ast.Module, calls: list[ast.Call], own: dict[str, ast.FunctionDef | ast.ClassDef]
-) -> None:
-    """Raise ValueError for functions and own objects among the arguments of calls."""
-    parts = [part for part in ast.walk(tree) if isinstance(part, ast.Name | ast.arg)]
-    stored = {
-        each.arg if isinstance(each, ast.arg) else each.id
-        for each in parts
-        if isinstance(each, ast.arg) or isinstance(each.ctx, ast.Store)
-    }
-    functions = {*own, *(ast.unparse(call.func) for call in calls), *{*dir(builtins)} - stored}
-    functions |= {name for name, value in _assigned(tree) if isinstance(value, ast.Lambda)}
-
-    for value in (value for call in calls for value in _arguments(call)):
-        text = ast.unparse(value)
-        made = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
-        if (
-            text in functions
-            or isinstance(value, ast.Lambda)
-            or isinstance(own.get(made), ast.ClassDef)
-        ):
-            raise ValueError(f"the tests pass {text:.80} to the program: {GETS}")
-
-
-def _check_results(tree: ast.Module, calls: list[ast.Call], names: set[str]) -> None:
-    """Raise ValueError for functions that calls return, and for operators of objects they make."""
-    results = {name: value for name, value in _assigned(tree) if value in calls}
+def _check_results(tree: ast.Module, calls: list[ast.Call], results: dict[str, ast.Call]) -> None:
+    """Raise ValueError for calls of functions that the program returns, and for operators of two
+    objects that it makes. `results` has the variables of its results.
+    """
     for call in _calls(tree):
         if call.func in calls or ast.unparse(call.func) in results:
             raise ValueError(
-                f"the tests call what the program returns, {ast.unparse(call.func):.80}, and a"
+                f"the tests call {ast.unparse(call.func):.80}, which the program returns, and a"
                 " function cannot be sent"
             )
 
@@ -231,13 +233,14 @@ def _check_results(tree: ast.Module, calls: list[ast.Call], names: set[str]) -> 
         call = results.get(node.id) if isinstance(node, ast.Name) else node
         return call in calls and isinstance(call.func, ast.Name) and call.func.id[0].isupper()
 
-    sources = names.union(name for name, value in results.items() if is_object(value))
+    objects = {name for name, value in results.items() if is_object(value)}
     sums = ([node.left, node.right] for node in ast.walk(tree) if isinstance(node, ast.BinOp))
     for operands in (*_compared(tree), *sums):
         of_program = [
             each
             for each in operands
-            if is_object(each) or any(_names_in(call.func) & sources for call in _calls(each))
+            if is_object(each)
+            or any(call in calls or _names_in(call.func) & objects for call in _calls(each))
         ]
         if len(of_program) > 1 and any(map(is_object, of_program)):
             raise ValueError(

@@ -183,36 +183,29 @@ def _deny(
 
 
 FROM_ITEMS = {kind.__name__: kind for kind in (tuple, set, frozenset, bytes, bytearray, dict)}
-CONTAINERS = (list, *FROM_ITEMS.values())
-REDUCED = "builtins.range decimal.Decimal fractions.Fraction datetime.date datetime.datetime"
-FROM_PARTS = {
-    "builtins.complex": lambda number: (number.real, number.imag),
-    "collections.deque": lambda queue: ([*queue], queue.maxlen),
-    **dict.fromkeys(
-        [*REDUCED.split(), "datetime.time", "datetime.timedelta", "datetime.timezone"],
-        lambda value: value.__reduce__()[1],
-    ),
-}
+REDUCED = (
+    "builtins.range decimal.Decimal fractions.Fraction datetime.date datetime.time"
+    " datetime.datetime datetime.timedelta datetime.timezone"
+)
+FROM_PARTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1])
+FROM_PARTS["builtins.complex"] = lambda number: (number.real, number.imag)
+FROM_PARTS["collections.deque"] = lambda queue: ([*queue], queue.maxlen)
 """Class -> function that returns what it is called with to make an equal value."""
-TESTS = "tests"
-"""Module of the classes that the tests define."""
+RECORDS = ("_fields", "__dataclass_fields__")
+"""Attributes with the names of the fields: of named tuples, and of dataclasses."""
 MOST_ITEMS = 10_000
 """How many items of an iterator are sent."""
 
 
 class UnplainError(TypeError):
-    """Raised for an object that cannot be sent."""
-
-    def __init__(self, kind: type):
-        super().__init__(f"an object of the class {kind.__name__} is no plain value")
-        self.name = kind.__name__
+    """Raised for an object that cannot be sent, with the name of its class."""
 
 
 def encode(value: Any, objects: dict[int, Any], *, flatten: bool) -> Any:
     """Return a plain value in terms of JSON, and one of the objects by its number.
 
     With `flatten` a value of a derived class is sent as one of the builtin class. Raises
-    UnplainError for any other object, and for one of a dataclass of the tests.
+    UnplainError for any other object.
     """
     kind = type(value)
     each = partial(encode, objects=objects, flatten=flatten)
@@ -220,9 +213,9 @@ def encode(value: Any, objects: dict[int, Any], *, flatten: bool) -> Any:
         return value
     if kind is list:
         return list(map(each, value))
-    if kind in CONTAINERS:
+    if kind in FROM_ITEMS.values():
         return {kind.__name__: list(map(each, map(list, value.items()) if kind is dict else value))}
-    if (name := _full_name(kind)) in FROM_PARTS:
+    if (name := _name(kind)) in FROM_PARTS:
         return {name: list(map(each, FROM_PARTS[name](value)))}
 
     for number, one in objects.items():
@@ -231,17 +224,20 @@ def encode(value: Any, objects: dict[int, Any], *, flatten: bool) -> Any:
     if isinstance(value, Iterator):
         items = list(map(each, itertools.islice(value, MOST_ITEMS + 1)))
         return {"iterator": [items[:MOST_ITEMS], len(items) > MOST_ITEMS]}
-    is_tuple = isinstance(value, tuple)
-    fields = _fields(kind, is_tuple)
-    if fields is not None and (is_tuple or kind.__module__ != TESTS):
-        values = [each(getattr(value, name)) for name in fields]
-        return {"record": [kind.__name__, is_tuple, fields, values]}
+    for mark in RECORDS:
+        fields = list(getattr(kind, mark, ()))
+        if fields:
+            return {mark: [kind.__name__, fields, [each(getattr(value, name)) for name in fields]]}
     if flatten and isinstance(value, (KeysView, ValuesView, ItemsView)):
         return list(map(each, value))
-    for base in (int, float, str, complex, *CONTAINERS) if flatten else ():
+    for base in (int, float, str, complex, list, *FROM_ITEMS.values()) if flatten else ():
         if isinstance(value, base):
             return each(base(value))
-    raise UnplainError(kind)
+    raise UnplainError(kind.__name__)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def decode(content: Any, objects: dict[int, Any], scope: dict[str, Any]) -> Any:
@@ -260,31 +256,21 @@ def decode(content: Any, objects: dict[int, Any], scope: dict[str, Any]) -> Any:
         return objects[inner]
     if name == "iterator":
         return _items(*each(inner))
-    if name == "record":
-        kind_name, is_tuple, fields, values = each(inner)
-        kind = scope.get(kind_name)
-        if not isinstance(kind, type) or _fields(kind, is_tuple) != fields:
-            kind = _record_class(kind_name, is_tuple, tuple(fields))
+    if name in RECORDS:
+        called, fields, values = each(inner)
+        kind = scope.get(called)
+        if not isinstance(kind, type) or list(getattr(kind, name, ())) != fields:
+            kind = _record_class(name, called, tuple(fields))
         return kind(**dict(zip(fields, values, strict=True)))
     if name in FROM_PARTS:
-        module, _, kind_name = name.rpartition(".")
-        return getattr(importlib.import_module(module), kind_name)(*each(inner))
+        module, _, called = name.rpartition(".")
+        return getattr(importlib.import_module(module), called)(*each(inner))
     return FROM_ITEMS[name](map(each, inner))
 
 
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _fields(kind: type, is_tuple: bool) -> list[str] | None:
-    """Return the fields of a class of named tuples or a dataclass, None for any other."""
-    fields = getattr(kind, "_fields" if is_tuple else "__dataclass_fields__", None)
-    return None if fields is None else [*fields]
-
-
 @lru_cache
-def _record_class(name: str, is_tuple: bool, fields: tuple[str, ...]) -> type:
-    if is_tuple:
+def _record_class(mark: str, name: str, fields: tuple[str, ...]) -> type:
+    if mark == "_fields":
         return collections.namedtuple(name, fields)
     import dataclasses
 
@@ -304,11 +290,13 @@ ITEMS = (operator.getitem, operator.setitem, operator.delitem)
 OBJECT_FUNCTIONS = {each.__name__: each for each in (len, str, repr, iter, next, bool, *ITEMS)}
 """What tests can do with an object. An operator that is told what the test expects, such as `-` or
 `==` or `in`, is not among them."""
-BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()
-REFUSED_OPERATORS = [
-    *(side + name for name in BINARY for side in ("", "r")),
-    *"lt le gt ge neg pos abs invert int float index round call enter exit".split(),
-]
+
+
+REFUSED_OPERATORS = (
+    "add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow"
+    " and rand or ror xor rxor lshift rshift lt le gt ge neg pos abs invert int float index round"
+    " call enter exit"
+)
 """Operators of an object that would let the program judge itself, or that return an object."""
 
 
@@ -329,7 +317,7 @@ def serve(program: str, descriptor: int) -> None:
         try:
             answer = json.dumps(_answer(objects, *json.loads(line)))
         except UnplainError as error:
-            answer = json.dumps(["unplain", error.name])
+            answer = json.dumps(["unplain", str(error)])
         except BaseException as error:
             try:
                 arguments = encode(list(error.args), {}, flatten=True)
@@ -363,9 +351,8 @@ def _answer(
         case _:
             result = OBJECT_FUNCTIONS[verb](one, *values)
 
-    kind = type(result)
-    plain = (type(None), bool, int, float, str, *CONTAINERS)
-    if verb == "make" and kind not in plain and _full_name(kind) not in FROM_PARTS:
+    name = _name(type(result))
+    if verb == "make" and not name.startswith("builtins.") and name not in FROM_PARTS:
         objects[len(objects)] = result
         return "object", len(objects) - 1
     # What a function does to its arguments is its result if it has no other, or tests watch it.
@@ -411,7 +398,8 @@ class TestedProgram:
         try:
             sent = [encode(each, self.objects, flatten=False) for each in ([*values], named)]
         except UnplainError as error:
-            self.refused = f"{name or verb}() gets an argument that cannot be sent: {error}"
+            gets = f"{name or verb}() gets an object of the class {error}"
+            self.refused = f"{gets}, which cannot be sent to the program"
             raise NotPlainError(self.refused) from error
 
         self._file.write(json.dumps([verb, number, name, *sent]).encode() + b"\n")
@@ -466,14 +454,12 @@ class TestedProgram:
 
 def _replace(old: Any, new: Any) -> None:
     """Give a container of the tests the content that a function has left in it."""
-    if type(old) in (list, bytearray):
-        old[:] = new
-    elif type(old) is collections.deque:
+    if type(old) in (list, bytearray, collections.deque):
         old.clear()
-        old.extend(new)
+        old += new
     elif type(old) in (dict, set):
         old.clear()
-        old.update(new)
+        old |= new
 
 
 class Function:
@@ -523,17 +509,17 @@ class Object:
 
 
 def _operator(verb: str) -> Any:
-    return lambda self, *values: self._asked[0].ask(verb, self._asked[1], "", *values)
+    def operate(self: Object, *values: Any) -> Any:
+        program, number = self._asked
+        if verb in OBJECT_FUNCTIONS:
+            return program.ask(verb, number, "", *values)
+        program.stop(f"they use {verb} of an object of the program")
+
+    return operate
 
 
-def _refused_operator(name: str) -> Any:
-    return lambda self, *_: self._asked[0].stop(f"they use {name} of an object of the program")
-
-
-for _verb in OBJECT_FUNCTIONS:
+for _verb in [*OBJECT_FUNCTIONS, *REFUSED_OPERATORS.split()]:
     setattr(Object, f"__{_verb}__", _operator(_verb))
-for _verb in REFUSED_OPERATORS:
-    setattr(Object, f"__{_verb}__", _refused_operator(_verb))
 
 
 def test(job: dict[str, Any], program: TestedProgram) -> None:
@@ -548,7 +534,7 @@ def test(job: dict[str, Any], program: TestedProgram) -> None:
     for name in ("program", "solution"):
         sys.modules[name] = module = types.ModuleType(name)
         vars(module)["__getattr__"] = member
-    scope = program.scope = {"__name__": TESTS}
+    scope = program.scope = {"__name__": "tests"}
     scope |= {name: importlib.import_module(name) for name in job["modules"]}
     for name in job["names"]:
         with suppress(AttributeError):
