@@ -86,15 +86,9 @@ def _check_tool(name: str, one: Any, module: str) -> None:
 
 def _check_call(name: str, tool: Callable[..., Any]) -> None:
     """Raise ValueError for a function whose arguments have no names, or that returns no value."""
-    unnamed = [
-        str(each)
-        for each in inspect.signature(tool).parameters.values()
-        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    ]
-    if unnamed:
-        raise ValueError(
-            f"tool {name}: a model gives each argument by its name, which {unnamed[0]} has not"
-        )
+    for each in inspect.signature(tool).parameters.values():
+        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            raise ValueError(f"tool {name}: a model names each argument, and {each} has no name")
     function = inspect.unwrap(tool)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ValueError(f"tool {name} is a generator: let it return a list of what it yields")

@@ -37,8 +37,6 @@ from lightrft.run.logs import set_up_logging
 if TYPE_CHECKING:
     from lightrft.tools.planning import RunPlan
 
-PLANNED_COMMANDS = ("train_ppo", "train_sft", "train_rm", "train_prm", "train_dpo", "train_kto")
-
 
 def main(argv: list[str] | None = None) -> None:
     own, flags = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
@@ -274,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--command",
-        choices=PLANNED_COMMANDS,
+        choices=TRAINING,
         default="train_ppo",
         help="the command that the run uses",
     )

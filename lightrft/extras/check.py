@@ -107,7 +107,3 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--ranks", type=int, default=1, help="number of processes of the run (1)")
     flags.add_argument("--device", default="h100", help="kind of device for the plan (h100)")
     return flags
-
-
-if __name__ == "__main__":
-    main()

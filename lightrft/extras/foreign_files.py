@@ -17,15 +17,9 @@ from lightrft.config.errors import ConfigError
 
 KNOWN_TOOLS = "TRL, Unsloth, verl, OpenRLHF, ms-swift and axolotl"
 COMMAND_OF = {
-    "grpo": "train_ppo",
-    "rloo": "train_ppo",
-    "ppo": "train_ppo",
-    "sft": "train_sft",
-    "dpo": "train_dpo",
-    "kto": "train_kto",
+    **{method: f"train_{method}" for method in ("sft", "dpo", "kto", "rm", "prm")},
+    **dict.fromkeys(("grpo", "rloo", "ppo"), "train_ppo"),
     "reward": "train_rm",
-    "rm": "train_rm",
-    "prm": "train_prm",
 }
 """What other tools call a method -> the command here."""
 CLASS = re.compile(r"(GRPO|RLOO|PPO|SFT|DPO|KTO|Reward|PRM)(Config|Trainer)")

@@ -24,14 +24,6 @@ from lightrft.config.sections import Config, aliases, fields_read
 from lightrft.extras.foreign_files import ForeignFile, read
 
 USER_ERROR = 2
-TITLES = {
-    "trl": "TRL",
-    "unsloth": "Unsloth",
-    "verl": "verl",
-    "openrlhf": "OpenRLHF",
-    "swift": "ms-swift",
-    "axolotl": "axolotl",
-}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -68,7 +60,7 @@ def migrated(path: Path, *, ranks: int = 1) -> str:
     flags = _accepted(translation.flags, found.command, notes)
     missing = _defaults(found, translation, ranks)
 
-    title = TITLES[found.tool]
+    title = table(found.tool)["title"]
     lines = [f"# From {path.name} ({title}): lightrft {found.command} --config THIS_FILE"]
     for name, value in flags.items():
         source = ", ".join(dict.fromkeys(translation.sources.get(name, ())))
@@ -157,7 +149,3 @@ def _line(name: str, value: Any) -> str:
     value = list(value) if isinstance(value, tuple | set) else value
     in_brackets = yaml.safe_dump([value], default_flow_style=True, width=10**6).strip()
     return f"{name}: {in_brackets[1:-1]}"
-
-
-if __name__ == "__main__":
-    main()

@@ -554,9 +554,12 @@ DESCRIBED = "\n    '''Find.\n\n    Args:\n        a: Key.\n    '''\n"
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (f"def find(a: int, /) -> int:{DESCRIBED}    return a", "its name, which a: int has not"),
-        (f"def find(*a: int) -> int:{DESCRIBED}    return a", r"its name, which \*a: int has not"),
-        (f"def find(**a: int) -> int:{DESCRIBED}    return a", r"its name, which \*\*a: int"),
+        (
+            f"def find(a: int, /) -> int:{DESCRIBED}    return a",
+            "names each argument, and a: int has no name",
+        ),
+        (f"def find(*a: int) -> int:{DESCRIBED}    return a", r"and \*a: int has no name"),
+        (f"def find(**a: int) -> int:{DESCRIBED}    return a", r"and \*\*a: int has no name"),
         (f"def find(a: int) -> list:{DESCRIBED}    yield a", "tool find is a generator"),
         (f"async def find(a: int) -> list:{DESCRIBED}    yield a", "tool find is a generator"),
     ],

@@ -152,7 +152,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tools", nargs="+", default=[], help="functions, as in train_ppo")
     parser.add_argument("--tool_seconds", type=float, default=60.0, help="limit for a call (60)")
     return parser
-
-
-if __name__ == "__main__":
-    main()

@@ -105,7 +105,3 @@ def parser() -> argparse.ArgumentParser:
         help="print the path of each sample: reward, group, advantage, ratio, clip, loss share",
     )
     return flags
-
-
-if __name__ == "__main__":
-    main()

@@ -56,7 +56,3 @@ def _write_csv(folder: Path) -> Path:
         writer.writeheader()
         writer.writerows(rows)
     return folder / "metrics.csv"
-
-
-if __name__ == "__main__":
-    main()

@@ -75,7 +75,3 @@ def parser() -> argparse.ArgumentParser:
         "--slow", type=float, default=SLOW, help=f"seconds that a response may take ({SLOW:g})"
     )
     return commands
-
-
-if __name__ == "__main__":
-    main()

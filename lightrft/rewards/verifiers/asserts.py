@@ -194,11 +194,8 @@ def _check_passed(
 ) -> None:
     """Raise ValueError for functions and own objects that the program would get."""
     bound = {part.arg for part in ast.walk(tree) if isinstance(part, ast.arg)}
-    bound |= {
-        part.id
-        for part in ast.walk(tree)
-        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
-    }
+    stored = (part for part in ast.walk(tree) if isinstance(getattr(part, "ctx", None), ast.Store))
+    bound |= {part.id for part in stored if isinstance(part, ast.Name)}
     functions = {
         *own,
         *{*dir(builtins)} - bound,

@@ -45,55 +45,8 @@ REFUSED = 86
 UNJUDGED = 87
 """Exit code of tests that cannot judge this program, as it gives them an object."""
 INSIDE = Path(__file__).with_name("inside.py")
-NEW_ROOT = """
-set -e
-PATH=/usr/sbin:/usr/bin:/sbin:/bin
-root=$(pwd -P)
-mount -t tmpfs -o "size=$0,mode=755" tmpfs "$root"
-cd "$root"
-while [ "$1" != -- ]; do
-    if [ -L "$1" ]; then
-        cp -P "$1" ".$1"
-    elif [ -d "$1" ]; then
-        mkdir -p ".$1"
-        mount --rbind "$1" ".$1"
-    fi
-    shift
-done
-shift
-while read -r _ _ _ _ place options _; do
-    place=$(printf %b "$place")
-    case $place in
-        "$root"/*) mount -o "remount,bind,ro,nosuid,nodev${options#r[ow]}" "$place" ;;
-    esac
-done </proc/self/mountinfo
-mkdir old proc dev dev/shm tmp
-mount -t proc -o subset=pid proc proc 2>/dev/null || :
-for device in null zero random urandom; do
-    : >"dev/$device"
-    mount --bind "/dev/$device" "dev/$device"
-done
-ln -s /proc/self/fd dev/fd
-for place in 0:stdin 1:stdout 2:stderr; do
-    ln -s "/proc/self/fd/${place%:*}" "dev/${place#*:}"
-done
-for folder in tmp dev/shm; do
-    mount -t tmpfs -o "size=$0,mode=1777,nosuid,nodev" tmpfs "$folder"
-done
-pivot_root . old
-umount -l /old
-rmdir /old
-mount -o remount,bind,ro /
-cd /tmp
-unset OLDPWD
-exec "$@"
-"""
-"""Script of an unshared shell in an empty folder.
-
-It runs the command of its arguments where only the folders before it can be read. Its further
-arguments are the size of /tmp in bytes, the folders and `--`. /proc shows processes only, or, where
-the kernel cannot do that, nothing. The command that follows ends the right to mount.
-"""
+NEW_ROOT = Path(__file__).with_name("new_root.sh")
+"""Script that runs a command where only some folders can be read."""
 
 
 class UnjudgedError(Exception):
@@ -225,7 +178,7 @@ def _unshare(*, by_root: bool) -> tuple[str, ...]:
     if not path or by_root and not nobody:
         return ()
     spaces = ("--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child")
-    root = ("sh", "-c", NEW_ROOT, str(DISK_SIZE), *_folders(), "--")
+    root = ("sh", "-c", NEW_ROOT.read_text(), str(DISK_SIZE), *_folders(), "--")
     if by_root:
         return (path, *spaces, *root, *nobody)
     powerless = (path, "--user", "--map-user=65534", "--map-group=65534", "--")
