@@ -61,13 +61,10 @@ class SupervisedTrainer(Trainer):
             for name, answer in prompt.columns.items():
                 if isinstance(answer, Answer):
                     parts = marked_texts("", [answer], self.tokenizer)
-                    yield {
-                        "group": group,
-                        "prompt": prompt.text,
-                        "response": "".join(f"⟦{part}⟧" if own else part for part, own in parts),
-                        "label": name.removeprefix("label"),
-                        "length": len(answer.token_ids),
-                    }
+                    said = "".join(f"⟦{part}⟧" if learned else part for part, learned in parts)
+                    row = {"group": group, "prompt": prompt.text, "response": said}
+                    label = name.removeprefix("label")
+                    yield row | {"label": label, "length": len(answer.token_ids)}
 
     def evaluate(self) -> None:
         """Add the loss on the held-out rows, and the task's other metrics, as `eval/*`."""

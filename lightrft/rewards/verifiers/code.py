@@ -19,6 +19,7 @@ CODE_BLOCK = re.compile(
 
 
 MOST_REASONS = 20
+"""How many reasons are told apart: a program chooses the names in them."""
 unjudged: Counter[str] = Counter()
 """Why programs were not judged, and how often in this process."""
 AS_JSON = """
@@ -125,15 +126,12 @@ def _passes(program: str, tests: Asserts | dict[str, Any], row: str = "") -> boo
 
 def _warn(reason: str, row: str) -> None:
     """Log why a program is not judged when that happens for the 1st, 10th, 100th time."""
-    # A program chooses the names in a reason.
     reason = reason if reason in unjudged or len(unjudged) < MOST_REASONS else "other reasons"
     unjudged[reason] += 1
-    count = unjudged[reason]
-    if str(count).strip("0") == "1":
-        logger.warning(
-            f"--reward code: {row or 'a row'}: the tests cannot judge a program, which earns 0:"
-            f" {reason} ({count} times in this process)"
-        )
+    if str(unjudged[reason]).strip("0") == "1":
+        times = f"{reason} ({unjudged[reason]} times in this process)"
+        where = row or "a row"
+        logger.warning(f"--reward code: {where}: a program cannot be judged, and earns 0: {times}")
 
 
 def _lines(output: str) -> list[str]:
