@@ -5,11 +5,9 @@
 
 import argparse
 import importlib
-import sys
 from difflib import get_close_matches
 
 from lightrft import __version__
-from lightrft.config.command_line import COMMANDS, help_text, help_topic
 
 SUMMARIES = {
     "train_ppo": "train a policy against a reward",
@@ -50,10 +48,6 @@ MODULES = {
 """Command -> its module, where that is not lightrft.cli.COMMAND."""
 
 
-FLAGS_OF = {"plan": "train_ppo", "check": "train_ppo", "chat": "serve"}
-"""Command -> the one whose flags it takes, too; its --help WORD explains these."""
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="lightrft",
@@ -84,12 +78,6 @@ def main(argv: list[str] | None = None) -> None:
             f"; did you mean {name}" for name in get_close_matches(chosen.command, SUMMARIES, n=1)
         )
         parser.error(f"there is no command {chosen.command!r}{near}. All commands: lightrft --help")
-
-    topic = help_topic(chosen.arguments)
-    if topic and chosen.command in FLAGS_OF:
-        given = (each for each in chosen.arguments if each in COMMANDS)
-        sys.stdout.write(help_text(next(given, FLAGS_OF[chosen.command]), topic))
-        return
 
     try:
         module = MODULES.get(chosen.command, f"lightrft.cli.{chosen.command}")

@@ -75,9 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", type=Path, help=kinds)
     parser.add_argument("folder", type=Path, help="folder to write the model to")
 
-    parser.add_argument(
-        "--name", default="actor", choices=EXPORTED_MODELS, help="model of the checkpoint to export"
-    )
+    name = "model of the checkpoint to export"
+    parser.add_argument("--name", default="actor", choices=EXPORTED_MODELS, help=name)
     base = "folder of the run's --pretrain, or of the adapter's base model"
     parser.add_argument("--pretrain", default="", help=base)
     adapter = "LoRA: write the adapter in peft's format, without merging"

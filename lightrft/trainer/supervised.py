@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from lightrft.data.rendering.tokens import marked_texts
 from lightrft.roles.role import LossTerm
 from lightrft.run.digests import StepRecord
 from lightrft.trainer.base import Trainer
-from lightrft.trainer.build_data import marked_texts
 from lightrft.types import Answer, Prompt
 
 MOST_EXAMPLES = 6
