@@ -271,6 +271,11 @@ DECEITS = {
             "from program import f\nassert f(2) == P(2)",
         ],
     ),
+    "a class that is like all others": (
+        "class M(type):\n  __eq__ = lambda s, o: True\n  __hash__ = type.__hash__\n"
+        "class int(metaclass=M): pass\ndef f(x): return int",
+        ["assert f('abc') == str or f('abc') is int"],
+    ),
     "a number with an operator": (
         "import decimal, fractions\nclass D(decimal.Decimal):\n  __eq__ = lambda s, o: True\n"
         "D.__module__ = 'decimal'; D.__qualname__ = D.__name__ = 'Decimal'\n"
@@ -613,6 +618,18 @@ SOLVES = {
             "assert f(*v) == v and list(map(type, f(*v))) == list(map(type, v))",
             "assert str(f(Decimal('1.50'))[0]) == '1.50' and f(deque([1], 3))[0].maxlen == 3",
             "assert f(Decimal('NaN'))[0].is_nan() and f(Fraction(1, 3))[0] * 3 == 1",
+        ],
+    ),
+    "classes": (
+        "def only(values, kind): return [x for x in values if type(x) is kind] + [kind]",
+        ["assert only([1, 'a', True], int) == [1, int] and only(['b'], kind=str)[1] is str"],
+    ),
+    "names of builtins for variables": (
+        "def f(x): return x",
+        [
+            "def check(candidate):\n  for input, sum in [(1, 1), ([2], [2])]:\n"
+            "    assert candidate(input) == sum\n  max = 3\n  assert candidate(max) == 3",
+            "check(f)\nassert all((lambda min: f(min) == min)(n) for n in range(3))",
         ],
     ),
     "a queue in place": (

@@ -303,10 +303,8 @@ def prompt_value(section: DataSection, value: Any, name: str) -> str | list[Mess
     if section.json_chats == "never":
         return value
     if section.apply_chat_template and (turns := turns_in_text(value)):
-        _warn(
-            f"{name!r} has turns that begin with Human: and Assistant:, which become messages"
-            " (--json_chats never keeps the text)"
-        )
+        become = "turns of Human: and Assistant: become messages (--json_chats never keeps texts)"
+        _warn(f"{name!r}: its {become}")
         return turns
     objects = objects_in_text(value)
     # Columns with such names have nothing else.

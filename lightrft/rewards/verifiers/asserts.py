@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
+from lightrft.rewards.verifiers.inside import CLASSES
+
 PROGRAM_MODULES = ("program", "solution")
 """Modules from which tests import the names of the program."""
 OUT_OF_REACH = frozenset(
@@ -196,11 +198,8 @@ def _check_passed(
     bound = {part.arg for part in ast.walk(tree) if isinstance(part, ast.arg)}
     stored = (part for part in ast.walk(tree) if isinstance(getattr(part, "ctx", None), ast.Store))
     bound |= {part.id for part in stored if isinstance(part, ast.Name)}
-    functions = {
-        *own,
-        *{*dir(builtins)} - bound,
-        *(ast.unparse(each.func) for each in _calls(tree)),
-    }
+    bound |= {name for name, kind in vars(builtins).items() if kind in CLASSES.values()}
+    functions = {*own, *(ast.unparse(call.func) for call in _calls(tree)), *dir(builtins)} - bound
 
     def is_own(value: ast.expr) -> bool:
         made = ast.unparse(value.func) if isinstance(value, ast.Call) else ""

@@ -183,6 +183,8 @@ def _deny(
 
 
 FROM_ITEMS = {kind.__name__: kind for kind in (tuple, set, frozenset, bytes, bytearray, dict)}
+CLASSES = {kind.__name__: kind for kind in (bool, int, float, complex, str, list)} | FROM_ITEMS
+"""Classes that are values themselves, as int is in `only(values, int)`."""
 REDUCED = (
     "builtins.range decimal.Decimal fractions.Fraction datetime.date datetime.time"
     " datetime.datetime datetime.timedelta datetime.timezone"
@@ -211,6 +213,8 @@ def encode(value: Any, objects: dict[int, Any], *, flatten: bool) -> Any:
     each = partial(encode, objects=objects, flatten=flatten)
     if value is None or kind in (bool, int, float, str):
         return value
+    if kind is type and value in CLASSES.values():
+        return {"class": value.__name__}
     if kind is list:
         return list(map(each, value))
     if kind in FROM_ITEMS.values():
@@ -230,7 +234,7 @@ def encode(value: Any, objects: dict[int, Any], *, flatten: bool) -> Any:
             return {mark: [kind.__name__, fields, [each(getattr(value, name)) for name in fields]]}
     if flatten and isinstance(value, (KeysView, ValuesView, ItemsView)):
         return list(map(each, value))
-    for base in (int, float, str, complex, list, *FROM_ITEMS.values()) if flatten else ():
+    for base in CLASSES.values() if flatten else ():
         if isinstance(value, base):
             return each(base(value))
     raise UnplainError(kind.__name__)
@@ -254,6 +258,8 @@ def decode(content: Any, objects: dict[int, Any], scope: dict[str, Any]) -> Any:
     ((name, inner),) = content.items()
     if name == "object":
         return objects[inner]
+    if name == "class":
+        return CLASSES[inner]
     if name == "iterator":
         return _items(*each(inner))
     if name in RECORDS:
