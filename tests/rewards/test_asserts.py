@@ -449,6 +449,18 @@ UNJUDGED = {
         ["from program import N\nn = N()\nassert n.next.next is n"],
         "next gives .* class 'N'",
     ),
+    "a method of a record": (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\n"
+        "  def double(s): return 2 * s.x\ndef f(x): return P(x)",
+        ["assert f(2).double() == 4"],
+        "they use double of a P, which has its fields alone",
+    ),
+    "a method of a named tuple": (
+        "from typing import NamedTuple\nclass P(NamedTuple):\n  x: int\n"
+        "  def double(s): return 2 * s.x\ndef f(x): return P(x)",
+        ["assert f(2).double() == 4"],
+        "they use double of a P, which has its fields alone",
+    ),
     "an argument that is filled": (
         "class A: pass\ndef f(x): x.append(A())",
         ["x = []\nf(x)\nassert x == [1]"],
@@ -651,6 +663,7 @@ SOLVES = {
             "assert f(2).x == 2 and f(2).y == [2] and str(f(2)) == 'P(x=2, y=[2])'",
             "assert f(2) == f(2) != f(3) and dataclasses.asdict(f(1)) == {'x': 1, 'y': [1]}",
             "assert g(f(2)) == 4",
+            "from program import P\nassert isinstance(f(2), P) and not isinstance(2, P)",
             "p = namedtuple('R', 'x z')(5, 6)\nq = h(p)\nassert q.a == 5 and q == (5, f(6))",
         ],
     ),

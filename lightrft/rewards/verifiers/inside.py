@@ -199,6 +199,10 @@ MOST_ITEMS = 10_000
 """How many items of an iterator are sent."""
 
 
+missing: list[str] = []
+"""What tests have used of records that these lack."""
+
+
 class UnplainError(TypeError):
     """Raised for an object that cannot be sent, with the name of its class."""
 
@@ -276,11 +280,15 @@ def decode(content: Any, objects: dict[int, Any], scope: dict[str, Any]) -> Any:
 
 @lru_cache
 def _record_class(mark: str, name: str, fields: tuple[str, ...]) -> type:
-    if mark == "_fields":
-        return collections.namedtuple(name, fields)
     import dataclasses
 
-    return dataclasses.make_dataclass(name, fields, unsafe_hash=True)
+    def lack(_: Any, attribute: str) -> None:
+        missing.append(f"they use {attribute} of a {name}, which has its fields alone")
+        raise AttributeError(attribute)
+
+    made = dataclasses.make_dataclass(name, fields, unsafe_hash=True)
+    base = collections.namedtuple(name, fields) if mark == "_fields" else made
+    return type(name, (base,), {"__getattr__": lack})
 
 
 def _items(items: list[Any], more: bool) -> Iterator[Any]:
@@ -488,7 +496,8 @@ class Function:
 
     def __instancecheck__(self, one: Any) -> bool:
         program, *about = self._asked
-        return type(one) is Object and program.ask("has", *about, one)
+        is_record = any(getattr(type(one), mark, None) for mark in RECORDS)
+        return (type(one) is Object or is_record) and program.ask("has", *about, one)
 
 
 class Object:
@@ -579,7 +588,7 @@ def main() -> None:
         test(job, program)
         code = 0
     finally:
-        if code and (reason := program.refused or program.unjudged):
+        if code and (reason := program.refused or program.unjudged or "".join(missing[:1])):
             os.write(2, reason.encode())
             code = settings["refused" if program.refused else "unjudged"]
         os._exit(code)
