@@ -455,6 +455,12 @@ UNJUDGED = {
         ["assert f(2).double() == 4"],
         "they use double of a P, which has its fields alone",
     ),
+    "an operator of a record": (
+        "from dataclasses import dataclass\n@dataclass(order=True)\nclass P:\n  x: int\n"
+        "def f(x): return P(x)",
+        ["assert f(2) < f(3)"],
+        "they use lt of a P, which has its fields alone",
+    ),
     "a method of a named tuple": (
         "from typing import NamedTuple\nclass P(NamedTuple):\n  x: int\n"
         "  def double(s): return 2 * s.x\ndef f(x): return P(x)",

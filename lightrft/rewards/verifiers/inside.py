@@ -26,7 +26,7 @@ import time
 import types
 from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache, partial, partialmethod
 from typing import Any, NoReturn
 
 MEMORY_POLL_SECONDS = 0.05
@@ -282,13 +282,15 @@ def decode(content: Any, objects: dict[int, Any], scope: dict[str, Any]) -> Any:
 def _record_class(mark: str, name: str, fields: tuple[str, ...]) -> type:
     import dataclasses
 
-    def lack(_: Any, attribute: str) -> None:
+    def lack(_: Any, attribute: str, *others: Any) -> None:
         missing.append(f"they use {attribute} of a {name}, which has its fields alone")
         raise AttributeError(attribute)
 
     made = dataclasses.make_dataclass(name, fields, unsafe_hash=True)
     base = collections.namedtuple(name, fields) if mark == "_fields" else made
-    return type(name, (base,), {"__getattr__": lack})
+    verbs = [] if mark == "_fields" else REFUSED_OPERATORS.split()
+    operators = {f"__{verb}__": partialmethod(lack, verb) for verb in verbs}
+    return type(name, (base,), {"__getattr__": lack} | operators)
 
 
 def _items(items: list[Any], more: bool) -> Iterator[Any]:
