@@ -50,4 +50,4 @@ evaluate "$out/model" eval_after_rl
 
 phase "7 of 7: summary and report"
 python scripts/summarize_quickstart.py "$out" --wall_s "$SECONDS" --install_s "$(cat "$VIRTUAL_ENV/install_s")" --seed "$seed"
-python -m lightrft.cli.debug.report "$out"
+python -m lightrft report "$out"

@@ -1221,6 +1221,21 @@ def test_a_server_may_be_greedy_and_training_may_not():
     assert "--temperature must be above 0" in problems(*RUNNABLE, "--temperature=0")
 
 
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("plan --help lora", "--lora_rank int"),
+        ("plan --command train_dpo --help dpo_loss", "--dpo_loss {"),
+        ("check train_kto --help desirable", "--desirable_weight float"),
+        ("chat --help port", "--port int"),
+    ],
+)
+def test_commands_that_take_flags_of_another_explain_them(capsys, words, flag):
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert flag in capsys.readouterr().out
+
+
 def test_help_shows_the_recipe_of_an_estimator(capsys):
     assert "--use_kl_loss True --init_kl_coef 0.04 --kl_estimator k3" in shown(
         capsys, "--help", "grpo"

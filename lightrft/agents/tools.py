@@ -84,6 +84,16 @@ def _check_tool(name: str, one: Any, module: str) -> None:
         )
 
 
+def _check_call(name: str, tool: Callable[..., Any]) -> None:
+    """Raise ValueError for a function whose arguments have no names, or that returns no value."""
+    for each in inspect.signature(tool).parameters.values():
+        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            raise ValueError(f"tool {name}: a model names each argument, and {each} has no name")
+    function = inspect.unwrap(tool)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"tool {name} is a generator: let it return a list of what it yields")
+
+
 def schemas(tools: Tools) -> list[dict[str, Any]]:
     """Return the JSON schema of each tool as chat templates take it.
 
@@ -97,6 +107,7 @@ def schemas(tools: Tools) -> list[dict[str, Any]]:
         if isinstance(tool, DescribedTool):
             json_schemas.append(tool.schema)
             continue
+        _check_call(name, tool)
         try:
             schema = get_json_schema(tool)
         except Exception as error:  # transformers raises several classes

@@ -14,7 +14,8 @@ import faulthandler  # noqa: E402
 import gc  # noqa: E402
 import sys  # noqa: E402
 import traceback  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
+from collections.abc import Callable, Sequence  # noqa: E402
+from functools import partial  # noqa: E402
 
 from loguru import logger  # noqa: E402
 
@@ -37,6 +38,14 @@ for it.
 After each operation of torch an engine waits that long beside such a thread; Python's default is 5
 ms.
 """
+
+
+def command(name: str, description: str | None, module: str) -> Callable[..., None]:
+    """Return main() of the module of a command, and call it if the module runs as a program."""
+    main = partial(run_command, name, description)
+    if module == "__main__":
+        main()
+    return main
 
 
 def run_command(command: str, description: str | None, argv: Sequence[str] | None = None) -> None:

@@ -53,49 +53,31 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", nargs="?", default="", metavar="MODEL", help="the same as --model")
-    parser.add_argument(
-        "--config",
-        default="",
-        metavar="FILE",
-        help=(
-            "recipe of a run: its model, precision, strategy and engine, unless they are given here"
-        ),
-    )
-    parser.add_argument(
-        "--model",
-        default="",
-        help="folder, GGUF file or hub name; without it, only the machine is checked",
-    )
-    parser.add_argument(
-        "--engine_model",
-        default="",
-        help="another folder for the engine, such as an export of the model",
-    )
+    texts = {
+        "config": "recipe of a run: its model, precision, strategy and engine, unless they are given here",
+        "model": "folder, GGUF file or hub name; without it, only the machine is checked",
+        "engine_model": "another folder for the engine, such as an export of the model",
+    }
+    for name, meaning in texts.items():
+        parser.add_argument(f"--{name}", default="", help=meaning)
     parser.add_argument("--engine_type", default="auto", help="auto, vllm, sglang or hf")
-    fsdp = "train with FSDP2, as with --fsdp in a run; without it DeepSpeed where it is installed"
-    parser.add_argument("--fsdp", action="store_true", help=fsdp)
 
-    exact = "demand equal bits, as with --exact in a run, and name the first part that differs"
-    parser.add_argument("--exact", action="store_true", help=exact)
+    switches = {
+        "fsdp": "train with FSDP2, as with --fsdp in a run; without it DeepSpeed where it is installed",
+        "exact": "demand equal bits, as with --exact in a run, and name the first part that differs",
+        "bf16": "compute in bfloat16, as with --bf16 in a run",
+        "trust_remote_code": "run Python code that comes with the model",
+    }
+    for name, meaning in switches.items():
+        parser.add_argument(f"--{name}", action="store_true", help=meaning)
 
-    parser.add_argument(
-        "--bf16", action="store_true", help="compute in bfloat16, as with --bf16 in a run"
-    )
-    parser.add_argument(
-        "--trust_remote_code", action="store_true", help="run Python code that comes with the model"
-    )
-    parser.add_argument(
-        "--engine_mem_util",
-        type=float,
-        default=EngineSection.engine_mem_util,
-        help="share of an accelerator's memory for the engine",
-    )
-    parser.add_argument(
-        "--engine_kv_cache_gb",
-        type=float,
-        default=EngineSection.engine_kv_cache_gb,
-        help="size of the engine's key-value cache on a CPU, in GB",
-    )
+    numbers = {
+        "engine_mem_util": "share of an accelerator's memory for the engine",
+        "engine_kv_cache_gb": "size of the engine's key-value cache on a CPU, in GB",
+    }
+    for name, meaning in numbers.items():
+        default = getattr(EngineSection, name)
+        parser.add_argument(f"--{name}", type=float, default=default, help=meaning)
 
     return parser
 

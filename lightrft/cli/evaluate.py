@@ -5,12 +5,6 @@ python -m lightrft.cli.evaluate --fsdp --pretrain runs/quickstart/model --eval_d
 runs/quickstart/data/test.jsonl
 """
 
-from lightrft.cli import run_command
+from lightrft.cli import command
 
-
-def main(argv: list[str] | None = None) -> None:
-    run_command("evaluate", __doc__, argv)
-
-
-if __name__ == "__main__":
-    main()
+main = command("evaluate", __doc__, __name__)

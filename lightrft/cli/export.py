@@ -75,25 +75,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", type=Path, help=kinds)
     parser.add_argument("folder", type=Path, help="folder to write the model to")
 
-    parser.add_argument(
-        "--name", default="actor", choices=EXPORTED_MODELS, help="model of the checkpoint to export"
-    )
-    parser.add_argument(
-        "--pretrain",
-        default="",
-        help="folder of the run's --pretrain, or of the adapter's base model",
-    )
-    parser.add_argument(
-        "--adapter_only",
-        action="store_true",
-        help="LoRA: write the adapter in peft's format, without merging",
-    )
-    parser.add_argument(
-        "--trust_remote_code",
-        action="store_true",
-        help="run Python code that comes with --pretrain",
-    )
-
+    name = "model of the checkpoint to export"
+    parser.add_argument("--name", default="actor", choices=EXPORTED_MODELS, help=name)
+    base = "folder of the run's --pretrain, or of the adapter's base model"
+    parser.add_argument("--pretrain", default="", help=base)
+    adapter = "LoRA: write the adapter in peft's format, without merging"
+    parser.add_argument("--adapter_only", action="store_true", help=adapter)
+    code = "run Python code that comes with --pretrain"
+    parser.add_argument("--trust_remote_code", action="store_true", help=code)
     return parser
 
 

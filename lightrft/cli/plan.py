@@ -25,6 +25,7 @@ from rich.text import Text
 
 from lightrft.cli import USER_ERROR
 from lightrft.compat.command_line import parse
+from lightrft.config.command_line import answer_word
 from lightrft.config.errors import ConfigError
 from lightrft.config.facts import RunFacts
 from lightrft.config.paths import missing
@@ -37,10 +38,9 @@ from lightrft.run.logs import set_up_logging
 if TYPE_CHECKING:
     from lightrft.tools.planning import RunPlan
 
-PLANNED_COMMANDS = ("train_ppo", "train_sft", "train_rm", "train_prm", "train_dpo", "train_kto")
-
 
 def main(argv: list[str] | None = None) -> None:
+    answer_word(argv, "train_ppo")
     own, flags = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     if flags and not flags[0].startswith("-"):
         flags.insert(0, "--config")
@@ -272,23 +272,15 @@ def _parser() -> argparse.ArgumentParser:
         usage="plan [CONFIG.yaml] --ranks N [flags]",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--command",
-        choices=PLANNED_COMMANDS,
-        default="train_ppo",
-        help="the command that the run uses",
-    )
-    parser.add_argument(
-        "--ranks", type=int, required=True, help="number of devices, each with one process"
-    )
+    used = "the command that the run uses"
+    parser.add_argument("--command", choices=TRAINING, default="train_ppo", help=used)
+    ranks = "number of devices, each with one process"
+    parser.add_argument("--ranks", type=int, required=True, help=ranks)
     parser.add_argument("--ranks_per_node", type=int, default=8, help="devices of a node (8)")
     parser.add_argument("--device", choices=DEVICES, default="h100", help="kind of device")
 
-    parser.add_argument(
-        "--model_config",
-        default="",
-        help="config.json of --pretrain, if its folder is not on this machine",
-    )
+    config = "config.json of --pretrain, if its folder is not on this machine"
+    parser.add_argument("--model_config", default="", help=config)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -5,12 +5,6 @@ lightrft serve --pretrain runs/guess_number/model --port 8000
 Requests with the header `x-session-id` continue a session, whose turns are never tokenized again.
 """
 
-from lightrft.cli import run_command
+from lightrft.cli import command
 
-
-def main(argv: list[str] | None = None) -> None:
-    run_command("serve", __doc__, argv)
-
-
-if __name__ == "__main__":
-    main()
+main = command("serve", __doc__, __name__)

@@ -3,12 +3,6 @@
 lightrft serve_reward --reward_pretrain runs/quickstart/rm/model --port 8000
 """
 
-from lightrft.cli import run_command
+from lightrft.cli import command
 
-
-def main(argv: list[str] | None = None) -> None:
-    run_command("serve_reward", __doc__, argv)
-
-
-if __name__ == "__main__":
-    main()
+main = command("serve_reward", __doc__, __name__)

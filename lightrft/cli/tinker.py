@@ -5,12 +5,6 @@ torchrun --nproc_per_node 2 -m lightrft.cli.tinker --pretrain Qwen/Qwen3-0.6B --
 A client gets the address as `base_url`. See docs/tinker.md.
 """
 
-from lightrft.cli import run_command
+from lightrft.cli import command
 
-
-def main(argv: list[str] | None = None) -> None:
-    run_command("tinker", __doc__, argv)
-
-
-if __name__ == "__main__":
-    main()
+main = command("tinker", __doc__, __name__)

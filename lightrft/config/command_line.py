@@ -269,11 +269,30 @@ def _answer(argv: list[str], command: str, description: str) -> None:
 
         sys.stdout.write(f"lightrft {__version__}\n")
         sys.exit(0)
+    topic = _topic(argv)
+    if topic is not None:
+        sys.stdout.write(help_text(command, topic, description))
+        sys.exit(0)
+
+
+def answer_word(argv: Sequence[str] | None, command: str) -> None:
+    """Print the reply to `--help WORD` about the flags of a command, and exit; else return.
+
+    This is for a program that passes flags on to `command`, or to another one that it names.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if topic := _topic(argv):
+        named = next((word for word in argv if word in COMMANDS), command)
+        sys.stdout.write(help_text(named, topic))
+        sys.exit(0)
+
+
+def _topic(argv: Sequence[str]) -> str | None:
+    """Return the word after --help, empty if there is none; None without --help."""
     for place, token in enumerate(argv):
         if token in HELP or token.startswith("--help="):
-            topic = token.partition("=")[2] or next(iter(argv[place + 1 :]), "")
-            sys.stdout.write(help_text(command, topic, description))
-            sys.exit(0)
+            return token.partition("=")[2] or next(iter(argv[place + 1 :]), "")
+    return None
 
 
 def help_text(command: str, topic: str = "", description: str = "") -> str:

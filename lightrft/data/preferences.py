@@ -4,7 +4,6 @@ They are pairs of a chosen and a rejected answer to one prompt, or single answer
 bad.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,7 +18,7 @@ from lightrft.data.conversations import can_be_learned, flat_columns, learned_ex
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import Make, load_prompts
 from lightrft.data.rendering.forms import Reading, column, is_conversation, judged, pair
-from lightrft.data.rendering.messages import Message, as_messages, is_answer
+from lightrft.data.rendering.messages import DIALOGUE, Message, is_answer, turns_in_text
 from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
 CHOSEN = "chosen"
@@ -28,12 +27,10 @@ MARGIN = "margin"
 TIE = "tie"
 HEAD = "head"
 """Columns of a loaded pair, whatever they are called in the data."""
+DIFFERS = "the prompt in {!r} is not in the conversation of {!r}: make them the same, or remove the prompt"
 ANSWER = "answer"
 DESIRABLE = "desirable"
 """Columns of a loaded single answer."""
-DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-"""Beginning of a turn in the texts of HH-RLHF; the rows have no column for the prompt."""
-DIALOGUE_START = re.compile(r"(\n\n)?Human:")
 
 
 def load_pairs(
@@ -147,6 +144,7 @@ def load_answers(
             last = max(place for place, message in enumerate(answer, 1) if not is_answer(message))
             prompt = answer[:last]
             answer = answer[last:]
+            _check_prompt(reading, prompt)
 
         desirable = _bool(reading.label, reading.names[1], "label_key")
         example = _example(section, tokenizer, row, prompt, answer, **options)
@@ -194,15 +192,14 @@ def _parts(section: DataSection, row: dict[str, Any], reading: Reading) -> tuple
     """
     first, second = reading.answers
     prompt = reading.prompt
-    if section.apply_chat_template and isinstance(prompt, str) and DIALOGUE_START.match(prompt):
-        prompt = _dialogue(prompt)[:-1] if prompt.rstrip().endswith("Assistant:") else prompt
     alone = prompt is None
-    are_texts = type(first) is type(second) is str
-    if are_texts and (DIALOGUE.search(first) if alone else DIALOGUE_START.match(first)):
+    turns = [turns_in_text(each) for each in (first, second) if isinstance(each, str)]
+    if len(turns) == 2 and all(turns):
         if not section.apply_chat_template:
+            if not first.strip().startswith((prompt or "").strip()):
+                raise ValueError(DIFFERS.format(reading.columns[-1], reading.names[0]))
             return _parts_of_dialogues(first, second)
-        first = _dialogue(first)
-        second = _dialogue(second)
+        first, second = turns
 
     if not (is_conversation(first, alone) and is_conversation(second, alone)):
         if alone:
@@ -219,17 +216,16 @@ def _parts(section: DataSection, row: dict[str, Any], reading: Reading) -> tuple
             " assistant"
         )
 
+    _check_prompt(reading, first[:count])
     return first[:count], first[count:], second[count:]
 
 
-def _dialogue(text: str) -> list[Message]:
-    """Return the messages of a text of HH-RLHF: turns that begin with Human: or Assistant:."""
-    _, *turns = DIALOGUE.split(text)
-    messages = [
-        {"from": name.lower(), "value": value.strip()}
-        for name, value in zip(turns[::2], turns[1::2], strict=True)
-    ]
-    return as_messages(messages) or []
+def _check_prompt(reading: Reading, messages: list[Message]) -> None:
+    """Raise ValueError if a row has a prompt that is not in its conversation."""
+    prompt = [{"content": reading.prompt}] if isinstance(reading.prompt, str) else reading.prompt
+    said = [str(each["content"]).strip() for each in messages]
+    if any(str(each["content"]).strip() not in said for each in prompt or ()):
+        raise ValueError(DIFFERS.format(reading.columns[-1], reading.names[0]))
 
 
 def _parts_of_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:

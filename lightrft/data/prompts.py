@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -109,22 +109,15 @@ def load_prompts(
     names = [data_source.name for data_source in data_sources(getattr(section, source))]
     if source == "eval_data":
         _check_held_out(section, names)
+
+    build = partial(make or make_prompt, section, tokenizer, measure=measure)
     mode = "none" if source == "eval_data" else section.deduplicate
     # rows of another `make` are learned
     duplicates = Duplicates(mode, None if make is None else tokenizer.decode)
-    build = partial(make or make_prompt, section, tokenizer, measure=measure)
-    numbers = count()
-    options = {
-        "make": build,
-        "row_problem": row_problem,
-        "duplicates": duplicates,
-        "numbers": numbers,
-        "read": scored if make is None else read,
-        "description": (description := []),
-        "keep_input": keep_input,
-    }
-
-    parts = [_usable(section, source, name, **options) for name in names]
+    read = scored if make is None else read
+    description: list[str] = []
+    shared = (build, read, row_problem, duplicates, count(), keep_input, description)
+    parts = [_Rows(section, source, name, *shared).usable() for name in names]
     if section.data_cache:
         split, most = DATA_FIELDS[source]
         limit = most and getattr(section, most)
@@ -139,11 +132,20 @@ def load_prompts(
         digests = None
         examples = [None] * len(parts)
 
-    prompts = PromptSet(
-        [DataPart(*part) for part in zip(names, sets, probabilities, examples, strict=True)],
-        digests,
-        description,
-    )
+    sets = [DataPart(*part) for part in zip(names, sets, probabilities, examples, strict=True)]
+    prompts = PromptSet(sets, digests, description)
+    _check_loaded(section, source, tokenizer, prompts)
+    if is_first_rank():
+        for line in (*description, *(f"--{source}: {each}" for each in prompts.repetitions())):
+            logger.info(line)
+
+    return prompts
+
+
+def _check_loaded(
+    section: DataSection, source: str, tokenizer: PreTrainedTokenizerBase, prompts: PromptSet
+) -> None:
+    """Raise DataError if a column of media is in no row. Warn of texts without a chat template."""
     own = section.apply_chat_template or section.input_template is not None
     if tokenizer.chat_template and not own and is_first_rank():
         if not any(token in prompts[0].text for token in tokenizer.all_special_tokens):
@@ -151,20 +153,12 @@ def load_prompts(
                 f"--{source}: the tokenizer has a chat template, and prompts are texts without it:"
                 " add --apply_chat_template, unless --pretrain is a base model"
             )
+
     for medium, key in media_columns(section).items():
-        if source != "pretrain_data" and not any(
-            prompt.multi_modal.get(medium) for prompt in prompts
-        ):
-            raise DataError(
-                f"--{medium}_key {key}: no row of --{source} {getattr(section, source)} has one"
-                " here"
-            )
-
-    if is_first_rank():
-        for line in (*description, *(f"--{source}: {each}" for each in prompts.repetitions())):
-            logger.info(line)
-
-    return prompts
+        has_one = any(prompt.multi_modal.get(medium) for prompt in prompts)
+        if source != "pretrain_data" and not has_one:
+            name = getattr(section, source)
+            raise DataError(f"--{medium}_key {key}: no row of --{source} {name} has one here")
 
 
 def _probabilities(section: DataSection, source: str) -> list[float | None]:
@@ -181,89 +175,106 @@ def _probabilities(section: DataSection, source: str) -> list[float | None]:
     return [None if weight is None else weight / sum(filter(None, weights)) for weight in weights]
 
 
-def _usable(
-    section: DataSection,
-    source: str,
-    name: str,
-    *,
-    make: Make,
-    row_problem: RowProblem | None,
-    duplicates: Duplicates,
-    numbers: Iterator[int],
-    read: Read | None,
-    description: list[str],
-    keep_input: bool,
-) -> Iterator[Prompt]:
-    """Yield the usable prompts of one data set, numbered by `numbers`."""
-    split, most = DATA_FIELDS[source]
-    limit = most and getattr(section, most)
-    count = 0
-    num_chats = 0
-    forms: Counter[str] = Counter()
-    known: dict[tuple[str, ...], str] = {}
-    files = set()
-    bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
-    place = Path(name).expanduser()
-    folder = place.parent if place.is_file() else place
+@dataclass
+class _Rows:
+    """Rows of one data set, and what is made of them."""
 
-    def built() -> Iterator[tuple[str, Prompt]]:
-        nonlocal num_chats
-        for location, row in read_rows(name, getattr(section, split), bad):
+    section: DataSection
+    source: str
+    name: str
+    make: Make
+    read: Read | None
+    row_problem: RowProblem | None
+    duplicates: Duplicates
+    numbers: Iterator[int]
+    """Indices of prompts, over all data sets."""
+    keep_input: bool
+    description: list[str]
+    """Lines that say how each data set was understood."""
+    num_chats: int = 0
+    forms: Counter[str] = field(default_factory=Counter)
+    known: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """Columns with a value -> the form of such rows."""
+    files: set[str] = field(default_factory=set)
+
+    def usable(self) -> Iterator[Prompt]:
+        """Yield the usable prompts. Raise DataError if there is none."""
+        split, most = DATA_FIELDS[self.source]
+        limit = most and getattr(self.section, most)
+        bad = BadRows(skip=self.section.bad_rows == "skip", flag=f"--{self.source}")
+        count = 0
+        built = self._built(getattr(self.section, split), bad)
+        for location, prompt, problem in media_checked(built, self.section.check_media):
+            if problem:
+                bad.add(location, problem)
+            elif not self.duplicates.omits(prompt):
+                # Indices count usable rows only, over all data sets.
+                prompt.index = next(self.numbers)
+                prompt.location = location
+                count = count + 1
+                yield prompt
+                if count == limit:
+                    break
+
+        bad.report()
+        where = f"--{self.source} {self.name}"
+        if self.num_chats and self.section.input_template is not None and is_first_rank():
+            logger.warning(
+                f"{where}: --input_template is for text: {self.num_chats} rows of chat messages"
+                " are as they were"
+            )
+        if not count:
+            omitted = self.duplicates.count
+            others = f" and {omitted} duplicates were omitted" if omitted else ""
+            raise DataError(
+                f"{where}: no usable row ({len(bad.reasons)} bad ones were skipped{others})"
+            )
+        self.duplicates.report(where, count)
+        self.description.append(f"{where}: {self._understood(count)}")
+
+    def _built(self, split: str, bad: BadRows) -> Iterator[tuple[str, Prompt]]:
+        """Yield the prompts of rows that are not bad, with the places of the rows."""
+        place = Path(self.name).expanduser()
+        folder = place.parent if place.is_file() else place
+        for location, row in read_rows(self.name, split, bad):
             try:
-                row = plain_row(row, leave=media_columns(section).values())
-                prompt = make(row, index=0, folder=folder)
+                row = plain_row(row, leave=media_columns(self.section).values())
+                prompt = self.make(row, index=0, folder=folder)
             except (ValueError, RecursionError) as error:
                 bad.add(location, str(error))
                 continue
 
-            # Rows with the same columns have the same form.
-            columns = tuple(name for name, value in row.items() if value is not None)
-            if read and (columns not in known or keep_input or section.input_template is not None):
-                reading = read(section, row)
-                known[columns] = reading.form
-                num_chats += isinstance(reading.prompt, list)
-                if keep_input:
-                    prompt.columns.setdefault(INPUT, reading.prompt)
-            forms[known.get(columns, "columns of a benchmark")] += 1
-            files.add(PLACE_OF_ROW.sub("", location))
-
-            problem = row_problem(prompt) if row_problem else None
-            if problem := problem or (storing_problem(prompt) if section.data_cache else None):
+            self._note(row, prompt, location)
+            problem = self.row_problem(prompt) if self.row_problem else None
+            if problem := problem or (storing_problem(prompt) if self.section.data_cache else None):
                 bad.add(location, problem)
             else:
                 yield location, prompt
 
-    for location, prompt, problem in media_checked(built(), section.check_media):
-        if problem:
-            bad.add(location, problem)
-        elif not duplicates.omits(prompt):
-            # Indices count usable rows only, over all data sets.
-            prompt.index = next(numbers)
-            prompt.location = location
-            count = count + 1
-            yield prompt
-            if count == limit:
-                break
+    def _note(self, row: dict[str, Any], prompt: Prompt, location: str) -> None:
+        """Note how a row is understood, and give its prompt the column INPUT if that is wanted."""
+        # Rows with the same columns have the same form.
+        columns = tuple(name for name, value in row.items() if value is not None)
+        every = self.keep_input or self.section.input_template is not None
+        if self.read and (columns not in self.known or every):
+            reading = self.read(self.section, row)
+            self.known[columns] = reading.form
+            self.num_chats += isinstance(reading.prompt, list)
+            if self.keep_input:
+                prompt.columns.setdefault(INPUT, reading.prompt)
+        self.forms[self.known.get(columns, "columns of a benchmark")] += 1
+        self.files.add(PLACE_OF_ROW.sub("", location))
 
-    bad.report()
-    if num_chats and section.input_template is not None and is_first_rank():
-        logger.warning(
-            f"--{source} {name}: --input_template is for text: {num_chats} rows of chat messages"
-            " are as they were"
+    def _understood(self, count: int) -> str:
+        """Return the most common forms, the number of rows, and the files that they are from."""
+        common = self.forms.most_common(5)
+        forms = [f"{form} ({n:,} rows)" if len(self.forms) > 1 else form for form, n in common]
+        others = sorted(
+            Path(file).name for file in self.files - {self.name} if Path(file).is_file()
         )
-
-    if not count:
-        others = f" and {duplicates.count} duplicates were omitted" if duplicates.count else ""
-        raise DataError(
-            f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped{others})"
-        )
-    duplicates.report(f"--{source} {name}", count)
-    common = forms.most_common(5)
-    understood = [f"{form} ({n:,} rows)" if len(forms) > 1 else form for form, n in common]
-    others = sorted(Path(file).name for file in files - {name} if Path(file).is_file())
-    num_files = f" of {len(others)} files" if len(others) > 1 else ""
-    of_files = f"{num_files} ({', '.join(others[:5])})" if others else ""
-    description.append(f"--{source} {name}: {', '.join(understood)}; {count:,} rows{of_files}")
+        num_files = f" of {len(others)} files" if len(others) > 1 else ""
+        of_files = f"{num_files} ({', '.join(others[:5])})" if others else ""
+        return f"{', '.join(forms)}; {count:,} rows{of_files}"
 
 
 def _check_held_out(section: DataSection, names: list[str]) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 
 from lightrft.compat.command_line import parse
+from lightrft.config.command_line import answer_word
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import TRAINING, Config, fields_read
@@ -24,6 +25,7 @@ TRIED_ROWS = 8
 
 
 def main(argv: list[str] | None = None) -> None:
+    answer_word(argv, "train_ppo")
     own, flags = parser().parse_known_args(argv)
     if flags and flags[0] in TRAINING:
         own.command = flags.pop(0)
@@ -98,16 +100,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
 
-    flags.add_argument(
-        "--command",
-        choices=TRAINING,
-        default="train_ppo",
-        help="the command that the run uses",
-    )
+    used = "the command that the run uses"
+    flags.add_argument("--command", choices=TRAINING, default="train_ppo", help=used)
     flags.add_argument("--ranks", type=int, default=1, help="number of processes of the run (1)")
     flags.add_argument("--device", default="h100", help="kind of device for the plan (h100)")
     return flags
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
 """Read scripts and configurations of other tools: which tool it is, and the values that it sets."""
 
 import ast
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -16,21 +17,18 @@ from lightrft.config.errors import ConfigError
 
 KNOWN_TOOLS = "TRL, Unsloth, verl, OpenRLHF, ms-swift and axolotl"
 COMMAND_OF = {
-    "grpo": "train_ppo",
-    "rloo": "train_ppo",
-    "ppo": "train_ppo",
-    "sft": "train_sft",
-    "dpo": "train_dpo",
-    "kto": "train_kto",
+    **{method: f"train_{method}" for method in ("sft", "dpo", "kto", "rm", "prm")},
+    **dict.fromkeys(("grpo", "rloo", "ppo"), "train_ppo"),
     "reward": "train_rm",
-    "rm": "train_rm",
-    "prm": "train_prm",
 }
 """What other tools call a method -> the command here."""
 CLASS = re.compile(r"(GRPO|RLOO|PPO|SFT|DPO|KTO|Reward|PRM)(Config|Trainer)")
 """Classes of TRL that name a method."""
 SHELL_ARRAY = re.compile(r"^[ \t]*(\w+)=\((.*?)\)[ \t]*$", re.DOTALL | re.MULTILINE)
 """Array of a shell script, perhaps over several lines."""
+OTHER_LANGUAGE = re.compile(r"\s*%%(?!capture|time)")
+"""Beginning of a cell that is not Python."""
+COMMAND_OF_IPYTHON = re.compile(r"^([ \t]*)[!%](?:.*\\\n)*.*", re.MULTILINE)
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 
 
@@ -49,7 +47,7 @@ class ForeignFile:
 
 
 def read(path: Path) -> ForeignFile:
-    """Read a Python script, a shell script or a YAML file.
+    """Read a Python script, a notebook, a shell script or a YAML file.
 
     Raises ConfigError if no tool is recognised, and for a file that cannot be read.
     """
@@ -58,14 +56,28 @@ def read(path: Path) -> ForeignFile:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
-    if path.suffix == ".py":
+    if path.suffix == ".ipynb":
+        text = _code_of_cells(text, path)
+    if path.suffix in (".py", ".ipynb"):
         return _of_python(text, path)
     if path.suffix in (".yaml", ".yml"):
         return _of_yaml(text, path)
     return _of_shell(text, path)
 
 
-# -- Python scripts
+# -- Python scripts and notebooks
+
+
+def _code_of_cells(text: str, path: Path) -> str:
+    """Return the Python code of a notebook, with `pass` for the commands of IPython."""
+    try:
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        sources = ["".join(cell["source"]) for cell in cells]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a notebook: {error!r}") from error
+
+    python = [each for each in sources if not OTHER_LANGUAGE.match(each)]
+    return "\n".join(COMMAND_OF_IPYTHON.sub(r"\1pass", each) for each in python)
 
 
 def _of_python(text: str, path: Path) -> ForeignFile:

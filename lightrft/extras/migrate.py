@@ -1,6 +1,6 @@
 """Translate a script or a configuration of another tool into a configuration of this program.
 
-lightrft migrate train.py                    a script of TRL or Unsloth; it is read, not run
+lightrft migrate train.py                    a script or notebook of TRL or Unsloth; it is not run
 lightrft migrate run.sh --ranks 8            a command line of verl, OpenRLHF, TRL or ms-swift
 lightrft migrate config.yaml > mine.yaml     a YAML file of axolotl, TRL, verl or ms-swift
 
@@ -24,14 +24,6 @@ from lightrft.config.sections import Config, aliases, fields_read
 from lightrft.extras.foreign_files import ForeignFile, read
 
 USER_ERROR = 2
-TITLES = {
-    "trl": "TRL",
-    "unsloth": "Unsloth",
-    "verl": "verl",
-    "openrlhf": "OpenRLHF",
-    "swift": "ms-swift",
-    "axolotl": "axolotl",
-}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -50,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_argument("file", type=Path, help="a Python script, a shell script or a YAML file")
+    flags.add_argument(
+        "file", type=Path, help="a Python script, a notebook, a shell script or YAML"
+    )
     flags.add_argument("--ranks", type=int, default=1, help="number of processes of the run")
     return flags
 
@@ -66,7 +60,7 @@ def migrated(path: Path, *, ranks: int = 1) -> str:
     flags = _accepted(translation.flags, found.command, notes)
     missing = _defaults(found, translation, ranks)
 
-    title = TITLES[found.tool]
+    title = table(found.tool)["title"]
     lines = [f"# From {path.name} ({title}): lightrft {found.command} --config THIS_FILE"]
     for name, value in flags.items():
         source = ", ".join(dict.fromkeys(translation.sources.get(name, ())))
@@ -155,7 +149,3 @@ def _line(name: str, value: Any) -> str:
     value = list(value) if isinstance(value, tuple | set) else value
     in_brackets = yaml.safe_dump([value], default_flow_style=True, width=10**6).strip()
     return f"{name}: {in_brackets[1:-1]}"
-
-
-if __name__ == "__main__":
-    main()

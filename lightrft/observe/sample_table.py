@@ -41,13 +41,17 @@ def sample_table(rows: Sequence[dict[str, Any]], group_size: int = 0) -> dict[st
     # In a short run both ends are the same rows, and they should appear once.
     last = [group for group in _choose(groups[::-1]) if group[0]["step"] > first[-1][0]["step"]]
     written = max(map(len, groups))
-    note = (
-        f"Of the {group_size} responses to a prompt, {written} are written to samples.jsonl"
-        " (--num_trajectories_to_save)."
-    )
+    note = ""
+    if not rewards:
+        note = "What is learned stands between ⟦ and ⟧."
+    elif written < group_size:
+        note = (
+            f"Of the {group_size} responses to a prompt, {written} are written to samples.jsonl"
+            " (--num_trajectories_to_save)."
+        )
 
     return {
-        "note": note if written < group_size else "",
+        "note": note,
         "ends": [
             {"title": title, "groups": [_group(group, low, high) for group in chosen]}
             for title, chosen in (("At the beginning", first), ("At the end", last))

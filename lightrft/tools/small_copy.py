@@ -6,7 +6,6 @@ shrink too, so that short sequences and random weights notice them.
 """
 
 import random
-from ast import literal_eval
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,30 +28,30 @@ SMALL_VOCABULARY = 64
 FIRST_TOKEN = 8
 """Token ids of a small vocabulary below this one have a meaning, such as padding."""
 
-_SIZES = f"""
-48 intermediate_size ffn_hidden_size intermediate_size_mlp dense_intermediate_size
-16 shared_intermediate_size moe_intermediate_size shared_expert_intermediate_size
-16 moe_shared_expert_intermediate_size expert_ffn_hidden_size query_pre_attn_scalar
-8 hidden_size_per_layer_input laurel_rank kv_lora_rank q_lora_rank o_lora_rank mamba_d_state
-8 ssm_state_size mamba_chunk_size chunk_size
-4 adapter_rank num_experts num_local_experts n_routed_experts moe_num_experts
-{HEAD_DIM} qk_rope_head_dim qk_nope_head_dim v_head_dim head_dim rotary_dim global_head_dim
-{HEAD_DIM} swa_head_dim swa_v_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim
-{HEAD_DIM} mamba_d_head mamba_headdim mamba_head_dim index_head_dim
-2 mamba_n_groups mamba_ngroups n_groups zero_expert_num num_experts_per_tok num_experts_per_token
-2 moe_topk moe_k top_k_experts n_group index_n_heads
-1 topk_group n_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers
-1 moe_layer_start_index max_window_layers
-{SMALL_WINDOW} sliding_window sliding_window_size attention_window_size window_size
-{SMALL_WINDOW} attention_chunk_size index_topk
-{2 * SMALL_WINDOW} local_attention
-1.5 attn_logit_softcapping attn_soft_cap
-3.0 final_logit_softcapping logits_soft_cap output_logit_soft_cap
-"""
-SMALL_SIZES: dict[str, float] = {
-    name: literal_eval(size)
-    for size, *names in map(str.split, _SIZES.strip().splitlines())
-    for name in names
+SMALL_SIZES = {
+    name: size
+    for size, names in (
+        (48, "intermediate_size ffn_hidden_size intermediate_size_mlp dense_intermediate_size"),
+        (16, "shared_intermediate_size moe_intermediate_size shared_expert_intermediate_size"),
+        (16, "moe_shared_expert_intermediate_size expert_ffn_hidden_size query_pre_attn_scalar"),
+        (8, "hidden_size_per_layer_input laurel_rank kv_lora_rank q_lora_rank o_lora_rank"),
+        (8, "mamba_d_state ssm_state_size mamba_chunk_size chunk_size"),
+        (4, "adapter_rank num_experts num_local_experts n_routed_experts moe_num_experts"),
+        (HEAD_DIM, "qk_rope_head_dim qk_nope_head_dim v_head_dim head_dim rotary_dim"),
+        (HEAD_DIM, "global_head_dim swa_head_dim swa_v_head_dim linear_head_dim"),
+        (HEAD_DIM, "linear_key_head_dim linear_value_head_dim"),
+        (HEAD_DIM, "mamba_d_head mamba_headdim mamba_head_dim index_head_dim"),
+        (2, "mamba_n_groups mamba_ngroups n_groups zero_expert_num num_experts_per_tok"),
+        (2, "num_experts_per_token moe_topk moe_k top_k_experts n_group index_n_heads"),
+        (1, "topk_group n_shared_experts moe_num_shared_experts first_k_dense_replace"),
+        (1, "num_dense_layers moe_layer_start_index max_window_layers"),
+        (SMALL_WINDOW, "sliding_window sliding_window_size attention_window_size window_size"),
+        (SMALL_WINDOW, "attention_chunk_size index_topk"),
+        (2 * SMALL_WINDOW, "local_attention"),
+        (1.5, "attn_logit_softcapping attn_soft_cap"),
+        (3.0, "final_logit_softcapping logits_soft_cap output_logit_soft_cap"),
+    )
+    for name in names.split()
 }
 """Largest values of a small configuration, under the names of transformers.
 

@@ -4,8 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from loguru import logger
@@ -21,6 +19,7 @@ from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import is_first_rank
+from lightrft.data.rendering.tokens import marked_texts
 from lightrft.data.step_labels import load_steps
 from lightrft.models.load import load_tokenizer
 from lightrft.rewards.runner import RewardRunner
@@ -210,18 +209,6 @@ def shown_data(
 
     answers = [each for each in prompts[0].columns.values() if isinstance(each, Answer)]
     return prompts.description, marked_texts(prompts[0].text, answers, tokenizer)
-
-
-def marked_texts(
-    prompt: str, answers: Sequence[Answer], tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[str, bool]]:
-    """Return the text of a prompt and the texts of answers to it, with True for what is learned."""
-    texts = [(prompt, False)]
-    for answer in answers:
-        both = zip(answer.token_ids, answer.learned, strict=True)
-        for learned, tokens in groupby(both, key=itemgetter(1)):
-            texts.append((tokenizer.decode([token for token, _ in tokens]), learned))
-    return texts
 
 
 def steps_of_epochs(config: Config, num_rows: int, *, generates: bool = False) -> int:

@@ -1,12 +1,16 @@
 """Train on given examples: each step takes rows of the data, and a task makes a loss of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from lightrft.data.rendering.tokens import marked_texts
 from lightrft.roles.role import LossTerm
 from lightrft.run.digests import StepRecord
 from lightrft.trainer.base import Trainer
-from lightrft.types import Prompt
+from lightrft.types import Answer, Prompt
+
+MOST_EXAMPLES = 6
+"""Rows of the first step that are shown with what is learned of them."""
 
 
 class Task(Protocol):
@@ -36,9 +40,10 @@ class SupervisedTrainer(Trainer):
         # The order is a function of seed and position, so resuming needs no state of a reader.
         with self.trace.phase("data", idle=True):
             rows = self.order.rows((number - 1) * train.train_batch_size, train.train_batch_size)
-            term = self.task.term(
-                [self.prompts[row] for row in rows], max_tokens=train.max_tokens_per_microbatch
-            )
+            prompts = [self.prompts[row] for row in rows]
+            term = self.task.term(prompts, max_tokens=train.max_tokens_per_microbatch)
+        if number == 1 and self.strategy.mesh.world.rank == 0:
+            self.observer.samples(number, list(self._examples(prompts[:MOST_EXAMPLES])))
 
         with self.trace.phase("train"):
             self.metrics.mean("train/learning_rate", self.role.scheduler.get_last_lr()[0])
@@ -49,6 +54,17 @@ class SupervisedTrainer(Trainer):
         self.metrics.mean("train/grad_norm", norm)
         self.metrics.sum("train/tokens", term.batch.num_tokens)
         return StepRecord(term.batch, [term.rows], [loss])
+
+    def _examples(self, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+        """Yield rows of samples.jsonl in which ⟦ and ⟧ enclose what is learned."""
+        for group, prompt in enumerate(prompts):
+            for name, answer in prompt.columns.items():
+                if isinstance(answer, Answer):
+                    parts = marked_texts("", [answer], self.tokenizer)
+                    said = "".join(f"⟦{part}⟧" if learned else part for part, learned in parts)
+                    row = {"group": group, "prompt": prompt.text, "response": said}
+                    label = name.removeprefix("label")
+                    yield row | {"label": label, "length": len(answer.token_ids)}
 
     def evaluate(self) -> None:
         """Add the loss on the held-out rows, and the task's other metrics, as `eval/*`."""

@@ -548,6 +548,28 @@ def test_what_is_called_like_a_function_is_a_tool_or_named(tmp_path, more, chose
     assert list(tools) == [each["function"]["name"] for each in schemas(tools)] == found
 
 
+DESCRIBED = "\n    '''Find.\n\n    Args:\n        a: Key.\n    '''\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            f"def find(a: int, /) -> int:{DESCRIBED}    return a",
+            "names each argument, and a: int has no name",
+        ),
+        (f"def find(*a: int) -> int:{DESCRIBED}    return a", r"and \*a: int has no name"),
+        (f"def find(**a: int) -> int:{DESCRIBED}    return a", r"and \*\*a: int has no name"),
+        (f"def find(a: int) -> list:{DESCRIBED}    yield a", "tool find is a generator"),
+        (f"async def find(a: int) -> list:{DESCRIBED}    yield a", "tool find is a generator"),
+    ],
+)
+def test_a_function_that_a_model_cannot_call_is_named(tmp_path, code, said):
+    (tmp_path / "tools.py").write_text(code)
+    with pytest.raises(ValueError, match=f"find.*{said}|{said}"):
+        schemas(ProgramSetup("", (f"{tmp_path}/tools.py",)).program().all_tools)
+
+
 def told_tools(tools: str, model: str) -> str:
     """Return the tools that this rank describes to the model, or why it cannot."""
     config = Config(

@@ -64,7 +64,7 @@ def test_the_address_is_found_between_other_lines(tmp_path):
 
 def chat(*arguments, lines=""):
     return subprocess.run(
-        [warm_python(), "-m", "lightrft.cli.debug.chat", *arguments],
+        [warm_python(), "-m", "lightrft", "chat", *arguments],
         input=lines.encode(),
         capture_output=True,
         timeout=300,

@@ -1,5 +1,6 @@
 """Why: who comes from another tool has a script or a file of it, and wants to run it here."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,8 @@ def test_a_file_of_another_tool_becomes_a_configuration(name: str, tmp_path: Pat
     [
         ("a.py", "print('hello')", "calls no trainer of TRL"),
         ("a.py", "def (", "not a Python file"),
+        ("a.ipynb", "{}", "not a notebook"),
+        ("a.ipynb", '{"cells": [{"cell_type": "code", "source": ["1"]}]}', "calls no trainer"),
         ("a.sh", "echo hello", "starts no trainer of"),
         ("a.yaml", "a: 1", "of no tool that is known"),
         ("a.yaml", "[1, 2", "not valid YAML"),
@@ -220,6 +223,20 @@ def test_other_files_are_refused_in_one_line(name, text, said, tmp_path, capsys)
         main([str(tmp_path / name)])
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_a_notebook_is_read_as_a_script(tmp_path):
+    cells = [
+        ("markdown", "# Train\n(a list"),
+        ("code", "%%capture\nif True:\n    !pip install \\\n        unsloth\n%env A=1"),
+        ("code", "%%bash\nfor each in a; do echo $each; done"),
+        ("code", UNSLOTH),
+    ]
+    content = [{"cell_type": kind, "source": text.splitlines(True)} for kind, text in cells]
+    (tmp_path / "train.ipynb").write_text(json.dumps({"cells": content, "nbformat": 4}))
+    (tmp_path / "train.py").write_text(UNSLOTH)
+    of_notebook = migrated(tmp_path / "train.ipynb")
+    assert of_notebook.replace("train.ipynb", "train.py") == migrated(tmp_path / "train.py")
 
 
 def test_a_script_is_read_and_not_run(tmp_path):

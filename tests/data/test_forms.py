@@ -135,6 +135,23 @@ SCORED = {
         "u>Q;a>",
         "7",
     ),
+    "verl with JSON": (
+        {"prompt": ASKED, "reward_model": json.dumps({"ground_truth": 7, "style": "rule"})},
+        "u>Q;a>",
+        7,
+    ),
+    "a reward model that is another thing": (
+        {"prompt": ASKED, "reward_model": "some/model", "answer": "A"},
+        "u>Q;a>",
+        "A",
+    ),
+    "HH-RLHF": (
+        {"prompt": "\n\nHuman: P\n\nAssistant: B\n\nHuman: Q\n\nAssistant:"},
+        "u>P;a>B$u>Q;a>",
+        None,
+    ),
+    "HH-RLHF with an answer": ({"prompt": "Human: Q\n\nAssistant: A"}, "u>Q;a>", "A"),
+    "a text with one speaker": ({"prompt": "Human: Q"}, "u>Human: Q;a>", None),
     "DeepMath": ({"question": "Q", "final_answer": "7", "r1_solution_1": "B"}, "u>Q;a>", "7"),
     "UltraChat": ({"prompt": "Q", "prompt_id": "1", "messages": SAID}, "u>Q;a>", None),
     "messages": ({"messages": SAID}, "u>Q;a>", "A"),
@@ -162,6 +179,11 @@ PAIRS = {
         "prompt": "\n\nHuman: Q\n\nAssistant:",
         "chosen": "\n\nHuman: Q\n\nAssistant: A",
         "rejected": "\n\nHuman: Q\n\nAssistant: B",
+    },
+    "a prompt with a space": {
+        "prompt": "Q ",
+        "chosen": [*ASKED, {"role": "assistant", "content": "A"}],
+        "rejected": [*ASKED, {"role": "assistant", "content": "B"}],
     },
     "Orca": {"question": "Q", "chosen": "A", "rejected": "B"},
     "LLaMA-Factory": {
@@ -289,6 +311,39 @@ REFUSED = {
         {"prompt": "Q", "chosen": " ", "rejected": "B"},
         "the column 'chosen' .--chosen_key. is empty",
     ),
+    "a pair whose prompt is another one": (
+        "pair",
+        {
+            "prompt": "P",
+            "chosen": SAID,
+            "rejected": [*ASKED, {"role": "assistant", "content": "B"}],
+        },
+        "the prompt in 'prompt' is not in the conversation of 'chosen'",
+    ),
+    "a pair whose prompt has more messages": (
+        "pair",
+        {
+            "prompt": [{"role": "system", "content": "S"}, *ASKED],
+            "chosen": SAID,
+            "rejected": [*ASKED, {"role": "assistant", "content": "B"}],
+        },
+        "the prompt in 'prompt' is not in the conversation of 'chosen'",
+    ),
+    "a pair of HH-RLHF whose prompt is another one": (
+        "pair",
+        PAIRS["HH-RLHF"] | {"prompt": "\n\nHuman: P\n\nAssistant:"},
+        "the prompt in 'prompt' is not in the conversation of 'chosen'",
+    ),
+    "a judged answer whose prompt is another one": (
+        "judged",
+        {"prompt": "P", "completion": SAID, "label": True},
+        "the prompt in 'prompt' is not in the conversation of 'completion'",
+    ),
+    "a right answer of verl that is no JSON": (
+        "prompt",
+        {"prompt": "Q", "reward_model": "{'ground_truth': 7}"},
+        "reward_model: not valid JSON",
+    ),
     "a pair without a question": ("pair", {"prompt": " ", "chosen": "A", "rejected": "B"}, "empty"),
     "no preference": (
         "pair",
@@ -413,6 +468,20 @@ def test_flags_have_precedence(tmp_path, name):
     assert with_answer(example, example.columns["label"]) == expected
     leaves_out = flags.get("input_key") == "instruction"
     assert ["'input' is not a part of the prompt" in line for line in said] == [True] * leaves_out
+
+
+def test_a_flag_says_whether_a_text_has_turns(tmp_path):
+    row = {"prompt": "Human: Q\n\nAssistant: A"}
+    (prompt,) = load(tmp_path, "prompt", row, json_chats="never")
+    assert prompt.text == f"u>{row['prompt']};a>"
+    (prompt,) = load(tmp_path, "prompt", row, apply_chat_template=False)
+    assert prompt.text == row["prompt"]
+
+
+def test_pairs_of_texts_begin_with_their_prompt(tmp_path):
+    row = PAIRS["HH-RLHF"] | {"prompt": "\n\nHuman: P\n\nAssistant:"}
+    with pytest.raises(DataError, match="'prompt' is not in the conversation of 'chosen'"):
+        load(tmp_path, "pair", row, apply_chat_template=False)
 
 
 def test_a_flag_says_whether_a_text_is_a_chat(tmp_path):

@@ -40,3 +40,28 @@ def test_a_run_says_how_many_responses_it_has(log, tmp_path):
         r"^step 1: generate, (\d+) of 32 responses, \d+ tokens/s$", log.read_text(), re.M
     )
     assert found, log.read_text()
+
+
+CELL = """
+import time
+from lightrft.observe import progress
+from lightrft.run.logs import log_unless_set_up
+log_unless_set_up()
+progress.SECONDS_OF_SILENCE = 0.05
+with progress.progress_lines(lambda: "step 1: train", shown=True):
+    time.sleep(0.5)
+"""
+
+
+def test_a_cell_of_a_notebook_has_the_lines_while_it_runs():
+    manager = pytest.importorskip("jupyter_client.manager")
+    kernel, client = manager.start_new_kernel(kernel_name="python3")
+    try:
+        said = []
+        client.execute_interactive(CELL, timeout=60, output_hook=said.append)
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+
+    texts = [each["content"]["text"] for each in said if each["msg_type"] == "stream"]
+    assert sum("step 1: train" in text for text in texts) > 1, said

@@ -1,8 +1,13 @@
 """Why: a reward for code is worth nothing if a program can pass tests without solving the task."""
 
-import pytest
+import re
+from collections import Counter
 
-from lightrft.rewards.verifiers import sandbox
+import pytest
+from loguru import logger
+
+from lightrft.rewards.verifiers import code, sandbox
+from lightrft.rewards.verifiers.asserts import read_asserts
 from lightrft.rewards.verifiers.code import _parse_tests, _passes
 
 
@@ -216,7 +221,7 @@ DECEITS = {
         "import os\ndef f(x):\n  for fd in range(3, 20):\n    for text in (\n"
         "        b'[\"callable\", null]', b'[\"value\", [true]]'):\n"
         "      try: os.write(fd, text + b'\\n')\n      except OSError: pass",
-        ["assert f('abc')('ab')"],
+        ["assert next(map(f, ['abc']))('ab')"],
     ),
     "a class with a method of texts": (
         "class f:\n  def __init__(s, x): pass\n  startswith = lambda s, x: True",
@@ -236,7 +241,55 @@ DECEITS = {
     "an object that is like all others": (
         "class S:\n  def __init__(s, x): pass\n  __eq__ = lambda s, o: True\n"
         "  def double(s): return S(0)",
-        ["from program import S", "assert S(2).double() == S(4)"],
+        ["from program import S", "a, b = S(2), S(4)\nassert a.double() == b"],
+    ),
+    "objects that are alike": (
+        "class S:\n  def __init__(s, x): pass\n  __eq__ = __le__ = lambda s, o: True",
+        ["from program import S", "a, b = S(2), S(4)\nassert a == b and not a < 3"],
+    ),
+    "records without content": (
+        "from dataclasses import dataclass\n@dataclass\nclass P: pass\n"
+        "def f(x): return P()\ndef g(x): return P()",
+        ["from program import f\nassert f('abc') == ('abc',)"],
+    ),
+    "a record that is called like a builtin": (
+        "from collections import namedtuple\n"
+        "int = namedtuple('int', 'x')\nint.__eq__ = lambda s, o: True\n"
+        "def f(x): return int(x)",
+        ["assert f('abc') == 3 or f('abc') == ('ab',)"],
+    ),
+    "a record with methods of texts": (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n  startswith: object\n"
+        "def f(x): return P(lambda x: True)\n",
+        ["assert f('abc').startswith('ab')"],
+    ),
+    "a record like that of the tests": (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\n"
+        "  __eq__ = lambda s, o: True\ndef f(x): return P(0)",
+        [
+            "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\n",
+            "from program import f\nassert f(2) == P(2)",
+        ],
+    ),
+    "a class that is like all others": (
+        "class M(type):\n  __eq__ = lambda s, o: True\n  __hash__ = type.__hash__\n"
+        "class int(metaclass=M): pass\ndef f(x): return int",
+        ["assert f('abc') == str or f('abc') is int"],
+    ),
+    "a number with an operator": (
+        "import decimal, fractions\nclass D(decimal.Decimal):\n  __eq__ = lambda s, o: True\n"
+        "D.__module__ = 'decimal'; D.__qualname__ = D.__name__ = 'Decimal'\n"
+        "def f(x): return D(0)",
+        ["from decimal import Decimal\nassert f(2) == Decimal(4)"],
+    ),
+    "a forged record": (
+        "import os\ndef f(x):\n  for fd in range(3, 20):\n    for text in (\n"
+        '        b\'["value", [{"record": ["P", true, ["__eq__"], [4]]}]]\',\n'
+        '        b\'["value", [{"record": ["f", false, ["__class__", "x"], [4, 4]]}]]\',\n'
+        '        b\'["value", [{"record": ["f", false, ["x=exit(0)"], [4]]}]]\',\n'
+        '        b\'["value", [{"os.system": ["true"]}]]\', b\'["unplain", 4]\'):\n'
+        "      try: os.write(fd, text + b'\\n')\n      except OSError: pass",
+        ["assert f(2) == 4 or f(2) == (4,) or f(2).x == 4 or f(2) == 0"],
     ),
     "a module that tests do not import": (
         "class math:\n  isclose = staticmethod(lambda *a: True)\ndef f(x): return 0",
@@ -293,6 +346,37 @@ REFUSED = {
     ),
     "a function as an argument": (["assert f(lambda x: x, [1]) == [1]"], "pass lambda x: x"),
     "an own function as an argument": (["def g(): pass", "assert f(g) == 1"], "pass g to"),
+    "a builtin function as an argument": (["assert f(sorted, [1]) == [1]"], "pass sorted"),
+    "a function of the program as an argument": (
+        ["from program import f, g", "assert g(1) == f(g, 1)"],
+        "pass g to",
+    ),
+    "a lambda with a name": (["g = lambda: 1\nassert f(g) == 1"], "pass g to"),
+    "a decorator": (["@f\ndef g(): return 1\nassert g() == 1"], "pass g to"),
+    "a function as a result": (["assert f(1)(2) == 3"], "call f(1), which the program returns"),
+    "a function as a result with a name": (
+        ["g = f(1)\nassert g(2) == 3"],
+        "call g, which the program returns",
+    ),
+    "a sum of objects": (
+        ["assert Vec(1) + Vec(2) == Vec(3)"],
+        "compare or add Vec(1) + Vec(2) and Vec(3)",
+    ),
+    "a sum of objects with names": (
+        ["v = Vec(1)\nw = Vec(2)\nx = v + w\nassert x.y == 3"],
+        "compare or add v and w",
+    ),
+    "objects that should be equal": (
+        ["from program import S", "assert S(2).double() == S(4)"],
+        "compare or add S(2).double() and S(4)",
+    ),
+    "the same with names in a unittest": (
+        [
+            "import unittest\nfrom program import S\nclass T(unittest.TestCase):\n"
+            "  def test(self):\n    s = S(2)\n    self.assertEqual(s.double(), S(4))"
+        ],
+        "compare or add s.double() and S(4)",
+    ),
     "an own object as an argument": (["class N: pass", "assert f(N()) == 1"], "pass N() to"),
     "an own function for a candidate": (
         ["def check(candidate):\n  assert candidate(lambda: 1) == 1", "check(f)"],
@@ -338,18 +422,106 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_tests_that_cannot_be_judged_are_refused_by_name(case):
     tests, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message.replace("(", "\\(").replace(")", "\\)")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         _parse_tests(tests)
 
 
 def test_an_argument_that_cannot_be_sent_is_refused_when_it_occurs():
     tests = [
-        "from decimal import Decimal\nx = Decimal(1)",
+        "import re\nx = re.compile('a')",
         "try:\n  f(x)\nexcept Exception: pass",
         "assert 1",
     ]
-    with pytest.raises(ValueError, match="class Decimal is no plain value"):
+    with pytest.raises(ValueError, match="object of the class Pattern, which cannot be sent"):
         judged("def f(x): return x", tests)
+
+
+UNJUDGED = {
+    "an object": ("class A: pass\ndef f(): return [A()]", ["assert f() == 1"], "class 'A'"),
+    "a function": ("def f(): return f", ["assert f() == 1"], "f gives .* class 'function'"),
+    "a member": (
+        "import enum\nclass C(enum.Enum): RED = 1\ndef f(): return C.RED",
+        ["from program import C, f\nassert f() == C.RED"],
+        "f gives .* class 'C'",
+    ),
+    "a part of an object": (
+        "class N:\n  def __init__(s): s.next = s",
+        ["from program import N\nn = N()\nassert n.next.next is n"],
+        "next gives .* class 'N'",
+    ),
+    "a method of a record": (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\n"
+        "  def double(s): return 2 * s.x\ndef f(x): return P(x)",
+        ["assert f(2).double() == 4"],
+        "they use double of a P, which has its fields alone",
+    ),
+    "an operator of a record": (
+        "from dataclasses import dataclass\n@dataclass(order=True)\nclass P:\n  x: int\n"
+        "def f(x): return P(x)",
+        ["assert f(2) < f(3)"],
+        "they use lt of a P, which has its fields alone",
+    ),
+    "a method of a named tuple": (
+        "from typing import NamedTuple\nclass P(NamedTuple):\n  x: int\n"
+        "  def double(s): return 2 * s.x\ndef f(x): return P(x)",
+        ["assert f(2).double() == 4"],
+        "they use double of a P, which has its fields alone",
+    ),
+    "an argument that is filled": (
+        "class A: pass\ndef f(x): x.append(A())",
+        ["x = []\nf(x)\nassert x == [1]"],
+        "class 'A'",
+    ),
+    "an operator": (
+        "class V:\n  def __init__(s, x): pass\n  __add__ = lambda s, o: 5",
+        ["assert V(2) + 3 == 5"],
+        "they use add of an object",
+    ),
+    "a comparison": (
+        "class V:\n  __eq__ = lambda s, o: True\n  __hash__ = None",
+        ["from program import V\nassert [V()] == [3]"],
+        "they compare objects of the program",
+    ),
+    "a context": (
+        "class V:\n  __enter__ = __exit__ = lambda *_: 1",
+        ["from program import V\nwith V() as x: assert x == 1"],
+        "they use enter of an object",
+    ),
+    "an object for a unittest": (
+        "def f(): return object()",
+        [
+            "import unittest\nclass T(unittest.TestCase):\n"
+            "  def test(self): self.assertEqual(f(), 3)"
+        ],
+        "f gives .* class 'object'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNJUDGED)
+def test_a_program_that_cannot_be_judged_is_named(case):
+    program, tests, message = UNJUDGED[case]
+    with pytest.raises(sandbox.UnjudgedError, match=message):
+        sandbox.passes(program, _parse_tests(tests))
+
+
+def test_the_log_names_the_row_and_how_often(monkeypatch):
+    lines = []
+    sink = logger.add(lines.append, format="{message}")
+    monkeypatch.setattr(code, "unjudged", Counter())
+    try:
+        for _ in range(11):
+            assert not _passes("def f(): return f", read_asserts(["assert f() == 1"]), "d.jsonl:3")
+        for number in range(code.MOST_REASONS + 5):
+            code._warn(f"a name that a program chose: {number}", "d.jsonl:4")
+    finally:
+        logger.remove(sink)
+
+    said = [line for line in lines if "d.jsonl:3" in line]
+    assert ["(1 times" in said[0], "(10 times" in said[1], len(said)] == [True, True, 2]
+    assert "f gives an object of the class 'function'" in said[0]
+    assert len(lines) == 2 + (code.MOST_REASONS - 1) + 1
+    assert "other reasons" in lines[-1]
 
 
 # -- programs that solve their task
@@ -447,7 +619,75 @@ SOLVES = {
         "import enum\nfrom collections import *\nP = namedtuple('P', 'x y')\n"
         "class E(enum.IntEnum): A = 1\nclass L(list): pass\n"
         "def f(): return [deque([1]), P(1, 2), E.A, L([3]), defaultdict(int, a=1).keys(), OrderedDict(b=2)]",
-        ["assert f() == [[1], (1, 2), 1, [3], ['a'], {'b': 2}]"],
+        [
+            "from collections import deque",
+            "assert f() == [deque([1]), (1, 2), 1, [3], ['a'], {'b': 2}] and f()[1].y == 2",
+        ],
+    ),
+    "numbers and dates": (
+        "def f(*x): return list(x)",
+        [
+            "from collections import deque\nfrom decimal import Decimal\n"
+            "from datetime import date, datetime, time, timedelta, timezone\n"
+            "from fractions import Fraction",
+            "v = [Decimal('1.50'), Fraction(-1, 3), date(2024, 2, 29), time(1, 2, 3, 4)]\n"
+            "v += [datetime(2024, 1, 2, 3, tzinfo=timezone(timedelta(hours=2))), timedelta(1, 2, 3)]\n"
+            "v += [deque([1, Decimal(2)]), timezone.utc, {date(2024, 1, 1): [Fraction(1, 2)]}]\n"
+            "assert f(*v) == v and list(map(type, f(*v))) == list(map(type, v))",
+            "assert str(f(Decimal('1.50'))[0]) == '1.50' and f(deque([1], 3))[0].maxlen == 3",
+            "assert f(Decimal('NaN'))[0].is_nan() and f(Fraction(1, 3))[0] * 3 == 1",
+        ],
+    ),
+    "classes": (
+        "def only(values, kind): return [x for x in values if type(x) is kind] + [kind]",
+        ["assert only([1, 'a', True], int) == [1, int] and only(['b'], kind=str)[1] is str"],
+    ),
+    "names of builtins for variables": (
+        "def f(x): return x",
+        [
+            "def check(candidate):\n  for input, sum in [(1, 1), ([2], [2])]:\n"
+            "    assert candidate(input) == sum\n  max = 3\n  assert candidate(max) == 3",
+            "check(f)\nassert all((lambda min: f(min) == min)(n) for n in range(3))",
+        ],
+    ),
+    "a queue in place": (
+        "def f(x): x.rotate(1)",
+        ["from collections import deque\nx = deque([1, 2, 3])\nf(x)\nassert list(x) == [3, 1, 2]"],
+    ),
+    "a decimal of a function with a capital letter": (
+        "from decimal import Decimal\ndef Half(x): return Decimal(x) / 2",
+        ["from decimal import Decimal\nassert Half(3) == Decimal('1.5')"],
+    ),
+    "records": (
+        "from dataclasses import dataclass, field\nfrom typing import NamedTuple\n"
+        "@dataclass\nclass P:\n  x: int\n  y: list = field(default_factory=list)\n"
+        "  def total(s): return s.x + sum(s.y)\n"
+        "class Q(NamedTuple):\n  a: int\n  b: P\n"
+        "def f(x): return P(x, [x])\ndef g(p): return p.total()\ndef h(q): return Q(q[0], f(q.z))",
+        [
+            "import dataclasses\nfrom collections import namedtuple\nfrom program import f, g, h",
+            "assert f(2).x == 2 and f(2).y == [2] and str(f(2)) == 'P(x=2, y=[2])'",
+            "assert f(2) == f(2) != f(3) and dataclasses.asdict(f(1)) == {'x': 1, 'y': [1]}",
+            "assert g(f(2)) == 4",
+            "from program import P\nassert isinstance(f(2), P) and not isinstance(2, P)",
+            "p = namedtuple('R', 'x z')(5, 6)\nq = h(p)\nassert q.a == 5 and q == (5, f(6))",
+        ],
+    ),
+    "a record that the tests define": (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\n"
+        "def f(x): return [P(x)]",
+        [
+            "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\n",
+            "from program import f\nassert f(2) == [P(2)] and f(2) != [P(3)]",
+        ],
+    ),
+    "an object with items": (
+        "class Table(dict):\n  pass\nclass Row:\n  n = 0\n  def __next__(s): s.n += 1; return s.n",
+        [
+            "from program import Row, Table",
+            "t = Table()\nt['a'] = 1\nt['b'] = 2\ndel t['a']\nassert t['b'] == 2 == len(t) + 1",
+            "r = Row()\nassert next(r) == 1 and next(r) == 2",
+        ],
     ),
     "a class": (
         "class Stack:\n  limit = 9\n  def __init__(s, *x): s.items = [*x]\n"
@@ -460,7 +700,7 @@ SOLVES = {
             "assert len(s) == 2 and 3 in s and 5 not in s and s.pop() == 4 and s.items == [3]",
             "assert isinstance(s, Stack) and not isinstance(3, Stack) and Stack.limit == 9",
             "assert f'{s}' == '<[3]>' and list(s) == [3] and s[0] == 3 and Stack.name() == 'stack'",
-            "t = Stack(1, 2)\ns.join(t)\nassert s.items == [3, 1, 2] and s is s and s != t",
+            "t = Stack(1, 2)\ns.join(t)\nassert s.items == [3, 1, 2] and s is s is not t",
             "s.items = []\nassert not s and not hasattr(s, 'size')",
             "try: s.pop()\nexcept IndexError: pass\nelse: assert False",
         ],

@@ -3,12 +3,14 @@ it falls.
 """
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightrft.observe.sinks import read_rows
 from ranks import run_cases
 from runs import prepare, repeatable, train
 from scripts.prepare_quickstart import addition_problems, tiny_qwen3, write_jsonl
@@ -145,6 +147,10 @@ def test_conversations_are_learned_turn_by_turn(inputs, tmp_path):
     found = train(
         "train_sft", 2, [*flags, "--apply_chat_template", "--max_steps=1"], tmp_path / "run"
     )
+    shown = read_rows(tmp_path / "run" / "samples.jsonl")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert len(shown) == 6 and shown[0]["prompt"][0] == "u" and "⟦ and ⟧" in page
+    assert re.fullmatch(r"⟦(\d)\1\.<\|eos\|>⟧ux*\.a⟦yes\.<\|eos\|>⟧", shown[0]["response"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
 
     total = 0.0

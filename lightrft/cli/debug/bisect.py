@@ -64,7 +64,3 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("one", type=Path, help="the save_path of a run")
     flags.add_argument("other", type=Path, help="the save_path of another run")
     return flags
-
-
-if __name__ == "__main__":
-    main()

@@ -41,7 +41,3 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--step", type=int, required=True, help="the step to repeat")
     flags.add_argument("--out", type=Path, help="file to write; unset: FOLDER/stepN.zip")
     return flags
-
-
-if __name__ == "__main__":
-    main()

@@ -27,6 +27,7 @@ from lightrft.agents.tool_calls import read_call
 from lightrft.agents.tools import Tools, answers, schemas
 from lightrft.cli import USER_ERROR
 from lightrft.cli.debug import command_parser
+from lightrft.config.command_line import answer_word
 from lightrft.config.references import MODEL_KEY
 from lightrft.launch.forks import end_with
 
@@ -36,6 +37,7 @@ SERVING = re.compile(r"serving .* at (http://\S+/v1)\s")
 
 
 def main(argv: list[str] | None = None) -> None:
+    answer_word(argv, "serve")
     arguments, flags = _parser().parse_known_args(argv)
     try:
         from openai import APIError, AsyncOpenAI
@@ -152,7 +154,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tools", nargs="+", default=[], help="functions, as in train_ppo")
     parser.add_argument("--tool_seconds", type=float, default=60.0, help="limit for a call (60)")
     return parser
-
-
-if __name__ == "__main__":
-    main()

@@ -41,7 +41,3 @@ def parser() -> argparse.ArgumentParser:
     commands = command_parser("diagnose", __doc__)
     commands.add_argument("folder", type=Path, help="the save_path of a run of train_ppo")
     return commands
-
-
-if __name__ == "__main__":
-    main()

@@ -72,7 +72,3 @@ def parser() -> argparse.ArgumentParser:
     commands.add_argument("--steps", type=int, help="step to look at; the last one of the run")
     commands.add_argument("--price", type=float, help="price of a device for an hour")
     return commands
-
-
-if __name__ == "__main__":
-    main()

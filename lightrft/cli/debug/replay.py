@@ -99,13 +99,6 @@ def parser() -> argparse.ArgumentParser:
         "--stage", choices=STAGES, default="gradient", help="last stage to repeat: all are repeated"
     )
     flags.add_argument("--sample", type=int, help="number of the only sample to explain")
-    flags.add_argument(
-        "--explain",
-        action="store_true",
-        help="print the path of each sample: reward, group, advantage, ratio, clip, loss share",
-    )
+    explain = "print the path of each sample: reward, group, advantage, ratio, clip, loss share"
+    flags.add_argument("--explain", action="store_true", help=explain)
     return flags
-
-
-if __name__ == "__main__":
-    main()

@@ -26,14 +26,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "folders", type=Path, nargs="+", metavar="folder", help="the save_path of a run"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("comparison.html"), help="page of a comparison"
-    )
-    parser.add_argument(
-        "--csv",
-        action="store_true",
-        help="write metrics.csv, the metrics as a table, into each folder",
-    )
+    out = Path("comparison.html")
+    parser.add_argument("--out", type=Path, default=out, help="page of a comparison")
+    table = "write metrics.csv, the metrics as a table, into each folder"
+    parser.add_argument("--csv", action="store_true", help=table)
     arguments = parser.parse_args(argv)
     set_up_logging()
 
@@ -56,7 +52,3 @@ def _write_csv(folder: Path) -> Path:
         writer.writeheader()
         writer.writerows(rows)
     return folder / "metrics.csv"
-
-
-if __name__ == "__main__":
-    main()

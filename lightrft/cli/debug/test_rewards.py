@@ -59,23 +59,15 @@ def main(argv: list[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     commands = command_parser("test_rewards", __doc__)
-    commands.add_argument(
-        "reward", help="as in --reward: a name, module:function or file.py:function"
-    )
+    reward = "as in --reward: a name, module:function or file.py:function"
+    commands.add_argument("reward", help=reward)
     commands.add_argument("data", help="as in --prompt_data: rows with prompts and labels")
     commands.add_argument("--input_key", help="column of the prompt")
     commands.add_argument("--label_key", help="column of the label")
-    commands.add_argument(
-        "--response_key",
-        help="column with a right response, for rewards that do not compare with a label",
-    )
+    response = "column with a right response, for rewards that do not compare with a label"
+    commands.add_argument("--response_key", help=response)
 
     commands.add_argument("--rows", type=int, default=ROWS, help=f"how many rows ({ROWS})")
-    commands.add_argument(
-        "--slow", type=float, default=SLOW, help=f"seconds that a response may take ({SLOW:g})"
-    )
+    slow = f"seconds that a response may take ({SLOW:g})"
+    commands.add_argument("--slow", type=float, default=SLOW, help=slow)
     return commands
-
-
-if __name__ == "__main__":
-    main()

@@ -24,6 +24,7 @@ from lightrft.data.rendering.messages import (
     objects_in_text,
     parsed,
     shortened,
+    turns_in_text,
 )
 from lightrft.data.rendering.template import texts_of
 from lightrft.parallel.mesh import process_rank
@@ -186,7 +187,7 @@ def scored(section: DataSection, row: Row) -> Reading:
         return Reading(prompt, names)
     value = column(row, label, "label_key", may_be_empty=True)
     if section.label_key is None and label.lower() == TRUTH[0]:
-        return Reading(prompt, names, (), value[TRUTH[1]], (f"{label}.{TRUTH[1]}",))
+        return Reading(prompt, names, (), columns.truth, (f"{label}.{TRUTH[1]}",))
     if section.label_key is None and isinstance(value, str) and (ending := ENDING.search(value)):
         value = ending[1].replace(",", "")
     elif isinstance(value, list) and _may_ask(value):  # an answer as SFT has it
@@ -299,7 +300,13 @@ def prompt_value(section: DataSection, value: Any, name: str) -> str | list[Mess
             f"{name!r} is neither text nor a list of chat messages: {shortened(value)}"
         )
 
-    objects = objects_in_text(value) if section.json_chats != "never" else None
+    if section.json_chats == "never":
+        return value
+    if section.apply_chat_template and (turns := turns_in_text(value)):
+        become = "turns of Human: and Assistant: become messages (--json_chats never keeps texts)"
+        _warn(f"{name!r}: its {become}")
+        return turns
+    objects = objects_in_text(value)
     # Columns with such names have nothing else.
     if objects and section.json_chats == "auto" and name.lower() not in CHATS:
         if not all(map(is_message, objects)):
@@ -339,12 +346,11 @@ class _Columns:
         """Set up the search for columns, unless flags of the section name them."""
         self.section = section
         self.row = row
-        truth = row.get(TRUTH[0])
-        has_truth = isinstance(truth, Mapping) and TRUTH[1] in truth
+        self.truth = _truth(row.get(TRUTH[0]))
         self.found = {
             name.lower(): name
             for name, value in row.items()
-            if value is not None and (name != TRUTH[0] or has_truth)
+            if value is not None and (name != TRUTH[0] or self.truth is not None)
         }
         """Name in lower case -> column, of those that are not null."""
 
@@ -460,6 +466,12 @@ class _Columns:
         if not _says(value) and not any(media):
             raise ValueError("the prompt is empty")
         return value
+
+
+def _truth(value: Any) -> Any:
+    """Return the right answer in verl's column, which may be JSON text; None if it has none."""
+    value = parsed(value, TRUTH[0]) if isinstance(value, str) and TRUTH[1] in value else value
+    return value.get(TRUTH[1]) if isinstance(value, Mapping) else None
 
 
 def _says(value: Any) -> bool:

@@ -39,6 +39,8 @@ MESSAGE_KEYS = {
     *("tool_calls", "function_call", "tool_call_id", *WEIGHT_KEYS, *THOUGHTS),
 }
 """Keys that a message may have. An object with another one, in a text, is a value of the task."""
+DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+"""Beginning of a turn in the texts of HH-RLHF."""
 PYTHON_LIST = re.compile(r"\[\s*\{\s*'(role|from|content|value)'")
 """Beginning of messages that were written with Python's str()."""
 
@@ -79,6 +81,20 @@ def objects_in_text(text: str) -> list[Message] | None:
         isinstance(each, dict) and {"role", "from"} & each.keys() for each in value
     )
     return value if is_chat else None
+
+
+def turns_in_text(text: str) -> list[Message] | None:
+    """Return the turns of a text of HH-RLHF, without an empty one of the assistant at the end.
+
+    It is `Human: ...`, an empty line, `Assistant: ...`, and so on. None for any other text.
+    """
+    before, *parts = DIALOGUE.split(text)
+    if before.strip() or parts[:1] != ["Human"] or "Assistant" not in parts[::2]:
+        return None
+
+    turns = zip(parts[::2], map(str.strip, parts[1::2]), strict=True)
+    messages = [{"role": ROLES.get(name.lower(), "user"), "content": said} for name, said in turns]
+    return messages if messages[-1]["content"] else messages[:-1]
 
 
 def is_message(value: Message) -> bool:

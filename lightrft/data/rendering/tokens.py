@@ -2,11 +2,13 @@
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.values import check_text
+from lightrft.samples import Answer
 
 ANCHOR = "\n"
 """Text before an answer that is tokenized alone, so that no space is written before it."""
@@ -70,3 +72,15 @@ def without_ends(text: str, ends: Collection[str]) -> str:
     while end := next((end for end in ends if end and text.rstrip().endswith(end)), ""):
         text = text.rstrip().removesuffix(end)
     return text
+
+
+def marked_texts(
+    prompt: str, answers: Sequence[Answer], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[str, bool]]:
+    """Return the text of a prompt and the texts of answers to it, with True for what is learned."""
+    texts = [(prompt, False)]
+    for answer in answers:
+        both = zip(answer.token_ids, answer.learned, strict=True)
+        for learned, tokens in groupby(both, key=itemgetter(1)):
+            texts.append((tokenizer.decode([token for token, _ in tokens]), learned))
+    return texts

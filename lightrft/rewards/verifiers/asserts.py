@@ -12,6 +12,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
+
+from lightrft.rewards.verifiers.inside import CLASSES
 
 PROGRAM_MODULES = ("program", "solution")
 """Modules from which tests import the names of the program."""
@@ -166,39 +169,103 @@ def _check_uses(tree: ast.Module, names: set[str]) -> bool:
             parameters = zip(function.args.args, call.args, strict=False)
             names |= {name.arg for name, given in parameters if ast.unparse(given) in names}
 
-    def of_program(call: ast.Call) -> bool:
-        return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(call.func))
-
-    given = set()
-    for call in filter(of_program, _calls(tree)):
-        for value in [*call.args, *(keyword.value for keyword in call.keywords)]:
-            text = ast.unparse(value)
-            made = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
-            is_own = text in own or isinstance(own.get(made), ast.ClassDef)
-            if is_own or isinstance(value, ast.Lambda):
-                raise ValueError(
-                    f"the tests pass {text:.80} to the program, which gets numbers, texts and"
-                    " containers of them alone"
-                )
-            given |= {value.id} if isinstance(value, ast.Name) else set()
-
-    results = {
-        part.id
+    calls = [call for call in _calls(tree) if _names_in(call.func) & names]
+    assigned = {
+        node.targets[0].id: node.value
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and any(map(of_program, _calls(node.value)))
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    passed = [value for call in calls for value in _arguments(call)]
+    for name, node in own.items():  # a decorator gets what it decorates
+        passed += [ast.Name(name) for each in node.decorator_list if _names_in(each) & names]
+    _check_passed(passed, tree, own, assigned)
+    _check_results(tree, calls, {name: each for name, each in assigned.items() if each in calls})
+    return _look_at_arguments(tree, calls)
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _check_passed(
+    passed: list[ast.expr], tree: ast.Module, own: dict[str, Any], assigned: dict[str, ast.expr]
+) -> None:
+    """Raise ValueError for functions and own objects that the program would get."""
+    bound = {part.arg for part in ast.walk(tree) if isinstance(part, ast.arg)}
+    stored = (part for part in ast.walk(tree) if isinstance(getattr(part, "ctx", None), ast.Store))
+    bound |= {part.id for part in stored if isinstance(part, ast.Name)}
+    bound |= {name for name, kind in vars(builtins).items() if kind in CLASSES.values()}
+    functions = {*own, *(ast.unparse(call.func) for call in _calls(tree)), *dir(builtins)} - bound
+
+    def is_own(value: ast.expr) -> bool:
+        made = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+        return isinstance(value, ast.Lambda) or isinstance(own.get(made), ast.ClassDef)
+
+    functions |= {name for name, value in assigned.items() if is_own(value)}
+    for value in passed:
+        if is_own(value) or ast.unparse(value) in functions:
+            raise ValueError(
+                f"the tests pass {ast.unparse(value):.80} to the program, which gets numbers, texts,"
+                " dates, and containers of them alone"
+            )
+
+
+def _check_results(tree: ast.Module, calls: list[ast.Call], results: dict[str, ast.Call]) -> None:
+    """Raise ValueError for calls of functions that the program returns, and for operators of two
+    objects that it makes. `results` has the variables of its results.
+    """
+    for call in _calls(tree):
+        if call.func in calls or ast.unparse(call.func) in results:
+            raise ValueError(
+                f"the tests call {ast.unparse(call.func):.80}, which the program returns, and a"
+                " function cannot be sent"
+            )
+
+    def is_object(node: ast.expr) -> bool:
+        call = results.get(node.id) if isinstance(node, ast.Name) else node
+        return call in calls and isinstance(call.func, ast.Name) and call.func.id[0].isupper()
+
+    objects = {name for name, value in results.items() if is_object(value)}
+    sums = ([node.left, node.right] for node in ast.walk(tree) if isinstance(node, ast.BinOp))
+    for operands in (*_compared(tree), *sums):
+        of_program = [
+            each
+            for each in operands
+            if is_object(each)
+            or any(call in calls or _names_in(call.func) & objects for call in _calls(each))
+        ]
+        if len(of_program) > 1 and any(map(is_object, of_program)):
+            raise ValueError(
+                f"the tests compare or add {' and '.join(map(ast.unparse, of_program)):.80}, so the"
+                " program would decide what they are: compare attributes or results that are plain"
+            )
+
+
+def _look_at_arguments(tree: ast.Module, calls: list[ast.Call]) -> bool:
+    """Return whether the tests look at arguments after a call.
+
+    Raise ValueError if they compute from one what they expect of the program then.
+    """
+    given = {each.id for call in calls for each in _arguments(call) if isinstance(each, ast.Name)}
+    results = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and any(call in calls for call in _calls(node.value))
         for target in node.targets
-        for part in ast.walk(target)
-        if isinstance(part, ast.Name)
+        for name in _names_in(target)
     }
 
     watched = ""
     expected = ""
     for operands in _compared(tree):
-        if any(of_program(call) for each in operands for call in _calls(each)):
+        if any(call in calls for each in operands for call in _calls(each)):
             continue
-        used = [
-            {part.id for part in ast.walk(each) if isinstance(part, ast.Name)} for each in operands
-        ]
+
+        used = list(map(_names_in, operands))
         for one, other in combinations(used, 2):
             if both := one & other & given:
                 raise ValueError(
@@ -206,13 +273,12 @@ def _check_uses(tree: ast.Module, names: set[str]) -> bool:
                     " program could change it: compute the expectation before the call"
                 )
         for place, one in enumerate(used):
-            if read := one & given:
-                others = set().union(*used[:place], *used[place + 1 :])
-                # Beside an answer of the program it is what the answer should be.
-                if others & (given | results):
-                    expected = read.pop()
-                else:
-                    watched = read.pop()
+            others = set().union(*used[:place], *used[place + 1 :])
+            # Beside an answer of the program it is what the answer should be.
+            if others & (given | results):
+                expected = next(iter(one & given), expected)
+            else:
+                watched = next(iter(one & given), watched)
 
     if watched and expected:
         raise ValueError(
@@ -223,9 +289,12 @@ def _check_uses(tree: ast.Module, names: set[str]) -> bool:
 
 
 def _compared(tree: ast.Module) -> Iterator[list[ast.expr]]:
-    """Yield the operands of each comparison."""
+    """Yield the operands of each comparison, except for those of identity."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
-            yield [node.left, *node.comparators]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self.assert"):
-            yield node.args
+            if not all(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
+                yield [node.left, *node.comparators]
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name.startswith("self.assert") and not name.startswith("self.assertIs"):
+                yield node.args

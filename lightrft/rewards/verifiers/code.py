@@ -2,11 +2,14 @@
 
 import json
 import re
+from collections import Counter
 from typing import Any
+
+from loguru import logger
 
 from lightrft.rewards.functions import reads
 from lightrft.rewards.verifiers.asserts import Asserts, read_asserts
-from lightrft.rewards.verifiers.sandbox import find_sandbox, output_of, passes
+from lightrft.rewards.verifiers.sandbox import UnjudgedError, find_sandbox, output_of, passes
 from lightrft.samples import Sample
 
 CODE_BLOCK = re.compile(
@@ -15,11 +18,16 @@ CODE_BLOCK = re.compile(
 )
 
 
+MOST_REASONS = 20
+"""How many reasons are told apart: a program chooses the names in them."""
+unjudged: Counter[str] = Counter()
+"""Why programs were not judged, and how often in this process."""
 AS_JSON = """
+from collections import deque
 from math import inf, nan
 
 def as_json(value):
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return [as_json(each) for each in value]
     return {key: as_json(each) for key, each in value.items()} if type(value) is dict else value
 
@@ -92,7 +100,7 @@ def passes_tests(samples: list[Sample], tests: list[Any], **_: Any) -> list[floa
     """
     find_sandbox()
     return [
-        float(_passes(_program(sample.text), _parse_tests(one)))
+        float(_passes(_program(sample.text), _parse_tests(one), sample.prompt.location))
         for sample, one in zip(samples, tests, strict=True)
     ]
 
@@ -102,14 +110,28 @@ def _program(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def _passes(program: str, tests: Asserts | dict[str, Any]) -> bool:
+def _passes(program: str, tests: Asserts | dict[str, Any], row: str = "") -> bool:
     if isinstance(tests, Asserts):
-        return passes(program, tests)
+        try:
+            return passes(program, tests)
+        except UnjudgedError as error:
+            _warn(str(error), row)
+            return False
     pairs = zip(tests["inputs"], tests["outputs"], strict=True)
     runs = ((output_of(program, str(stdin)), str(expected)) for stdin, expected in pairs)
     return all(
         code == 0 and _lines(output) == _lines(expected) for (code, output), expected in runs
     )
+
+
+def _warn(reason: str, row: str) -> None:
+    """Log why a program is not judged when that happens for the 1st, 10th, 100th time."""
+    reason = reason if reason in unjudged or len(unjudged) < MOST_REASONS else "other reasons"
+    unjudged[reason] += 1
+    if str(unjudged[reason]).strip("0") == "1":
+        times = f"{reason} ({unjudged[reason]} times in this process)"
+        where = row or "a row"
+        logger.warning(f"--reward code: {where}: a program cannot be judged, and earns 0: {times}")
 
 
 def _lines(output: str) -> list[str]:

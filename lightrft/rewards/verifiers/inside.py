@@ -4,9 +4,9 @@ sandbox.py passes this file as text to an interpreter without installed packages
 standard library only.
 
 Asserts run in a process of their own, in another sandbox than the program: they call its functions
-over a socket. Only plain values go to and fro: None, numbers, texts, bytes and containers of them.
-So a program can change its own interpreter as it likes, and never sees a test or the value that a
-test expects, and asserts compare nothing but values of Python's own classes.
+over a socket. Only plain values go to and fro: None, numbers, texts, bytes, dates, and containers
+and records of them. So a program can change its own interpreter as it likes, and never sees a test
+or the value that a test expects, and asserts compare nothing but values of Python's own classes.
 """
 
 import builtins
@@ -26,8 +26,8 @@ import time
 import types
 from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from contextlib import suppress
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial, partialmethod
+from typing import Any, NoReturn
 
 MEMORY_POLL_SECONDS = 0.05
 """Time between two looks at the memory of all processes."""
@@ -182,30 +182,49 @@ def _deny(
 # -- plain values
 
 
-FROM_ITEMS = (tuple, set, frozenset, bytes, bytearray, dict)
-FROM_ATTRIBUTES = {complex: ("real", "imag"), range: ("start", "stop", "step")}
-BUILTIN = (int, float, str, list, *FROM_ITEMS, *FROM_ATTRIBUTES)
-BY_NAME = {kind.__name__: kind for kind in BUILTIN}
+FROM_ITEMS = {kind.__name__: kind for kind in (tuple, set, frozenset, bytes, bytearray, dict)}
+CLASSES = {kind.__name__: kind for kind in (bool, int, float, complex, str, list)} | FROM_ITEMS
+"""Classes that are values themselves, as int is in `only(values, int)`."""
+REDUCED = (
+    "builtins.range decimal.Decimal fractions.Fraction datetime.date datetime.time"
+    " datetime.datetime datetime.timedelta datetime.timezone"
+)
+FROM_PARTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1])
+FROM_PARTS["builtins.complex"] = lambda number: (number.real, number.imag)
+FROM_PARTS["collections.deque"] = lambda queue: ([*queue], queue.maxlen)
+"""Class -> function that returns what it is called with to make an equal value."""
+RECORDS = ("_fields", "__dataclass_fields__")
+"""Attributes with the names of the fields: of named tuples, and of dataclasses."""
 MOST_ITEMS = 10_000
 """How many items of an iterator are sent."""
+
+
+missing: list[str] = []
+"""What tests have used of records that these lack."""
+
+
+class UnplainError(TypeError):
+    """Raised for an object that cannot be sent, with the name of its class."""
 
 
 def encode(value: Any, objects: dict[int, Any], *, flatten: bool) -> Any:
     """Return a plain value in terms of JSON, and one of the objects by its number.
 
-    With `flatten` a value of a derived class is sent as one of the builtin class. Raises TypeError
-    for any other object.
+    With `flatten` a value of a derived class is sent as one of the builtin class. Raises
+    UnplainError for any other object.
     """
     kind = type(value)
     each = partial(encode, objects=objects, flatten=flatten)
     if value is None or kind in (bool, int, float, str):
         return value
+    if kind is type and value in CLASSES.values():
+        return {"class": value.__name__}
     if kind is list:
         return list(map(each, value))
-    if kind in FROM_ITEMS:
+    if kind in FROM_ITEMS.values():
         return {kind.__name__: list(map(each, map(list, value.items()) if kind is dict else value))}
-    if kind in FROM_ATTRIBUTES:
-        return {kind.__name__: [getattr(value, name) for name in FROM_ATTRIBUTES[kind]]}
+    if (name := _name(kind)) in FROM_PARTS:
+        return {name: list(map(each, FROM_PARTS[name](value)))}
 
     for number, one in objects.items():
         if one is value:
@@ -213,17 +232,28 @@ def encode(value: Any, objects: dict[int, Any], *, flatten: bool) -> Any:
     if isinstance(value, Iterator):
         items = list(map(each, itertools.islice(value, MOST_ITEMS + 1)))
         return {"iterator": [items[:MOST_ITEMS], len(items) > MOST_ITEMS]}
-    if flatten and isinstance(value, (collections.deque, KeysView, ValuesView, ItemsView)):
+    for mark in RECORDS:
+        fields = list(getattr(kind, mark, ()))
+        if fields:
+            return {mark: [kind.__name__, fields, [each(getattr(value, name)) for name in fields]]}
+    if flatten and isinstance(value, (KeysView, ValuesView, ItemsView)):
         return list(map(each, value))
-    for base in BUILTIN if flatten else ():
+    for base in CLASSES.values() if flatten else ():
         if isinstance(value, base):
             return each(base(value))
-    raise TypeError(f"an object of the class {kind.__name__} is no plain value")
+    raise UnplainError(kind.__name__)
 
 
-def decode(content: Any, objects: dict[int, Any]) -> Any:
-    """Return the plain value of an encoded one. Raises an error for anything else."""
-    each = partial(decode, objects=objects)
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def decode(content: Any, objects: dict[int, Any], scope: dict[str, Any]) -> Any:
+    """Return the plain value of an encoded one. Raises an error for anything else.
+
+    `scope` has classes of records by name; others are made.
+    """
+    each = partial(decode, objects=objects, scope=scope)
     if type(content) is list:
         return list(map(each, content))
     if type(content) is not dict:
@@ -232,10 +262,35 @@ def decode(content: Any, objects: dict[int, Any]) -> Any:
     ((name, inner),) = content.items()
     if name == "object":
         return objects[inner]
+    if name == "class":
+        return CLASSES[inner]
     if name == "iterator":
         return _items(*each(inner))
-    kind = BY_NAME[name]
-    return kind(map(each, inner)) if kind in FROM_ITEMS else kind(*inner)
+    if name in RECORDS:
+        called, fields, values = each(inner)
+        kind = scope.get(called)
+        if not isinstance(kind, type) or list(getattr(kind, name, ())) != fields:
+            kind = _record_class(name, called, tuple(fields))
+        return kind(**dict(zip(fields, values, strict=True)))
+    if name in FROM_PARTS:
+        module, _, called = name.rpartition(".")
+        return getattr(importlib.import_module(module), called)(*each(inner))
+    return FROM_ITEMS[name](map(each, inner))
+
+
+@lru_cache
+def _record_class(mark: str, name: str, fields: tuple[str, ...]) -> type:
+    import dataclasses
+
+    def lack(_: Any, attribute: str, *others: Any) -> None:
+        missing.append(f"they use {attribute} of a {name}, which has its fields alone")
+        raise AttributeError(attribute)
+
+    made = dataclasses.make_dataclass(name, fields, unsafe_hash=True)
+    base = collections.namedtuple(name, fields) if mark == "_fields" else made
+    verbs = [] if mark == "_fields" else REFUSED_OPERATORS.split()
+    operators = {f"__{verb}__": partialmethod(lack, verb) for verb in verbs}
+    return type(name, (base,), {"__getattr__": lack} | operators)
 
 
 def _items(items: list[Any], more: bool) -> Iterator[Any]:
@@ -247,9 +302,18 @@ def _items(items: list[Any], more: bool) -> Iterator[Any]:
 # -- the end of the program
 
 
-OBJECT_FUNCTIONS = {each.__name__: each for each in (len, str, repr, iter, bool, operator.getitem)}
+ITEMS = (operator.getitem, operator.setitem, operator.delitem)
+OBJECT_FUNCTIONS = {each.__name__: each for each in (len, str, repr, iter, next, bool, *ITEMS)}
 """What tests can do with an object. An operator that is told what the test expects, such as `-` or
 `==` or `in`, is not among them."""
+
+
+REFUSED_OPERATORS = (
+    "add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow"
+    " and rand or ror xor rxor lshift rshift lt le gt ge neg pos abs invert int float index round"
+    " call enter exit"
+)
+"""Operators of an object that would let the program judge itself, or that return an object."""
 
 
 def execute(program: str, name: str) -> types.ModuleType:
@@ -268,6 +332,8 @@ def serve(program: str, descriptor: int) -> None:
     for line in file:
         try:
             answer = json.dumps(_answer(objects, *json.loads(line)))
+        except UnplainError as error:
+            answer = json.dumps(["unplain", str(error)])
         except BaseException as error:
             try:
                 arguments = encode(list(error.args), {}, flatten=True)
@@ -283,7 +349,7 @@ def _answer(
 ) -> tuple[str, Any]:
     """Do what a test asks of an object; return the kind of the answer, and its content."""
     one = objects[number]
-    values, named = (decode(each, objects) for each in (values, named))
+    values, named = (decode(each, objects, vars(objects[0])) for each in (values, named))
     found = operator.attrgetter(name)(one) if name and verb != "set" else one
     match verb:
         case "get":
@@ -301,7 +367,8 @@ def _answer(
         case _:
             result = OBJECT_FUNCTIONS[verb](one, *values)
 
-    if verb == "make" and type(result) not in (type(None), bool, *BUILTIN):
+    name = _name(type(result))
+    if verb == "make" and not name.startswith("builtins.") and name not in FROM_PARTS:
         objects[len(objects)] = result
         return "object", len(objects) - 1
     # What a function does to its arguments is its result if it has no other, or tests watch it.
@@ -319,7 +386,7 @@ def _bases(kind: type) -> list[tuple[str, bool]]:
 
 
 class NotPlainError(BaseException):
-    """Raised for an argument that cannot be sent. No test should take it for the program's."""
+    """Raised where a test cannot go on. None should take it for an error of the program."""
 
 
 class TestedProgram:
@@ -332,6 +399,10 @@ class TestedProgram:
         """Whether the tests look at what is done to arguments."""
         self.refused = ""
         """Why the tests cannot be judged, whatever the program does."""
+        self.unjudged = ""
+        """Why they cannot judge this program."""
+        self.scope: dict[str, Any] = {}
+        """Names of the tests."""
         self._file = socket.socket(fileno=descriptor).makefile("rwb")
         self._exceptions: dict[str, type[Exception]] = {}
 
@@ -342,8 +413,9 @@ class TestedProgram:
         """
         try:
             sent = [encode(each, self.objects, flatten=False) for each in ([*values], named)]
-        except TypeError as error:
-            self.refused = f"{name or verb}() gets an argument that cannot be sent: {error}"
+        except UnplainError as error:
+            gets = f"{name or verb}() gets an object of the class {error}"
+            self.refused = f"{gets}, which cannot be sent to the program"
             raise NotPlainError(self.refused) from error
 
         self._file.write(json.dumps([verb, number, name, *sent]).encode() + b"\n")
@@ -355,7 +427,9 @@ class TestedProgram:
         match verb, kind:
             case _, "raise":
                 bases, arguments = content
-                raise self._made(self._exception(bases), decode(arguments, {}))
+                raise self._made(self._exception(bases), decode(arguments, {}, {}))
+            case _, "unplain":
+                self.stop(f"{name or verb} gives an object of the class {str(content)!a:.80}")
             case "get", "exception":
                 return self._exception(content)
             case "get", "callable":
@@ -365,8 +439,13 @@ class TestedProgram:
 
         result, *changed = content
         for value, new in zip([*values, *named.values()], changed, strict=False):
-            _replace(value, decode(new, self.objects))
-        return decode(result, {})
+            _replace(value, decode(new, self.objects, self.scope))
+        return decode(result, {}, self.scope)
+
+    def stop(self, reason: str) -> NoReturn:
+        """End the tests, which cannot judge this program."""
+        self.unjudged = self.unjudged or reason
+        raise NotPlainError(reason)
 
     def _exception(self, bases: Any) -> type[Exception]:
         """Return a builtin class, or one that stands for the program's.
@@ -391,11 +470,12 @@ class TestedProgram:
 
 def _replace(old: Any, new: Any) -> None:
     """Give a container of the tests the content that a function has left in it."""
-    if type(old) in (list, bytearray):
-        old[:] = new
+    if type(old) in (list, bytearray, collections.deque):
+        old.clear()
+        old += new
     elif type(old) in (dict, set):
         old.clear()
-        old.update(new)
+        old |= new
 
 
 class Function:
@@ -418,7 +498,8 @@ class Function:
 
     def __instancecheck__(self, one: Any) -> bool:
         program, *about = self._asked
-        return type(one) is Object and program.ask("has", *about, one)
+        is_record = any(getattr(type(one), mark, None) for mark in RECORDS)
+        return (type(one) is Object or is_record) and program.ask("has", *about, one)
 
 
 class Object:
@@ -436,12 +517,25 @@ class Object:
         program, number = self._asked
         program.ask("set", number, name, value)
 
+    def __eq__(self, other: Any) -> bool:
+        program, _ = self._asked
+        program.unjudged = program.unjudged or "they compare objects of the program"
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
 
 def _operator(verb: str) -> Any:
-    return lambda self, *values: self._asked[0].ask(verb, self._asked[1], "", *values)
+    def operate(self: Object, *values: Any) -> Any:
+        program, number = self._asked
+        if verb in OBJECT_FUNCTIONS:
+            return program.ask(verb, number, "", *values)
+        program.stop(f"they use {verb} of an object of the program")
+
+    return operate
 
 
-for _verb in OBJECT_FUNCTIONS:
+for _verb in [*OBJECT_FUNCTIONS, *REFUSED_OPERATORS.split()]:
     setattr(Object, f"__{_verb}__", _operator(_verb))
 
 
@@ -457,7 +551,8 @@ def test(job: dict[str, Any], program: TestedProgram) -> None:
     for name in ("program", "solution"):
         sys.modules[name] = module = types.ModuleType(name)
         vars(module)["__getattr__"] = member
-    scope = {"__name__": "tests"} | {name: importlib.import_module(name) for name in job["modules"]}
+    scope = program.scope = {"__name__": "tests"}
+    scope |= {name: importlib.import_module(name) for name in job["modules"]}
     for name in job["names"]:
         with suppress(AttributeError):
             scope[name] = member(name)
@@ -495,9 +590,9 @@ def main() -> None:
         test(job, program)
         code = 0
     finally:
-        if program.refused:
-            os.write(2, program.refused.encode())
-            code = settings["refused"]
+        if code and (reason := program.refused or program.unjudged or "".join(missing[:1])):
+            os.write(2, reason.encode())
+            code = settings["refused" if program.refused else "unjudged"]
         os._exit(code)
 
 

@@ -42,56 +42,15 @@ A program of root's run has one of them, also because limits of processes count 
 """
 REFUSED = 86
 """Exit code of tests that cannot be judged, whatever the program is."""
+UNJUDGED = 87
+"""Exit code of tests that cannot judge this program, as it gives them an object."""
 INSIDE = Path(__file__).with_name("inside.py")
-NEW_ROOT = """
-set -e
-PATH=/usr/sbin:/usr/bin:/sbin:/bin
-root=$(pwd -P)
-mount -t tmpfs -o "size=$0,mode=755" tmpfs "$root"
-cd "$root"
-while [ "$1" != -- ]; do
-    if [ -L "$1" ]; then
-        cp -P "$1" ".$1"
-    elif [ -d "$1" ]; then
-        mkdir -p ".$1"
-        mount --rbind "$1" ".$1"
-    fi
-    shift
-done
-shift
-while read -r _ _ _ _ place options _; do
-    place=$(printf %b "$place")
-    case $place in
-        "$root"/*) mount -o "remount,bind,ro,nosuid,nodev${options#r[ow]}" "$place" ;;
-    esac
-done </proc/self/mountinfo
-mkdir old proc dev dev/shm tmp
-mount -t proc -o subset=pid proc proc 2>/dev/null || :
-for device in null zero random urandom; do
-    : >"dev/$device"
-    mount --bind "/dev/$device" "dev/$device"
-done
-ln -s /proc/self/fd dev/fd
-for place in 0:stdin 1:stdout 2:stderr; do
-    ln -s "/proc/self/fd/${place%:*}" "dev/${place#*:}"
-done
-for folder in tmp dev/shm; do
-    mount -t tmpfs -o "size=$0,mode=1777,nosuid,nodev" tmpfs "$folder"
-done
-pivot_root . old
-umount -l /old
-rmdir /old
-mount -o remount,bind,ro /
-cd /tmp
-unset OLDPWD
-exec "$@"
-"""
-"""Script of an unshared shell in an empty folder.
+NEW_ROOT = Path(__file__).with_name("new_root.sh")
+"""Script that runs a command where only some folders can be read."""
 
-It runs the command of its arguments where only the folders before it can be read. Its further
-arguments are the size of /tmp in bytes, the folders and `--`. /proc shows processes only, or, where
-the kernel cannot do that, nothing. The command that follows ends the right to mount.
-"""
+
+class UnjudgedError(Exception):
+    """Raised for a program that tests cannot judge, because objects of its own would decide."""
 
 
 @cache
@@ -136,6 +95,7 @@ def running(
             "processes": PROCESSES,
             "file_size": FILE_SIZE,
             "refused": REFUSED,
+            "unjudged": UNJUDGED,
         }
         # The job comes over a descriptor: arguments would be in /proc for all to read.
         passed = [number for number in (settings["job"], settings["socket"]) if number >= 0]
@@ -170,7 +130,8 @@ def output_of(
 def passes(program: str, tests: Asserts) -> bool:
     """Return True if a program passes all tests; these run in another sandbox.
 
-    Raises ValueError if the tests pass the program what cannot be sent to it.
+    Raises ValueError if the tests pass the program what cannot be sent to it, and UnjudgedError if
+    they fail after the program gave them what cannot be sent.
     """
     of_program, of_tests = socket.socketpair()
     silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -187,9 +148,10 @@ def passes(program: str, tests: Asserts) -> bool:
             of_tests.close()
             code = process.wait()
 
-        if code == REFUSED:
+        if code in (REFUSED, UNJUDGED):
             reason.seek(0)
-            raise ValueError(reason.read().decode(errors="replace"))
+            kind = ValueError if code == REFUSED else UnjudgedError
+            raise kind(reason.read().decode(errors="replace"))
         return code == 0
 
 
@@ -216,7 +178,7 @@ def _unshare(*, by_root: bool) -> tuple[str, ...]:
     if not path or by_root and not nobody:
         return ()
     spaces = ("--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child")
-    root = ("sh", "-c", NEW_ROOT, str(DISK_SIZE), *_folders(), "--")
+    root = ("sh", "-c", NEW_ROOT.read_text(), str(DISK_SIZE), *_folders(), "--")
     if by_root:
         return (path, *spaces, *root, *nobody)
     powerless = (path, "--user", "--map-user=65534", "--map-group=65534", "--")
