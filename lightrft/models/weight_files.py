@@ -55,12 +55,18 @@ class WeightFiles:
         if (folder / INDEX).is_file():
             try:
                 weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
-                return cls({name: folder / file for name, file in weight_map.items()})
+                listed = {name: folder / file for name, file in weight_map.items()}
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise ValueError(
                     f"{folder / INDEX} is not an index of safetensors files ({reason})"
                 ) from error
+
+            # An index may lack tensors that its files have: transformers reads the files.
+            for path in sorted(set(listed.values())):
+                with _open(path) as file:
+                    listed = dict.fromkeys(file.keys(), path) | listed
+            return cls(listed)
 
         if (folder / WEIGHTS_FILE).is_file():
             with _open(folder / WEIGHTS_FILE) as file:
