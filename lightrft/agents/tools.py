@@ -30,6 +30,8 @@ Tools = Mapping[str, Callable[..., Any]]
 """Functions by name, sync or async."""
 ENVIRONMENT_METHODS = ("reset", "step", "get_reward", "close")
 """Methods of an environment that are no tools."""
+UNNAMED = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL}
+"""Kinds of parameters that the calls of a model, which name the arguments, cannot set."""
 RUNNING: set[asyncio.Future[Any]] = set()
 """Calls of sync functions that have not returned, perhaps after the time limit."""
 MAX_RESULT_CHARACTERS = 20_000
@@ -98,6 +100,11 @@ def schemas(tools: Tools) -> list[dict[str, Any]]:
             json_schemas.append(tool.schema)
             continue
         try:
+            kinds = {each.kind for each in inspect.signature(tool).parameters.values()}
+            of_code = inspect.unwrap(tool)
+            yields = inspect.isgeneratorfunction(of_code) or inspect.isasyncgenfunction(of_code)
+            if yields or kinds & UNNAMED:
+                raise ValueError("a call names all arguments (no `/`, no `*`), and returns a value")
             schema = get_json_schema(tool)
         except Exception as error:  # transformers raises several classes
             raise ValueError(

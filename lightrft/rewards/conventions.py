@@ -313,6 +313,9 @@ class RewardFunction:
         return self._loop.run(_gather(returned))
 
     def _reward(self, returned: Any) -> Any:
+        if self.convention is CONVENTIONS["TRL"] and isinstance(returned, list):
+            # None stands for a response that the function has no opinion on.
+            return [0.0 if value is None else value for value in returned]
         entry = self.convention.result
         # of a function that is called for several responses
         if entry and isinstance(returned, list):

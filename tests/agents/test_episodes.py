@@ -519,6 +519,15 @@ class Notes:
 look = Notes().find
 total = add
 """
+DESCRIBED = """
+{}:
+    '''Find.
+
+    Args:
+        a: Key.
+    '''
+    {}
+"""
 CALLABLE = "class Search:\n  def __call__(self, a): return a\n"
 
 
@@ -546,6 +555,17 @@ def test_what_is_called_like_a_function_is_a_tool_or_named(tmp_path, more, chose
         return
     tools = setup.program().all_tools
     assert list(tools) == [each["function"]["name"] for each in schemas(tools)] == found
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["def tool(a: int, /): return a", "def tool(*a: int): return a", "def tool(a: int): yield a"],
+)
+def test_a_tool_that_no_call_fits_is_refused(tmp_path, line):
+    (tmp_path / "tools.py").write_text(DESCRIBED.format(*line.rsplit(": ", 1)))
+    tools = ProgramSetup("", (f"{tmp_path}/tools.py",)).program().all_tools
+    with pytest.raises(ValueError, match="tool tool: a call names all arguments"):
+        schemas(tools)
 
 
 def told_tools(tools: str, model: str) -> str:
