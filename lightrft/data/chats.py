@@ -68,12 +68,14 @@ def _for_template(message: Message, template: ChatTemplate) -> Message:
     text = message["content"]
     if isinstance(text, str):
         text = without_ends(text, template.ends)
-        begin = next((begin for begin in THINKING if text.lstrip().startswith(begin)), "")
-        end = THINKING.get(begin, "")
-        if begin and end in text and not own and not template.reads_thoughts(begin):
-            thoughts, _, text = text.lstrip().removeprefix(begin).partition(end)
-            own = {"": thoughts.strip()}
-            text = text.lstrip()
+        begin = next((begin for begin in THINKING if _thinks(text, begin)), "")
+        if begin and not own:
+            thoughts, closed, rest = text.lstrip().removeprefix(begin).partition(THINKING[begin])
+            if template.thoughts and not closed:
+                raise ValueError(f"the thinking of an answer begins with {begin} and has no end")
+            if not template.reads_thoughts(begin):
+                own = {"": thoughts.strip()}
+                text = rest.lstrip()
 
     message = message | {"content": text}
     # The template may know another name than the row.
@@ -81,6 +83,12 @@ def _for_template(message: Message, template: ChatTemplate) -> Message:
         message = {name: value for name, value in message.items() if name not in own}
         message[next(iter(template.thoughts))] = next(iter(own.values()))
     return message
+
+
+def _thinks(text: str, begin: str) -> bool:
+    """Return whether an answer begins with thinking; a generation prompt may have opened it."""
+    head, closed, _ = text.partition(THINKING[begin])
+    return text.lstrip().startswith(begin) or bool(closed and begin not in head)
 
 
 def conversation_tokens(
