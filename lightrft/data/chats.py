@@ -68,7 +68,13 @@ def _for_template(message: Message, template: ChatTemplate) -> Message:
     text = message["content"]
     if isinstance(text, str):
         text = without_ends(text, template.ends)
-        begin = next((begin for begin in THINKING if _thinks(text, begin)), "")
+        # A generation prompt may have opened the thinking.
+        begins = (
+            begin
+            for begin, end in THINKING.items()
+            if text.lstrip().startswith(begin) or begin not in text.partition(end)[0] != text
+        )
+        begin = next(begins, "")
         if begin and not own:
             thoughts, closed, rest = text.lstrip().removeprefix(begin).partition(THINKING[begin])
             if template.thoughts and not closed:
@@ -83,12 +89,6 @@ def _for_template(message: Message, template: ChatTemplate) -> Message:
         message = {name: value for name, value in message.items() if name not in own}
         message[next(iter(template.thoughts))] = next(iter(own.values()))
     return message
-
-
-def _thinks(text: str, begin: str) -> bool:
-    """Return whether an answer begins with thinking; a generation prompt may have opened it."""
-    head, closed, _ = text.partition(THINKING[begin])
-    return text.lstrip().startswith(begin) or bool(closed and begin not in head)
 
 
 def conversation_tokens(

@@ -294,8 +294,8 @@ def _places(names: list[str], split: str) -> set[str]:
         with suppress(DataError):  # who reads the data says it
             files = files_of(name, split, "")
             # Rows of a call in Python, and a Dataset that is stored, are of no split.
-            stored = (Path(name).expanduser() / "state.json").exists()
-            whole = stored or name.startswith(OBJECTS.__name__)
+            folder = Path(name).expanduser()
+            whole = name.startswith(OBJECTS.__name__) or (folder / "state.json").exists()
             other = name if whole else f"{name}[{split}]"
             places.update({str(file.resolve()) for file in files} or {other})
     return places

@@ -82,7 +82,9 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
 
         yield from task_rows(source, split, bad.flag)
     elif source.startswith(VERIFIERS):
-        yield from _verifiers_rows(source, bad.flag)
+        from lightrft.data.verifiers.tasksets import task_rows as verifiers_rows
+
+        yield from verifiers_rows(source, bad.flag)
     elif source.startswith(HARBOR):
         yield from _harbor_rows(source, bad.flag)
     elif files := files_of(source, split, bad.flag):
@@ -110,12 +112,6 @@ def _harbor_rows(source: str, flag: str) -> Iterator[DataRow]:
     for task in tasks:
         text = (task / "instruction.md").read_text(encoding="utf-8")
         yield f"{source} {task.name}", {"input": text, "task": str(task.resolve())}
-
-
-def _verifiers_rows(source: str, flag: str) -> Iterator[DataRow]:
-    from lightrft.data.verifiers.tasksets import task_rows
-
-    yield from task_rows(source, flag)
 
 
 def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[DataRow]:
@@ -202,9 +198,7 @@ def files_of(source: str, split: str, flag: str) -> list[Path]:
 
     files = sorted(file for file in folder.iterdir() if file.suffix in DATA_FILES)
     if not files:
-        inner = sorted(
-            {file.parent.name for file in folder.glob("*/*") if file.suffix in DATA_FILES}
-        )
+        inner = sorted({one.parent.name for one in folder.glob("*/*") if one.suffix in DATA_FILES})
         hint = f"; its folders {', '.join(inner[:5])} do: give one of these" if inner else ""
         raise DataError(
             f"{flag} {folder}: the folder contains no {', '.join(DATA_FILES)} file{hint}"

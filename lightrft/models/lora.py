@@ -341,25 +341,18 @@ def merge_adapter(model: PreTrainedModel, folder: Path | str) -> PreTrainedModel
     It may be of any kind that peft can merge. Raise ConfigError without peft, without the adapter's
     weights, and for an adapter that does not fit the model.
     """
-    try:
-        from peft import PeftModel
-    except ModuleNotFoundError as error:
-        if error.name != "peft":
-            raise
-        raise ConfigError(
-            f"the adapter in {folder} needs peft, which is not installed: pip install peft"
-        ) from None
-
     if not (Path(folder) / ADAPTER_WEIGHTS_FILE).is_file():
         raise ConfigError(f"{folder} has no {ADAPTER_WEIGHTS_FILE}")
 
     try:
+        from peft import PeftModel
+
         with warnings.catch_warnings():
             # Layers without weights would get new ones.
             warnings.filterwarnings("error", "Found missing adapter keys")
             return PeftModel.from_pretrained(model, folder).merge_and_unload()
     except Exception as error:  # peft takes the files for what they should be
         raise ConfigError(
-            f"the adapter in {folder} does not fit its base model {model.name_or_path}:"
+            f"the adapter in {folder} cannot be merged into its base model {model.name_or_path}:"
             f" {type(error).__name__}: {error}"
         ) from error

@@ -356,7 +356,9 @@ def test_an_adapter_that_cannot_be_merged_is_one_message(folder, tmp_path, case)
     }
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(ConfigError, match=rf"{tmp_path} does not fit its base (.|\n)*{message}"):
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path} cannot be merged into its base (.|\n)*{message}"
+    ):
         merge_adapter(model, tmp_path)
 
 
