@@ -36,7 +36,8 @@ MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def quantization(folder: Path) -> dict[str, Any] | None:
     """Return the quantization settings of a folder's config.json; None for a plain folder."""
     try:
-        return json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+        settings = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+        return settings and dict(settings)
     # Loading the model says what is wrong.
     except (OSError, ValueError, AttributeError, RecursionError):
         return None

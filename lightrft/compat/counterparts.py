@@ -50,7 +50,7 @@ def counterpart(entry: Entry, value: Any) -> Counterpart:
         return Counterpart(sentence=entry) if " " in entry else Counterpart({entry: value})
 
     values = entry.get("values", {})
-    if isinstance(value, list | tuple) and str(value) not in values:
+    if isinstance(value, list | tuple) and "flag" in entry and str(value) not in values:
         kept = [values.get(_word(each), each) for each in value]
         value = ",".join(str(each) for each in kept if each is not None)
         found: Any = value or None

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from typing import Any
 
 from lightrft.compat.counterparts import defaults, names, table, translate
@@ -28,11 +28,11 @@ def taken(command: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list
     ours = {name: value for name, value in values.items() if name not in theirs}
     adapter: dict[str, Any] = {}
     if (config := theirs.pop("peft_config", None)) is not None:
-        adapter = table("trl")["defaults"]["lora"] | _changed(config)
+        adapter = table("trl")["defaults"]["lora"] | _changed(config, "lora")
     left_alone: dict[str, Any] = {}
     if (config := theirs.pop("args", None)) is not None:
         left_alone = defaults("trl", command)
-        theirs = _changed(config) | theirs
+        theirs = _changed(config, command) | theirs
     if (tokenizer := theirs.pop("processing_class", None)) is not None:
         ours.setdefault("tokenizer", tokenizer)
 
@@ -55,13 +55,15 @@ def taken(command: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list
     return flags | ours, [f"understood from TRL: {said}"]
 
 
-def _changed(config: Any) -> dict[str, Any]:
-    """Return the fields of a configuration that differ from their defaults."""
-    if not is_dataclass(config) or isinstance(config, type):
-        raise ConfigError(
-            "args and peft_config are objects such as GRPOConfig and LoraConfig, not"
-            f" {type(config).__name__}"
-        )
+def _changed(config: Any, owner: str) -> dict[str, Any]:
+    """Return the fields of a configuration that differ from their defaults.
+
+    `owner` is a command, or "lora": other classes have other defaults, or mean something else.
+    """
+    expected = table("trl")["objects"].get(owner, "")
+    if expected not in [each.__name__ for each in type(config).__mro__]:
+        place = "peft_config" if owner == "lora" else f"args of {owner}"
+        raise ConfigError(f"{place} is an object of {expected}, not of {type(config).__name__}")
 
     plain = {
         each.name: each.default if each.default_factory is MISSING else each.default_factory()

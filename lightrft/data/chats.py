@@ -68,12 +68,20 @@ def _for_template(message: Message, template: ChatTemplate) -> Message:
     text = message["content"]
     if isinstance(text, str):
         text = without_ends(text, template.ends)
-        begin = next((begin for begin in THINKING if text.lstrip().startswith(begin)), "")
-        end = THINKING.get(begin, "")
-        if begin and end in text and not own and not template.reads_thoughts(begin):
-            thoughts, _, text = text.lstrip().removeprefix(begin).partition(end)
-            own = {"": thoughts.strip()}
-            text = text.lstrip()
+        # A generation prompt may have opened the thinking.
+        begins = (
+            begin
+            for begin, end in THINKING.items()
+            if text.lstrip().startswith(begin) or begin not in text.partition(end)[0] != text
+        )
+        begin = next(begins, "")
+        if begin and not own:
+            thoughts, closed, rest = text.lstrip().removeprefix(begin).partition(THINKING[begin])
+            if template.thoughts and not closed:
+                raise ValueError(f"the thinking of an answer begins with {begin} and has no end")
+            if not template.reads_thoughts(begin):
+                own = {"": thoughts.strip()}
+                text = rest.lstrip()
 
     message = message | {"content": text}
     # The template may know another name than the row.

@@ -39,6 +39,7 @@ from lightrft.data.rendering.messages import SYSTEM_ROLES, Message, as_object, a
 from lightrft.data.rendering.template import chat_template, template_variables
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.stored import stored_prompts, storing_problem
+from lightrft.registry import OBJECTS
 from lightrft.samples import REASONING_GYM
 from lightrft.types import Prompt
 
@@ -303,7 +304,11 @@ def _places(names: list[str], split: str) -> set[str]:
     for name in names:
         with suppress(DataError):  # who reads the data says it
             files = files_of(name, split, "")
-            places.update({str(file.resolve()) for file in files} or {f"{name}[{split}]"})
+            # Rows of a call in Python, and a Dataset that is stored, are of no split.
+            folder = Path(name).expanduser()
+            whole = name.startswith(OBJECTS.__name__) or (folder / "state.json").exists()
+            other = name if whole else f"{name}[{split}]"
+            places.update({str(file.resolve()) for file in files} or {other})
     return places
 
 

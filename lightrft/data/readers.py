@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -23,17 +23,17 @@ from lightrft.samples import DATA_FILES, HARBOR, REASONING_GYM, VERIFIERS, DataR
 
 # importing datasets takes longer than reading most files, and JSON does not need it
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset
 
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+(?<!\.py))(?::(?P<subset>[^:/]+))?")
 """A data set on the hub, owner/name or owner/name:SUBSET."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files that show a folder to be one of Dataset.save_to_disk."""
 ROWS_AT_ONCE = 64
-NUMBERED = r"([-_. ]?(part|shard)?[-_. ]?\d+([-_. ]?of[-_. ]?\d+)?(-[0-9a-f]{16})?)?"
+NUMBERED = r"([-_. ]?(part|shard)?[-_. ]?\d+([-_. ]?of[-_. ]?(?P<parts>\d+))?(-[0-9a-f]{16})?)?"
 """Number of a part of a split in the name of a file, such as -00000-of-00002 after train."""
-SPLITS = re.compile(r"(train(ing)?|valid(ation)?|dev|test|eval(uation)?)" + NUMBERED)
-"""Name of a file of a split that is usually called so."""
+SPLITS = set("train training val valid validation dev test eval evaluation".split())
+"""What splits are usually called."""
 
 
 def is_first_rank() -> bool:
@@ -82,7 +82,9 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
 
         yield from task_rows(source, split, bad.flag)
     elif source.startswith(VERIFIERS):
-        yield from _verifiers_rows(source, bad.flag)
+        from lightrft.data.verifiers.tasksets import task_rows as verifiers_rows
+
+        yield from verifiers_rows(source, bad.flag)
     elif source.startswith(HARBOR):
         yield from _harbor_rows(source, bad.flag)
     elif files := files_of(source, split, bad.flag):
@@ -112,12 +114,6 @@ def _harbor_rows(source: str, flag: str) -> Iterator[DataRow]:
         yield f"{source} {task.name}", {"input": text, "task": str(task.resolve())}
 
 
-def _verifiers_rows(source: str, flag: str) -> Iterator[DataRow]:
-    from lightrft.data.verifiers.tasksets import task_rows
-
-    yield from task_rows(source, flag)
-
-
 def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[DataRow]:
     from datasets import DatasetDict, load_from_disk
 
@@ -134,7 +130,7 @@ def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[DataRow]:
     )
 
 
-def _split_of(splits: "DatasetDict", split: str, place: str) -> "Dataset":
+def _split_of(splits: Mapping[str, Any], split: str, place: str) -> Any:
     if split not in splits:
         raise DataError(
             f"{place}: there is no split {split!r}; the data set has {', '.join(map(str, splits))}"
@@ -162,7 +158,7 @@ def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
 
     A function with a parameter `split` gets the split.
     """
-    from datasets import Dataset, DatasetDict, IterableDatasetDict
+    from datasets import Dataset, IterableDataset
 
     try:
         data = Registry("data set", flag=bad.flag)[reference]
@@ -173,8 +169,10 @@ def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
         with kept_alive():
             if callable(data):
                 data = data(**({"split": split} if "split" in signature(data).parameters else {}))
-        if isinstance(data, DatasetDict | IterableDatasetDict):
+        if isinstance(data, Mapping):
             data = _split_of(data, split, f"{bad.flag} {reference}")
+        if isinstance(data, IterableDataset):
+            data = data.with_format(None)
         rows = _stored(data) if isinstance(data, Dataset) else data
         for number, row in enumerate(each_kept_alive(rows), 1):
             yield from _object(f"{reference} row {number}", row, bad)
@@ -200,18 +198,32 @@ def files_of(source: str, split: str, flag: str) -> list[Path]:
 
     files = sorted(file for file in folder.iterdir() if file.suffix in DATA_FILES)
     if not files:
-        raise DataError(f"{flag} {folder}: the folder contains no {', '.join(DATA_FILES)} file")
+        inner = sorted({one.parent.name for one in folder.glob("*/*") if one.suffix in DATA_FILES})
+        hint = f"; its folders {', '.join(inner[:5])} do: give one of these" if inner else ""
+        raise DataError(
+            f"{flag} {folder}: the folder contains no {', '.join(DATA_FILES)} file{hint}"
+        )
 
-    of_split = [file for file in files if re.fullmatch(re.escape(split) + NUMBERED, file.stem)]
+    matches = [re.fullmatch(re.escape(split) + NUMBERED, file.stem) for file in files]
+    of_split = [file for file, match in zip(files, matches, strict=True) if match]
     others = [file for file in files if file not in of_split]
     names = ", ".join(file.name for file in others[:5])
-    if not of_split and (len(files) > 1 or SPLITS.fullmatch(files[0].stem)):
+    words = set(re.split(r"[^a-z]+", files[0].stem.lower()))
+    if not of_split and (len(files) > 1 or split.lower() not in words and words & SPLITS):
         raise DataError(
             f"{flag} {folder}: no file is called {split!r}, with or without the number of a part;"
             f" the folder contains {names}. Give a file, or the name of another split"
         )
+
+    read = ", ".join(file.name for file in of_split[:5])
+    totals = Counter(match["parts"] for match in matches if match)
+    whole = all(found == int(total or found) for total, found in totals.items())
+    if not whole or len({file.suffix for file in of_split}) > 1:
+        raise DataError(
+            f"{flag} {folder}: parts of the split {split!r} are missing, or are there in two formats:"
+            f" {read}. Add the others, or give a file"
+        )
     if of_split and any(file.name.startswith(split) for file in others) and is_first_rank():
-        read = ", ".join(file.name for file in of_split[:5])
         logger.warning(f"{flag} {folder}: the split {split!r} is {read}; not read are {names}")
 
     return of_split or files

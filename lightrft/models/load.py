@@ -201,7 +201,7 @@ def _load(
         config = load_config(name, **options)
         if (settings := getattr(config, "quantization_config", None)) is not None:
             raise ValueError(
-                f"its weights are quantized ({settings.get('quant_method')}): `lightrft export"
+                f"its weights are quantized ({dict(settings).get('quant_method')}): `lightrft export"
                 f" {name} FOLDER` writes a plain folder of a model in FP8 or MXFP4; --load_in_4bit"
                 " quantizes the original model itself"
             )
@@ -254,17 +254,19 @@ def new_model(
 
 @contextmanager
 def _replaced_attention(config: PretrainedConfig) -> Iterator[None]:
-    """Raise ValueError if a model is built whose attention cannot be replaced."""
+    """Raise ValueError for a model that cannot be built, or whose attention cannot be replaced."""
     try:
         yield
-    except KeyError as error:
+    # transformers takes what config.json says for what it should be.
+    except (AttributeError, LookupError, TypeError, ZeroDivisionError) as error:
         # Some families look classes up by the name of the attention.
-        if error.args != (ATTENTION,):
-            raise
-        raise ValueError(
-            f"the attention implementation of {config.model_type} cannot be replaced in"
-            " transformers"
-        ) from error
+        reason = f"its config.json describes no model ({type(error).__name__}: {error})"
+        if error.args == (ATTENTION,):
+            reason = (
+                f"the attention implementation of {config.model_type} cannot be replaced in"
+                " transformers"
+            )
+        raise ValueError(reason) from error
 
 
 def attention_of(config: PretrainedConfig) -> dict[str, str | None]:
@@ -302,7 +304,7 @@ def _load_checked(
                 # mismatched shapes raise below, with the flag that named the model
                 ignore_mismatched_sizes=True,
             )
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, IndexError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(
             f"transformers cannot read the weights ({type(error).__name__}: {error})"
         ) from error

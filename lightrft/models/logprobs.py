@@ -141,21 +141,42 @@ def top_logprobs(
     needs three collectives; results are equal on all ranks of the axis. Raise ValueError if k
     exceeds the size of the vocabulary.
     """
-    if not isinstance(weight, DTensor):
-        part = VocabularyPart.full(len(weight))
-        return _top(hidden, weight, part, len(weight), k, temperature, softcap, banned)
+    size = len(weight)
+    part = VocabularyPart.full(size)
+    if isinstance(weight, DTensor):
+        shard = vocabulary_shard(weight)
+        weight = shard.weight
+        size = shard.size
+        part = VocabularyPart(shard.first, len(weight), shard.axis)
+    if k > size:
+        raise ValueError(
+            f"the {k} most likely tokens were requested, but the vocabulary has {size}"
+        )
 
-    shard = vocabulary_shard(weight)
-    return _top(
-        hidden,
-        shard.weight,
-        VocabularyPart(shard.first, len(shard.weight), shard.axis),
-        shard.size,
-        k,
-        temperature,
-        softcap,
-        banned,
-    )
+    # remains if a rank has fewer than k
+    values = torch.full((len(hidden), k), -torch.inf, device=hidden.device)
+    ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
+
+    sums = torch.full((len(hidden),), -torch.inf, device=hidden.device)
+    local_k = min(k, part.num)
+    for rows, logits in row_chunks(hidden, part.num, chunk_rows(hidden, max(part.num, 1))):
+        scaled_logits(hidden[rows], weight, temperature, softcap, out=logits)
+        for start, end in runs(banned):
+            logits[:, max(start - part.first, 0) : max(end - part.first, 0)] = -torch.inf
+        values[rows, :local_k], ids[rows, :local_k] = logits.topk(local_k)
+        sums[rows] = logits.logsumexp(-1)
+
+    axis = part.axis
+    if axis.size > 1:
+        values, ids, sums = (
+            all_gather_tensor(x, axis).view(axis.size, *x.shape)
+            for x in (values, ids + part.first, sums)
+        )
+        values, places = values.transpose(0, 1).flatten(1).topk(k)
+        ids = ids.transpose(0, 1).flatten(1).gather(1, places)
+        sums = sums.logsumexp(0)
+
+    return values - sums[:, None], ids
 
 
 def chunk_rows(inputs: Tensor, vocabulary: int, chunk: int | None = 0) -> int:
@@ -242,51 +263,6 @@ def _groups(num: int, units: list[int] | None, chunk: int) -> list[slice]:
             start = end
         end += size
     return [*groups, slice(start, end)]
-
-
-def _top(
-    inputs: Tensor,
-    weight: Tensor | None,
-    part: VocabularyPart,
-    size: int,
-    k: int,
-    temperature: float,
-    softcap: float | None = None,
-    banned: tuple[int, ...] = (),
-) -> tuple[Tensor, Tensor]:
-    """Select the k likeliest tokens from the k likeliest of each rank.
-
-    Raise ValueError if k exceeds the vocabulary size.
-    """
-    if k > size:
-        raise ValueError(
-            f"the {k} most likely tokens were requested, but the vocabulary has {size}"
-        )
-
-    # remains if a rank has fewer than k
-    values = torch.full((len(inputs), k), -torch.inf, device=inputs.device)
-    ids = torch.zeros(len(inputs), k, dtype=torch.int64, device=inputs.device)
-
-    sums = torch.full((len(inputs),), -torch.inf, device=inputs.device)
-    local_k = min(k, part.num)
-    for rows, logits in row_chunks(inputs, part.num, chunk_rows(inputs, max(part.num, 1))):
-        scaled_logits(inputs[rows], weight, temperature, softcap, out=logits)
-        for start, end in runs(banned):
-            logits[:, max(start - part.first, 0) : max(end - part.first, 0)] = -torch.inf
-        values[rows, :local_k], ids[rows, :local_k] = logits.topk(local_k)
-        sums[rows] = logits.logsumexp(-1)
-
-    axis = part.axis
-    if axis.size > 1:
-        values, ids, sums = (
-            all_gather_tensor(x, axis).view(axis.size, *x.shape)
-            for x in (values, ids + part.first, sums)
-        )
-        values, places = values.transpose(0, 1).flatten(1).topk(k)
-        ids = ids.transpose(0, 1).flatten(1).gather(1, places)
-        sums = sums.logsumexp(0)
-
-    return values - sums[:, None], ids
 
 
 class _Logprobs(torch.autograd.Function):

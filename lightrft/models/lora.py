@@ -10,6 +10,7 @@ models need the model without adapters, so merge_adapters() undoes this for them
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -324,13 +325,13 @@ def base_model_of_adapter(folder: Path | str) -> str:
 
     Raise ConfigError if the folder does not name it.
     """
-    base = json.loads((Path(folder) / ADAPTER_CONFIG_FILE).read_text()).get(
-        "base_model_name_or_path"
-    )
-    if not base:
-        raise ConfigError(
-            f"{Path(folder) / ADAPTER_CONFIG_FILE} names no base model: add it as base_model_name_or_path"
-        )
+    file = Path(folder) / ADAPTER_CONFIG_FILE
+    try:
+        base = json.loads(file.read_text())["base_model_name_or_path"]
+    except (ValueError, LookupError, TypeError):
+        base = None
+    if not base or not isinstance(base, str):
+        raise ConfigError(f"{file} names no base model: add it as base_model_name_or_path")
     return base
 
 
@@ -340,21 +341,18 @@ def merge_adapter(model: PreTrainedModel, folder: Path | str) -> PreTrainedModel
     It may be of any kind that peft can merge. Raise ConfigError without peft, without the adapter's
     weights, and for an adapter that does not fit the model.
     """
-    try:
-        from peft import PeftModel
-    except ModuleNotFoundError as error:
-        if error.name != "peft":
-            raise
-        raise ConfigError(
-            f"the adapter in {folder} needs peft, which is not installed: pip install peft"
-        ) from None
-
     if not (Path(folder) / ADAPTER_WEIGHTS_FILE).is_file():
         raise ConfigError(f"{folder} has no {ADAPTER_WEIGHTS_FILE}")
 
     try:
-        return PeftModel.from_pretrained(model, folder).merge_and_unload()
-    except (RuntimeError, ValueError) as error:
+        from peft import PeftModel
+
+        with warnings.catch_warnings():
+            # Layers without weights would get new ones.
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            return PeftModel.from_pretrained(model, folder).merge_and_unload()
+    except Exception as error:  # peft takes the files for what they should be
         raise ConfigError(
-            f"the adapter in {folder} does not fit its base model {model.name_or_path}: {error}"
+            f"the adapter in {folder} cannot be merged into its base model {model.name_or_path}:"
+            f" {type(error).__name__}: {error}"
         ) from error

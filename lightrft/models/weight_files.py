@@ -52,21 +52,25 @@ class WeightFiles:
         Raise ValueError, with the name of the file, if it is missing or damaged.
         """
         folder = Path(folder)
+        listed: dict[str, Path] = {}
         if (folder / INDEX).is_file():
             try:
                 weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
-                return cls({name: folder / file for name, file in weight_map.items()})
+                listed = {name: folder / file for name, file in weight_map.items()}
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise ValueError(
                     f"{folder / INDEX} is not an index of safetensors files ({reason})"
                 ) from error
 
-        if (folder / WEIGHTS_FILE).is_file():
-            with _open(folder / WEIGHTS_FILE) as file:
-                return cls(dict.fromkeys(file.keys(), folder / WEIGHTS_FILE))
+        elif not (folder / WEIGHTS_FILE).is_file():
+            return None
 
-        return None
+        # An index may lack tensors that its files have: transformers reads the files.
+        for path in sorted({*listed.values()} or {folder / WEIGHTS_FILE}):
+            with _open(path) as file:
+                listed = dict.fromkeys(file.keys(), path) | listed
+        return cls(listed)
 
     def check(self) -> None:
         """Raise ValueError for a missing or damaged file, and for integer weights.

@@ -26,14 +26,17 @@ def extend_timeline(path: Path, step: int, spans_of_ranks: Sequence[Sequence[Spa
         for event in _events(step, rank, spans, numbers)
     ]
     text = ",\n".join(map(json.dumps, events)) + CLOSING
-    if not path.is_file():
-        path.write_text(OPENING + text)
-        return
+    path.touch()
 
     # Only the end of the array is overwritten, so the cost does not grow with the file.
-    with path.open("r+") as file:
-        file.seek(path.stat().st_size - len(CLOSING))
-        file.write(",\n" + text)
+    with path.open("r+", errors="replace") as file:
+        end = max(0, path.stat().st_size - len(CLOSING))
+        file.seek(end)
+        whole = file.read() == CLOSING
+        file.seek(end if whole else 0)
+        # A process that was killed may have left a part of an array. It begins anew.
+        file.truncate()
+        file.write((",\n" if whole else OPENING) + text)
 
 
 def _events(

@@ -18,7 +18,7 @@ import asyncio
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,9 +223,7 @@ class RewardFunction:
         """Raise ConfigError if the function cannot be called with the columns of these prompts."""
         for names in {frozenset(prompt.columns) for prompt in prompts}:
             if problem := self._problem(set(names)):
-                hint = "" if "label" in names else "; --label_key names the column of the label"
-                columns = ", ".join(sorted(names)) or "none"
-                raise ConfigError(f"{problem}. The data has the columns {columns}{hint}")
+                raise ConfigError(f"{problem}. {_present(names, 'data')}")
 
     def row_problem(self, columns: Mapping[str, Any]) -> str:
         """Return why the function cannot score responses to a row with these columns.
@@ -313,6 +311,9 @@ class RewardFunction:
         return self._loop.run(_gather(returned))
 
     def _reward(self, returned: Any) -> Any:
+        if self.convention is CONVENTIONS["TRL"] and isinstance(returned, list):
+            # None stands for a response that the function has no opinion on.
+            return [0.0 if value is None else value for value in returned]
         entry = self.convention.result
         # of a function that is called for several responses
         if entry and isinstance(returned, list):
@@ -387,9 +388,9 @@ def _is_null(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _present(columns: Mapping[str, Any]) -> str:
+def _present(columns: Collection[str], owner: str = "row") -> str:
     hint = "" if "label" in columns else "; --label_key names the column of the label"
-    return f"The row has the columns {', '.join(sorted(columns)) or 'none'}{hint}"
+    return f"The {owner} has the columns {', '.join(sorted(columns)) or 'none'}{hint}"
 
 
 def _shown(signature: inspect.Signature) -> str:

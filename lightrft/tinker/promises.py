@@ -117,6 +117,8 @@ class Promises:
             return JSONResponse({"detail": f"there is no request {request_id!r:.100}"}, 410)
 
         waiting = asyncio.wrap_future(promise.result)
+        # asyncio logs the errors that nobody looks at with a traceback.
+        waiting.add_done_callback(asyncio.Future.exception)
         done, _ = await asyncio.wait({waiting}, timeout=LONG_POLL_SECONDS)
         if not done:
             again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}

@@ -283,8 +283,8 @@ def read_sampling(request: types.SampleRequest, limits: RequestLimits, seed: int
         most = min(limits.longest_response, limits.longest_sequence - len(tokens))
     if most < 1 or len(tokens) + most > limits.longest_sequence:
         raise ValueError(
-            f"{len(tokens)} tokens and max_tokens {most} are more than the"
-            f" {limits.longest_sequence} of --prompt_max_len and --generate_max_len together"
+            f"{len(tokens)} tokens and max_tokens {most}: max_tokens is at least 1, and both are at"
+            f" most the {limits.longest_sequence} of --prompt_max_len and --generate_max_len together"
         )
 
     sampling = Sampling(

@@ -262,10 +262,14 @@ def _fitting_batch(config: Config, num_rows: int, generates: bool) -> int:
     # The samples of a step stay a multiple of the samples of an update that the user set.
     samples = config.rollout.n_samples_per_prompt if generates else 1
     update = train.train_batch_size if "train_batch_size" in train.written else samples
-    least = max(SMALLEST_BATCH, int(os.environ.get("WORLD_SIZE", "1")))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     wanted = min(ENOUGH_STEPS, train.max_steps or ENOUGH_STEPS)
     rows = num_rows * train.num_episodes
-    while rows // size < wanted and size // 2 >= least and size * samples % (2 * update) == 0:
+    while size * samples % (2 * update) == 0:
+        # A whole batch comes first, and steps enough after it. KTO compares two rows at least.
+        least = 2 if size > num_rows else SMALLEST_BATCH
+        if size // 2 < max(least, world) or (rows // size >= wanted and size <= num_rows):
+            break
         size //= 2
     if size == default:
         return size

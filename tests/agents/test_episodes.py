@@ -519,6 +519,15 @@ class Notes:
 look = Notes().find
 total = add
 """
+DESCRIBED = """
+{}:
+    '''Find.
+
+    Args:
+        a: Key.
+    '''
+    {}
+"""
 CALLABLE = "class Search:\n  def __call__(self, a): return a\n"
 
 
@@ -548,20 +557,20 @@ def test_what_is_called_like_a_function_is_a_tool_or_named(tmp_path, more, chose
     assert list(tools) == [each["function"]["name"] for each in schemas(tools)] == found
 
 
-DESCRIBED = "\n    '''Find.\n\n    Args:\n        a: Key.\n    '''\n"
+WITH_WORDS = "\n    '''Find.\n\n    Args:\n        a: Key.\n    '''\n"
 
 
 @pytest.mark.parametrize(
     ("code", "said"),
     [
         (
-            f"def find(a: int, /) -> int:{DESCRIBED}    return a",
+            f"def find(a: int, /) -> int:{WITH_WORDS}    return a",
             "names each argument, and a: int has no name",
         ),
-        (f"def find(*a: int) -> int:{DESCRIBED}    return a", r"and \*a: int has no name"),
-        (f"def find(**a: int) -> int:{DESCRIBED}    return a", r"and \*\*a: int has no name"),
-        (f"def find(a: int) -> list:{DESCRIBED}    yield a", "tool find is a generator"),
-        (f"async def find(a: int) -> list:{DESCRIBED}    yield a", "tool find is a generator"),
+        (f"def find(*a: int) -> int:{WITH_WORDS}    return a", r"and \*a: int has no name"),
+        (f"def find(**a: int) -> int:{WITH_WORDS}    return a", r"and \*\*a: int has no name"),
+        (f"def find(a: int) -> list:{WITH_WORDS}    yield a", "tool find is a generator"),
+        (f"async def find(a: int) -> list:{WITH_WORDS}    yield a", "tool find is a generator"),
     ],
 )
 def test_a_function_that_a_model_cannot_call_is_named(tmp_path, code, said):

@@ -12,6 +12,9 @@ peft = pytest.importorskip("peft")
 ROWS = [{"prompt": "2+2=", "answer": "4"}]
 
 
+PLAIN = {"use_cpu": True, "bf16": False, "output_dir": "out"}
+
+
 def short(completions, **columns):
     return [float(-len(each)) for each in completions]
 
@@ -81,7 +84,15 @@ def test_names_of_this_program_pass():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"args": {"output_dir": "x"}}, "objects such as GRPOConfig"),
+        (
+            {"args": {"output_dir": "x"}},
+            "args of train_ppo is an object of GRPOConfig, not of dict",
+        ),
+        ({"args": trl.SFTConfig(**PLAIN)}, "is an object of GRPOConfig, not of SFTConfig"),
+        ({"args": trl.RLOOConfig(**PLAIN)}, "is an object of GRPOConfig, not of RLOOConfig"),
+        ({"peft_config": peft.IA3Config()}, "peft_config is an object of LoraConfig, not of IA3C"),
+        ({"args": trl.GRPOConfig(**PLAIN, reward_weights=[1.0, 0.5])}, "write --reward NAME:WEIG"),
+        ({"peft_config": peft.LoraConfig(modules_to_save=["lm_head"])}, "have no modules_to_save"),
         ({"callbacks": [print]}, "there are no callbacks"),
         ({"optimizers": (None, None)}, "write --optimizer"),
         ({"peft_config": peft.LoraConfig(use_dora=True)}, "adapters here have no use_dora"),

@@ -258,6 +258,10 @@ def test_thinking_in_the_text_of_an_answer_is_rendered_as_thinking(name):
         {"input": QUESTION, "label": THOUGHT + ANSWER},
     ]
     if THOUGHT not in TEXT_OF_THOUGHTS[name]:
+        # A generation prompt that opens the thinking leaves its mark out of a response.
+        rows.append({"input": QUESTION, "label": THOUGHT.removeprefix("<think>\n") + ANSWER})
+        with pytest.raises(ValueError, match="thinking of an answer begins with <think> and has n"):
+            learned(name, {"input": QUESTION, "label": "<think>\nSix and"})
         for key in ("reasoning_content", "reasoning", "thinking"):
             answer = turn("assistant", ANSWER, **{key: "Six and one."})
             rows.append({"messages": [turn("user", QUESTION), answer]})

@@ -20,6 +20,7 @@ from lightrft.config import DataSection
 from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
+from lightrft.registry import OBJECTS
 from lightrft.types import Prompt, TokenIds
 from tiny import BOS, byte_tokenizer
 
@@ -138,20 +139,56 @@ def test_the_files_of_a_split_are_its_parts_and_the_log_names_them(tmp_path, inf
     assert "not read are test.jsonl, train_sft.jsonl, train_v2.jsonl, trainer.jsonl, tr" in said
 
 
-@pytest.mark.parametrize(("name", "held_out"), [("train.jsonl", True), ("test-0.jsonl", False)])
+PARTLY = {
+    "train-00000-of-00002": "parts of the split 'train' are missing",
+    "train-1 train-1-of-2": "parts of the split 'train' are missing",
+    "train train.json": "are there in two formats: train.json, train.jsonl",
+    "data/train-00000-of-00001": "no .* file; its folders data do: give one of these",
+}
+
+
+@pytest.mark.parametrize("names", PARTLY)
+def test_a_split_that_is_not_whole_is_refused(tmp_path, names):
+    for name in names.split():
+        file = tmp_path / (name if name.endswith(".json") else f"{name}.jsonl")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text('[{"input": "a"}]' if file.suffix == ".json" else '{"input": "a"}')
+    with pytest.raises(DataError, match=PARTLY[names]):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "held_out"),
+    [
+        ("train.jsonl", True),
+        ("test-0.jsonl", False),
+        ("TRAIN.jsonl", True),
+        ("gsm8k_train.jsonl", True),
+        ("val.jsonl", False),
+    ],
+)
 def test_the_only_file_of_a_folder_may_be_of_another_split(tmp_path, name, held_out):
     write_lines(tmp_path / name, {"input": "a"})
     with pytest.raises(DataError, match=f"no file is called .*; the folder contains {name}"):
         load(tmp_path, held_out=held_out)
 
 
-def test_rows_that_are_learned_and_held_out_are_named(tmp_path, warnings):
+def test_rows_that_are_learned_and_held_out_are_named(tmp_path, warnings, monkeypatch):
     file = write_lines(tmp_path / "train.jsonl", {"input": "a"})
     other = write_lines(tmp_path / "test.jsonl", {"input": "b"})
     for training in (f"{tmp_path}:0.7,{other}:0.3", str(other), ""):
         load(file, held_out=True, prompt_data=training)
         load(tmp_path, held_out=True, prompt_data="owner/name")
-    assert [line.partition(" is in")[0] for line in warnings] == [f"--eval_data: {file.resolve()}"]
+    stored = tmp_path / "stored"
+    datasets.Dataset.from_list(ROWS).save_to_disk(stored)
+    monkeypatch.setattr(OBJECTS, "rows", ROWS, raising=False)
+    for each in (str(stored), f"{OBJECTS.__name__}:rows"):
+        load(each, held_out=True, prompt_data=each)
+    assert [line.partition(" is in")[0].removeprefix("--eval_data: ") for line in warnings] == [
+        str(file.resolve()),
+        str(stored),
+        f"{OBJECTS.__name__}:rows",
+    ]
 
 
 def test_escaped_characters_are_text(tmp_path):
@@ -371,6 +408,17 @@ STATES = {
     ),
     "splits": (lambda data: datasets.DatasetDict(train=data), ["a", "b"], {"label": "1"}),
     "a stream": (lambda data: data.to_iterable_dataset(), ["a", "b"], {"label": "1"}),
+    "splits in a dict": (lambda data: {"train": data}, ["a", "b"], {"label": "1"}),
+    "a stream of tensors": (
+        lambda data: data.to_iterable_dataset().with_format("torch"),
+        ["a", "b"],
+        {"label": "1"},
+    ),
+    "a stream of tables": (
+        lambda data: data.to_iterable_dataset().with_format("arrow"),
+        ["a", "b"],
+        {"label": "1"},
+    ),
     "a stream of a transform": (
         lambda data: data.to_iterable_dataset().map(upper, batched=True),
         ["A", "B"],

@@ -3,6 +3,7 @@
 Otherwise the model would be trained wrongly.
 """
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightrft.config import ModelSection
 from lightrft.models.empty import empty_parameters
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model, load_scorer, load_tokenizer
+from lightrft.models.weight_files import WeightFiles
 from tiny import byte_tokenizer, tiny_model
 
 SIZES = {
@@ -188,6 +190,27 @@ def move_tensors(folder: Path) -> None:
     )
 
 
+def unlisted(folder: Path) -> None:
+    """Take a tensor out of the index that its shard has."""
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_bytes())
+    del content["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(content))
+
+
+def not_pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"abc")
+
+
+def config_with(**entries):
+    def changed(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_bytes()) | entries))
+
+    return changed
+
+
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 DAMAGED = {
     "no weights": (
@@ -231,6 +254,11 @@ DAMAGED = {
         "/model.safetensors: lm_head.weight is of dtype I8",
     ),
     "pickled": (pickled, "transformers cannot read the weights"),
+    "not pickled": (not_pickled, "transformers cannot read the weights .IndexError"),
+    "rotations": (
+        config_with(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+        "its config.json describes no model .KeyError: 'spiral'",
+    ),
     "config": (
         lambda folder: cut(folder / "config.json", 5),
         "config.json' is not a valid JSON file",
@@ -247,6 +275,13 @@ def test_a_damaged_folder_is_an_error_that_names_the_file(tmp_path, case, makes)
     for load in (load_model, load_scorer):
         with makes(), pytest.raises(ValueError, match=f"--pretrain {tmp_path}: .*{message}"):
             load(section)
+
+
+def test_tensors_that_an_index_lacks_are_found(tmp_path):
+    tiny_model(tmp_path)
+    in_shards(unlisted)(tmp_path)
+    names = WeightFiles.of(tmp_path).files
+    assert names["model.norm.weight"].name == "model-00007-of-00007.safetensors"
 
 
 def test_weights_that_are_not_finite_are_an_error(tmp_path):

@@ -1,8 +1,11 @@
 """Adapters: where they go, what merging makes of a weight stream, and what is refused."""
 
+import json
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from safetensors.torch import save_file
 from torch import nn
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -14,9 +17,11 @@ from lightrft.models.lora import (
     adapted_layers,
     adapter_shapes,
     adapters_off,
+    base_model_of_adapter,
     fold_adapters,
     freeze_parameters,
     is_adapter,
+    merge_adapter,
     merge_adapters,
     own_layers,
     split_adapters,
@@ -323,6 +328,45 @@ def test_other_kinds_of_adapters_are_not_merged_wrongly(folder, options):
     )
     with pytest.raises(ConfigError, match="more than the product of two matrices"):
         whole(model)
+
+
+ADAPTER = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+DAMAGED_ADAPTERS = {
+    "other names": ({}, "other.", "Found missing adapter keys"),
+    "another rank": ({"r": 8}, "", "size mismatch"),
+    "a scale of text": ({"lora_alpha": "x"}, "", "TypeError"),
+    "an unknown kind": ({"peft_type": "SPIRAL"}, "", "KeyError: 'SPIRAL'"),
+    "of prompts": (
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3},
+        "",
+        "KeyError: 'prompt",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED_ADAPTERS)
+def test_an_adapter_that_cannot_be_merged_is_one_message(folder, tmp_path, case):
+    entries, prefix, message = DAMAGED_ADAPTERS[case]
+    config = ADAPTER | {"task_type": "CAUSAL_LM"} | entries
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {
+        f"{prefix}base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{factor}.weight": zeros
+        for layer in range(2)
+        for factor, zeros in (("A", torch.zeros(4, 64)), ("B", torch.zeros(128, 4)))
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path} cannot be merged into its base (.|\n)*{message}"
+    ):
+        merge_adapter(model, tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"base_model_name_or_path": 5}'])
+def test_an_adapter_without_a_base_is_one_message(tmp_path, content):
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/adapter_config.json names no base model"):
+        base_model_of_adapter(tmp_path)
 
 
 def test_two_adapters_are_not_merged_wrongly(folder):

@@ -111,3 +111,15 @@ def test_the_timeline_is_complete_after_every_step(clock, tmp_path):
     assert len(begins) == 4 and {
         event["args"]["name"] for event in events if event["ph"] == "M"
     } == {"rank 0", "rank 1"}
+
+
+@pytest.mark.parametrize("left", ["", "[", "[\n", "{}", '[\n{"ph": "M"', "\x00" * 50])
+def test_a_timeline_that_was_cut_begins_anew(clock, tmp_path, left):
+    file = tmp_path / "trace.json"
+    file.write_text(left)
+    trace = make()
+    for step in (1, 2):
+        with trace.phase("generate"):
+            clock.now += 1.0
+        extend_timeline(file, step, [trace.take_spans()])
+    assert [each["ph"] for each in json.loads(file.read_text())] == ["M", "X", "M", "X"]

@@ -328,6 +328,9 @@ def plain(completions, prompts, answer, **kwargs):
     assert prompts == ["question"] * 2 and set(kwargs) == {"completion_ids", "label"}, (prompts, kwargs)
     return [float(text == right) for text, right in zip(completions, answer)]
 
+def undecided(completions, answer, **kwargs):
+    return [None if text != right else 1.0 for text, right in zip(completions, answer)]
+
 def chat(prompts, completions, answer):
     contents = [completion[0]["content"] for completion in completions]
     assert prompts[0] == [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
@@ -354,6 +357,7 @@ def detailed(solution_str, ground_truth, **kwargs):
 INFO = {"data_source": "openai/gsm8k", "extra_info": {"index": 3}}
 CONVENTIONS = {
     "TRL": (TRL, "plain", {"answer": "a", "label": "x"}, [1, 0]),
+    "TRL, without an opinion": (TRL, "undecided", {"answer": "a"}, [1, 0]),
     "TRL, with a chat template": (TRL, "chat", {"answer": "b", "label": "x", "level": 1}, [0, 1]),
     "OpenRLHF": (OPENRLHF, "tensor", {"label": "x", "level": 1}, [10, 10]),
     "OpenRLHF, with logs": (OPENRLHF, "logs", {"label": "y"}, [9, 9]),

@@ -373,8 +373,9 @@ def test_what_the_server_lacks_is_refused_by_name(adapters, full, client):
 
     sampler = service.create_sampling_client(base_model=MODEL).result()
     prompt = types.ModelInput.from_ints(SENTENCE)
-    long = types.SamplingParams(max_tokens=5000)
-    refused("more than the 1000", lambda: sampler.sample(prompt, 1, long))
+    for most in (5000, 0):
+        bound = types.SamplingParams(max_tokens=most)
+        refused("at most the 1000", lambda bound=bound: sampler.sample(prompt, 1, bound))
     refused(
         "topk_sample",
         lambda: sampler.sample(prompt, 1, types.SamplingParams(), topk_sample_logprobs=3),
@@ -456,6 +457,7 @@ def test_extreme_numbers_harm_no_other(adapters, client):
         assert sampled(client) == expected, case
     assert refused["a division by zero"] == refused["a decay"] == {1, 2, 3}
     assert refused["a learning rate beyond float32"] == {1}
+    assert "never retrieved" not in adapters.log.read_text()
 
     columns = {"logprobs": [0.0] * 4, "advantages": [1.0] * 4}
     for loss, option in (("ppo", "clip_low_threshold"), ("dro", "beta")):
