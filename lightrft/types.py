@@ -352,14 +352,7 @@ def append_sequence(batch: Batch, token_ids: Tensor, features: Features | None =
         experts = torch.cat([experts, missing])
 
     return Batch(
-        lengths,
-        ids,
-        mask,
-        rows,
-        learned=batch.learned,
-        shared=shared,
-        media=media,
-        experts=experts,
+        lengths, ids, mask, rows, learned=batch.learned, shared=shared, media=media, experts=experts
     )
 
 

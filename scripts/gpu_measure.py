@@ -224,10 +224,7 @@ def deterministic(setting: Setting) -> Figures:
 
 
 def train_steps(
-    setting: Setting,
-    shape: PretrainedConfig,
-    recompute: str,
-    **options: Any,
+    setting: Setting, shape: PretrainedConfig, recompute: str, **options: Any
 ) -> Figures:
     from transformers import AutoModelForCausalLM
 
@@ -292,10 +289,7 @@ def train_steps(
     )
     # causal: half of 12 x length x width x layers
     attention = 6 * lengths[0] * shape.num_hidden_layers * heads
-    figures = {
-        "tokens/s": speed,
-        "peak GB": peak_memory(setting.device) / GB,
-    }
+    figures = {"tokens/s": speed, "peak GB": peak_memory(setting.device) / GB}
     name = "" if setting.tiny else known_device(torch.cuda.get_device_name(setting.device))
     if name:
         figures["share of peak"] = speed * (6 * active + attention) / DEVICES[name].flops

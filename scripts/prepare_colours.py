@@ -79,12 +79,7 @@ def tiny_idefics3(folder: Path | str, seed: int = 0) -> Path:
             "max_position_embeddings": tokenizer.model_max_length,
         },
         vision_config=sizes
-        | {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "image_size": SIDE,
-            "patch_size": 14,
-        },
+        | {"hidden_size": 32, "intermediate_size": 64, "image_size": SIDE, "patch_size": 14},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
         pad_token_id=tokenizer.pad_token_id,

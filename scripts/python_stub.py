@@ -14,11 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from lightrft.config import SECTIONS  # noqa: E402  after its folder
 from lightrft.config.command_line import field_docs  # noqa: E402
-from lightrft.config.sections import (  # noqa: E402
-    field_types,
-    fields_read,
-    section_of_field,
-)
+from lightrft.config.sections import field_types, fields_read, section_of_field  # noqa: E402
 from lightrft.config.values import CommaSeparated, JSONObject, Verbatim  # noqa: E402
 
 STUB = ROOT / "lightrft" / "__init__.pyi"

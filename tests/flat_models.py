@@ -83,7 +83,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": (
         "qwen3_moe",
         {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
-    ),
+    )
 }
 """Mixtures of experts, apart from MODELS: the last bit of a token may choose other experts."""
 DELTA = {

@@ -568,10 +568,7 @@ def test_every_number_has_bounds(value):
             ],
             "must be above 0",
         ),
-        (
-            ["--max_norm=-1", "--eval_n_samples=-1", "--eps_clip_low=-0.2"],
-            "must not be negative",
-        ),
+        (["--max_norm=-1", "--eval_n_samples=-1", "--eps_clip_low=-0.2"], "must not be negative"),
         (
             ["--ema_beta=2", "--lr_warmup_ratio=3", "--engine_mem_util=60", "--learning_rate=1e6"],
             "must be between 0 and 1",

@@ -186,11 +186,7 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
         command, world_size = own.command, own.ranks if command == "plan" else world_size
         arguments = arguments if arguments[0].startswith("-") else ["--config", *arguments]
 
-    parsers = {
-        "doctor": doctor._parser,
-        "selfcheck": doctor._parser,
-        "export": export._parser,
-    }
+    parsers = {"doctor": doctor._parser, "selfcheck": doctor._parser, "export": export._parser}
     if command in parsers:
         positional = (
             ["checkpoint", "folder"] if command == "export" and arguments[0].startswith("-") else []

@@ -132,13 +132,9 @@ def trained(model, flags) -> tuple[Path, list[dict[str, Any]]]:
 
 def test_tokens_are_those_of_the_published_tokenizer(tokenizer):
     assert {text: tokenizer(text)["input_ids"] for text in KNOWN} == KNOWN
-    assert tokenizer.tokenize("a:\n\n12") == [
-        "a",
-        ":",
-        "ĊĊ",
-        "1",
-        "2",
-    ], "digits are split from the line ends before them"
+    assert tokenizer.tokenize("a:\n\n12") == ["a", ":", "ĊĊ", "1", "2"], (
+        "digits are split from the line ends before them"
+    )
     assert (
         tokenizer.pad_token_id
         == tokenizer.eos_token_id

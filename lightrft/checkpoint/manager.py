@@ -15,12 +15,7 @@ import torch.distributed.checkpoint as dcp
 from loguru import logger
 from torch.distributed.checkpoint.stateful import Stateful
 
-from lightrft.checkpoint.atomic import (
-    naming,
-    run_on_all_ranks,
-    write_file,
-    write_folder,
-)
+from lightrft.checkpoint.atomic import naming, run_on_all_ranks, write_file, write_folder
 from lightrft.checkpoint.manifest import (
     NOTHING,
     STATE,

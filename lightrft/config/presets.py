@@ -134,7 +134,7 @@ CORRECTIONS: dict[str, Recipe] = {
         "rollout_correction_level": "token",
         "rollout_correction_low": 0.5,
         "rollout_correction_high": 5.0,
-    },
+    }
 }
 """--rollout_correction name -> configuration fields, if they are not the defaults."""
 

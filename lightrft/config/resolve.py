@@ -113,10 +113,7 @@ def resolve(
     )
 
     strategy = config.strategy
-    strategy.put(
-        "strategy",
-        strategy_name(strategy),
-    )
+    strategy.put("strategy", strategy_name(strategy))
     strategy.put("fsdp", strategy.strategy == "fsdp")
     if has_bf16 and not (strategy.strategy == "deepspeed" and strategy.zero_stage == 0):
         config.expand({"bf16": True})

@@ -235,11 +235,7 @@ class DataSection(Section, commands=EVALUATED):
     (docs/data.md)."""
     eval_input_key: str | None = option(None, needs=OWN_FORMATS)
     """Column of the prompt in --eval_data; unset: --input_key."""
-    eval_label_key: str | None = option(
-        None,
-        needs=OWN_FORMATS,
-        commands=LABELLED,
-    )
+    eval_label_key: str | None = option(None, needs=OWN_FORMATS, commands=LABELLED)
     """Column of the correct answer in --eval_data; unset: --label_key."""
     reference_key: str | None = option(None, commands=SAMPLING)
     """Column of a reference answer: reward functions receive it as `reference`."""
@@ -287,9 +283,7 @@ class DataSection(Section, commands=EVALUATED):
     """For process reward models: text that ends each step of an answer except the last. It is part
     of the step, and the score of the step is at its last token."""
     learned_turns: Literal["all", "last"] = option(
-        "all",
-        needs="--pretrain_data",
-        commands=POLICY_TRAINING,
+        "all", needs="--pretrain_data", commands=POLICY_TRAINING
     )
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the
     last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
@@ -481,12 +475,7 @@ class RolloutSection(Section, commands=PPO):
     module:Class or file.py:Class. auto: rounds with a flag that needs them, else fixed_batch."""
     generate_max_len: int = option(1024, COUNT, commands=WITH_ENGINE)
     """Maximum length of a response in tokens."""
-    temperature: float = option(
-        1.0,
-        NOT_NEGATIVE,
-        needs=UNLESS_GREEDY,
-        commands=GENERATING,
-    )
+    temperature: float = option(1.0, NOT_NEGATIVE, needs=UNLESS_GREEDY, commands=GENERATING)
     """Sampling temperature; all log-probs are computed at this temperature."""
     top_p: float = option(
         1.0,
@@ -507,10 +496,7 @@ class RolloutSection(Section, commands=PPO):
     """Sample only from the k most likely tokens; all log-probs are computed over these tokens. 0:
     all tokens."""
     min_p: float = option(
-        0.0,
-        SHARE.hint(", because it is a share"),
-        needs=UNLESS_GREEDY,
-        commands=GENERATING,
+        0.0, SHARE.hint(", because it is a share"), needs=UNLESS_GREEDY, commands=GENERATING
     )
     """Sample only from tokens with at least this share of the probability of the most likely one;
     all log-probs are computed over these tokens. 0: all tokens."""

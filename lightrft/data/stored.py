@@ -34,11 +34,7 @@ from lightrft.data.readers import is_first_rank
 from lightrft.types import Answer, Prompt, TokenIds
 
 ANSWER_STRUCT = pa.struct(
-    {
-        "name": pa.string(),
-        "token_ids": pa.list_(pa.int32()),
-        "learned": pa.list_(pa.bool_()),
-    }
+    {"name": pa.string(), "token_ids": pa.list_(pa.int32()), "learned": pa.list_(pa.bool_())}
 )
 MEDIUM_STRUCT = pa.struct(
     {

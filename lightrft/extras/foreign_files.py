@@ -168,10 +168,7 @@ def _of_trainer(
 
 
 def _read_data_set(
-    call: ast.Call,
-    arguments: dict[str, ast.expr],
-    constants: Mapping[str, Any],
-    found: ForeignFile,
+    call: ast.Call, arguments: dict[str, ast.expr], constants: Mapping[str, Any], found: ForeignFile
 ) -> None:
     names = {"path": call.args[0]} if call.args else {}
     known = _values(names | arguments, constants, found)

@@ -237,10 +237,7 @@ def _serve(control: Connection) -> None:
 
 
 def _fork(
-    control: Connection,
-    work: Callable[[Connection], None],
-    memory: int,
-    keepers: dict[int, Keeper],
+    control: Connection, work: Callable[[Connection], None], memory: int, keepers: dict[int, Keeper]
 ) -> None:
     """Start a worker, and send the process id and the socket to the rank.
 

@@ -301,10 +301,7 @@ def early_and_late(truncation: Truncation, early: Tensor) -> list[tuple[Tensor, 
 
     `early` [t] bool says which ones were sampled before a response might end.
     """
-    return [
-        ((~early).nonzero()[:, 0], truncation),
-        (early.nonzero()[:, 0], truncation.while_early),
-    ]
+    return [((~early).nonzero()[:, 0], truncation), (early.nonzero()[:, 0], truncation.while_early)]
 
 
 def rows_of_sequences(batch: Batch, num_sequences: int) -> list[int]:

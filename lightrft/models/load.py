@@ -282,11 +282,7 @@ def attention_of(config: PretrainedConfig) -> dict[str, str | None]:
 
 
 def _load_checked(
-    kind: type,
-    name: str,
-    config: PretrainedConfig,
-    new_head: bool,
-    options: dict[str, Any],
+    kind: type, name: str, config: PretrainedConfig, new_head: bool, options: dict[str, Any]
 ) -> PreTrainedModel:
     """Load the whole model on this rank with from_pretrained().
 

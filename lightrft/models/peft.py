@@ -78,13 +78,7 @@ class MergedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        a: Tensor,
-        b: Tensor,
-        scaling: float,
-        base: nn.Linear,
+        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float, base: nn.Linear
     ) -> Tensor:
         ctx.save_for_backward(x, weight, a, b)
         ctx.scaling = scaling

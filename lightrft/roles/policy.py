@@ -151,10 +151,7 @@ class Policy(Role, PolicyMethods):
             self.strategy.moving_average(self.actor, self.reference, 0.0)
 
     def supervised(
-        self,
-        batch: Batch,
-        gradients: LocalGradients | None = None,
-        targets: Tensor | None = None,
+        self, batch: Batch, gradients: LocalGradients | None = None, targets: Tensor | None = None
     ) -> tuple[Tensor, Report]:
         """Return log-probs of given answers that were not sampled, [T].
 

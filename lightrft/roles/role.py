@@ -17,13 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.objectives import local_gradients
-from lightrft.algorithms.reduce import (
-    Denominator,
-    LocalGradients,
-    PromptTokens,
-    Report,
-    Weighted,
-)
+from lightrft.algorithms.reduce import Denominator, LocalGradients, PromptTokens, Report, Weighted
 from lightrft.batching.micro_batches import (
     B,
     MicroBatchIndices,

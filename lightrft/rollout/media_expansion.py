@@ -31,7 +31,7 @@ UNTRAINED: Mapping[str, str] = {
     "qwen2_5_omni_thinker": (
         "positions of its images depend on the sound of a prompt, and were not compared with"
         " transformers'"
-    ),
+    )
 }
 """Model type -> why it does not learn from some of its media."""
 UNCOUNTED = ("smolvlm",)

@@ -227,8 +227,7 @@ class FixedBatch:
         self.deferred = self.deferred[len(plan.drawn) :]
 
         loop.add(
-            [(group, group.places) for group in self._groups],
-            prepared.requests if prepared else {},
+            [(group, group.places) for group in self._groups], prepared.requests if prepared else {}
         )
         yield from loop.steps()
 

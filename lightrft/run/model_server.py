@@ -25,15 +25,7 @@ from starlette.requests import Request
 
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.endpoint.server import application, listening, server_settings
-from lightrft.agents.messages import (
-    BEGINNING,
-    LENGTH,
-    Ended,
-    Message,
-    Turn,
-    TurnRequest,
-    to_bytes,
-)
+from lightrft.agents.messages import BEGINNING, LENGTH, Ended, Message, Turn, TurnRequest, to_bytes
 from lightrft.agents.session import Session
 from lightrft.agents.tool_calls import before_calls, hermes
 from lightrft.agents.turn_format import TurnFormat

@@ -35,12 +35,7 @@ from lightrft.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.models.lora import merge_adapters, split_adapters
 from lightrft.observe.metrics import Untraced
 from lightrft.parallel.collectives import Axis, Op, all_gather, all_reduce
-from lightrft.parallel.device import (
-    current_device,
-    grow_segments,
-    host_cores,
-    select_device,
-)
+from lightrft.parallel.device import current_device, grow_segments, host_cores, select_device
 from lightrft.parallel.mesh import Mesh, process_rank, world_axis
 from lightrft.parallel.processes import RunProcesses
 from lightrft.strategy.call_forms import as_dicts, sampling_from_dict

@@ -256,10 +256,9 @@ def all_roles_of_a_run(bench: Bench) -> None:
     assert [actor[0], critic[0], *rewards, initial] == models
     assert is_actor(models[0]) and not any(map(is_actor, models[1:]))
 
-    assert [item[1].param_groups[0]["lr"] for item in (actor, critic)] == [
-        5e-3,
-        1e-2,
-    ], "the first of two steps of warm-up"
+    assert [item[1].param_groups[0]["lr"] for item in (actor, critic)] == [5e-3, 1e-2], (
+        "the first of two steps of warm-up"
+    )
     bench.course(*actor[:2], range(1), actor[2])
     assert actor[1].param_groups[0]["lr"] == 1e-2 and critic[1].param_groups[0]["lr"] == 1e-2
     nobody = bench.strategy.prepare_models_and_optimizers(tiny_model(), None, None, None, args, 10)[

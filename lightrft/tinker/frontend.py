@@ -449,11 +449,7 @@ class Frontend:
             raise ValueError("weights_info needs a tinker_path")
         about = self._about((self.served.folder / self._tag(body["tinker_path"])).parents[1])
         rank = about["lora_rank"]
-        return {
-            "base_model": about["base_model"],
-            "is_lora": bool(rank),
-            "lora_rank": rank or None,
-        }
+        return {"base_model": about["base_model"], "is_lora": bool(rank), "lora_rank": rank or None}
 
     def _tag(self, path: str) -> str:
         """Return the folder of a checkpoint that is there."""

@@ -213,9 +213,7 @@ class TinkerWorker:
     # -- sampling
 
     def sample(
-        self,
-        prompts: list[SamplePrompt],
-        more: Callable[[Hashable], list[SamplePrompt]],
+        self, prompts: list[SamplePrompt], more: Callable[[Hashable], list[SamplePrompt]]
     ) -> Iterator[tuple[int, Sampled]]:
         """Yield (number, answer) of prompts for the same weights.
 

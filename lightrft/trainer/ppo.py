@@ -201,8 +201,7 @@ class PPOTrainer(Trainer):
             seed = self.config.train.seed
             answered = [
                 self.sampler.answer(
-                    each.prompts,
-                    seed=derived_seed(seed, "evaluation", self.done, *each.seed_parts),
+                    each.prompts, seed=derived_seed(seed, "evaluation", self.done, *each.seed_parts)
                 )
                 for each in self.eval_sets
             ]

@@ -271,10 +271,7 @@ def pairs(questions: Sequence[Row], responses: Iterable[Row]) -> dict[str, list[
 
     chosen = [
         question
-        | {
-            "chosen": answers[row][max(answers[row])],
-            "rejected": answers[row][min(answers[row])],
-        }
+        | {"chosen": answers[row][max(answers[row])], "rejected": answers[row][min(answers[row])]}
         for row, question in enumerate(questions)
         if len(answers[row]) > 1
     ]

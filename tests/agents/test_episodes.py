@@ -519,15 +519,6 @@ class Notes:
 look = Notes().find
 total = add
 """
-DESCRIBED = """
-{}:
-    '''Find.
-
-    Args:
-        a: Key.
-    '''
-    {}
-"""
 CALLABLE = "class Search:\n  def __call__(self, a): return a\n"
 
 
@@ -557,20 +548,20 @@ def test_what_is_called_like_a_function_is_a_tool_or_named(tmp_path, more, chose
     assert list(tools) == [each["function"]["name"] for each in schemas(tools)] == found
 
 
-WITH_WORDS = "\n    '''Find.\n\n    Args:\n        a: Key.\n    '''\n"
+DESCRIBED = "\n    '''Find.\n\n    Args:\n        a: Key.\n    '''\n"
 
 
 @pytest.mark.parametrize(
     ("code", "said"),
     [
         (
-            f"def find(a: int, /) -> int:{WITH_WORDS}    return a",
+            f"def find(a: int, /) -> int:{DESCRIBED}    return a",
             "names each argument, and a: int has no name",
         ),
-        (f"def find(*a: int) -> int:{WITH_WORDS}    return a", r"and \*a: int has no name"),
-        (f"def find(**a: int) -> int:{WITH_WORDS}    return a", r"and \*\*a: int has no name"),
-        (f"def find(a: int) -> list:{WITH_WORDS}    yield a", "tool find is a generator"),
-        (f"async def find(a: int) -> list:{WITH_WORDS}    yield a", "tool find is a generator"),
+        (f"def find(*a: int) -> int:{DESCRIBED}    return a", r"and \*a: int has no name"),
+        (f"def find(**a: int) -> int:{DESCRIBED}    return a", r"and \*\*a: int has no name"),
+        (f"def find(a: int) -> list:{DESCRIBED}    yield a", "tool find is a generator"),
+        (f"async def find(a: int) -> list:{DESCRIBED}    yield a", "tool find is a generator"),
     ],
 )
 def test_a_function_that_a_model_cannot_call_is_named(tmp_path, code, said):

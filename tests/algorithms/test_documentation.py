@@ -79,12 +79,7 @@ def test_the_examples_run():
     groups = torch.tensor([0, 0, 0, 1])
     assert examples["median"](
         rewards, groups, lengths=torch.tensor([1, 2, 4, 3]), difficulty=torch.ones(4)
-    ).tolist() == [
-        0.0,
-        -0.5,
-        0.25,
-        0.0,
-    ]
+    ).tolist() == [0.0, -0.5, 0.25, 0.0]
 
     losses, report = examples["plain"](
         torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]), torch.ones(2), eps_clip_low=0.2

@@ -168,10 +168,7 @@ def test_all_tokens_give_the_divergence_of_the_paper(beta, sharpness):
     exact = logits.double().requires_grad_()
     q = exact.softmax(-1)
     middle = beta * p + (1 - beta) * q
-    expected = {
-        0: (p * (p / q).log()).sum(-1),
-        1: (q * (q / p).log()).sum(-1),
-    }.get(
+    expected = {0: (p * (p / q).log()).sum(-1), 1: (q * (q / p).log()).sum(-1)}.get(
         beta,
         beta * (p * (p / middle).log()).sum(-1) + (1 - beta) * (q * (q / middle).log()).sum(-1),
     )

@@ -6,12 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import grad
 
-from lightrft.algorithms.reduce import (
-    Denominator,
-    PromptTokens,
-    sequence_sums,
-    share_of_mean,
-)
+from lightrft.algorithms.reduce import Denominator, PromptTokens, sequence_sums, share_of_mean
 from lightrft.types import Experience
 
 MODES = (
@@ -128,10 +123,7 @@ def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, parts, rando
     }[mode]
     counts = {group: float(len(s)) for group, s in of_group.items()}
     denominator = Denominator(
-        torch.tensor(float(tokens)),
-        torch.tensor(float(len(present))),
-        7,
-        PromptTokens.of(counts),
+        torch.tensor(float(tokens)), torch.tensor(float(len(present))), 7, PromptTokens.of(counts)
     )
     share = [random.randrange(parts) for _ in sequences]
     total = 0.0

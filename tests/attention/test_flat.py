@@ -75,11 +75,7 @@ def test_packed_equals_each_sequence_alone(name, lengths, alike, copies, monkeyp
 
 @pytest.mark.parametrize(
     "prompt, dtype, copied",
-    [
-        (16, torch.float32, 1),
-        (16, torch.bfloat16, 0),
-        (100, torch.float32, 0),
-    ],
+    [(16, torch.float32, 1), (16, torch.bfloat16, 0), (100, torch.float32, 0)],
 )
 def test_short_prefixes_alone_are_copied(prompt, dtype, copied, monkeypatch):
     """Attention within a long prefix would be repeated.

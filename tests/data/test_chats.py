@@ -264,14 +264,11 @@ def test_a_token_across_a_border_is_cut_there():
     )
     assert merging("aab")["input_ids"] == [300, 98]
     assert consecutive_tokens(merging, ["aa", "b", "aa"]) == [[300], [98], [300]]
-    assert consecutive_tokens(merging, ["ba", "a"]) == [
-        [98, 97],
-        [97],
-    ], "as the prompt alone has it for an engine"
+    assert consecutive_tokens(merging, ["ba", "a"]) == [[98, 97], [97]], (
+        "as the prompt alone has it for an engine"
+    )
     prefixing = byte_tokenizer()
     prefixing.backend_tokenizer.normalizer = normalizers.Prepend("_")
-    assert consecutive_tokens(prefixing, ["a", "b", "c"]) == [
-        [*b"_a"],
-        [*b"b"],
-        [*b"c"],
-    ], "it writes a space before each text"
+    assert consecutive_tokens(prefixing, ["a", "b", "c"]) == [[*b"_a"], [*b"b"], [*b"c"]], (
+        "it writes a space before each text"
+    )

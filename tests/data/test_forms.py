@@ -198,18 +198,8 @@ PAIRS = {
         "preferred_output": SAID[1:],
         "non_preferred_output": [{"role": "assistant", "content": "B"}],
     },
-    "HelpSteer2": {
-        "prompt": "Q",
-        "response_1": "B",
-        "response_2": "A",
-        "preference_strength": 2,
-    },
-    "HelpSteer3": {
-        "context": ASKED,
-        "response1": "A",
-        "response2": "B",
-        "overall_preference": -1,
-    },
+    "HelpSteer2": {"prompt": "Q", "response_1": "B", "response_2": "A", "preference_strength": 2},
+    "HelpSteer3": {"context": ASKED, "response1": "A", "response2": "B", "overall_preference": -1},
 }
 JUDGED = {
     "TRL": {"prompt": ASKED, "completion": SAID[1:], "label": True},

@@ -110,8 +110,7 @@ def test_a_folder_by_split(tmp_path):
     assert [p.text for p in load(tmp_path, held_out=True)] == ["c"]
 
     with pytest.raises(
-        DataError,
-        match="no file is called 'validation', .* contains test.jsonl, train-1.jsonl",
+        DataError, match="no file is called 'validation', .* contains test.jsonl, train-1.jsonl"
     ):
         load(tmp_path, prompt_split="validation")
 

@@ -917,8 +917,7 @@ def _num_computed(engine: Engine) -> Iterator[list[int]]:
 
     model = engine._shim.model if kind == "VLLMEngine" else engine.model
     hook = model.register_forward_pre_hook(
-        lambda module, args, options: counts.append(options["input_ids"].numel()),
-        with_kwargs=True,
+        lambda module, args, options: counts.append(options["input_ids"].numel()), with_kwargs=True
     )
     try:
         yield counts

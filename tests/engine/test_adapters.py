@@ -2,11 +2,7 @@
 
 import pytest
 
-from engine.adapter_course import (
-    adapters_hold_the_policy,
-    bfloat16_gaps,
-    problems_of_auto,
-)
+from engine.adapter_course import adapters_hold_the_policy, bfloat16_gaps, problems_of_auto
 from ranks import run_ranks
 from tiny import tiny_experts, tiny_model
 from with_vllm import load_vllm

@@ -104,11 +104,7 @@ def outcomes(folders: Callable[..., tuple[str, str]]) -> Callable[[str], list[di
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
-        pytest.param(
-            name,
-            case.__name__,
-            marks=() if name == "hf" else pytest.mark.slow,
-        )
+        pytest.param(name, case.__name__, marks=() if name == "hf" else pytest.mark.slow)
         for name, layout in LAYOUTS.items()
         for case in layout.cases
     ],

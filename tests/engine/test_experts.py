@@ -402,9 +402,7 @@ class RoutedExperts(torch.nn.Module):
         self.quant_method = SimpleNamespace(moe_kernel=None)
         parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks, ep_rank=0, ep_size=1)
         self.moe_config = SimpleNamespace(
-            num_experts=3,
-            intermediate_size_per_partition=8 // ranks,
-            moe_parallel_config=parallel,
+            num_experts=3, intermediate_size_per_partition=8 // ranks, moe_parallel_config=parallel
         )
 
 

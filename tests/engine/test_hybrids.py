@@ -6,13 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.contract import (
-    Bench,
-    flipped_elements_are_named,
-    perturbed,
-    reference_greedy,
-    start,
-)
+from engine.contract import Bench, flipped_elements_are_named, perturbed, reference_greedy, start
 from flat_models import make_model
 from lightrft.attention.recurrent import lift_time_step_limits
 from lightrft.engine.base import EngineError, Request, Sampling

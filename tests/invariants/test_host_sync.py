@@ -8,11 +8,7 @@ depends on values) fails on them.
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from flat_models import make_batch, make_model
 from lightrft.algorithms.objectives import PolicyObjective

@@ -369,15 +369,8 @@ def test_truncated_sampling_is_plain_torch_in_every_layout(folder):
 def test_a_loss_of_sequences_is_plain_torch_in_every_layout(folder):
     """Chunks hold whole sequences, or logits are computed again; ranks may have parts of them."""
     layouts = [
-        *(
-            Layout(chunk=7 * 384),
-            Layout(chunk=1),
-            Layout(2, tp=2, chunk=20 * 192),
-        ),
-        *(
-            Layout(2, sp=2, chunk=3 * 384),
-            Layout(2, tokens=24, chunk=9 * 384),
-        ),
+        *(Layout(chunk=7 * 384), Layout(chunk=1), Layout(2, tp=2, chunk=20 * 192)),
+        *(Layout(2, sp=2, chunk=3 * 384), Layout(2, tokens=24, chunk=9 * 384)),
     ]
     assert_all_are_plain_torch(folder, "gspo", layouts, steps=2)
 

@@ -427,11 +427,7 @@ def test_tests_that_cannot_be_judged_are_refused_by_name(case):
 
 
 def test_an_argument_that_cannot_be_sent_is_refused_when_it_occurs():
-    tests = [
-        "import re\nx = re.compile('a')",
-        "try:\n  f(x)\nexcept Exception: pass",
-        "assert 1",
-    ]
+    tests = ["import re\nx = re.compile('a')", "try:\n  f(x)\nexcept Exception: pass", "assert 1"]
     with pytest.raises(ValueError, match="object of the class Pattern, which cannot be sent"):
         judged("def f(x): return x", tests)
 
@@ -753,10 +749,7 @@ SOLVES = {
         "import math\ndef f(x): return math.sqrt(x)",
         ["assert math.isclose(f(2) ** 2, 2) and random.choice([f(4)]) == 2"],
     ),
-    "decorated": (
-        "import functools\n@functools.cache\ndef f(x): return x",
-        ["assert f(3) == 3"],
-    ),
+    "decorated": ("import functools\n@functools.cache\ndef f(x): return x", ["assert f(3) == 3"]),
     "what is done to an argument beside a result": (
         "def f(nums):\n  nums[:] = sorted(set(nums))\n  return len(nums)",
         ["nums = [2, 1, 2]\nk = f(nums)\nassert k == 2\nassert nums[:k] == [1, 2]"],

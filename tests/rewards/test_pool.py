@@ -90,14 +90,12 @@ def test_calls_run_at_the_same_time_in_other_processes(forgiving):
     )
     processes = judged(forgiving, group("process", "sleep 0.3"), group("process", "sleep 0.3"))[::2]
     assert len({*processes, os.getpid()}) == 3
-    assert judged(forgiving, group("alarm", "modules")) == [
-        1.0,
-        0.0,
-    ], "signals may be set, and no worker imports torch"
-    assert judged(runner("obey_slowly"), group("right", "wrong")) == [
-        1.0,
-        0.0,
-    ], "coroutine functions are awaited"
+    assert judged(forgiving, group("alarm", "modules")) == [1.0, 0.0], (
+        "signals may be set, and no worker imports torch"
+    )
+    assert judged(runner("obey_slowly"), group("right", "wrong")) == [1.0, 0.0], (
+        "coroutine functions are awaited"
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,7 @@ CASES = {
     "shapes": (
         lambda batch: (
             batch
-            | {
-                "token_mask": torch.ones(10),
-                "advantages": torch.ones(10),
-                "own": torch.ones(10, 3),
-            }
+            | {"token_mask": torch.ones(10), "advantages": torch.ones(10), "own": torch.ones(10, 3)}
         ),
         (
             "token_mask must be [B, S] = [10, 23], not [10]; advantages must be [B, S] = [10, 23],"

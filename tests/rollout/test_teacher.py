@@ -13,13 +13,7 @@ from transformers import AutoTokenizer
 from lightrft.algorithms.kl import KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.shaping import RewardShaper
-from lightrft.config import (
-    AlgorithmSection,
-    DataSection,
-    ModelSection,
-    RewardSection,
-    TrainSection,
-)
+from lightrft.config import AlgorithmSection, DataSection, ModelSection, RewardSection, TrainSection
 from lightrft.models.load import check_vocabulary
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis

@@ -84,9 +84,7 @@ def two_ranks(everything, tmp_path_factory) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
-    [["--sp_size=2", "--offload_idle"], [*ZERO, "--offload_idle"]],
-    ids=str,
+    "layout", [["--sp_size=2", "--offload_idle"], [*ZERO, "--offload_idle"]], ids=str
 )
 def test_other_layouts_train_the_same(everything, two_ranks, tmp_path, layout):
     assert_same(train("train_ppo", 2, [*everything, *layout], tmp_path), two_ranks)

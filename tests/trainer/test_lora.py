@@ -108,9 +108,7 @@ def two_ranks(inputs, tmp_path_factory) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
-    [["--fsdp=false", "--zero_stage=3", "--offload_idle"], ["--sp_size=2"]],
-    ids=str,
+    "layout", [["--fsdp=false", "--zero_stage=3", "--offload_idle"], ["--sp_size=2"]], ids=str
 )
 def test_other_layouts_train_the_same(inputs, two_ranks, tmp_path, layout):
     other = train("train_ppo", 2, [*inputs, *TWO_STEPS, *layout], tmp_path)

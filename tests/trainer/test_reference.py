@@ -63,10 +63,7 @@ def followed(flags: list[str]) -> list[tuple[Weights, Weights]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [
-        (2, ["--fsdp", "--tp_size=2", "--offload_idle"]),
-        (2, ["--fsdp=false", "--zero_stage=3"]),
-    ],
+    [(2, ["--fsdp", "--tp_size=2", "--offload_idle"]), (2, ["--fsdp=false", "--zero_stage=3"])],
     ids=str,
 )
 def test_the_reference_follows_the_actor(inputs, tmp_path, ranks, layout):

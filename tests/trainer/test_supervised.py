@@ -234,12 +234,7 @@ def test_every_task_resumes_with_the_same_numbers(tmp_path):
 
 @pytest.mark.parametrize(
     ("loss", "stop", "ends"),
-    [
-        (0.4, 0.5, True),
-        (0.5, 0.5, False),
-        (0.1, None, False),
-        (float("nan"), 0.5, False),
-    ],
+    [(0.4, 0.5, True), (0.5, 0.5, False), (0.1, None, False), (float("nan"), 0.5, False)],
 )
 def test_a_run_that_ends_early_says_why(loss, stop, ends):
     said = []

@@ -175,9 +175,7 @@ def test_rl_loop_learns_from_a_reward(folder, adapters, full, monkeypatch, loss_
     monkeypatch.setattr(datasets, "load_dataset", lambda *name: data)
     # A random model never boxes a number, so it is rewarded for letters.
     monkeypatch.setattr(
-        rl_loop,
-        "get_reward",
-        lambda text, _: sum(map(str.isascii, text)) / max(len(text), 1),
+        rl_loop, "get_reward", lambda text, _: sum(map(str.isascii, text)) / max(len(text), 1)
     )
     server = adapters if loss_fn == "gspo" else full
     config = rl_loop.Config(

@@ -319,9 +319,7 @@ FOUR = (1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 1)
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [(1, 1, 2), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in FOUR)],
-    ids=str,
+    "sizes", [(1, 1, 2), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in FOUR)], ids=str
 )
 def test_tensor_parallel_parameters_arrive_bit_for_bit(sizes) -> None:
     """There is one all-gather of the bucket for each axis that cuts."""

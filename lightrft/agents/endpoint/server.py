@@ -232,10 +232,7 @@ async def _all_events(
 
 
 def _refusal(
-    status: int,
-    message: str,
-    code: str = "invalid_request",
-    headers: dict[str, str] | None = None,
+    status: int, message: str, code: str = "invalid_request", headers: dict[str, str] | None = None
 ) -> Response:
     return JSONResponse(protocol.problem(message, code), status, headers)
 

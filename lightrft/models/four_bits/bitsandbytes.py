@@ -8,12 +8,7 @@ from torch import Tensor
 # On a CPU it says that an optional kernel for inference is missing.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
-from bitsandbytes.functional import (  # noqa: E402
-    QuantState,
-    dequantize_4bit,
-    quantize_4bit,
-    quantize_blockwise,
-)
+from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit, quantize_blockwise  # noqa: E402
 
 from lightrft.models.four_bits import SCALE_BLOCK, SCALE_GROUP  # noqa: E402
 

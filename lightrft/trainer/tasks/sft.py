@@ -22,13 +22,7 @@ from lightrft.types import Batch, Expand, Prompt
 class SFTTask:
     """Learns answers to prompts; the loss is the mean over all answer tokens of a step."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        train: TrainSection,
-        *,
-        expand: Expand | None = None,
-    ):
+    def __init__(self, policy: Policy, train: TrainSection, *, expand: Expand | None = None):
         """Set up the task. `expand` expands prompts with media."""
         self.policy = policy
         self.train = train
@@ -37,11 +31,7 @@ class SFTTask:
     def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' prompts."""
         batch, rows, denominator = supervised_part(
-            prompts,
-            self.policy.strategy,
-            self.train,
-            max_tokens=max_tokens,
-            expand=self.expand,
+            prompts, self.policy.strategy, self.train, max_tokens=max_tokens, expand=self.expand
         )
         return LossTerm(batch, rows, sft, denominator, self.policy.forward)
 
