@@ -4,8 +4,8 @@ Each takes logprobs, old_logprobs and advantages, [T] each, and returns the valu
 of each token [T]. r = exp(logp - old), sg is the value without a gradient. The keyword-only
 parameters of a loss are fields of the algorithm section, or one of: `batch`, the sequences;
 `marked` [T], the tokens that covariance.py chose for it. `per` says whether the value of a token
-depends on its own log-probs alone (token) or on those of its sequence; a user's own loss says so
-too, by register("mine", per="token") or mine.properties = {"per": "token"}. Gradients of such a
+depends on its own log-probs alone (token) or on its whole sequence; a user's own loss says so too,
+by register("mine", per="token") or mine.properties = {"per": "token"}. Gradients of such a
 loss are known before the whole batch is, which is faster.
 """
 

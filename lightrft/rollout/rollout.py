@@ -105,7 +105,7 @@ class Rollout:
         return self.scheduler.state_dict() | {"kind": self._kind}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state. Raises ConfigError for that of a scheduler which is another kind."""
+        """Restore the state. Raises ConfigError if another kind of scheduler has written it."""
         kind = state.pop("kind", FixedBatch.__name__)
         if kind != self._kind:
             raise ConfigError(

@@ -289,7 +289,7 @@ def _look_at_arguments(tree: ast.Module, calls: list[ast.Call]) -> bool:
 
 
 def _compared(tree: ast.Module) -> Iterator[list[ast.expr]]:
-    """Yield the operands of each comparison, except for those of identity."""
+    """Yield the operands of each comparison, except for identity."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             if not all(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
