@@ -47,7 +47,8 @@ Under pytest the stack is deep.
 """
 LATER = {
     "deepspeed": (
-        "lightrft.strategy.deepspeed",
+        "deepspeed.ops",
+        "deepspeed.runtime.bf16_optimizer",
         "deepspeed.runtime.superoffload.superoffload_stage3",
         "functorch.compile",
         "deepspeed.module_inject.auto_ep_layer",
@@ -197,6 +198,7 @@ def import_packages() -> None:
 
     Not beside an accelerator, because importing may use the device.
     """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says that it looks for one
     for package, names in () if torch.accelerator.is_available() else LATER.items():
         for name in names if find_spec(package) else ():
             import_module(name)

@@ -150,7 +150,8 @@ def _host() -> str:
                     start_new_session=True,
                 )
 
-            if not host.stdout.readline():
+            # Libraries may print at their import.
+            if b"ready\n" not in iter(host.stdout.readline, b""):
                 raise RuntimeError(f"SGLang cannot be imported:\n{said.read_text()}")
 
     return str(address)

@@ -46,7 +46,6 @@ NEEDS_AN_EXTRA = {
     "lightrft.rewards.judge": "httpx",
     "lightrft.rewards.remote": "httpx",
     "lightrft.run.model_server": "uvicorn",
-    "lightrft.strategy.deepspeed": "deepspeed",
     "lightrft.tinker.frontend": "starlette",
     "lightrft.tinker.promises": "starlette",
     "lightrft.tinker.protocol": "tinker",
