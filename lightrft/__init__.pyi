@@ -177,8 +177,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """End the run when a rank waits longer than this for the others at the start; the message names the missing ranks."""
     phase_minutes: float
     """End the run when a phase, such as generate or train, takes longer than this on all ranks; every rank then logs the position of each rank."""
-    engine_type: Literal['auto', 'vllm', 'sglang', 'hf']
-    """Generation engine; auto: the first of vllm and sglang that is installed, else hf (transformers)."""
+    engine_type: str | Path
+    """Generation engine: vllm, sglang, hf (transformers), or a subclass of Engine as module:Class or file.py:Class. auto: the first of vllm and sglang that is installed, else hf."""
     engine_tp_size: int
     """Tensor parallelism of the engine: number of consecutive ranks that share the weights of one engine."""
     engine_mem_util: float
@@ -1902,8 +1902,8 @@ class EvaluateFlags(TypedDict, total=False):
     """End the run when a rank waits longer than this for the others at the start; the message names the missing ranks."""
     phase_minutes: float
     """End the run when a phase, such as generate or train, takes longer than this on all ranks; every rank then logs the position of each rank."""
-    engine_type: Literal['auto', 'vllm', 'sglang', 'hf']
-    """Generation engine; auto: the first of vllm and sglang that is installed, else hf (transformers)."""
+    engine_type: str | Path
+    """Generation engine: vllm, sglang, hf (transformers), or a subclass of Engine as module:Class or file.py:Class. auto: the first of vllm and sglang that is installed, else hf."""
     engine_tp_size: int
     """Tensor parallelism of the engine: number of consecutive ranks that share the weights of one engine."""
     engine_mem_util: float

@@ -89,6 +89,7 @@ def code_files(config: Config) -> list[tuple[str, str, str]]:
     named += [("environment", environment.environment), ("agent", environment.agent)]
     named += [("tools", name) for name in environment.tools if not name.startswith("mcp:")]
     named += [("strategy", config.strategy.strategy), ("scheduler", config.rollout.scheduler)]
+    named += [("engine_type", config.engine.engine_type)]
     of_algorithm = ("advantage_estimator", "policy_loss", "rollout_correction")
     named += [(flag, getattr(config, flag) or "") for flag in of_algorithm]
 

@@ -47,7 +47,7 @@ from lightrft.config.sections import (
     longest_sequence,
     media_columns,
 )
-from lightrft.config.values import COLDEST
+from lightrft.config.values import COLDEST, nearest
 
 COMPARING = (
     *("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
@@ -112,6 +112,16 @@ def _contradicts(sentence: str, run: RunFacts) -> bool:
     flags = re.split("[:;,]", sentence)[0]
     flag, verb, other = re.split(" (needs|does not support|with) ", flags)
     return run.has(flag) and run.has(other) == (verb != "needs")
+
+
+def _unknown_engine(name: str) -> str:
+    known = ("auto", "vllm", "sglang", "hf")
+    if name in known or ":" in name:
+        return ""
+    return (
+        f"--engine_type {name!r}: unknown{nearest(name, known)} (choices: {', '.join(known)}; your"
+        " own: module:Class or file.py:Class)"
+    )
 
 
 # -- models, data and servers
@@ -217,6 +227,7 @@ INPUTS = (
     ),
     Rule("{found}", _unusable_data, EVALUATED),
     Rule("{found}", lambda run: unreadable(report_names, run.report_to), TRAINING),
+    Rule("{found}", lambda run: _unknown_engine(run.config.engine.engine_type), WITH_ENGINE),
     *stated(
         "--overwrite with --load_checkpoint: one starts from the beginning, and the other"
         " resumes; set only one",

@@ -381,9 +381,9 @@ class StrategySection(Section, commands=EVERY):
 class EngineSection(Section, commands=WITH_ENGINE):
     """Generation engine and weight stream."""
 
-    engine_type: Literal["auto", "vllm", "sglang", "hf"] = "auto"
-    """Generation engine; auto: the first of vllm and sglang that is installed, else hf
-    (transformers)."""
+    engine_type: str = "auto"
+    """Generation engine: vllm, sglang, hf (transformers), or a subclass of Engine as module:Class
+    or file.py:Class. auto: the first of vllm and sglang that is installed, else hf."""
     engine_tp_size: int = option(1, COUNT)
     """Tensor parallelism of the engine: number of consecutive ranks that share the weights of one
     engine."""

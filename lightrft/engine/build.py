@@ -17,6 +17,7 @@ from lightrft.engine.model_info import most_of_each, published_names
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import compute_capability
 from lightrft.parallel.processes import RunProcesses
+from lightrft.registry import Registry
 from lightrft.thinker import load_config
 from lightrft.weight_sync.names import PublishedNames
 
@@ -26,6 +27,8 @@ ENGINES = {
     "hf": "lightrft.engine.hf:HFEngine",
 }
 """Name -> adapter. Importing an adapter's module imports the library, so only the chosen one is."""
+own_engines = Registry("engine", flag="--engine_type")
+"""Adapters of users, which are named by where they are."""
 TOOL_PARSERS = {
     name: f"lightrft.engine.{name}.tool_parsers:tool_parser" for name in ("vllm", "sglang")
 }
@@ -58,7 +61,7 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     if name in ON_ONE_NODE:
         _check_nodes(name, setup["axis"])
     exact = exact_adapter(name, setup["device"]) if section.exact else None
-    adapter: type[Engine] = _adapter(exact or ENGINES[name])
+    adapter = engine_class(name) if exact is None else _adapter(exact)
 
     if section.rollout_quantization != "none":
         if not adapter.quantizes:
@@ -74,6 +77,17 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     engine = adapter(complete)
     engine.verify_dtype = setup["dtype"] if section.verify_weight_sync else None
     return engine
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Return the adapter of an engine, which may be a user's own.
+
+    Raises ConfigError for anything but a subclass of Engine.
+    """
+    chosen = _adapter(ENGINES[name]) if name in ENGINES else own_engines[name]
+    if not (isinstance(chosen, type) and issubclass(chosen, Engine)):
+        raise ConfigError(f"--engine_type {name}: {chosen!r} is not a subclass of Engine")
+    return chosen
 
 
 def exact_adapter(name: str, device: torch.device) -> str | None:
@@ -210,9 +224,10 @@ def _resolve(name: str) -> str:
                 " or ".join(PREFERRED),
             )
 
-    if name not in ENGINES:
+    if name not in ENGINES and ":" not in name:
         raise ValueError(
-            f"--engine_type {name}: unknown engine; choose from auto, {', '.join(ENGINES)}"
+            f"--engine_type {name}: unknown engine; choose from auto, {', '.join(ENGINES)}, or"
+            " write file.py:Class"
         )
     if name in INSTALL and not _installed(name):
         raise ValueError(f"--engine_type {name}: {name} is not installed; {INSTALL[name]}")
