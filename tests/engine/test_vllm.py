@@ -431,6 +431,8 @@ def _warnings(folder: str) -> list[str]:
         engine = start("vllm", folder, Mesh("cpu").world, from_stream=True)
         engine.load_weights(AutoModelForCausalLM.from_pretrained(folder).named_parameters(), 0)
         logging.getLogger("vllm.v1.worker.cpu_worker").warning("memory is %s", "short")
+        of_files = "Cgroup memory preflight for %s"  # it depends on the files that were read before
+        logging.getLogger("vllm.utils.cpu_resource_utils").warning(of_files, "weights")
         engine.close()
 
     return [line for line in shown.getvalue().splitlines() if ") WARNING " in line]
