@@ -53,6 +53,8 @@ EXPECTED_ON_CPU = {
         "Model Runner V2 requires Triton",
     ),
     "vllm.platforms.cpu": ("Triton is not installed", "CPU MLA backend requires block_size=16"),
+    # A second engine of a process finds the kernels of the first one.
+    "vllm.triton_utils.dispatcher": ("Kernel vllm.",),
     # It counts files that the kernel keeps in memory and gives up for an allocation.
     "vllm.utils.cpu_resource_utils": ("Cgroup memory preflight",),
     "vllm.v1.worker.cpu_worker": (
