@@ -108,7 +108,7 @@ def show_plan(
         for line in (*notices, *run_plan.lines):
             console.print(line, highlight=False)
         console.print(_memory(run_plan, device))
-        _conclude(console, config, run_plan, device, lacking)
+        _conclude(console, config, run_plan, device, lacking, elsewhere)
 
     return 0 if run_plan.fits and (elsewhere or not lacking) else USER_ERROR
 
@@ -213,7 +213,12 @@ def _memory(run_plan: "RunPlan", device: str) -> Table:
 
 
 def _conclude(
-    console: Console, config: Config, run_plan: "RunPlan", device: str, lacking: list[str]
+    console: Console,
+    config: Config,
+    run_plan: "RunPlan",
+    device: str,
+    lacking: list[str],
+    elsewhere: bool,
 ) -> None:
     from lightrft.tools.step_time import DECODING, LINK, MFU
 
@@ -248,11 +253,14 @@ def _conclude(
             highlight=False,
         )
 
-    console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
+    if lacking and not elsewhere:
+        console.print("[red]the run cannot start on this machine[/]")
+    else:
+        console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
     for line in run_plan.advice:
         console.print(f"  - {line}", highlight=False, markup=False)
-    if lacking:
-        console.print("[red]on this machine the run cannot start[/]")
+    if lacking and elsewhere:
+        console.print("this machine lacks:")
     for line in lacking:
         console.print(f"  - {line}", highlight=False, markup=False)
 

@@ -120,8 +120,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     def session(sampling: Sampling, *, shared: bool) -> SharedSession:
         return Counted(engine.open(sampling), axis, mesh.model_parallel)
 
-    host = SimpleNamespace(engine=engine, open=session)
-
     section = EnvironmentSection(
         environment=f"{folder}/sleeps.py:Sleeps",
         max_turns=args.turns,
@@ -136,7 +134,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     for repetition in range(args.repeat + 1):
         for name in runs_of:
             trace = Trace(peak_memory=int, memory_in_use=int)
-            strategy = SimpleNamespace(trace=trace, host=host)
+            strategy = SimpleNamespace(trace=trace, engine=engine, open_generation=session)
             sampler = EpisodeSampler(
                 strategy, tokenizer, rollout, episodes, together=name == "together"
             )
