@@ -66,7 +66,9 @@ def run_twice(name: str, folder: str) -> list[str]:
 
 
 def recorded(folder: Path) -> bytes:
-    """All bytes of all files, also of files in archives."""
+    """All bytes of all files, also of files in archives, and the rows of databases of SQLite, whose
+    pages may divide a text.
+    """
     content = b""
     for path in folder.rglob("*"):
         if path.suffix == ".zip":
@@ -74,6 +76,8 @@ def recorded(folder: Path) -> bytes:
             content += b"".join(archive.read(name) for name in archive.namelist())
         elif path.is_file():
             content += path.read_bytes()
+        if path.suffix == ".db":
+            content += "\n".join(sqlite3.connect(path).iterdump()).encode()
     return content
 
 
