@@ -13,6 +13,7 @@ import sys
 from lightrft.cli import USER_ERROR
 from lightrft.compat.command_line import load
 from lightrft.config.errors import ConfigError
+from lightrft.config.resolve import strategy_name
 from lightrft.config.sections import EngineSection
 from lightrft.run.logs import set_up_logging
 
@@ -41,7 +42,7 @@ def _read_recipe(arguments: argparse.Namespace) -> None:
     arguments.model = arguments.model or recipe.model.pretrain
     arguments.bf16 = arguments.bf16 or recipe.model.bf16
     arguments.trust_remote_code = arguments.trust_remote_code or recipe.model.trust_remote_code
-    arguments.fsdp = arguments.fsdp or recipe.strategy.fsdp
+    arguments.strategy = arguments.strategy or strategy_name(recipe.strategy)
     arguments.exact = arguments.exact or recipe.engine.exact
     for name in ("engine_type", "engine_mem_util", "engine_kv_cache_gb"):
         if getattr(arguments, name) == _parser().get_default(name):
@@ -54,22 +55,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("name", nargs="?", default="", metavar="MODEL", help="the same as --model")
     texts = {
-        "config": "recipe of a run: its model, precision, strategy and engine, unless they are given here",
+        "config": "recipe of a run: its model, precision, strategy, engine, unless given here",
         "model": "folder, GGUF file or hub name; without it, only the machine is checked",
         "engine_model": "another folder for the engine, such as an export of the model",
+        "strategy": "as in a run: fsdp, deepspeed or file.py:Class; unset: fsdp",
     }
     for name, meaning in texts.items():
         parser.add_argument(f"--{name}", default="", help=meaning)
     parser.add_argument("--engine_type", default="auto", help="auto, vllm, sglang or hf")
 
     switches = {
-        "fsdp": "train with FSDP2, as with --fsdp in a run; without it DeepSpeed where it is installed",
-        "exact": "demand equal bits, as with --exact in a run, and name the first part that differs",
+        "exact": "demand equal bits, as --exact in a run, and name the first part that differs",
         "bf16": "compute in bfloat16, as with --bf16 in a run",
         "trust_remote_code": "run Python code that comes with the model",
     }
     for name, meaning in switches.items():
         parser.add_argument(f"--{name}", action="store_true", help=meaning)
+    short = "short for --strategy fsdp"
+    parser.add_argument("--fsdp", action="store_const", const="fsdp", dest="strategy", help=short)
 
     numbers = {
         "engine_mem_util": "share of an accelerator's memory for the engine",

@@ -112,23 +112,22 @@ def _config(arguments: argparse.Namespace) -> Config:
     """Return a configuration of one rank with the strategy that a run with these flags has, and an
     engine in eager mode.
     """
-    strategy = StrategySection(fsdp=True) if arguments.fsdp else StrategySection()
+    model = ModelSection(
+        pretrain=arguments.model, bf16=arguments.bf16, trust_remote_code=arguments.trust_remote_code
+    )
+    engine = EngineSection(
+        engine_type=arguments.engine_type,
+        engine_enforce_eager=True,
+        engine_mem_util=arguments.engine_mem_util,
+        engine_kv_cache_gb=arguments.engine_kv_cache_gb,
+        exact=arguments.exact,
+    )
 
     return Config(
-        model=ModelSection(
-            pretrain=arguments.model,
-            bf16=arguments.bf16,
-            trust_remote_code=arguments.trust_remote_code,
-        ),
+        model=model,
         data=DataSection(prompt_max_len=128),
-        strategy=strategy,
-        engine=EngineSection(
-            engine_type=arguments.engine_type,
-            engine_enforce_eager=True,
-            engine_mem_util=arguments.engine_mem_util,
-            engine_kv_cache_gb=arguments.engine_kv_cache_gb,
-            exact=arguments.exact,
-        ),
+        strategy=StrategySection(strategy=arguments.strategy or "auto"),
+        engine=engine,
         rollout=RolloutSection(generate_max_len=64),
         train=TrainSection(),
     )
