@@ -71,15 +71,16 @@ def _without(beginnings: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]
     return lambda record: not record.getMessage().startswith(beginnings)
 
 
-if "VLLM_LOGGING_LEVEL" not in os.environ:
+for variable, default in ENVIRONMENT.items():
+    os.environ.setdefault(variable, default)
+# A user who asks vLLM for more gets everything.
+if os.environ["VLLM_LOGGING_LEVEL"] == ENVIRONMENT["VLLM_LOGGING_LEVEL"]:
     # This is for the import; the engine sets the level at its start.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     for name, beginnings in (
         EXPECTED if torch.accelerator.is_available() else EXPECTED | EXPECTED_ON_CPU
     ).items():
         logging.getLogger(name).addFilter(_without(beginnings))
-for variable, default in ENVIRONMENT.items():
-    os.environ.setdefault(variable, default)
 
 from lightrft.engine.vllm.adapter import VLLMEngine  # noqa: E402  after its environment
 
