@@ -215,8 +215,8 @@ class Backend(Verbs, ABC):
     ) -> Stream:
         """Yield (Hugging Face name, full tensor) of every parameter, bucket by bucket.
 
-        Adapters and buffers are not merged or added here; see StrategyBase.full_params(). Experts stay
-        `divided` over the ranks of this mesh.
+        Adapters and buffers are not merged or added here; see StrategyBase.full_params(). Experts
+        stay `divided` over the ranks of this mesh.
         """
         parameters = hf_parameters(model)
         if not self.config.model.load_in_4bit:

@@ -108,7 +108,13 @@ def show_plan(
         for line in (*notices, *run_plan.lines):
             console.print(line, highlight=False)
         console.print(_memory(run_plan, device))
-        _conclude(console, config, run_plan, device, lacking, elsewhere)
+        _conclude(console, config, run_plan, device)
+        if lacking and not elsewhere:
+            console.print("[red]the run cannot start on this machine[/]")
+        else:
+            console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
+        for line in (*run_plan.advice, *(f"this machine lacks: {each}" for each in lacking)):
+            console.print(f"  - {line}", highlight=False, markup=False)
 
     return 0 if run_plan.fits and (elsewhere or not lacking) else USER_ERROR
 
@@ -212,14 +218,7 @@ def _memory(run_plan: "RunPlan", device: str) -> Table:
     return table
 
 
-def _conclude(
-    console: Console,
-    config: Config,
-    run_plan: "RunPlan",
-    device: str,
-    lacking: list[str],
-    elsewhere: bool,
-) -> None:
+def _conclude(console: Console, config: Config, run_plan: "RunPlan", device: str) -> None:
     from lightrft.tools.step_time import DECODING, LINK, MFU
 
     same = run_plan.active_parameters == run_plan.parameters
@@ -252,17 +251,6 @@ def _conclude(
             " the link)",
             highlight=False,
         )
-
-    if lacking and not elsewhere:
-        console.print("[red]the run cannot start on this machine[/]")
-    else:
-        console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
-    for line in run_plan.advice:
-        console.print(f"  - {line}", highlight=False, markup=False)
-    if lacking and elsewhere:
-        console.print("this machine lacks:")
-    for line in lacking:
-        console.print(f"  - {line}", highlight=False, markup=False)
 
 
 def amount(number: int) -> str:

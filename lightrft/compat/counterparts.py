@@ -1,4 +1,4 @@
-"""What names and values of other tools are here, from the tables in `tables/`.
+"""Say what names and values of other tools are here, from the tables in `tables/`.
 
 One table for each tool answers its flags on the command line, takes its objects in Python, and
 translates its files in `lightrft migrate`.
@@ -36,7 +36,7 @@ def names(tool: str, command: str = "") -> dict[str, Entry]:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """What one name and its value of another tool are here."""
+    """Holds what one name and its value of another tool are here."""
 
     flags: dict[str, Any] = field(default_factory=dict)
     """Flags to write, with values."""

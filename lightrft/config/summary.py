@@ -65,7 +65,7 @@ def _layout(config: Config, world_size: int) -> str:
     cut = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
     zero = f", ZeRO stage {strategy.zero_stage}" if strategy.strategy == "deepspeed" else ""
     if zero and not {"strategy", "fsdp"} & strategy.written:
-        zero += f" (--{min(OF_ZERO & strategy.written)})"
+        zero += "".join(f" (--{name})" for name in sorted(OF_ZERO & strategy.written)[:1])
     world_size -= config.rollout.rollout_ranks
     data = world_size // (sequence * strategy.tp_size)
     return f"layout: {strategy.strategy}{zero} on {world_size} processes, {data} data ranks{cut}"

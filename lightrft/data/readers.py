@@ -220,7 +220,7 @@ def files_of(source: str, split: str, flag: str) -> list[Path]:
     whole = all(found == int(total or found) for total, found in totals.items())
     if not whole or len({file.suffix for file in of_split}) > 1:
         raise DataError(
-            f"{flag} {folder}: parts of the split {split!r} are missing, or are there in two formats:"
+            f"{flag} {folder}: parts of the split {split!r} are missing, or there in two formats:"
             f" {read}. Add the others, or give a file"
         )
     if of_split and any(file.name.startswith(split) for file in others) and is_first_rank():

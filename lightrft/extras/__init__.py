@@ -1,1 +1,1 @@
-"""What stands beside training and can be deleted: nothing outside this folder imports it."""
+"""Hold what stands beside training and can be deleted: nothing outside this folder imports it."""

@@ -34,7 +34,7 @@ UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 
 @dataclass
 class ForeignFile:
-    """What a file of another tool says."""
+    """Holds what a file of another tool says."""
 
     tool: str
     command: str

@@ -351,6 +351,8 @@ def merge_adapter(model: PreTrainedModel, folder: Path | str) -> PreTrainedModel
             # Layers without weights would get new ones.
             warnings.filterwarnings("error", "Found missing adapter keys")
             return PeftModel.from_pretrained(model, folder).merge_and_unload()
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the adapter in {folder} needs {error.name}: pip install peft") from None
     except Exception as error:  # peft takes the files for what they should be
         raise ConfigError(
             f"the adapter in {folder} cannot be merged into its base model {model.name_or_path}:"

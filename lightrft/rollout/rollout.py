@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -32,7 +32,6 @@ schedulers = Registry("scheduler", flag="--scheduler")
 schedulers.register_deferred("rounds", "lightrft.schedulers.rounds:Rounds")
 
 
-@runtime_checkable
 class Scheduler(Protocol):
     """Chooses a step's prompts and the groups to learn from, the same on all ranks.
 

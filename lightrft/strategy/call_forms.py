@@ -1,4 +1,4 @@
-"""Read sampling parameters from dictionaries as vLLM and SGLang name them, and return samples so."""
+"""Read sampling parameters as vLLM and SGLang name them, and return samples as dictionaries."""
 
 from collections.abc import Mapping
 from dataclasses import fields

@@ -61,7 +61,9 @@ class Verb:
         self.method = method
 
     def __get__(self, strategy: Any, owner: type | None = None) -> Callable[..., Any]:
-        return self.method.__get__(getattr(strategy, self.part)) if strategy else self.method
+        if strategy is None:
+            return self.method
+        return self.method.__get__(getattr(strategy, self.part))
 
 
 def reads(part: str, attribute: str) -> Any:

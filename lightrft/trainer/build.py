@@ -453,8 +453,9 @@ def scheduler_class(config: Config, training_data: TrainingData) -> tuple[type[S
     needed = "rounds" if skips or needs_rounds(config.rollout) else "fixed_batch"
     name = needed if config.rollout.scheduler == "auto" else config.rollout.scheduler
     chosen = schedulers[name]
-    if not (isinstance(chosen, type) and issubclass(chosen, Scheduler)):
-        raise ConfigError(f"--scheduler {name}: {chosen!r} has not all methods of a Scheduler")
+    methods = [each for each in vars(Scheduler) if not each.startswith("_")]
+    if lacking := [each for each in methods if each not in dir(chosen)]:
+        raise ConfigError(f"--scheduler {name}: {chosen!r} lacks {', '.join(lacking)}")
     if needed == "rounds" and not issubclass(chosen, Rounds):
         raise ConfigError(
             f"--scheduler {name}: only rounds, or a subclass of Rounds, knows flags such as"

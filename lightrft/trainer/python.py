@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightrft.compat.command_line import load
 from lightrft.compat.trl_objects import taken
 from lightrft.config.errors import ConfigError
+from lightrft.config.paths import check_paths
 from lightrft.config.sections import Config, fields_read, section_of_field
 from lightrft.observe.sinks import read_rows
 from lightrft.run.logs import log_unless_set_up
@@ -163,11 +164,12 @@ def _train(command: str, config: ConfigOrFile, values: dict[str, Any]) -> Traine
 
 
 def _run(command: str, config: Config) -> Any:
+    log_unless_set_up()
+    check_paths(config, command)
     # What runs need is imported only now, so that a mistake in the values is reported at once.
     from lightrft.run.interruption import Interrupted
     from lightrft.trainer.run import run
 
-    log_unless_set_up()
     try:
         return run(command, config)
     except (Interrupted, KeyboardInterrupt) as error:

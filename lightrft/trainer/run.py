@@ -13,7 +13,6 @@ from loguru import logger
 
 from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.config.errors import ConfigError
-from lightrft.config.paths import check_paths
 from lightrft.config.sections import Config
 from lightrft.launch.heartbeat import exit_process, place
 from lightrft.parallel.device import local_rank
@@ -48,7 +47,6 @@ OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETO
 def run(command: str, config: Config) -> Any:
     """Resolve the configuration, set up the strategy, do the work of `command`, and clean up."""
     quiet_libraries()
-    check_paths(config, command)
     _start(prepare_config, command, config)
 
     strategy = _start(get_strategy, config)

@@ -126,8 +126,8 @@ def test_a_scheduler_from_nothing_trains_and_another_kind_is_refused(inputs, cap
 @pytest.mark.parametrize(
     ("scheduler", "flag", "said"),
     [
-        ("function", "--seed=1", "has not all methods of a Scheduler"),
-        ("Group", "--seed=1", "has not all methods of a Scheduler"),
+        ("function", "--seed=1", "lacks generate, selected, finish_rewards, preparing, snapshot"),
+        ("Group", "--seed=1", "lacks generate, selected, finish_rewards, preparing, snapshot"),
         ("absent", "--seed=1", "has no object 'absent'"),
         ("Backwards", "--dynamic_sampling", "only rounds, or a subclass of Rounds, knows flags"),
         ("fixed_batch", "--partial_rollout", "only rounds, or a subclass of Rounds, knows flags"),

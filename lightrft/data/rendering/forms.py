@@ -115,7 +115,7 @@ LAST_TURN = "the last turn"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a row means."""
+    """Holds what a row means."""
 
     prompt: str | list[Message] | None
     """Text or messages; None if the answers are whole conversations."""
