@@ -88,6 +88,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             ctypes.CDLL(None).malloc_trim(0)
 
 
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Name each failure at once, because a run that is cut short prints no summary."""
+    if not report.failed:
+        return None
+    category = "failed" if report.when == "call" else "error"
+    return category, f"\n{category.upper()} {report.nodeid}\n", category.upper()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show the restarts even where warnings are not shown."""
     file = Path(os.environ.get("RESTARTED_RANKS", os.devnull))
