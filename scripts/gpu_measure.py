@@ -232,11 +232,11 @@ def train_steps(
     from lightrft.algorithms.truncation import ALL
     from lightrft.attention.flat import ATTENTION
     from lightrft.batching.micro_batches import micro_batches
+    from lightrft.core.batch import Batch
     from lightrft.models.heads import Actor, TokenLogprobs
     from lightrft.parallel.device import peak_memory, synchronize
     from lightrft.parallel.peaks import DEVICES, known_device
     from lightrft.tools.step_memory import parameter_counts
-    from lightrft.types import Batch
 
     policy = {"gradient_checkpointing_policy": recompute} if recompute != "no" else {}
     strategy = strategy_of(bf16=True, gradient_checkpointing=recompute != "no", **policy, **options)

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightrft.attention.recurrent import install, lift_time_step_limits
-from lightrft.types import Batch
+from lightrft.core.batch import Batch
 
 SIZES = {
     "hidden_size": 32,

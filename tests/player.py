@@ -8,7 +8,7 @@ from lightrft.agents.programs import ProgramSetup
 from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.sections import DataSection, EnvironmentSection
-from lightrft.types import Completion, Prompt, Sample
+from lightrft.core.samples import Completion, Prompt, Sample
 from tiny import EOS, byte_tokenizer
 
 TEMPLATE = (

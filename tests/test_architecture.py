@@ -47,11 +47,10 @@ LAYERS = {
     "observe": 1,
     "parallel": 0,
     "config": 0,
-    "types": 0,
     "registry": 0,
     "versions": -1,
+    "core": -2,
     "thinker": 0,
-    "samples": -1,
 }
 OPTIONAL = {
     "deepspeed",

@@ -5,8 +5,8 @@ from operator import ne
 from typing import NamedTuple
 
 from lightrft.agents.messages import BEGINNING, Ended, Message, TurnRequest
+from lightrft.core.samples import Completion, Episode, Prompt, Sample
 from lightrft.launch.forks import Mailbox, Worker
-from lightrft.samples import Completion, Episode, Prompt, Sample
 
 
 class PlayedTurn(NamedTuple):

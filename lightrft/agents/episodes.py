@@ -30,8 +30,8 @@ from lightrft.agents.tool_calls import Parse
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EnvironmentSection
+from lightrft.core.samples import Completion, Episode, Sample, TokenIds
 from lightrft.launch.forks import Forks, Mailbox, Worker
-from lightrft.samples import Completion, Episode, Sample, TokenIds
 
 FAILURES_IN_A_ROW = 32
 """Number of failed episodes in a row that end a run: the environment itself must be broken."""

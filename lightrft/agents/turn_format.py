@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.agents.messages import BEGINNING, Message, ToolCall, TurnRequest
 from lightrft.agents.tool_calls import Parse
 from lightrft.config.sections import DataSection
+from lightrft.core.samples import Prompt
 from lightrft.data.prompts import INPUT, prompt_text
 from lightrft.data.rendering.messages import THINKING, as_messages, as_object, as_tools
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import text_tokens
-from lightrft.types import Prompt
 
 TURN = "\u2402turn\u2403"
 """Text that stands in for a sampled turn; no template contains it."""

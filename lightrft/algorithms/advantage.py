@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.algorithms.reduce import Sum, sequence_sums
+from lightrft.core.batch import Batch, padded, unpadded
 from lightrft.registry import Registry
-from lightrft.types import Batch, padded, unpadded
 
 Estimator = Callable[..., Tensor]
 estimators = Registry("advantage estimator", flag="--advantage_estimator")

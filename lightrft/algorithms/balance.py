@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.reduce import Sum
-from lightrft.types import Routing
+from lightrft.core.batch import Routing
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.reduce import sequence_means, sequence_sums
+from lightrft.core.batch import Batch
 from lightrft.registry import Registry
-from lightrft.types import Batch
 
 corrections = Registry("rollout correction", flag="--rollout_correction")
 OF_RATIO = {"tis", "mis", "icepop", "none"}

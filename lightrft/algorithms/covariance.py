@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightrft.algorithms.reduce import Sum
 from lightrft.algorithms.selection import largest, share_of_tokens, top_share
+from lightrft.core.batch import Experience
 from lightrft.registry import Registry
-from lightrft.types import Experience
 
 marks = Registry("choice of tokens", flag="--policy_loss")
 """Functions (batch of one optimizer step, sum over ranks) -> [T] bool, tokens to treat differently,

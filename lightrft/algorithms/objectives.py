@@ -34,7 +34,7 @@ from lightrft.algorithms.preferences.kto import KTOObjective
 from lightrft.algorithms.reduce import Denominator, LocalGradients, Report, share_of_mean
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import AlgorithmSection
-from lightrft.types import Batch, Experience
+from lightrft.core.batch import Batch, Experience
 
 LOSS_INPUTS = {"batch", "marked"}
 """Options of a policy loss that come from the samples, not from the configuration."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.reduce import sequence_means
+from lightrft.core.batch import Batch
 from lightrft.registry import Registry
-from lightrft.types import Batch
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 PolicyLoss = Callable[..., Loss]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightrft.algorithms.reduce import Sum
 from lightrft.algorithms.truncation import float_keys
-from lightrft.types import Batch
+from lightrft.core.batch import Batch
 
 BYTE = 256
 ROUNDED_BITS = 10

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from lightrft.core.batch import SharedPrefix, to_device
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
-from lightrft.types import SharedPrefix, to_device
 
 LONG_SEQUENCE = 64
 """Sequences above this length share a block only with sequences of the same length.

@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightrft.attention.layout import Layout, blocks, offsets, ranges
+from lightrft.core.batch import to_device
 from lightrft.parallel.sequence_parallel import gather_summed
-from lightrft.types import to_device
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightrft.batching.planner import MIN_SAVING, Batching, plan
 from lightrft.batching.sample_store import SampleStore
+from lightrft.core.batch import Batch, Features, SharedPrefix, token_index
 from lightrft.parallel.collectives import Axis
-from lightrft.types import Batch, Features, SharedPrefix, token_index
 
 B = TypeVar("B", bound=Batch)
 

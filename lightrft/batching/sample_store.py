@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightrft.core.batch import token_index
 from lightrft.parallel.collectives import Axis
-from lightrft.types import token_index
 
 BUFFER_ALIGNMENT = 8
 """Each part of a buffer begins at a multiple of so many bytes."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from lightrft.config.errors import refuse
 from lightrft.config.facts import RunFacts
 from lightrft.config.references import (
+    DATA_FILES,
     ENGINE,
     JUDGE,
     SERVER,
@@ -21,7 +22,6 @@ from lightrft.config.references import (
 from lightrft.config.resolve import strategy_name
 from lightrft.config.rules import unusable_models
 from lightrft.config.sections import Config, fields_read
-from lightrft.samples import DATA_FILES
 
 REWARD_PACKAGES = {
     "math": ("math_verify", "math"),

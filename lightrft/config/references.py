@@ -25,6 +25,14 @@ ENGINE = "engine"
 """Value of --judge_url: the trained model judges its own responses."""
 JUDGE_KEY = "JUDGE_API_KEY"
 """Environment variable with the key of that server."""
+DATA_FILES = (".jsonl", ".json", ".parquet")
+"""Ends of the names of files with data."""
+REASONING_GYM = "reasoning_gym:"
+"""Beginning of the name of a data set that is a task of the package reasoning-gym."""
+VERIFIERS = "verifiers:"
+"""Beginning of the name of a data set that is an environment of the package verifiers."""
+HARBOR = "harbor:"
+"""Beginning of the name of a data set that is a folder with tasks of Harbor."""
 SERVER = ("http://", "https://")
 """Beginnings of the address of a server."""
 LABELLED_REFERENCE = re.compile(r"(?:(?P<label>[A-Za-z_]\w*)=)?(?P<reference>.+)")

@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection
+from lightrft.core.samples import Prompt
 from lightrft.data.prompts import Make, make_prompt
-from lightrft.types import Prompt
 
 INPUT_FORM = "input"
 LABEL = "label"

@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from lightrft.core.samples import Answer, TokenIds
 from lightrft.data.rendering.messages import THINKING, THOUGHTS, Message, is_answer, weight_of
 from lightrft.data.rendering.template import WORD, ChatTemplate, answer_pieces, contains, texts_of
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
-from lightrft.types import Answer, TokenIds
 
 Text = tuple[str, bool]
 """Part of a conversation, with True if it is learned."""

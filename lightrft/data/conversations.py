@@ -9,6 +9,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection
+from lightrft.core.batch import Batch
+from lightrft.core.samples import Answer, Expand, Expanded, Prompt, TokenIds
 from lightrft.data.chats import conversation_tokens
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import (
@@ -25,7 +27,6 @@ from lightrft.data.rendering.forms import learned
 from lightrft.data.rendering.messages import Message, is_answer
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
-from lightrft.types import Answer, Batch, Expand, Expanded, Prompt, TokenIds
 
 
 def load_examples(

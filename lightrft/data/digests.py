@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import lightrft
 from lightrft.config.sections import DataSection
+from lightrft.core.samples import TokenIds
 from lightrft.data.loader import share_of
 from lightrft.data.media_files import MediaFile
-from lightrft.types import TokenIds
 from lightrft.versions import installed_version
 
 NUM_PIECES = 64

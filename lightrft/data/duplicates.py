@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from loguru import logger
 
+from lightrft.core.samples import Answer, Prompt
 from lightrft.data.readers import is_first_rank
-from lightrft.types import Answer, Prompt
 
 
 class Duplicates:

@@ -29,7 +29,7 @@ import numpy as np
 from PIL import Image, ImageOps, ImageSequence
 
 from lightrft.config.errors import DataError
-from lightrft.samples import Prompt
+from lightrft.core.samples import Prompt
 
 IMAGES = "images"
 VIDEOS = "videos"

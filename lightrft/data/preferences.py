@@ -14,12 +14,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection
+from lightrft.core.batch import JudgedBatch
+from lightrft.core.samples import Answer, Expand, Prompt, TokenIds
 from lightrft.data.conversations import can_be_learned, flat_columns, learned_example, too_long
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import Make, load_prompts
 from lightrft.data.rendering.forms import Reading, column, is_conversation, judged, pair
 from lightrft.data.rendering.messages import DIALOGUE, Message, is_answer, turns_in_text
-from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
 CHOSEN = "chosen"
 REJECTED = "rejected"

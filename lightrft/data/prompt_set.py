@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Self
 
+from lightrft.core.samples import Prompt
 from lightrft.data.digests import digests_of_pieces
 from lightrft.data.loader import Blend, Order, draws_of_epoch
-from lightrft.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)

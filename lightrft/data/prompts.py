@@ -14,8 +14,9 @@ from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.errors import DataError
-from lightrft.config.references import data_problems, data_sources
+from lightrft.config.references import REASONING_GYM, data_problems, data_sources
 from lightrft.config.sections import DataSection, media_columns
+from lightrft.core.samples import Prompt
 from lightrft.data.chats import Conversation
 from lightrft.data.columns.values import label_value, plain_row
 from lightrft.data.digests import cache_key
@@ -40,8 +41,6 @@ from lightrft.data.rendering.template import chat_template, template_variables
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.stored import stored_prompts, storing_problem
 from lightrft.registry import OBJECTS
-from lightrft.samples import REASONING_GYM
-from lightrft.types import Prompt
 
 RowProblem = Callable[[Prompt], str | None]
 """Function that returns the reason why a prompt cannot be used; None if it can."""

@@ -17,9 +17,9 @@ from loguru import logger
 from pyarrow import ArrowException, ArrowInvalid, Table
 
 from lightrft.config.errors import DataError
-from lightrft.data.columns.values import table_rows
+from lightrft.config.references import DATA_FILES, HARBOR, REASONING_GYM, VERIFIERS
+from lightrft.data.columns.values import DataRow, table_rows
 from lightrft.registry import Registry, each_kept_alive, kept_alive
-from lightrft.samples import DATA_FILES, HARBOR, REASONING_GYM, VERIFIERS, DataRow
 
 # importing datasets takes longer than reading most files, and JSON does not need it
 if TYPE_CHECKING:

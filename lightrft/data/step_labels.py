@@ -8,13 +8,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection
+from lightrft.core.batch import JudgedBatch
+from lightrft.core.samples import Answer, Expand, Prompt, TokenIds
 from lightrft.data.conversations import flat_columns, text_answer
 from lightrft.data.preferences import ANSWER, load_judged
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import built_prompt
 from lightrft.data.rendering.forms import Reading, judged_steps
 from lightrft.data.step_ends import StepEnds
-from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
 TARGETS = "targets"
 """Column of a loaded answer: the label of each step, from 0 to 1."""

@@ -20,6 +20,7 @@ import pyarrow as pa
 from loguru import logger
 
 from lightrft.config.errors import DataError
+from lightrft.core.samples import Answer, Prompt, TokenIds
 from lightrft.data.digests import digests_of_pieces
 from lightrft.data.media_files import (
     AUDIOS,
@@ -31,7 +32,6 @@ from lightrft.data.media_files import (
     VideoFile,
 )
 from lightrft.data.readers import is_first_rank
-from lightrft.types import Answer, Prompt, TokenIds
 
 ANSWER_STRUCT = pa.struct(
     {"name": pa.string(), "token_ids": pa.list_(pa.int32()), "learned": pa.list_(pa.bool_())}

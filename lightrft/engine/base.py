@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EngineSection
+from lightrft.core.samples import Completion
 from lightrft.engine.loop import RequestLoop
 from lightrft.engine.media import MEDIA_NAMES, digest, read
 from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import Expanded, Request, Sampling, derived_seed, out_of_vocabulary
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.collectives import Axis
-from lightrft.types import Completion
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.verify import FULL_EVERY, Fingerprints

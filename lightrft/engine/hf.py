@@ -13,6 +13,8 @@ from transformers.initialization import no_init_weights
 from lightrft.algorithms.truncation import ALL, Truncation, without_padding
 from lightrft.attention.layout import bidirectional_token
 from lightrft.attention.recurrent import lift_time_step_limits
+from lightrft.core.batch import RoutedShape, concatenated_features
+from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine, EngineSetup, Part
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import MediaReader
@@ -23,7 +25,6 @@ from lightrft.engine.stops import StopStrings
 from lightrft.parallel.device import float32_product, grow_segments, release_cached_memory
 from lightrft.parallel.expert_parallel import routers
 from lightrft.thinker import generating_class, load_config
-from lightrft.types import Completion, RoutedShape, concatenated_features
 from lightrft.weight_sync.adapters import Adapters, low_rank_product, names_of
 from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.verify import Fingerprints

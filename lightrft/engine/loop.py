@@ -13,8 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightrft.core.samples import Completion
 from lightrft.engine.requests import Request, Sampling, derived_seed
-from lightrft.types import Completion
 
 ABORTED = "abort"
 """Finish reason of a sample that was aborted."""

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from lightrft.algorithms.truncation import Truncation
 from lightrft.config.values import COLDEST, HOTTEST
-from lightrft.samples import Expanded
+from lightrft.core.samples import Expanded
 
 MEDIA_NAMES = {"images": "image", "videos": "video", "audios": "audio"}
 """Key of a medium in a request -> name in placeholders, flags, and prompts for one engine."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.types import Completion
+from lightrft.core.samples import Completion
 
 BYTES_OF_A_CHARACTER = 4
 """Most bytes of a character, and so the most tokens: a token has at least one byte."""

@@ -17,6 +17,17 @@ from lightrft.algorithms.reduce import LocalGradients
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.attention.layout import Layout, bidirectional_token
 from lightrft.config.errors import ConfigError
+from lightrft.core.batch import (
+    Batch,
+    Features,
+    append_sequence,
+    concatenated_features,
+    pad_to_multiple,
+    padded,
+    to_device,
+    unpadded,
+)
+from lightrft.core.samples import Expanded
 from lightrft.models.empty import real_parameters
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
 from lightrft.models.routers import Choices, RouterChoices
@@ -25,17 +36,6 @@ from lightrft.parallel.sequence_parallel import (
     SequenceParallel,
     SequenceParallelModule,
     select_tokens,
-)
-from lightrft.types import (
-    Batch,
-    Expanded,
-    Features,
-    append_sequence,
-    concatenated_features,
-    pad_to_multiple,
-    padded,
-    to_device,
-    unpadded,
 )
 
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")

@@ -13,9 +13,16 @@ from transformers import PreTrainedModel
 from lightrft.algorithms.balance import routing
 from lightrft.algorithms.reduce import Report, Weighted, sequence_sums
 from lightrft.config.facts import EXPERT_FAMILIES
+from lightrft.core.batch import (
+    Batch,
+    RoutedShape,
+    Routing,
+    missing_expert,
+    pad_to_multiple,
+    to_device,
+)
 from lightrft.parallel.expert_parallel import routers
 from lightrft.parallel.sequence_parallel import SequenceParallel
-from lightrft.types import Batch, RoutedShape, Routing, missing_expert, pad_to_multiple, to_device
 
 TOPK = (torch.topk, Tensor.topk)
 BIAS = "e_score_correction_bias"

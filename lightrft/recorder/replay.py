@@ -19,6 +19,8 @@ from lightrft.backends.optim import own_settings
 from lightrft.checkpoint.manager import PARTS_FILE
 from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import moves_reference
+from lightrft.core.batch import Experience
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.prompt_set import PromptSet
 from lightrft.models.load import load_tokenizer
 from lightrft.observe.metrics import Metrics
@@ -31,7 +33,6 @@ from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import sample_of_json
 from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy import StrategyBase
-from lightrft.types import Experience, Prompt, Sample
 
 ONE_PROCESS = {
     **dict.fromkeys("tp_size sp_size cp_size ep_size engine_tp_size".split(), 1),

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config.errors import ConfigError
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.rendering.messages import Message, as_messages
 from lightrft.rewards.functions import readers
-from lightrft.samples import Prompt, Sample
 
 Columns = dict[str, list]
 """A list for each column of the data, with an entry for each sample."""

@@ -29,8 +29,8 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any
 
+from lightrft.core.samples import Sample
 from lightrft.registry import Registry
-from lightrft.samples import Sample
 
 Reward = Callable[..., list[float | list[float | None] | dict[str, float]]]
 ELSEWHERE = {

@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lightrft.config.references import JUDGE_KEY
+from lightrft.core.samples import Sample
 from lightrft.rewards.judge_settings import ATTEMPTS, JudgeSettings
 from lightrft.roles.endpoint import Endpoint
-from lightrft.samples import Sample
 
 REQUESTS = 8
 """Number of requests that a call sends at once."""

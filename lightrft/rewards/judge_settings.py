@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from lightrft.config.references import ENGINE
 from lightrft.config.sections import RewardSection
+from lightrft.core.samples import Sample
 from lightrft.rewards.functions import as_text
-from lightrft.samples import Sample
 
 JUDGE_TEMPLATE = """Judge a response to a prompt. Rate how correct, helpful and complete it is, \
 from {low} (worst) to {high} (best).

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightrft.config.references import chosen_labels
+from lightrft.core.samples import Answer, Expand, Sample
 from lightrft.data.conversations import flat_columns
 from lightrft.rewards.steps import StepRewards, TokenRewards
 from lightrft.roles.reward_model import RewardModel
-from lightrft.types import Answer, Expand, Sample
 
 FUNCTION = "function"
 """Name of the part of a reward that the reward function returned as one number."""

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 from loguru import logger
 
+from lightrft.core.samples import Sample
 from lightrft.launch.forks import STACK_SIGNAL, Forks, Mailbox, Worker
 from lightrft.observe.metrics import Untraced
 from lightrft.rewards.conventions import common_columns
 from lightrft.rewards.worker import Setup
-from lightrft.samples import Sample
 
 MAX_STACK_BYTES = 65536
 """Number of bytes of a worker's stack to read at most."""

@@ -11,8 +11,8 @@ function may return for a sample.
 from typing import Any
 
 from lightrft.config.references import REWARD_KEY
+from lightrft.core.samples import Sample
 from lightrft.roles.endpoint import Endpoint
-from lightrft.samples import Sample
 
 
 class RemoteReward:

@@ -20,6 +20,7 @@ from loguru import logger
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import JUDGE, SERVER, RewardTerm, reward_terms
 from lightrft.config.sections import RewardSection
+from lightrft.core.samples import Prompt, Sample
 from lightrft.launch.heartbeat import code_position, exit_process
 from lightrft.observe.metrics import Metrics, Untraced
 from lightrft.parallel.collectives import Axis
@@ -37,7 +38,6 @@ from lightrft.rewards.pool import (
     out_of_time,
 )
 from lightrft.rewards.worker import Setup, place, said
-from lightrft.types import Prompt, Sample
 
 MAX_REWARD = 1e18
 """Largest absolute reward.

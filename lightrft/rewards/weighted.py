@@ -9,8 +9,8 @@ from typing import Any
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import RewardTerm, chosen_labels
+from lightrft.core.samples import Prompt, Sample
 from lightrft.rewards.conventions import RewardFunction, as_number, num_rewards
-from lightrft.samples import Prompt, Sample
 
 
 class WeightedRewards:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.batching.micro_batches import MicroBatchIndices
+from lightrft.core.batch import Batch
 from lightrft.roles.role import Role
-from lightrft.types import Batch
 
 
 class Critic(Role):

@@ -8,10 +8,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.algorithms.truncation import Truncation
+from lightrft.core.batch import Batch
 from lightrft.models.heads import TokenLogprobs
 from lightrft.roles.role import Role
 from lightrft.strategy.strategy import StrategyBase
-from lightrft.types import Batch
 
 
 class Draft(Role):

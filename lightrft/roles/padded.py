@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrft.core.batch import Batch, Experience, unpadded
 from lightrft.parallel.collectives import Axis
-from lightrft.types import Batch, Experience, unpadded
 
 IDS = "input_ids"
 LENGTHS = "input_lengths"

@@ -16,12 +16,12 @@ from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import AlgorithmSection
+from lightrft.core.batch import Batch
 from lightrft.models.heads import Actor, Likeliest, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off
 from lightrft.roles.policy_methods import PolicyMethods
 from lightrft.roles.role import Role
 from lightrft.strategy.strategy import StrategyBase
-from lightrft.types import Batch
 
 WITHOUT_ENTROPY = TokenLogprobs(entropy=False)
 

@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.core.batch import Batch, padded
+from lightrft.core.samples import Completion
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Likeliest
 from lightrft.models.lora import fold_adapters, plain_name
@@ -23,7 +25,6 @@ from lightrft.roles.padded import flatten_padded
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.strategy.strategy import StrategyBase
-from lightrft.types import Batch, Completion, padded
 from lightrft.weight_sync.stream import hf_parameters, persistent_buffers, unwrap
 
 EVERYTHING = 2**62

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.batching.micro_batches import MicroBatchIndices
+from lightrft.core.batch import Batch
 from lightrft.parallel.collectives import Axis
 from lightrft.roles.endpoint import AWAY_SECONDS, Endpoint
-from lightrft.types import Batch
 
 TEACHER_KEY_VARIABLE = "TEACHER_API_KEY"
 MAX_REQUESTS = 32

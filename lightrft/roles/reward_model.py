@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.reduce import LocalGradients, Report, sequence_sums
+from lightrft.core.batch import Batch, JudgedBatch, to_device
 from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
 from lightrft.roles.role import Role
-from lightrft.types import Batch, JudgedBatch, to_device
 
 
 class RewardModel(Role):

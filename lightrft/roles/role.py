@@ -30,13 +30,13 @@ from lightrft.batching.micro_batches import (
 from lightrft.batching.planner import Batching
 from lightrft.batching.sample_store import SampleStore
 from lightrft.config.sections import TrainSection
+from lightrft.core.batch import Batch, padded
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.operations import TrainingOperations
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten_padded
 from lightrft.roles.reports import MicroBatchReports
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.strategy import StrategyBase
-from lightrft.types import Batch, padded
 
 Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
 """(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightrft.batching.micro_batches import MicroBatchIndices, regroup
 from lightrft.batching.planner import Batching
+from lightrft.core.batch import Batch, Experience, token_index
 from lightrft.parallel.collectives import Axis
-from lightrft.types import Batch, Experience, token_index
 
 
 class Teacher(Protocol):

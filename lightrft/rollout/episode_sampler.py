@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.agents.episodes import Episodes, EpisodeState
 from lightrft.config.sections import RolloutSection
+from lightrft.core.samples import Completion, Sample
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.requests import Request, derived_seed
 from lightrft.rollout.groups import Group
@@ -22,7 +23,6 @@ from lightrft.rollout.sampler import (
 )
 from lightrft.strategy.shared_session import Finished, SharedSession
 from lightrft.strategy.strategy import StrategyBase
-from lightrft.types import Completion, Sample
 
 TOOLS = 0.02
 """Seconds that an engine without requests waits for the programs of episodes before the ranks

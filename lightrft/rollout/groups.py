@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import RIGHT, solved_share
+from lightrft.core.samples import Drafts, Episode, Prompt, Sample
 from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.sinks import BRANCHES, PROMPT_IDS, RESPONSE_IDS, SOUNDS, THUMBNAILS
 from lightrft.parallel.collectives import Axis
-from lightrft.types import Drafts, Episode, Prompt, Sample
 
 SOLVED = ("0", "to_25", "to_50", "to_75", "below_100", "100")
 """Names of the buckets of a group's share of right samples: 0, up to 25 %, up to 50 %, up to 75 %,

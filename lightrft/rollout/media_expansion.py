@@ -13,13 +13,13 @@ from PIL import Image
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
+from lightrft.core.samples import Expanded, Prompt
 from lightrft.data.media_files import AUDIOS, IMAGES, PART_TYPES, VIDEOS, media_of
 from lightrft.engine.media import Clip, MediaReader, Video
 from lightrft.engine.model_info import placeholders
 from lightrft.engine.requests import Request
 from lightrft.rollout.tower_work import TowerWork
 from lightrft.thinker import load_config
-from lightrft.types import Expanded, Prompt
 
 MEDIA_FAMILIES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("idefics3", "smolvlm", "qwen2_vl", "llava", "internvl", "gemma3"), (IMAGES,)),

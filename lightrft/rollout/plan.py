@@ -11,10 +11,11 @@ from torch import Tensor
 
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.batching.sample_store import SampleStore
+from lightrft.core.batch import Experience
+from lightrft.core.samples import Sample
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import GatheredRewards
-from lightrft.types import Experience, Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import torch
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import RolloutSection
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.loader import Blend, Order, fair_owners
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics, Untraced
@@ -26,7 +27,6 @@ from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group, GroupOutcome, History
 from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.sampler import Requests, Sampler
-from lightrft.types import Prompt, Sample
 
 schedulers = Registry("scheduler", flag="--scheduler")
 schedulers.register_deferred("rounds", "lightrft.schedulers.rounds:Rounds")

@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import RolloutSection
+from lightrft.core.samples import Completion, Prompt, Sample
 from lightrft.data.loader import share_of
 from lightrft.data.media_files import media_of
 from lightrft.engine.loop import ABORTED, RequestLoop
@@ -17,7 +18,6 @@ from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group
 from lightrft.strategy.shared_session import Finished, SharedSession
 from lightrft.strategy.strategy import StrategyBase
-from lightrft.types import Completion, Prompt, Sample
 
 GroupPart = tuple[Group, Sequence[int]]
 """A group, and the places of the responses to generate here."""

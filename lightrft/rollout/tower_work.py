@@ -7,9 +7,9 @@ from math import ceil, prod
 from torch import nn
 from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 
+from lightrft.core.batch import Features
 from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
 from lightrft.models.empty import empty_parameters
-from lightrft.types import Features
 
 CONVOLUTIONS: Mapping[str, tuple[type[nn.Module], ...]] = {
     IMAGES: (nn.Conv2d, nn.Conv3d),

@@ -30,10 +30,11 @@ from torch import Tensor
 
 from lightrft.backends.optim import BitSums
 from lightrft.batching.micro_batches import MicroBatchIndices
+from lightrft.core.batch import Batch
+from lightrft.core.samples import Sample
 from lightrft.observe.sinks import Writer, encode_row, truncate_rows
 from lightrft.parallel.mesh import Mesh
 from lightrft.roles.role import Role
-from lightrft.types import Batch, Sample
 
 FILE = "digests.jsonl"
 OF_SEQUENCES = ("prompts", "samples", "logprobs", "rewards", "outputs", "advantages")

@@ -31,11 +31,11 @@ from lightrft.agents.tool_calls import before_calls, hermes
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.references import MODEL_KEY
 from lightrft.config.sections import ServerSection
+from lightrft.core.samples import Prompt
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.groups import Group
 from lightrft.run.interruption import SERVER_STOPS, Interruption
 from lightrft.strategy.strategy import StrategyBase
-from lightrft.types import Prompt
 
 T = TypeVar("T")
 STEPS_PER_LOOK = 4

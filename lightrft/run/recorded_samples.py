@@ -12,9 +12,9 @@ from typing import Any
 
 from lightrft.checkpoint.atomic import write_file
 from lightrft.config.errors import DataError
+from lightrft.core.samples import Drafts, Episode, Prompt, Sample
 from lightrft.observe.sinks import Writer
 from lightrft.parallel.mesh import Mesh
-from lightrft.types import Drafts, Episode, Prompt, Sample
 
 SAMPLE_FIELDS = tuple(
     field.name

@@ -6,9 +6,9 @@ from itertools import chain
 import torch
 
 from lightrft.batching.sample_store import MemoryStore
+from lightrft.core.samples import Completion, Drafts, Sample
 from lightrft.engine.loop import ABORTED
 from lightrft.parallel.collectives import Axis
-from lightrft.types import Completion, Drafts, Sample
 
 REASONS = (None, "stop", "length")
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
 
+from lightrft.core.samples import Prompt
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group
-from lightrft.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from loguru import logger
 
 from lightrft.config.errors import DataError
+from lightrft.core.samples import Prompt
 from lightrft.data.media_files import unreadable
 from lightrft.parallel.collectives import Axis
-from lightrft.types import Prompt
 
 
 class ReadableMedia:

@@ -25,13 +25,13 @@ from lightrft.algorithms.options import FIELDS, keywords, options_of
 from lightrft.algorithms.reduce import Sum
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection
+from lightrft.core.batch import Experience
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher, TeacherOfTokens
 from lightrft.rollout.groups import GatheredRewards
 from lightrft.rollout.plan import Stage, TrainingPlan
-from lightrft.types import Experience
 
 ESTIMATOR_INPUTS = {"lengths", "responses", "greedy_rewards", "components", "component_weights"}
 """Options of an estimator that come from the samples, not from the configuration."""

@@ -6,6 +6,7 @@ from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection, TrainSection
+from lightrft.core.batch import Experience
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
@@ -26,7 +27,6 @@ from lightrft.stages.advantages import (
 from lightrft.stages.filters import DifficultyFilter, EntropyFilter, LengthFilter
 from lightrft.stages.penalty import EntropyControl, KLPenalty
 from lightrft.stages.tokens import HighEntropyTokens, SelectedTokens
-from lightrft.types import Experience
 
 
 def experience_maker(

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lightrft.algorithms.advantage import solved_share
 from lightrft.algorithms.reduce import sequence_means
+from lightrft.core.batch import Experience
 from lightrft.observe.metrics import Metrics
 from lightrft.rollout.plan import LocalSamples, Stage, TrainingPlan
-from lightrft.types import Experience
 
 
 def mask_sequences(experience: Experience, mask: Tensor) -> None:

@@ -8,10 +8,10 @@ from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, kl_estimat
 from lightrft.algorithms.options import options_of
 from lightrft.algorithms.reduce import sequence_sums
 from lightrft.config.sections import AlgorithmSection
+from lightrft.core.batch import Experience
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.plan import Stage, TrainingPlan
-from lightrft.types import Experience
 
 
 class KLPenalty(Stage):

@@ -10,9 +10,9 @@ from lightrft.algorithms.options import options_of
 from lightrft.algorithms.reduce import Sum
 from lightrft.algorithms.selection import top_share
 from lightrft.config.sections import AlgorithmSection
+from lightrft.core.batch import Experience, token_index
 from lightrft.observe.metrics import Metrics
 from lightrft.rollout.plan import Stage, TrainingPlan
-from lightrft.types import Experience, token_index
 
 
 class HighEntropyTokens(Stage):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightrft.backends.base import Backend
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, EngineSection, longest_sequence
+from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine, EngineError
 from lightrft.engine.loop import RequestLoop
 from lightrft.engine.remote.wire import ADAPTERS_KEY, PRETRAIN
@@ -23,7 +24,6 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, occupied_memory, release_cached_memory
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.shared_session import SharedSession
-from lightrft.types import Completion
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.names import DRAFT
 from lightrft.weight_sync.stream import unwrap

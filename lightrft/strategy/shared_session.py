@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
+from lightrft.core.samples import Completion
 from lightrft.data.loader import share_of
 from lightrft.engine.loop import RequestLoop
 from lightrft.engine.requests import Request
 from lightrft.parallel.collectives import Axis
-from lightrft.types import Completion
 
 Finished = list[tuple[int, list[Completion]]]
 """(index of a request, completions) of requests that have ended."""

@@ -27,6 +27,7 @@ from lightrft.batching.sample_store import MemoryStore, SampleStore
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import SUPERVISED, OptimSection, sequence_layout
+from lightrft.core.samples import Completion
 from lightrft.data.loader import Order
 from lightrft.engine.base import Engine
 from lightrft.engine.requests import Request, Sampling
@@ -44,7 +45,6 @@ from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.device_memory import DeviceMemory, memory_report
 from lightrft.strategy.engine_host import EngineHost
 from lightrft.strategy.prompt_reader import PromptReader
-from lightrft.types import Completion
 from lightrft.versions import TENSOR_PARALLEL_VERSIONS, untested_versions
 from lightrft.weight_sync.stream import persistent_buffers, unwrap
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms import policy_loss
-from lightrft.types import Batch
+from lightrft.core.batch import Batch
 
 CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 """Bounds of the ratio, with the defaults; a datum may also have its own for each target."""

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightrft.core.batch import Batch
+from lightrft.core.samples import Completion
 from lightrft.engine.requests import Request
-from lightrft.types import Batch, Completion
 
 TARGET_TOKENS = "target_tokens"
 """Column of examples with the tokens to take the log-probs of in place of the inputs."""

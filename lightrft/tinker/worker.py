@@ -11,6 +11,7 @@ from torch import Tensor
 from lightrft.batching.micro_batches import micro_batches
 from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
+from lightrft.core.batch import Batch, token_index
 from lightrft.engine.base import NotFiniteError
 from lightrft.engine.requests import Sampling
 from lightrft.roles.policy import Policy
@@ -26,7 +27,6 @@ from lightrft.tinker.records import (
     Sampled,
     SamplePrompt,
 )
-from lightrft.types import Batch, token_index
 
 PROBED_TOKENS = 8
 """Number of tokens of a prompt that new weights must compute before the engine gets them."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import Config
+from lightrft.core.samples import Completion
 from lightrft.engine.model_info import never_sampled
 from lightrft.engine.probe import LOGITS, MAX_MISMATCH, Probe
 from lightrft.engine.requests import Request, Sampling
@@ -27,7 +28,6 @@ from lightrft.models.weight_files import NOT_THE_MODEL
 from lightrft.roles.policy import Policy
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.thinker import load_config
-from lightrft.types import Completion
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. 27 + 58 =",

@@ -16,12 +16,12 @@ from statistics import fmean, median
 
 from lightrft.config.errors import ConfigError, DataError
 from lightrft.config.sections import DataSection, RewardSection
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.prompts import reward_columns
 from lightrft.data.readers import BadRows, read_rows
 from lightrft.data.rendering.forms import scored
 from lightrft.rewards.functions import right_answers
 from lightrft.rewards.runner import RewardRunner
-from lightrft.samples import Prompt, Sample
 
 RESPONSE_FORMS = (
     "{}",

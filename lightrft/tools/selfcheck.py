@@ -25,6 +25,7 @@ from lightrft.attention.recurrent import lift_time_step_limits
 from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
+from lightrft.core.batch import Batch
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import attention_of, not_flat
 from lightrft.parallel.collectives import Axis
@@ -37,7 +38,6 @@ from lightrft.parallel.tensor_parallel import parallelize
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.thinker import load_config
 from lightrft.tools.small_copy import FIRST_TOKEN, SMALL_VOCABULARY, small_config, small_model
-from lightrft.types import Batch
 
 SEQUENCE_LENGTHS = (11, 14, 9, 10, 7)
 """Lengths of the sequences; all are longer than a window of the copy."""

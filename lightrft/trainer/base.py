@@ -27,6 +27,7 @@ from lightrft.checkpoint.hf_export import end_generation_at
 from lightrft.checkpoint.manifest import NOTHING, Kinds
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
+from lightrft.core.samples import Expand
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.rendering.template import turn_end_ids
 from lightrft.models.weight_files import weights_of
@@ -46,7 +47,6 @@ from lightrft.run.model_card import held_out_results, push, write_card
 from lightrft.run.resume_check import changed_settings, identity
 from lightrft.run.run_folder import RunFolder, checkpoints_of
 from lightrft.strategy.strategy import StrategyBase
-from lightrft.types import Expand
 from lightrft.versions import installed_versions
 
 

@@ -17,6 +17,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.references import (
     ENGINE,
     JUDGE,
+    REASONING_GYM,
     eval_sources,
     reward_model_terms,
     reward_terms,
@@ -30,6 +31,7 @@ from lightrft.config.sections import (
     needs_reference,
 )
 from lightrft.config.values import CommaSeparated
+from lightrft.core.batch import RoutedShape
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
@@ -50,7 +52,6 @@ from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import RecordedSamples
 from lightrft.run.run_folder import RunFolder
-from lightrft.samples import REASONING_GYM
 from lightrft.schedulers.overlap import Overlap
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from lightrft.stages.advantages import data_columns
@@ -77,7 +78,6 @@ from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.held_out import HeldOut
 from lightrft.trainer.ppo import Learner, PPOTrainer, ReplayTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
-from lightrft.types import RoutedShape
 
 
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import teacher_terms
 from lightrft.config.sections import Config, has_episodes, media_columns
+from lightrft.core.samples import Answer, Prompt
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
 from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
@@ -27,7 +28,6 @@ from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.teacher_columns import TeacherColumns
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_episodes import check_tools
-from lightrft.types import Answer, Prompt
 
 ENOUGH_STEPS = 50
 """Steps for which default batches become smaller."""

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightrft.core.samples import Prompt
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group
 from lightrft.rollout.scores import Estimate, PromptScores, estimates
-from lightrft.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)

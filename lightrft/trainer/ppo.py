@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightrft.config.sections import Config, moves_reference
+from lightrft.core.samples import Sample
 from lightrft.data.prompt_set import PromptSet
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
@@ -25,7 +26,6 @@ from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
 from lightrft.trainer.tasks.sft import PtxLoss
-from lightrft.types import Sample
 
 SampleSink = Callable[[int, list[Sample], int], None]
 """Takes a step's number, the samples, and the version of the engine's newest weights."""

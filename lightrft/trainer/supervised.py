@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from lightrft.core.samples import Answer, Prompt
 from lightrft.data.rendering.tokens import marked_texts
 from lightrft.roles.role import LossTerm
 from lightrft.run.digests import StepRecord
 from lightrft.trainer.base import Trainer
-from lightrft.types import Answer, Prompt
 
 MOST_EXAMPLES = 6
 """Rows of the first step that are shown with what is learned of them."""

@@ -35,7 +35,7 @@ COLLECTIVES = (
 def experience(count: int, length: int, first: int, seed: int):
     import torch
 
-    from lightrft.types import Experience
+    from lightrft.core.batch import Experience
 
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, length + 1, (count,), generator=generator)

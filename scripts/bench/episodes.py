@@ -29,6 +29,7 @@ from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import EngineSection, RolloutSection
 from lightrft.config.sections import DataSection, EnvironmentSection
+from lightrft.core.samples import Prompt
 from lightrft.engine.build import build_engine
 from lightrft.engine.requests import Request, Sampling
 from lightrft.observe.metrics import Trace
@@ -36,7 +37,6 @@ from lightrft.parallel.mesh import Mesh
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.groups import Group
 from lightrft.strategy.shared_session import SharedSession
-from lightrft.types import Prompt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import parser_of

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from lightrft.algorithms.truncation import Truncation, without_padding
 from lightrft.config.sections import EngineSection, ModelSection
+from lightrft.core.batch import Batch
 from lightrft.engine.base import Engine, EngineSetup
 from lightrft.engine.hf import HFEngine
 from lightrft.engine.model_info import never_sampled
@@ -49,7 +50,6 @@ from lightrft.models.load import load_model, load_tokenizer
 from lightrft.models.logprobs import token_logprobs
 from lightrft.parallel.collectives import Axis
 from lightrft.thinker import load_config
-from lightrft.types import Batch
 from scripts.bench.harness import parser_of
 from scripts.prepare_quickstart import byte_tokenizer
 

@@ -35,11 +35,11 @@ def rank(way: str, folder: str, tokens: int) -> None:
     import torch
 
     from lightrft.config import ModelSection
+    from lightrft.core.batch import Batch
     from lightrft.models.heads import Actor
     from lightrft.models.load import load_model
     from lightrft.models.lora import freeze_parameters
     from lightrft.strategy import get_strategy
-    from lightrft.types import Batch
 
     if WAYS[way]:
         import lightrft.models.four_bits.bitsandbytes  # noqa: F401

@@ -33,8 +33,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
     from lightrft.batching.micro_batches import redistribute
     from lightrft.batching.sample_store import MemoryStore
+    from lightrft.core.batch import Batch
     from lightrft.parallel.collectives import Axis
-    from lightrft.types import Batch
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

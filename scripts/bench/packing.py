@@ -49,8 +49,8 @@ from lightrft.attention.flat import ATTENTION
 from lightrft.attention.recurrent import install
 from lightrft.batching.micro_batches import MIN_SAVING, find_shared_prefixes, prompts
 from lightrft.batching.planner import Plan, plan
+from lightrft.core.batch import Batch
 from lightrft.models.heads import Actor
-from lightrft.types import Batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import parser_of

@@ -29,6 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.config import Config, parse
 from lightrft.config.resolve import resolve
+from lightrft.core.batch import Experience
 from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.peaks import DEVICES
@@ -39,7 +40,6 @@ from lightrft.tools.planning import Planner
 from lightrft.tools.shapes import model_config
 from lightrft.tools.step_memory import total
 from lightrft.trainer.build_roles import build_policy
-from lightrft.types import Experience
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import on_ranks, parser_of

@@ -24,8 +24,8 @@ from reward_functions import busy
 
 from lightrft.cli import SWITCH_INTERVAL
 from lightrft.config import RewardSection
+from lightrft.core.samples import Prompt, Sample
 from lightrft.rewards.runner import RewardRunner
-from lightrft.types import Prompt, Sample
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import parser_of

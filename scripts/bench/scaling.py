@@ -62,6 +62,8 @@ from lightrft.batching.sample_store import MemoryStore  # noqa: E402
 from lightrft.checkpoint import manager  # noqa: E402
 from lightrft.checkpoint.model_state import ModelState  # noqa: E402
 from lightrft.config import RewardSection, RolloutSection  # noqa: E402
+from lightrft.core.batch import Experience  # noqa: E402
+from lightrft.core.samples import Prompt, Sample  # noqa: E402
 from lightrft.launch.connection import Connection  # noqa: E402
 from lightrft.launch.heartbeat import BEAT, LOOPBACK, Watchdog  # noqa: E402
 from lightrft.launch.monitor import Monitor  # noqa: E402
@@ -75,7 +77,6 @@ from lightrft.rollout.groups import GatheredRewards  # noqa: E402
 from lightrft.rollout.rollout import Rollout  # noqa: E402
 from lightrft.schedulers.assignment import Assignment  # noqa: E402
 from lightrft.schedulers.rounds import Rounds  # noqa: E402
-from lightrft.types import Experience, Prompt, Sample  # noqa: E402
 from scripts.bench.harness import parser_of  # noqa: E402
 
 LIMIT = timedelta(minutes=30)

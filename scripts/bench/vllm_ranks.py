@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import EngineSection, RewardSection, RolloutSection
+from lightrft.core.samples import Prompt
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.engine.requests import derived_seed
@@ -25,7 +26,6 @@ from lightrft.rollout.rollout import FixedBatch, Rollout
 from lightrft.rollout.sampler import Pending, Sampler
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from lightrft.strategy.shared_session import Finished, SharedSession
-from lightrft.types import Prompt
 
 VOCABULARY = 512
 END = 511

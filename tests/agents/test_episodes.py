@@ -26,10 +26,10 @@ from lightrft.config.sections import (
     EnvironmentSection,
     ModelSection,
 )
+from lightrft.core.samples import Prompt, Sample
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.functions import environment
 from lightrft.trainer.build_episodes import build_parser, with_tools
-from lightrft.types import Prompt, Sample
 from player import TEMPLATE, Player, ids
 from ranks import run_ranks
 from sglang_environment import in_sglang_environment

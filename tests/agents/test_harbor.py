@@ -14,9 +14,9 @@ import pytest
 
 from lightrft.agents.adapters.harbor.trials import program
 from lightrft.config.errors import DataError
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.readers import BadRows, read_rows
 from lightrft.rewards.functions import environment
-from lightrft.types import Prompt, Sample
 from player import Player, ids
 
 HARBOR = shutil.which(os.environ.get("HARBOR", "harbor"))

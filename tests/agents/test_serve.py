@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from lightrft.agents.messages import BEGINNING, Turn, TurnRequest, from_bytes
+from lightrft.core.samples import Prompt
 from lightrft.run.model_server import ServedSession
-from lightrft.types import Prompt
 from malformed import CHAT, MALFORMED, NO_JSON, OF_A_SERVER
 from scripts.prepare_quickstart import tiny_qwen3
 from warm import warm_python

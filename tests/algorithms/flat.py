@@ -6,7 +6,7 @@ from torch import Tensor
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.reduce import Denominator, PromptTokens
 from lightrft.config import AlgorithmSection
-from lightrft.types import Batch, Experience
+from lightrft.core.batch import Batch, Experience
 
 
 def make_batch(masks: list[str]) -> Batch:

@@ -11,8 +11,8 @@ from lightrft.algorithms.shaping import RewardShaper
 from lightrft.algorithms.unread import unread_flags
 from lightrft.cli import train_ppo
 from lightrft.config import AlgorithmSection, RewardSection
+from lightrft.core.samples import Prompt, Sample
 from lightrft.rollout.groups import GatheredRewards
-from lightrft.samples import Prompt, Sample
 from lightrft.stages.advantages import CompareRewards
 from ranks import run_ranks
 from runs import PPO, prepare

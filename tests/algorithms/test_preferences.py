@@ -19,7 +19,7 @@ from lightrft.algorithms.preferences.reward import (
 )
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import PreferenceSection
-from lightrft.types import JudgedBatch
+from lightrft.core.batch import JudgedBatch
 
 ONE = torch.ones(1)
 

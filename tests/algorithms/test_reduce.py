@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.autograd import grad
 
 from lightrft.algorithms.reduce import Denominator, PromptTokens, sequence_sums, share_of_mean
-from lightrft.types import Experience
+from lightrft.core.batch import Experience
 
 MODES = (
     *("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),

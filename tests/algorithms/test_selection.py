@@ -17,7 +17,7 @@ from lightrft.algorithms.selection import (
     top_share,
     value_keys,
 )
-from lightrft.types import Experience
+from lightrft.core.batch import Experience
 from ranks import run_ranks
 
 

@@ -31,8 +31,8 @@ from lightrft.attention import flash_attn, flat
 from lightrft.attention.flat import ATTENTION, block_attention, flat_attention
 from lightrft.attention.layout import Layout
 from lightrft.batching.micro_batches import find_shared_prefixes
+from lightrft.core.batch import Batch
 from lightrft.models.heads import Actor
-from lightrft.types import Batch
 
 CPU = torch.device("cpu")
 

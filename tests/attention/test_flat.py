@@ -32,8 +32,8 @@ from lightrft.attention import flat
 from lightrft.attention.flat import ATTENTION, attention_kernel, block_attention
 from lightrft.attention.layout import LONG_SEQUENCE, Layout
 from lightrft.batching.micro_batches import find_shared_prefixes
+from lightrft.core.batch import Batch
 from lightrft.models.heads import Actor
-from lightrft.types import Batch
 
 
 @pytest.mark.parametrize("name", MODELS)

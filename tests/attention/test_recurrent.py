@@ -30,9 +30,9 @@ from lightrft.attention.flat import ATTENTION
 from lightrft.attention.layout import Layout
 from lightrft.attention.recurrent import CONVOLUTION_KERNEL, SCANS, _flat_scan, _levels
 from lightrft.batching.micro_batches import find_shared_prefixes
+from lightrft.core.batch import Batch, SharedPrefix
 from lightrft.models.heads import Actor
 from lightrft.models.load import not_flat
-from lightrft.types import Batch, SharedPrefix
 
 LONG = [70, 70, 75, 90]
 """Longer than the chunks of every family."""

@@ -3,7 +3,7 @@
 import torch
 
 from lightrft.batching.micro_batches import infer, micro_batches
-from lightrft.types import Batch, Experience
+from lightrft.core.batch import Batch, Experience
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft.batching.micro_batches import find_shared_prefixes, prompts
+from lightrft.core.batch import Batch
 from lightrft.models.heads import computed_images
-from lightrft.types import Batch
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)
 

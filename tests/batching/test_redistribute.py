@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from lightrft.batching.micro_batches import get_batch, put_batch, share
 from lightrft.batching.sample_store import MemoryStore
+from lightrft.core.batch import Experience, token_index
 from lightrft.parallel.collectives import Axis
-from lightrft.types import Experience, token_index
 from ranks import run_ranks
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from lightrft.config.references import BENCHMARKS
 from lightrft.config.sections import DataSection
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from lightrft.rewards.functions import rewards
-from lightrft.types import Prompt, Sample
 from tiny import byte_tokenizer
 
 ROWS = {

@@ -15,11 +15,11 @@ from loguru import logger
 from lightrft.agents.messages import BEGINNING, TurnRequest
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import DataSection, PreferenceSection
+from lightrft.core.samples import Prompt
 from lightrft.data.conversations import make_example
 from lightrft.data.preferences import pair_maker
 from lightrft.data.prompts import make_prompt
 from lightrft.data.rendering.template import turn_end_ids
-from lightrft.types import Prompt
 from tiny import byte_tokenizer
 
 SHIPPED = {

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import models, normalizers
 
 from lightrft.config import DataSection
+from lightrft.core.samples import Answer
 from lightrft.data.conversations import load_examples, supervised_batch
 from lightrft.data.readers import DataError
 from lightrft.data.rendering.tokens import consecutive_tokens
-from lightrft.types import Answer
 from tiny import EOS, byte_tokenizer
 
 ROLES = "{% for m in messages %}{% if m.role == 'assistant' %}a>"

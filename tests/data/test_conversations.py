@@ -6,8 +6,8 @@ A mask off by one would learn the prompt, or never learn to stop.
 import pytest
 
 from lightrft.config import DataSection
+from lightrft.core.samples import Prompt
 from lightrft.data.conversations import make_example, supervised_batch, too_long
-from lightrft.types import Prompt
 from tiny import EOS, byte_tokenizer
 
 

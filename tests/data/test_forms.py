@@ -11,6 +11,7 @@ from loguru import logger
 from transformers import LlamaConfig
 
 from lightrft.config import Config, DataSection, PreferenceSection
+from lightrft.core.samples import Answer
 from lightrft.data.conversations import load_examples
 from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompts import load_prompts
@@ -18,7 +19,6 @@ from lightrft.data.readers import DataError
 from lightrft.data.rendering.forms import _warn, learned
 from lightrft.data.step_labels import load_steps
 from lightrft.trainer.build_data import shown_data
-from lightrft.types import Answer
 from tiny import EOS, byte_tokenizer
 
 TEMPLATE = (

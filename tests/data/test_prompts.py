@@ -17,11 +17,11 @@ from loguru import logger
 from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
+from lightrft.core.samples import Prompt, TokenIds
 from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from lightrft.registry import OBJECTS
-from lightrft.types import Prompt, TokenIds
 from tiny import BOS, byte_tokenizer
 
 ROWS = [{"input": "1+1=", "label": "2", "level": 1}, {"input": "2+3=", "label": "5", "level": 2}]

@@ -11,13 +11,13 @@ import pytest
 
 from lightrft.config import ConfigError, DataSection, RewardSection
 from lightrft.config.references import data_sources
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.conversations import load_examples
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import BadRows, DataError, read_rows
 from lightrft.data.reasoning_gym import generator
 from lightrft.data.reasoning_gym.tasks import ReasoningTask
 from lightrft.rewards.runner import RewardRunner
-from lightrft.samples import Prompt, Sample
 from runs import PPO, prepare, train
 from tiny import byte_tokenizer
 

@@ -18,6 +18,7 @@ from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import Config, DataSection, PreferenceSection, RolloutSection
 from lightrft.config.errors import ConfigError
+from lightrft.core.samples import Answer, Prompt
 from lightrft.data.conversations import load_examples, make_example
 from lightrft.data.preferences import load_answers, load_pairs, pair_maker
 from lightrft.data.prompts import load_prompts, make_prompt
@@ -26,7 +27,6 @@ from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.step_labels import load_steps
 from lightrft.rollout.sampler import greedy_sampling, sampling_of
 from lightrft.trainer.build_episodes import check_tools, with_token_ids
-from lightrft.types import Answer, Prompt
 from tiny import BOS, EOS, byte_tokenizer
 
 TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"

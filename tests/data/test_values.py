@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lightrft.config import DataSection, RewardSection
+from lightrft.core.samples import Sample
 from lightrft.data.columns.values import plain, table_rows
 from lightrft.data.digests import digests_of_pieces
 from lightrft.data.prompts import load_prompts
@@ -25,7 +26,6 @@ from lightrft.observe.sample_table import sample_table
 from lightrft.observe.sinks import encode_row
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import sample_rows
-from lightrft.types import Sample
 from tiny import byte_tokenizer
 
 DAY = datetime.datetime(2024, 5, 1, 12, 30, 15)

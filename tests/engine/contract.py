@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from lightrft.config import EngineSection
+from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.engine.loop import RequestLoop
@@ -38,7 +39,6 @@ from lightrft.engine.requests import derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, select_device
 from lightrft.parallel.mesh import Mesh
-from lightrft.types import Completion
 from lightrft.weight_sync.verify import FULL_EVERY, PRODUCT_ROUNDS
 from tiny import VOCABULARY
 

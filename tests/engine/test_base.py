@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
-from lightrft.types import Completion
 from lightrft.weight_sync.verify import FULL_EVERY, Fingerprints
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}

@@ -31,6 +31,7 @@ from engine.contract import (
     start,
 )
 from lightrft.config import ModelSection
+from lightrft.core.batch import Batch
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.model_info import published_names
 from lightrft.models.heads import Actor
@@ -38,7 +39,6 @@ from lightrft.models.load import load_model
 from lightrft.parallel.dtensor_slices import local_slices
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
-from lightrft.types import Batch
 from lightrft.weight_sync.fused_layout import CopyTarget, ExpertSlice
 from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.stream import unwrap

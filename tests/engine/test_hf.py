@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from engine.contract import PROMPTS, perturbed, reference_greedy, start, tampered
 from flat_models import HYBRIDS, make_model
 from lightrft.attention.flat import ATTENTION
+from lightrft.core.batch import Batch
 from lightrft.engine.base import EngineError, Request, Sampling
 from lightrft.engine.hf import HFEngine, sample_tokens
 from lightrft.models.heads import Actor
 from lightrft.parallel.collectives import Axis
-from lightrft.types import Batch
 from tiny import tiny_model
 
 ALONE = Axis("engine", 1, 0, None)

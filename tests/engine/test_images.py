@@ -28,6 +28,8 @@ from transformers.video_utils import VideoMetadata
 
 from engine.contract import Bench, flipped_elements_are_named, perturbed, start
 from lightrft.config import ConfigError, EngineSection, ModelSection
+from lightrft.core.batch import concatenated_features
+from lightrft.core.samples import Completion
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.hf import has_positions_in_space
 from lightrft.engine.media import Clip, Video, digest, read
@@ -38,7 +40,6 @@ from lightrft.models.load import load_model
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import EngineStatus, FSDPStrategy
 from lightrft.strategy.prompt_reader import PromptReader, as_list, per_prompt
-from lightrft.types import Completion, concatenated_features
 from ranks import run_ranks
 from seeing import (
     FILMED,

@@ -5,10 +5,10 @@ names.
 import pytest
 
 from lightrft.config import RolloutSection
+from lightrft.core.samples import Completion
 from lightrft.engine.requests import Sampling
 from lightrft.engine.stops import StopStrings
 from lightrft.rollout.sampler import greedy_sampling, sampling_of
-from lightrft.types import Completion
 from tiny import EOS, byte_tokenizer
 
 

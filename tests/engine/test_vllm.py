@@ -33,10 +33,10 @@ from engine.contract import (
     start,
 )
 from lightrft.config import ConfigError, EngineSection
+from lightrft.core.samples import Completion
 from lightrft.engine.base import EngineError, EngineSetup, Request, Sampling
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
-from lightrft.types import Completion
 from ranks import run_ranks
 from tiny import byte_tokenizer, tiny_model
 from with_vllm import load_vllm

@@ -18,6 +18,7 @@ from lightrft.algorithms.truncation import Truncation
 from lightrft.attention.layout import Layout
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EngineSection
+from lightrft.core.batch import SharedPrefix
 from lightrft.engine.base import Engine
 from lightrft.engine.build import EXACT_ENGINES, check_exact
 from lightrft.engine.requests import Request, Sampling
@@ -34,7 +35,6 @@ from lightrft.exact.logprobs import exact_token_logprobs
 from lightrft.exact.products import ROW_BLOCK, Products, ProductShapes, _problems, chosen_products
 from lightrft.models.logprobs import token_logprobs
 from lightrft.tools.diagnosis import diagnose
-from lightrft.types import SharedPrefix
 from ranks import run_cases
 from runs import PPO, prepare, rows_of, run_here
 from scripts.bench.exact import build_actor, build_engine, make_prompts, sample

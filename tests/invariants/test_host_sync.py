@@ -19,6 +19,7 @@ from lightrft.attention.layout import Layout
 from lightrft.batching.micro_batches import micro_batches
 from lightrft.config import AlgorithmSection
 from lightrft.config.facts import EXPERT_FAMILIES
+from lightrft.core.batch import Experience
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
 from lightrft.models.recompute import recompute
@@ -28,7 +29,6 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.expert_parallel import expert_layers, visit
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL
 from lightrft.tools.step_memory import fake_group
-from lightrft.types import Experience
 from parallel.families import family_config
 
 T = 12

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.config import Config
+from lightrft.core.batch import Experience
 from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.rollout.sampler import sampling_of
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import build_policy
-from lightrft.types import Experience
 from lightrft.weight_sync.stream import persistent_buffers
 from ranks import run_ranks
 from tiny import tiny_model

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import ConfigError, ModelSection
+from lightrft.core.batch import Batch
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
 from lightrft.models.lora import (
@@ -28,7 +29,6 @@ from lightrft.models.lora import (
 )
 from lightrft.models.peft import merge
 from lightrft.models.recompute import recompute
-from lightrft.types import Batch
 from lightrft.weight_sync.adapters import Adapters, names_of
 from tiny import tiny_model
 

@@ -13,11 +13,11 @@ from lightrft.attention.flat import ATTENTION
 from lightrft.attention.recurrent import install
 from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config.facts import BIASED_FAMILIES, EXPERT_FAMILIES
+from lightrft.core.batch import RoutedShape, missing_expert
 from lightrft.models.heads import Actor
 from lightrft.models.recompute import recompute
 from lightrft.models.routers import RouterChoices, Routers
 from lightrft.parallel.expert_parallel import routers
-from lightrft.types import RoutedShape, missing_expert
 from parallel.families import family_config
 
 

@@ -12,10 +12,10 @@ from transformers import (
 )
 
 from lightrft.config import ModelSection
+from lightrft.core.batch import Batch
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.lora import adapted_layers, freeze_parameters
-from lightrft.types import Batch
 
 pytestmark = pytest.mark.slow
 

@@ -17,13 +17,13 @@ from PIL import Image
 
 from lightrft.cli.debug import report
 from lightrft.config import Config
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import ImageFile
 from lightrft.observe.curves import curves, smooth
 from lightrft.observe.report import PAGE_TEMPLATE, write_report
 from lightrft.observe.scoreboard import scoreboard
 from lightrft.observe.sinks import JsonLines, read_rows, readable
 from lightrft.rollout.groups import sample_rows
-from lightrft.types import Prompt, Sample
 
 ATTACK = "<script>alert(1)</script>"
 

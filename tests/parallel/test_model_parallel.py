@@ -8,13 +8,13 @@ import random
 import pytest
 import torch
 
+from lightrft.core.samples import Prompt, Sample
 from lightrft.engine.base import Sampling
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.rewards.functions import rewards
 from lightrft.rewards.runner import RewardRunner
 from lightrft.strategy import FSDPStrategy
-from lightrft.types import Prompt, Sample
 from parallel.families import family_model
 from ranks import run_ranks
 

@@ -17,6 +17,7 @@ from lightrft.attention.layout import Layout
 from lightrft.backends.base import SEQUENCES
 from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config import ConfigError
+from lightrft.core.batch import Batch
 from lightrft.models.heads import Actor, rope_window
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
@@ -26,7 +27,6 @@ from lightrft.parallel.sequence_parallel import (
     set_sequence_parallel,
 )
 from lightrft.strategy import FSDPStrategy
-from lightrft.types import Batch
 from ranks import run_ranks
 from roles import rows
 from tiny import tiny_model

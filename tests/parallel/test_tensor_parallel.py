@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from lightrft.config import ModelSection
+from lightrft.core.batch import Batch
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.lora import freeze_parameters, keep_adapters_apart
@@ -28,7 +29,6 @@ from lightrft.models.recompute import recompute
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.tensor_parallel import model_problems, parallelize, plan_problems
 from lightrft.strategy import FSDPStrategy
-from lightrft.types import Batch
 from lightrft.versions import TENSOR_PARALLEL_VERSIONS
 from parallel.families import FAMILIES, OTHERS, family_config, family_model
 from ranks import run_cases, run_ranks, whole

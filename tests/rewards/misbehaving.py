@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 
-from lightrft.samples import Sample
+from lightrft.core.samples import Sample
 
 
 def obey(samples: list[Sample], label: list[str], **columns) -> list:

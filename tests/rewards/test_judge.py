@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from json_server import JsonHandler, listening
 from lightrft.config import Config, ConfigError, RewardSection, validate
 from lightrft.config.references import RewardTerm
+from lightrft.core.samples import Prompt, Sample
 from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.judge_settings import JudgeSettings, fill_template
 from lightrft.rewards.runner import RewardRunner
 from lightrft.strategy import get_strategy
-from lightrft.types import Prompt, Sample
 from ranks import run_ranks
 from runs import PPO, prepare, train
 

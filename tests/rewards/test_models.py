@@ -19,13 +19,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from json_server import JsonHandler, listening
 from lightrft.config import Config, RewardSection, validate
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.step_ends import StepEnds
 from lightrft.rewards.functions import rewards
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rewards.steps import StepRewards
 from lightrft.roles import endpoint
-from lightrft.types import Prompt, Sample
 from ranks import run_ranks
 from roles import rows
 from tiny import tiny_model

@@ -15,13 +15,13 @@ import pytest
 from loguru import logger
 
 from lightrft.config import ConfigError, DataSection, RewardSection
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.prompts import load_prompts
 from lightrft.launch.forks import FORK, end_with
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import FAILURES_IN_A_ROW, RewardRunner, importable_name
 from lightrft.rewards.worker import Setup
-from lightrft.types import Prompt, Sample
 from tiny import byte_tokenizer
 
 FILE = Path(__file__).with_name("misbehaving.py")

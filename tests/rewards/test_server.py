@@ -16,8 +16,8 @@ import torch
 from transformers import AutoTokenizer
 
 from lightrft.config import RewardSection
+from lightrft.core.samples import Prompt, Sample
 from lightrft.rewards.runner import RewardRunner
-from lightrft.types import Prompt, Sample
 from roles import rows
 from tiny import EOS, tiny_model
 from warm import warm_python

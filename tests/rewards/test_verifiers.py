@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from lightrft.config import ConfigError, RewardSection
+from lightrft.core.samples import Prompt, Sample
 from lightrft.rewards.functions import FAST_REWARDS, rewards
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rewards.verifiers import sandbox as code_sandbox
-from lightrft.samples import Prompt, Sample
 
 
 def sample(text: str, prompt: str = "question", num_tokens: int = 1, **columns) -> Sample:

@@ -9,11 +9,11 @@ from lightrft.algorithms.reduce import Denominator
 from lightrft.algorithms.truncation import ALL
 from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config.sections import ModelSection
+from lightrft.core.batch import Batch
 from lightrft.models.heads import Actor, Scorer, TokenLogprobs
 from lightrft.models.load import load_model, load_scorer
 from lightrft.models.lora import freeze_parameters
 from lightrft.roles.operations import TrainingOperations
-from lightrft.types import Batch
 from tiny import tiny_experts, tiny_model
 
 PROMPT = 40

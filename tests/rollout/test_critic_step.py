@@ -13,9 +13,9 @@ from lightrft.algorithms.kl import KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, RewardSection, TrainSection
+from lightrft.core.samples import Prompt, Sample
 from lightrft.observe.metrics import Metrics
 from lightrft.stages.build import experience_maker
-from lightrft.types import Prompt, Sample
 from ranks import run_ranks
 from roles import rows
 from tiny import tiny_model

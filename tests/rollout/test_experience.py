@@ -16,6 +16,7 @@ from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.batching.micro_batches import prompts
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
+from lightrft.core.samples import Episode, Prompt, Sample
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.observe.metrics import Metrics
@@ -23,7 +24,6 @@ from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import flatten, place_at_tokens, with_branches
 from lightrft.stages.build import experience_maker
 from lightrft.strategy import get_strategy
-from lightrft.types import Episode, Prompt, Sample
 from ranks import run_ranks
 from tiny import tiny_model
 

@@ -25,6 +25,8 @@ from lightrft.algorithms.objectives import sft
 from lightrft.algorithms.reduce import Denominator, share_of_mean
 from lightrft.batching.micro_batches import redistribute
 from lightrft.config import ConfigError, ModelSection
+from lightrft.core.batch import Batch
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import IMAGES, ImageFile
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer, load_tokenizer
@@ -37,7 +39,6 @@ from lightrft.roles.reward_model import RewardModel
 from lightrft.rollout.experience import flatten
 from lightrft.rollout.media_expansion import Expander
 from lightrft.strategy import get_strategy
-from lightrft.types import Batch, Prompt, Sample
 from ranks import run_cases, run_ranks
 from runs import rows_of, run_here, train
 from scripts.prepare_colours import CHAT_TEMPLATE, pictures, tiny_idefics3

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightrft.core.batch import Experience
+from lightrft.core.samples import Drafts, Prompt, Sample
 from lightrft.observe.metrics import Metrics
 from lightrft.rollout.experience import measure_experience
 from lightrft.rollout.groups import SOLVED, measure_groups, measure_samples
-from lightrft.types import Drafts, Experience, Prompt, Sample
 
 
 class Ranks:

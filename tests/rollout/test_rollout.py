@@ -12,6 +12,7 @@ from PIL import Image
 
 from lightrft.config import ConfigError, RewardSection, RolloutSection
 from lightrft.config.errors import DataError
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import IMAGES, ImageFile
 from lightrft.engine.loop import ABORTED
 from lightrft.observe.metrics import Metrics
@@ -21,7 +22,6 @@ from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group, GroupOutcome, History
 from lightrft.rollout.rollout import FixedBatch, Rollout
 from lightrft.schedulers.rounds import Rounds, needs_rounds
-from lightrft.types import Prompt, Sample
 from ranks import run_cases, run_ranks
 
 ALONE = Axis("data", 1, 0, None)

@@ -15,13 +15,13 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import Config
+from lightrft.core.samples import Prompt
 from lightrft.observe.metrics import Metrics
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Sampler
 from lightrft.schedulers.rounds import Rounds
 from lightrft.strategy import get_strategy
-from lightrft.types import Prompt
 from ranks import run_cases
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 

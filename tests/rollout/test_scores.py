@@ -6,6 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from lightrft.core.samples import Prompt
 from lightrft.rollout.groups import Group
 from lightrft.rollout.scores import (
     PromptScores,
@@ -15,7 +16,6 @@ from lightrft.rollout.scores import (
     pass_at_k,
     student_quantile,
 )
-from lightrft.types import Prompt
 
 
 @pytest.mark.parametrize(

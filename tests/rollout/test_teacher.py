@@ -14,6 +14,8 @@ from lightrft.algorithms.kl import KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, DataSection, ModelSection, RewardSection, TrainSection
+from lightrft.core.batch import Experience
+from lightrft.core.samples import Sample
 from lightrft.models.load import check_vocabulary
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
@@ -21,7 +23,6 @@ from lightrft.roles.remote_teacher import RemoteTeacher
 from lightrft.roles.teacher import Teachers
 from lightrft.rollout.teacher_columns import TeacherColumns
 from lightrft.stages.build import experience_maker
-from lightrft.types import Experience, Sample
 from ranks import run_ranks
 from roles import rows
 from rollout.test_critic_step import LEFT_OUT, SHAPES, logprobs, response, samples

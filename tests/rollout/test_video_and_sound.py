@@ -23,6 +23,7 @@ from lightrft.algorithms.objectives import sft
 from lightrft.batching.micro_batches import redistribute
 from lightrft.checkpoint.hf_export import export_whole
 from lightrft.config import ModelSection
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import (
     AUDIOS,
     IMAGES,
@@ -40,7 +41,6 @@ from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import flatten
 from lightrft.rollout.media_expansion import Expander
 from lightrft.strategy import get_strategy
-from lightrft.types import Prompt, Sample
 from ranks import run_cases
 from runs import train
 from scripts.prepare_digits import recordings, tiny_qwen2_audio

@@ -14,10 +14,10 @@ import pytest
 from datasets import Dataset
 
 from lightrft.config import parse
+from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import open_media
 from lightrft.data.prompts import load_prompts
 from lightrft.rewards.functions import rewards
-from lightrft.types import Prompt, Sample
 from scripts.prepare_audio_questions import letter_of, main
 from tiny import byte_tokenizer
 

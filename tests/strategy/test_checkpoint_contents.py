@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lightrft.config import ModelSection
+from lightrft.core.batch import Batch
 from lightrft.engine.base import Sampling
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
-from lightrft.types import Batch
 from ranks import run_ranks, run_refusals
 from strategy.training import snapshot, strategy
 

@@ -13,13 +13,13 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from lightrft.config import ModelSection
+from lightrft.core.batch import Batch
 from lightrft.engine.hf import _add_adapters
 from lightrft.models.empty import is_empty
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.lora import adapter_shapes, freeze_parameters, is_adapter
 from lightrft.strategy import FSDPStrategy
-from lightrft.types import Batch
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.stream import unwrap
 from ranks import run_cases, run_ranks

@@ -18,11 +18,11 @@ from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.recurrent import CONVOLUTION_KERNEL, SCANS
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
+from lightrft.core.batch import Batch
 from lightrft.models import heads
 from lightrft.parallel.sequence_parallel import SequenceParallel
 from lightrft.tools import selfcheck
 from lightrft.tools.selfcheck import PACKED, SHARED, check_model, compare_small_copy, differences
-from lightrft.types import Batch
 from ranks import run_cases, run_ranks
 from strategy.training import strategy
 from tiny import VOCABULARY, byte_tokenizer

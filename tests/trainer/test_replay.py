@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from lightrft.config.errors import DataError
+from lightrft.core.samples import Drafts, Episode, Prompt, Sample
 from lightrft.run.recorded_samples import RecordedSamples
-from lightrft.types import Drafts, Episode, Prompt, Sample
 from runs import PPO, prepare, train
 
 SETTINGS = [

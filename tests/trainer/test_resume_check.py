@@ -7,6 +7,7 @@ import pytest
 from transformers import Qwen2_5_VLConfig, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import Config, ConfigError, section_of_field
+from lightrft.core.samples import Answer, Prompt, TokenIds
 from lightrft.data.digests import digest
 from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.models.weight_files import NOT_THE_MODEL, weights_of
@@ -17,7 +18,6 @@ from lightrft.run.resume_check import (
     changed_settings,
     identity,
 )
-from lightrft.types import Answer, Prompt, TokenIds
 from tiny import tiny_model
 
 

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.contract import logits_over_one_cache, reference_logprobs
 from lightrft.config import parse
+from lightrft.core.samples import Completion, Drafts
 from lightrft.engine.base import Engine, Request, RequestLoop, Sampling
 from lightrft.engine.media import Clip, Video, digest
 from lightrft.engine.remote import door
@@ -37,7 +38,6 @@ from lightrft.parallel.processes import RunProcesses
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.run import run
-from lightrft.types import Completion, Drafts
 from ranks import exit_codes, run_ranks
 from runs import PPO, prepare, repeatable, rows_of, train
 from trainer import sabotage

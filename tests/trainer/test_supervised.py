@@ -12,13 +12,13 @@ from torch import nn
 
 from lightrft.algorithms.objectives import sft
 from lightrft.config import AlgorithmSection, DataSection, TrainSection
+from lightrft.core.samples import Prompt
 from lightrft.data.conversations import make_example
 from lightrft.data.loader import Order
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.mesh import collectives_begun
 from lightrft.trainer.supervised import SupervisedTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
-from lightrft.types import Prompt
 from ranks import run_cases, run_ranks
 from roles import rows
 from runs import PPO, prepare, repeatable, run_here, train

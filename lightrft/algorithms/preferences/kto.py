@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lightrft.algorithms.reduce import Denominator, Report, Weighted, sequence_sums
 from lightrft.config.sections import PreferenceSection
-from lightrft.types import JudgedBatch
+from lightrft.core.batch import JudgedBatch
 
 
 def kto(

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.algorithms.reduce import Denominator, Report, Weighted, share_of_mean
-from lightrft.types import JudgedBatch
+from lightrft.core.batch import JudgedBatch
 
 
 def step_objective(

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightrft.algorithms.preferences.pairs import pair_report, split_pairs
 from lightrft.algorithms.reduce import Denominator, Report, Weighted
 from lightrft.config.sections import PreferenceSection
-from lightrft.types import JudgedBatch
+from lightrft.core.batch import JudgedBatch
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:

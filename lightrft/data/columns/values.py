@@ -20,6 +20,8 @@ import pyarrow as pa
 
 from lightrft.config.values import check_text
 
+DataRow = tuple[str, dict[str, Any]]
+"""Location of a row of a data set (`train.jsonl:12`) and the columns."""
 VALUE_KINDS = "text, a number, true, false, a date, a list or an object"
 DEEPEST = 100
 """How deep lists and objects may lie in one another: everything that reads a row goes through them.

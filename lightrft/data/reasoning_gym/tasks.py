@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lightrft.config.errors import DataError
-from lightrft.samples import REASONING_GYM, DataRow
+from lightrft.config.references import REASONING_GYM
+from lightrft.data.columns.values import DataRow
 
 SIZE = 500
 """Number of rows of a task without `size`."""

@@ -8,7 +8,7 @@ from operator import itemgetter
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.values import check_text
-from lightrft.samples import Answer
+from lightrft.core.samples import Answer
 
 ANCHOR = "\n"
 """Text before an answer that is tokenized alone, so that no space is written before it."""

@@ -19,8 +19,9 @@ from verifiers.v1.utils.loaders import (
 )
 
 from lightrft.config.errors import DataError
+from lightrft.config.references import VERIFIERS
+from lightrft.data.columns.values import DataRow
 from lightrft.registry import each_kept_alive, kept_alive
-from lightrft.samples import VERIFIERS, DataRow
 
 TASK = "task"
 """Column with the data of a task."""

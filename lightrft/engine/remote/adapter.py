@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
+from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
 from lightrft.engine.loop import RequestLoop
 from lightrft.engine.model_info import (
@@ -36,7 +37,6 @@ from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.parallel.device import grow_segments
 from lightrft.parallel.processes import RunProcesses
 from lightrft.thinker import load_config
-from lightrft.types import Completion
 from lightrft.weight_sync.stream import bucket_limit
 
 STEP_SECONDS = 0.01

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine
 from lightrft.engine.loop import RequestLoop
 from lightrft.engine.remote.weights import WeightBroadcast
@@ -25,7 +26,6 @@ from lightrft.engine.remote.wire import (
 from lightrft.engine.requests import Sampling
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.processes import RunProcesses
-from lightrft.types import Completion
 
 WAIT_SECONDS = 1.0
 """Seconds until a rank without work meets the other ranks of the engine again."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from lightrft.core.samples import Completion, Drafts
 from lightrft.engine.media import Clip, Video
 from lightrft.engine.remote.codec import Codec
 from lightrft.engine.remote.door import STORE_PREFIX, Door, enter, own_address
 from lightrft.engine.requests import Request, Sampling
 from lightrft.parallel.processes import RunProcesses
-from lightrft.types import Completion, Drafts
 
 PRETRAIN = f"{STORE_PREFIX}/pretrain"
 """Key of the folder that the engines start from."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from lightrft.core.samples import Completion
 from lightrft.engine.base import EngineError, EngineSetup, Part
 from lightrft.engine.media import MediaReader
 from lightrft.engine.requests import Expanded, Request
@@ -18,7 +19,6 @@ from lightrft.engine.sglang.samples import Samples
 from lightrft.engine.sglang.shim import SGLangShim
 from lightrft.engine.start import LibraryEngine
 from lightrft.parallel.device import current_device
-from lightrft.types import Completion
 from lightrft.weight_sync.fused_layout import engine_names
 from lightrft.weight_sync.names import NamedTensor
 from lightrft.weight_sync.stream import bucket_limit, buckets

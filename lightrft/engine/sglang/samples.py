@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.algorithms.truncation import without_padding
+from lightrft.core.samples import Completion
 from lightrft.engine.base import EngineError
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.model_info import Vocabulary
@@ -15,7 +16,6 @@ from lightrft.engine.requests import Request, Sampling
 from lightrft.engine.sglang.sampling import Truncate
 from lightrft.engine.sglang.shim import SGLangShim
 from lightrft.engine.stops import StopStrings
-from lightrft.types import Completion
 
 LOOK_EVERY = 8
 """Tokens between checks for stop strings; a check can abort a request. Without any it is RARELY."""

@@ -19,6 +19,7 @@ from vllm.inputs import MultiModalInput, tokens_input
 from vllm.v1.engine import EngineCoreRequest
 
 from lightrft.algorithms.truncation import Truncation, without_padding
+from lightrft.core.samples import Completion
 from lightrft.engine.base import EngineError, EngineSetup, Part
 from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
@@ -32,7 +33,6 @@ from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
 from lightrft.parallel.device import grow_segments, release_cached_memory
 from lightrft.thinker import OmniThinkerConfig, load_config, whole_config
-from lightrft.types import Completion
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.names import DRAFT, NamedTensor, PublishedNames
 from lightrft.weight_sync.verify import Fingerprints, destroy_weights

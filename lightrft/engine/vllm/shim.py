@@ -39,13 +39,13 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 
+from lightrft.core.samples import Completion, Drafts
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import Clip, Video, metadata
 from lightrft.engine.requests import MEDIA_NAMES
 from lightrft.engine.vllm.adapter_slots import AdapterSlots
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
-from lightrft.types import Completion, Drafts
 from lightrft.weight_sync.adapters import Adapters
 from lightrft.weight_sync.expert_layout import is_a, is_experts, pack_experts, unpacked_experts
 from lightrft.weight_sync.fused_layout import (

@@ -7,10 +7,10 @@ from typing import Any
 
 from loguru import logger
 
+from lightrft.core.samples import Sample
 from lightrft.rewards.functions import reads
 from lightrft.rewards.verifiers.asserts import Asserts, read_asserts
 from lightrft.rewards.verifiers.sandbox import UnjudgedError, find_sandbox, output_of, passes
-from lightrft.samples import Sample
 
 CODE_BLOCK = re.compile(
     r"^[ \t]*```(?:python|py)[ \t]*\r?\n(.*?)(?:^[ \t]*```|\Z)",

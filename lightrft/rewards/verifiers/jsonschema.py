@@ -8,8 +8,8 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 from referencing import Registry
 
+from lightrft.core.samples import Sample
 from lightrft.rewards.functions import reads
-from lightrft.samples import Sample
 
 JSON_FENCE = "```json"
 NO_REFERENCES: Registry = Registry()

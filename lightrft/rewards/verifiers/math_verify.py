@@ -11,8 +11,8 @@ from typing import Any
 from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 
+from lightrft.core.samples import Sample
 from lightrft.rewards.functions import boxes, reads, right_answers
-from lightrft.samples import Sample
 
 COMPARISON_SECONDS = 3
 """Time limit of each reading and of each comparison; an answer needs three of them."""

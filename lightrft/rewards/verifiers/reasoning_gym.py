@@ -10,8 +10,8 @@ from typing import Any
 
 import reasoning_gym
 
+from lightrft.core.samples import Sample
 from lightrft.rewards.functions import reads, tagged_answer
-from lightrft.samples import Sample
 
 SCORE_SECONDS = 10
 """Time limit of a score; some scorers evaluate expressions of the response."""

@@ -10,11 +10,11 @@ from lightrft.algorithms.preferences.dpo import DPOObjective
 from lightrft.algorithms.reduce import sequence_sums
 from lightrft.batching.micro_batches import share
 from lightrft.config.sections import PreferenceSection, TrainSection
+from lightrft.core.samples import Expand, Prompt
 from lightrft.data.preferences import CHOSEN, REJECTED
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.pairs import local_pairs, pair_denominator
-from lightrft.types import Expand, Prompt
 
 PAIRS_AT_ONCE = 1024
 """Pairs whose reference log-probs are computed together. All at once might not fit in memory."""

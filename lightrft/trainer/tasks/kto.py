@@ -11,11 +11,12 @@ from lightrft.algorithms.preferences.kto import KTOObjective, reference_point
 from lightrft.algorithms.reduce import sequence_sums
 from lightrft.batching.micro_batches import MicroBatchIndices, share
 from lightrft.config.sections import PreferenceSection, TrainSection
+from lightrft.core.batch import JudgedBatch
+from lightrft.core.samples import Expand, Prompt
 from lightrft.data.preferences import judged_batch, mismatched
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
-from lightrft.types import Expand, JudgedBatch, Prompt
 
 
 class KTOTask:

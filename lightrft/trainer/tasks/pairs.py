@@ -7,11 +7,12 @@ import torch
 from lightrft.algorithms.reduce import Denominator
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import TrainSection
+from lightrft.core.batch import JudgedBatch
+from lightrft.core.samples import Expand, Prompt
 from lightrft.data.conversations import size_of_row
 from lightrft.data.preferences import CHOSEN, pair_batch
 from lightrft.parallel.collectives import Axis
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
-from lightrft.types import Expand, JudgedBatch, Prompt
 
 
 def local_pairs(

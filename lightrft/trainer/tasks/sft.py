@@ -9,6 +9,8 @@ from lightrft.algorithms.objectives import PtxDivergence, PtxObjective, sft
 from lightrft.algorithms.reduce import Denominator
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import AlgorithmSection, TrainSection
+from lightrft.core.batch import Batch
+from lightrft.core.samples import Expand, Prompt
 from lightrft.data.conversations import size_of_row, supervised_batch
 from lightrft.data.loader import Blend, Order
 from lightrft.roles.policy import Policy
@@ -16,7 +18,6 @@ from lightrft.roles.role import LossTerm
 from lightrft.roles.teacher import TeacherOfTokens
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
-from lightrft.types import Batch, Expand, Prompt
 
 
 class SFTTask:

@@ -39,18 +39,6 @@ class TokenIds(array):
         return repr(self.tolist())
 
 
-DataRow = tuple[str, dict[str, Any]]
-"""Location of a row of a data set (`train.jsonl:12`) and the columns."""
-DATA_FILES = (".jsonl", ".json", ".parquet")
-"""Ends of the names of files with data."""
-REASONING_GYM = "reasoning_gym:"
-"""Beginning of the name of a data set that is a task of the package reasoning-gym."""
-VERIFIERS = "verifiers:"
-"""Beginning of the name of a data set that is an environment of the package verifiers."""
-HARBOR = "harbor:"
-"""Beginning of the name of a data set that is a folder with tasks of Harbor."""
-
-
 class Answer(NamedTuple):
     """Tokens of a conversation from the first learned token on.
 

@@ -1,4 +1,4 @@
-"""Data types of training: Prompt, Sample, Batch, Experience.
+"""Tensors of training: Batch, and what it is made of.
 
 Shapes: T tokens of all sequences, concatenated without padding; N sequences.
 """
@@ -10,18 +10,6 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from lightrft.samples import (  # noqa: F401  its types belong to this module too
-    Answer,
-    Completion,
-    Drafts,
-    Episode,
-    Expand,
-    Expanded,
-    Prompt,
-    Sample,
-    TokenIds,
-)
 
 
 def per_token(default: Any = None) -> Any:
