@@ -228,11 +228,11 @@ def train_steps(
 ) -> Figures:
     from transformers import AutoModelForCausalLM
 
-    from lightrft.algorithms.reduce import LocalGradients
     from lightrft.algorithms.truncation import ALL
     from lightrft.attention.flat import ATTENTION
     from lightrft.batching.micro_batches import micro_batches
     from lightrft.core.batch import Batch
+    from lightrft.core.reduce import LocalGradients
     from lightrft.models.heads import Actor, TokenLogprobs
     from lightrft.parallel.device import peak_memory, synchronize
     from lightrft.parallel.peaks import DEVICES, known_device

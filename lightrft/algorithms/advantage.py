@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.algorithms.reduce import Sum, sequence_sums
 from lightrft.core.batch import Batch, padded, unpadded
+from lightrft.core.reduce import Sum, sequence_sums
 from lightrft.registry import Registry
 
 Estimator = Callable[..., Tensor]

@@ -9,8 +9,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import Sum
 from lightrft.core.batch import Routing
+from lightrft.core.reduce import Sum
 
 
 @dataclass(frozen=True, slots=True)

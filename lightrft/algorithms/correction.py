@@ -10,8 +10,8 @@ reference of the clip, apart from the behaviour policy: the decoupled objective 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import sequence_means, sequence_sums
 from lightrft.core.batch import Batch
+from lightrft.core.reduce import sequence_means, sequence_sums
 from lightrft.registry import Registry
 
 corrections = Registry("rollout correction", flag="--rollout_correction")

@@ -8,9 +8,9 @@ ranks. In the first update of a step both are the same.
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import Sum
 from lightrft.algorithms.selection import largest, share_of_tokens, top_share
 from lightrft.core.batch import Experience
+from lightrft.core.reduce import Sum
 from lightrft.registry import Registry
 
 marks = Registry("choice of tokens", flag="--policy_loss")

@@ -31,10 +31,10 @@ from lightrft.algorithms.options import keywords, options_of, resolve
 from lightrft.algorithms.policy_loss import PolicyLoss, policy_losses, reach
 from lightrft.algorithms.preferences.dpo import DPOObjective
 from lightrft.algorithms.preferences.kto import KTOObjective
-from lightrft.algorithms.reduce import Denominator, LocalGradients, Report, share_of_mean
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
+from lightrft.core.reduce import Denominator, LocalGradients, Report, share_of_mean
 
 LOSS_INPUTS = {"batch", "marked"}
 """Options of a policy loss that come from the samples, not from the configuration."""

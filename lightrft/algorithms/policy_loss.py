@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import sequence_means
 from lightrft.core.batch import Batch
+from lightrft.core.reduce import sequence_means
 from lightrft.registry import Registry
 
 Loss = tuple[Tensor, dict[str, Tensor]]

@@ -15,9 +15,9 @@ from lightrft.backends.offload import Offloaded, OffloadedOptimizer, OffloadedTe
 from lightrft.backends.optim import clip_gradients, global_grad_norm, step
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.sections import Config, sequence_layout
+from lightrft.core.metrics import Untraced
 from lightrft.models.lora import is_adapter, keep_adapters_apart, own_layers
 from lightrft.models.recompute import recompute
-from lightrft.observe.metrics import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.parallel.processes import RunProcesses

@@ -26,8 +26,8 @@ from lightrft.checkpoint.atomic import (
     run_on_all_ranks,
     write_file,
 )
+from lightrft.core.metrics import GB
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import GB
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 MANIFEST = "manifest.json"

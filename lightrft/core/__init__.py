@@ -1,0 +1,1 @@
+"""One step of training on generated samples; it imports torch, numpy and itself."""

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightrft.algorithms.reduce import LocalGradients
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.attention.layout import Layout, bidirectional_token
 from lightrft.config.errors import ConfigError
@@ -27,6 +26,7 @@ from lightrft.core.batch import (
     to_device,
     unpadded,
 )
+from lightrft.core.reduce import LocalGradients
 from lightrft.core.samples import Expanded
 from lightrft.models.empty import real_parameters
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs

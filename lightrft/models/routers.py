@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from lightrft.algorithms.balance import routing
-from lightrft.algorithms.reduce import Report, Weighted, sequence_sums
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.core.batch import (
     Batch,
@@ -21,6 +20,7 @@ from lightrft.core.batch import (
     pad_to_multiple,
     to_device,
 )
+from lightrft.core.reduce import Report, Weighted, sequence_sums
 from lightrft.parallel.expert_parallel import routers
 from lightrft.parallel.sequence_parallel import SequenceParallel
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightrft.observe.metrics import Metrics
+from lightrft.core.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 
 

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lightrft.observe.metrics import Span
+from lightrft.core.metrics import Span
 
 OPENING = "[\n"
 CLOSING = "\n]\n"

@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-GB = 1e9
-"""Bytes of a gigabyte, in every message and metric."""
-
 
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))

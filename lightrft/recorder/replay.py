@@ -13,17 +13,17 @@ from torch import Tensor
 
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective
-from lightrft.algorithms.reduce import Denominator, Report
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.backends.optim import own_settings
 from lightrft.checkpoint.manager import PARTS_FILE
 from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import moves_reference
 from lightrft.core.batch import Experience
+from lightrft.core.metrics import Metrics
+from lightrft.core.reduce import Denominator, Report
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.prompt_set import PromptSet
 from lightrft.models.load import load_tokenizer
-from lightrft.observe.metrics import Metrics
 from lightrft.observe.sinks import Writer
 from lightrft.recorder.bundle import Bundle
 from lightrft.recorder.phases import STAGES, Stage

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 from loguru import logger
 
+from lightrft.core.metrics import Untraced
 from lightrft.core.samples import Sample
 from lightrft.launch.forks import STACK_SIGNAL, Forks, Mailbox, Worker
-from lightrft.observe.metrics import Untraced
 from lightrft.rewards.conventions import common_columns
 from lightrft.rewards.worker import Setup
 

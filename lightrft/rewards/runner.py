@@ -20,9 +20,9 @@ from loguru import logger
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import JUDGE, SERVER, RewardTerm, reward_terms
 from lightrft.config.sections import RewardSection
+from lightrft.core.metrics import Metrics, Untraced
 from lightrft.core.samples import Prompt, Sample
 from lightrft.launch.heartbeat import code_position, exit_process
-from lightrft.observe.metrics import Metrics, Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.registry import OBJECTS, kept_alive
 from lightrft.rewards.conventions import RewardFunction, as_number, num_rewards

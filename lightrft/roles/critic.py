@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.core.batch import Batch
+from lightrft.core.reduce import LocalGradients, Report
 from lightrft.roles.role import Role
 
 

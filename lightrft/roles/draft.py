@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.algorithms.truncation import Truncation
 from lightrft.core.batch import Batch
+from lightrft.core.reduce import LocalGradients, Report
 from lightrft.models.heads import TokenLogprobs
 from lightrft.roles.role import Role
 from lightrft.strategy.strategy import StrategyBase

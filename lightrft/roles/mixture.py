@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.objectives import Balanced
-from lightrft.algorithms.reduce import Denominator, LocalGradients, Report
 from lightrft.algorithms.truncation import ALL
 from lightrft.batching.micro_batches import MicroBatchIndices, micro_batches
 from lightrft.core.batch import Batch, Routing
+from lightrft.core.metrics import Metrics
+from lightrft.core.reduce import Denominator, LocalGradients, Report
 from lightrft.models.routers import RouterChoices, Routers
-from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import WITHOUT_ENTROPY, Policy
 from lightrft.roles.role import Objective
 from lightrft.strategy.phases import Phase

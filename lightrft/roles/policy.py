@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.algorithms.reduce import LocalGradients, Report
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch
+from lightrft.core.reduce import LocalGradients, Report
 from lightrft.models.heads import Actor, Likeliest, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off
 from lightrft.roles.policy_methods import PolicyMethods

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import Report, Weighted
+from lightrft.core.reduce import Report, Weighted
 from lightrft.parallel.collectives import Axis
 
 

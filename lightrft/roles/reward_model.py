@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import LocalGradients, Report, sequence_sums
 from lightrft.core.batch import Batch, JudgedBatch, to_device
+from lightrft.core.reduce import LocalGradients, Report, sequence_sums
 from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
 from lightrft.roles.role import Role
 

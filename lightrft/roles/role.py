@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.objectives import local_gradients
-from lightrft.algorithms.reduce import Denominator, LocalGradients, PromptTokens, Report, Weighted
 from lightrft.batching.micro_batches import (
     B,
     MicroBatchIndices,
@@ -31,7 +30,8 @@ from lightrft.batching.planner import Batching
 from lightrft.batching.sample_store import SampleStore
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import Batch, padded
-from lightrft.observe.metrics import Metrics
+from lightrft.core.metrics import Metrics
+from lightrft.core.reduce import Denominator, LocalGradients, PromptTokens, Report, Weighted
 from lightrft.roles.operations import TrainingOperations
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten_padded
 from lightrft.roles.reports import MicroBatchReports

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import sequence_sums
 from lightrft.batching.micro_batches import put_batch
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import Experience, RoutedShape
+from lightrft.core.metrics import Metrics
+from lightrft.core.reduce import sequence_sums
 from lightrft.core.samples import Expand, Expanded, Sample
-from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.rollout.groups import GatheredRewards, measure_groups
 from lightrft.rollout.plan import LocalSamples, LocalStage, Stage, TrainingPlan

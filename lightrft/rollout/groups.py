@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import RIGHT, solved_share
+from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Drafts, Episode, Prompt, Sample
 from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
-from lightrft.observe.metrics import Metrics
 from lightrft.observe.sinks import BRANCHES, PROMPT_IDS, RESPONSE_IDS, SOUNDS, THUMBNAILS
 from lightrft.parallel.collectives import Axis
 

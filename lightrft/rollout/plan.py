@@ -12,8 +12,8 @@ from torch import Tensor
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.batching.sample_store import SampleStore
 from lightrft.core.batch import Experience
+from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
-from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import GatheredRewards
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lightrft.config.references import TRACKERS, report_names
 from lightrft.config.sections import Config
+from lightrft.core.metrics import Trace
 from lightrft.observe.console import console
-from lightrft.observe.metrics import Trace
 from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard
 from lightrft.observe.text import duration
 from lightrft.observe.trackers import Tracker, check_login

@@ -3,7 +3,7 @@
 from loguru import logger
 
 from lightrft.config.errors import ConfigError
-from lightrft.observe.metrics import Metrics
+from lightrft.core.metrics import Metrics
 from lightrft.rollout.groups import Group, GroupOutcome
 
 LEAST_ACCEPTANCE = 0.25

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lightrft.observe.metrics import Untraced
+from lightrft.core.metrics import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group
 from lightrft.rollout.rollout import PreparedRequests

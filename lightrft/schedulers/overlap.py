@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from lightrft.observe.metrics import Untraced
+from lightrft.core.metrics import Untraced
 from lightrft.rollout.groups import Group
 
 Compute = Callable[[list[Group]], None]

@@ -22,11 +22,11 @@ from lightrft.algorithms.advantage import (
     whiten,
 )
 from lightrft.algorithms.options import FIELDS, keywords, options_of
-from lightrft.algorithms.reduce import Sum
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Experience
-from lightrft.observe.metrics import Metrics
+from lightrft.core.metrics import Metrics
+from lightrft.core.reduce import Sum
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher, TeacherOfTokens

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import solved_share
-from lightrft.algorithms.reduce import sequence_means
 from lightrft.core.batch import Experience
-from lightrft.observe.metrics import Metrics
+from lightrft.core.metrics import Metrics
+from lightrft.core.reduce import sequence_means
 from lightrft.rollout.plan import LocalSamples, Stage, TrainingPlan
 
 

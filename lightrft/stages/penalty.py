@@ -6,10 +6,10 @@ from torch import Tensor
 from lightrft.algorithms.advantage import penalties
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, kl_estimators
 from lightrft.algorithms.options import options_of
-from lightrft.algorithms.reduce import sequence_sums
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Experience
-from lightrft.observe.metrics import Metrics
+from lightrft.core.metrics import Metrics
+from lightrft.core.reduce import sequence_sums
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.plan import Stage, TrainingPlan
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.options import options_of
-from lightrft.algorithms.reduce import Sum
 from lightrft.algorithms.selection import top_share
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Experience, token_index
-from lightrft.observe.metrics import Metrics
+from lightrft.core.metrics import Metrics
+from lightrft.core.reduce import Sum
 from lightrft.rollout.plan import Stage, TrainingPlan
 
 

@@ -21,7 +21,8 @@ from lightrft.checkpoint.atomic import PART, run_on_all_ranks
 from lightrft.checkpoint.background import Background
 from lightrft.checkpoint.hf_export import export, export_adapter, rehearse
 from lightrft.checkpoint.manifest import NOTHING, Kinds
-from lightrft.parallel.device import GB, free_host_memory, idle_pinned_memory
+from lightrft.core.metrics import GB
+from lightrft.parallel.device import free_host_memory, idle_pinned_memory
 from lightrft.weight_sync.stream import unwrap
 
 Models = nn.Module | Mapping[str, Any]

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from lightrft.backends.base import Backend
 from lightrft.backends.offload import Offloaded, has_gradients, is_offloaded
-from lightrft.parallel.device import GB, current_device, memory_in_use, peak_memory
+from lightrft.core.metrics import GB
+from lightrft.parallel.device import current_device, memory_in_use, peak_memory
 from lightrft.parallel.mesh import process_rank
 from lightrft.strategy.phases import OF_ENGINE, WAYS, Phase, PhaseError
 

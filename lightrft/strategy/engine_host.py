@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightrft.backends.base import Backend
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, EngineSection, longest_sequence
+from lightrft.core.metrics import GB
 from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine, EngineError
 from lightrft.engine.loop import RequestLoop
@@ -21,7 +22,7 @@ from lightrft.engine.remote.wire import ADAPTERS_KEY, PRETRAIN
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.models.lora import adapter_shapes, keep_adapters_apart
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import GB, occupied_memory, release_cached_memory
+from lightrft.parallel.device import occupied_memory, release_cached_memory
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.shared_session import SharedSession
 from lightrft.weight_sync.adapters import Adapters

@@ -27,6 +27,7 @@ from lightrft.batching.sample_store import MemoryStore, SampleStore
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import SUPERVISED, OptimSection, sequence_layout
+from lightrft.core.metrics import Untraced
 from lightrft.core.samples import Completion
 from lightrft.data.loader import Order
 from lightrft.engine.base import Engine
@@ -34,7 +35,6 @@ from lightrft.engine.requests import Request, Sampling
 from lightrft.launch.heartbeat import COLLECTIVE_MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.models.lora import merge_adapters, split_adapters
-from lightrft.observe.metrics import Untraced
 from lightrft.parallel.collectives import Axis, Op, all_gather, all_reduce
 from lightrft.parallel.device import current_device, grow_segments, host_cores, select_device
 from lightrft.parallel.mesh import Mesh, process_rank, world_axis

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from lightrft.core.metrics import GB
 from lightrft.launch.interface import interface_problem
-from lightrft.parallel.device import GB, current_device, free_memory
+from lightrft.parallel.device import current_device, free_memory
 from lightrft.versions import (
     CORE,
     ENGINE_VERSIONS,

@@ -27,11 +27,11 @@ from lightrft.checkpoint.hf_export import end_generation_at
 from lightrft.checkpoint.manifest import NOTHING, Kinds
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
+from lightrft.core.metrics import Metrics, Trace
 from lightrft.core.samples import Expand
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.rendering.template import turn_end_ids
 from lightrft.models.weight_files import weights_of
-from lightrft.observe.metrics import Metrics, Trace
 from lightrft.observe.pending_metrics import PendingMetrics
 from lightrft.observe.progress import progress_lines
 from lightrft.observe.report import write_report

@@ -32,10 +32,10 @@ from lightrft.config.sections import (
 )
 from lightrft.config.values import CommaSeparated
 from lightrft.core.batch import RoutedShape
+from lightrft.core.metrics import Untraced
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
-from lightrft.observe.metrics import Untraced
 from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.runner import RewardRunner
 from lightrft.roles.critic import Critic

@@ -30,8 +30,8 @@ from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.config import Config, parse
 from lightrft.config.resolve import resolve
 from lightrft.core.batch import Experience
+from lightrft.core.metrics import Metrics
 from lightrft.models import logprobs
-from lightrft.observe.metrics import Metrics
 from lightrft.parallel.peaks import DEVICES
 from lightrft.roles.policy import Policy
 from lightrft.rollout.sampler import sampling_of

@@ -333,7 +333,7 @@ def measure(args: argparse.Namespace) -> tuple[Costs, dict]:
     import torch.distributed as dist
     from vllm_ranks import Ranks, forced_rollout
 
-    from lightrft.observe.metrics import Metrics
+    from lightrft.core.metrics import Metrics
 
     ranks = Ranks(args.most)
     batch = args.real_prompts

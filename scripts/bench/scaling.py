@@ -63,12 +63,12 @@ from lightrft.checkpoint import manager  # noqa: E402
 from lightrft.checkpoint.model_state import ModelState  # noqa: E402
 from lightrft.config import RewardSection, RolloutSection  # noqa: E402
 from lightrft.core.batch import Experience  # noqa: E402
+from lightrft.core.metrics import Metrics  # noqa: E402
 from lightrft.core.samples import Prompt, Sample  # noqa: E402
 from lightrft.launch.connection import Connection  # noqa: E402
 from lightrft.launch.heartbeat import BEAT, LOOPBACK, Watchdog  # noqa: E402
 from lightrft.launch.monitor import Monitor  # noqa: E402
 from lightrft.launch.rendezvous import join_process_group  # noqa: E402
-from lightrft.observe.metrics import Metrics  # noqa: E402
 from lightrft.observe.pending_metrics import PendingMetrics  # noqa: E402
 from lightrft.parallel.collectives import Axis  # noqa: E402
 from lightrft.parallel.mesh import Mesh  # noqa: E402

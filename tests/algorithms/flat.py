@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.objectives import PolicyObjective
-from lightrft.algorithms.reduce import Denominator, PromptTokens
 from lightrft.config import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
+from lightrft.core.reduce import Denominator, PromptTokens
 
 
 def make_batch(masks: list[str]) -> Batch:

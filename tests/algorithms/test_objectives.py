@@ -22,9 +22,9 @@ from lightrft.algorithms.objectives import (
     sft,
 )
 from lightrft.algorithms.policy_loss import policy_losses, reach
-from lightrft.algorithms.reduce import Denominator
 from lightrft.config import AlgorithmSection, ConfigError
 from lightrft.core.batch import Batch, Experience
+from lightrft.core.reduce import Denominator
 
 LOG2 = math.log(2)
 # two sequences, `p a b` and `p c`; learned are a, b, c

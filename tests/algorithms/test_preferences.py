@@ -17,9 +17,9 @@ from lightrft.algorithms.preferences.reward import (
     log_exp,
     rao_kupper,
 )
-from lightrft.algorithms.reduce import Denominator
 from lightrft.config import PreferenceSection
 from lightrft.core.batch import JudgedBatch
+from lightrft.core.reduce import Denominator
 
 ONE = torch.ones(1)
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import grad
 
-from lightrft.algorithms.reduce import Denominator, PromptTokens, sequence_sums, share_of_mean
 from lightrft.core.batch import Experience
+from lightrft.core.reduce import Denominator, PromptTokens, sequence_sums, share_of_mean
 
 MODES = (
     *("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),

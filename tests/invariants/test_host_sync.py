@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from flat_models import make_batch, make_model
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.policy_loss import policy_losses
-from lightrft.algorithms.reduce import Denominator, PromptTokens
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.layout import Layout
 from lightrft.batching.micro_batches import micro_batches
 from lightrft.config import AlgorithmSection
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.core.batch import Experience
+from lightrft.core.metrics import Metrics
+from lightrft.core.reduce import Denominator, PromptTokens
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
 from lightrft.models.recompute import recompute
 from lightrft.models.routers import RouterChoices
-from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.expert_parallel import expert_layers, visit
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.config import Config
 from lightrft.core.batch import Experience
+from lightrft.core.metrics import Metrics
 from lightrft.models import logprobs
-from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.rollout.sampler import sampling_of
 from lightrft.strategy import get_strategy

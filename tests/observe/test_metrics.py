@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightrft.observe.metrics import Metrics
+from lightrft.core.metrics import Metrics
 from ranks import run_ranks
 
 

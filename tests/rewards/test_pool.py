@@ -15,10 +15,10 @@ import pytest
 from loguru import logger
 
 from lightrft.config import ConfigError, DataSection, RewardSection
+from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.prompts import load_prompts
 from lightrft.launch.forks import FORK, end_with
-from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import FAILURES_IN_A_ROW, RewardRunner, importable_name
 from lightrft.rewards.worker import Setup

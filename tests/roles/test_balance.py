@@ -13,8 +13,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from lightrft.algorithms.balance import Balance, routing
 from lightrft.algorithms.objectives import sft
+from lightrft.core.metrics import Metrics
 from lightrft.models.routers import Routers
-from lightrft.observe.metrics import Metrics
 from lightrft.roles.mixture import MixturePolicy
 from lightrft.strategy import get_strategy
 from ranks import run_ranks

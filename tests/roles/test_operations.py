@@ -5,11 +5,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightrft.algorithms.objectives import local_gradients, sft
-from lightrft.algorithms.reduce import Denominator
 from lightrft.algorithms.truncation import ALL
 from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config.sections import ModelSection
 from lightrft.core.batch import Batch
+from lightrft.core.reduce import Denominator
 from lightrft.models.heads import Actor, Scorer, TokenLogprobs
 from lightrft.models.load import load_model, load_scorer
 from lightrft.models.lora import freeze_parameters

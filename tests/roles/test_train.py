@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.objectives import PolicyObjective, sft
-from lightrft.algorithms.reduce import share_of_mean
 from lightrft.config import Config
+from lightrft.core.reduce import share_of_mean
 from lightrft.roles.role import Role
 from ranks import run_ranks
 from roles import rows

@@ -5,7 +5,7 @@ import torch
 
 from lightrft.algorithms.objectives import sft
 from lightrft.batching.micro_batches import micro_batches
-from lightrft.observe.metrics import Metrics
+from lightrft.core.metrics import Metrics
 from lightrft.roles.policy import Policy
 from ranks import run_cases, run_ranks, whole
 from roles import rows

@@ -13,8 +13,8 @@ from lightrft.algorithms.kl import KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, RewardSection, TrainSection
+from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
-from lightrft.observe.metrics import Metrics
 from lightrft.stages.build import experience_maker
 from ranks import run_ranks
 from roles import rows

@@ -16,10 +16,10 @@ from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.batching.micro_batches import prompts
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
+from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Episode, Prompt, Sample
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import flatten, place_at_tokens, with_branches
 from lightrft.stages.build import experience_maker

@@ -22,16 +22,16 @@ from transformers import (
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.objectives import sft
-from lightrft.algorithms.reduce import Denominator, share_of_mean
 from lightrft.batching.micro_batches import redistribute
 from lightrft.config import ConfigError, ModelSection
 from lightrft.core.batch import Batch
+from lightrft.core.metrics import Metrics
+from lightrft.core.reduce import Denominator, share_of_mean
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import IMAGES, ImageFile
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer, load_tokenizer
 from lightrft.models.lora import freeze_parameters
-from lightrft.observe.metrics import Metrics
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy

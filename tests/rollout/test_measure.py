@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightrft.core.batch import Experience
+from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Drafts, Prompt, Sample
-from lightrft.observe.metrics import Metrics
 from lightrft.rollout.experience import measure_experience
 from lightrft.rollout.groups import SOLVED, measure_groups, measure_samples
 

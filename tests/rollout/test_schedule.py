@@ -15,8 +15,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import Config
+from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt
-from lightrft.observe.metrics import Metrics
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Sampler

@@ -15,9 +15,9 @@ from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, DataSection, ModelSection, RewardSection, TrainSection
 from lightrft.core.batch import Experience
+from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
 from lightrft.models.load import check_vocabulary
-from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.roles.remote_teacher import RemoteTeacher
 from lightrft.roles.teacher import Teachers

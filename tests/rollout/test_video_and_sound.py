@@ -23,6 +23,7 @@ from lightrft.algorithms.objectives import sft
 from lightrft.batching.micro_batches import redistribute
 from lightrft.checkpoint.hf_export import export_whole
 from lightrft.config import ModelSection
+from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import (
     AUDIOS,
@@ -36,7 +37,6 @@ from lightrft.data.media_files import (
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model, load_scorer
 from lightrft.models.lora import freeze_parameters
-from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import flatten
 from lightrft.rollout.media_expansion import Expander

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.algorithms.preferences.pairs import pair_report, split_pairs
-from lightrft.algorithms.reduce import Denominator, Report, Weighted, sequence_sums
 from lightrft.config.sections import PreferenceSection
 from lightrft.core.batch import JudgedBatch
+from lightrft.core.reduce import Denominator, Report, Weighted, sequence_sums
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import Denominator, Report, Weighted, sequence_sums
 from lightrft.config.sections import PreferenceSection
 from lightrft.core.batch import JudgedBatch
+from lightrft.core.reduce import Denominator, Report, Weighted, sequence_sums
 
 
 def kto(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import Report, Weighted
+from lightrft.core.reduce import Report, Weighted
 
 
 def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.algorithms.reduce import Denominator, Report, Weighted, share_of_mean
 from lightrft.core.batch import JudgedBatch
+from lightrft.core.reduce import Denominator, Report, Weighted, share_of_mean
 
 
 def step_objective(

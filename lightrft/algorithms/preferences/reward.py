@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.algorithms.preferences.pairs import pair_report, split_pairs
-from lightrft.algorithms.reduce import Denominator, Report, Weighted
 from lightrft.config.sections import PreferenceSection
 from lightrft.core.batch import JudgedBatch
+from lightrft.core.reduce import Denominator, Report, Weighted
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import Denominator
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
+from lightrft.core.reduce import Denominator
 from lightrft.parallel.collectives import Axis
 
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightrft.parallel.device import GB
-
+GB = 1e9
+GB = 1e9
+"""Bytes of a gigabyte, in every message and metric."""
 Number = float | int
 Row = tuple[float, float, float]
 """Values of one metric on one rank: weight, value, spread. See `_fold` for what they mean."""
