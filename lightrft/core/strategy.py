@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.core.batch import Batch
 from lightrft.core.batches import Rows, consecutive
-from lightrft.core.engine import RequestLoop, Sampling
+from lightrft.core.engine import Decoding, LocalEngine, RequestLoop
 
 
-class Axis(Protocol):
+class DataRanks(Protocol):
     """Ranks with different samples. Every rank calls a method together with the others."""
 
     size: int
@@ -37,14 +37,14 @@ class Strategy(Protocol):
     """
 
     device: torch.device
-    data: Axis
+    data: DataRanks
 
     # the engine
 
     def awake(self, actor: nn.Module) -> AbstractContextManager[Any]:
         """Wake the engine with the newest weights of the actor; it sleeps afterwards."""
 
-    def open(self, sampling: Sampling) -> RequestLoop:
+    def open(self, sampling: Decoding) -> RequestLoop:
         """Return a loop for requests of this rank."""
 
     @property
@@ -103,10 +103,10 @@ class Alone:
 class OneProcess:
     """A strategy for one process: the model and the engine stay where they are.
 
-    `engine` has open() and load_weights(); `max_tokens` limits a micro-batch.
+    `max_tokens` limits a micro-batch.
     """
 
-    def __init__(self, engine: Any, *, max_tokens: int = 8192, max_norm: float = 1.0):
+    def __init__(self, engine: LocalEngine, *, max_tokens: int = 8192, max_norm: float = 1.0):
         self.engine = engine
         self.max_tokens = max_tokens
         self.max_norm = max_norm
@@ -121,7 +121,7 @@ class OneProcess:
         self.engine.load_weights(weights, self.weight_version)
         yield
 
-    def open(self, sampling: Sampling) -> RequestLoop:
+    def open(self, sampling: Decoding) -> RequestLoop:
         return self.engine.open(sampling)
 
     def distribute(

@@ -9,9 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.agents.episodes import Episodes, EpisodeState
 from lightrft.config.sections import RolloutSection
+from lightrft.core.engine import ABORTED, Ended, Request, derived_seed
 from lightrft.core.samples import Completion, Sample
-from lightrft.engine.loop import ABORTED
-from lightrft.engine.requests import Request, derived_seed
 from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import (
     GroupPart,
@@ -21,7 +20,7 @@ from lightrft.rollout.sampler import (
     greedy_sampling,
     sampling_of,
 )
-from lightrft.strategy.shared_session import Finished, SharedSession
+from lightrft.strategy.shared_session import SharedSession
 from lightrft.strategy.strategy import StrategyBase
 
 TOOLS = 0.02
@@ -151,7 +150,7 @@ class EpisodeLoop(RolloutLoop):
     def running(self) -> set[tuple[int, int]]:
         return {play.seed_parts for play in self.episodes.running}
 
-    def _extend(self, finished: Finished) -> Iterator[Group]:
+    def _extend(self, finished: Ended) -> Iterator[Group]:
         """Hand sampled turns to the episodes. It yields nothing: programs decide when to end."""
         for index, completions in finished:
             del self._pending[index]

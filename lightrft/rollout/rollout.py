@@ -17,10 +17,10 @@ import torch
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import RolloutSection
+from lightrft.core.engine import derived_seed
 from lightrft.core.metrics import Metrics, Untraced
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.loader import Blend, Order, fair_owners
-from lightrft.engine.requests import derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.registry import Registry
 from lightrft.rewards.runner import RewardRunner

@@ -9,14 +9,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import RolloutSection
+from lightrft.core.engine import ABORTED, Ended, Request, RequestLoop, derived_seed
 from lightrft.core.samples import Completion, Prompt, Sample
 from lightrft.data.loader import share_of
 from lightrft.data.media_files import media_of
-from lightrft.engine.loop import ABORTED, RequestLoop
-from lightrft.engine.requests import Request, Sampling, derived_seed
+from lightrft.engine.requests import Sampling
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group
-from lightrft.strategy.shared_session import Finished, SharedSession
 from lightrft.strategy.strategy import StrategyBase
 
 GroupPart = tuple[Group, Sequence[int]]
@@ -25,8 +24,6 @@ Pending = tuple[Request, Group, list[int]]
 """A request, the group that it extends, and the places of the extended responses."""
 Requests = dict[tuple[int, Sequence[int]], list[Pending]]
 """(group number, places in the group) -> requests for these responses."""
-EngineSession = RequestLoop | SharedSession
-"""Requests that an engine completes, of this rank alone or of ranks that share the engine."""
 
 
 class RolloutLoop:
@@ -36,7 +33,7 @@ class RolloutLoop:
     depends on `seed`, the group's number and the place in the group, but not on the rank.
     """
 
-    def __init__(self, sampler: "Sampler", session: EngineSession, seed: int):
+    def __init__(self, sampler: "Sampler", session: RequestLoop, seed: int):
         self.sampler = sampler
         self.session = session
         self.seed = seed
@@ -90,7 +87,7 @@ class RolloutLoop:
         pending = [self._pending[index] for index in self.session.unfinished]
         return {(group.number, place) for _, group, places in pending for place in places}
 
-    def _extend(self, finished: Finished) -> Iterator[Group]:
+    def _extend(self, finished: Ended) -> Iterator[Group]:
         """Append completions to the responses; yield the groups that are now complete."""
         for index, completions in finished:
             _, group, places = self._pending.pop(index)

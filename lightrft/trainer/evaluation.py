@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightrft.config.sections import Config
+from lightrft.core.engine import derived_seed
 from lightrft.core.metrics import Metrics
 from lightrft.data.loader import share_of
-from lightrft.engine.requests import derived_seed
 from lightrft.observe.sinks import encode_row
 from lightrft.observe.text import short
 from lightrft.parallel.collectives import Axis

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightrft.config.sections import Config, moves_reference
+from lightrft.core.engine import derived_seed
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
 from lightrft.data.prompt_set import PromptSet
-from lightrft.engine.requests import derived_seed
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import Objective, Role
 from lightrft.rollout.experience import ExperienceMaker

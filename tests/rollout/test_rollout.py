@@ -12,10 +12,10 @@ from PIL import Image
 
 from lightrft.config import ConfigError, RewardSection, RolloutSection
 from lightrft.config.errors import DataError
+from lightrft.core.engine import ABORTED
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import IMAGES, ImageFile
-from lightrft.engine.loop import ABORTED
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner

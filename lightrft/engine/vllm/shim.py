@@ -39,8 +39,8 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 
+from lightrft.core.engine import ABORTED
 from lightrft.core.samples import Completion, Drafts
-from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import Clip, Video, metadata
 from lightrft.engine.requests import MEDIA_NAMES
 from lightrft.engine.vllm.adapter_slots import AdapterSlots
