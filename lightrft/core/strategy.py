@@ -41,10 +41,10 @@ class Strategy(Protocol):
 
     # the engine
 
-    def awake(self, actor: nn.Module) -> AbstractContextManager[Any]:
+    def engine_awake(self, actor: nn.Module) -> AbstractContextManager[Any]:
         """Wake the engine with the newest weights of the actor; it sleeps afterwards."""
 
-    def open(self, sampling: Decoding) -> RequestLoop:
+    def open_generation(self, sampling: Decoding) -> RequestLoop:
         """Return a loop for requests of this rank."""
 
     @property
@@ -115,13 +115,13 @@ class OneProcess:
         self.weight_version = 0
 
     @contextmanager
-    def awake(self, actor: nn.Module) -> Iterator[None]:
+    def engine_awake(self, actor: nn.Module) -> Iterator[None]:
         self.weight_version += 1
         weights: Iterable[tuple[str, Tensor]] = actor.state_dict().items()
         self.engine.load_weights(weights, self.weight_version)
         yield
 
-    def open(self, sampling: Decoding) -> RequestLoop:
+    def open_generation(self, sampling: Decoding) -> RequestLoop:
         return self.engine.open(sampling)
 
     def distribute(

@@ -19,6 +19,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import RolloutSection
 from lightrft.core.engine import derived_seed
 from lightrft.core.metrics import Metrics, Untraced
+from lightrft.core.sampler import Pending
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.loader import Blend, Order, fair_owners
 from lightrft.parallel.collectives import Axis
@@ -26,7 +27,7 @@ from lightrft.registry import Registry
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group, GroupOutcome, History
 from lightrft.rollout.media_expansion import Expander
-from lightrft.rollout.sampler import Requests, Sampler
+from lightrft.rollout.sampler import RunSampler
 
 schedulers = Registry("scheduler", flag="--scheduler")
 schedulers.register_deferred("rounds", "lightrft.schedulers.rounds:Rounds")
@@ -162,7 +163,8 @@ class PreparedRequests:
     plan: RolloutPlan
     groups: dict[int, Group]
     """Group number -> group."""
-    requests: Requests
+    requests: list[Pending] | None
+    """None: what to ask is not known before the round begins."""
 
 
 @schedulers.register("fixed_batch")
@@ -171,7 +173,7 @@ class FixedBatch:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: RunSampler,
         rewards: RewardRunner,
         prompts: Sequence[Prompt],
         *,
@@ -225,9 +227,10 @@ class FixedBatch:
         self.number = plan.number
         self.deferred = self.deferred[len(plan.drawn) :]
 
-        loop.add(
-            [(group, group.places) for group in self._groups], prepared.requests if prepared else {}
-        )
+        if prepared and prepared.requests is not None:
+            loop.begin(prepared.requests)
+        else:
+            loop.add([(group, group.places) for group in self._groups])
         yield from loop.steps()
 
         # Ranks wait here for the slowest one, where the trace counts the time as idle.

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from lightrft.core.metrics import Untraced
+from lightrft.core.sampler import RolloutLoop
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group
 from lightrft.rollout.rollout import PreparedRequests
-from lightrft.rollout.sampler import RolloutLoop, Sampler
+from lightrft.rollout.sampler import RunSampler
 from lightrft.schedulers.assignment import Assignment
 from lightrft.schedulers.divided import move_responses
 from lightrft.schedulers.overlap import CHUNKS, Overlap
@@ -32,7 +33,7 @@ class OpenRound:
         *,
         divided: bool,
         make_group: Callable[[int, int], Group],
-        sampler: Sampler,
+        sampler: RunSampler,
         replica: Axis,
         data: Axis,
         trace: Untraced,
@@ -138,7 +139,10 @@ class OpenRound:
             self._chunks.append(index)
 
         self._num_taken = len(self.assignment.started)
-        self.loop.add(parts, prepared.requests if prepared else {})
+        if prepared and prepared.requests is not None:
+            self.loop.begin(prepared.requests)
+        else:
+            self.loop.add(parts)
 
     def _begin_exchange(self) -> Callable[[], Tensor]:
         """Start summing two counts of each chunk over all ranks: [2, chunks] int32.

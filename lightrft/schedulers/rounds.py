@@ -31,10 +31,10 @@ from typing import Any
 from lightrft.config.sections import RolloutSection
 from lightrft.core.engine import derived_seed
 from lightrft.core.metrics import Metrics
+from lightrft.core.sampler import RolloutLoop
 from lightrft.data.loader import fair_owners
 from lightrft.rollout.groups import Group
 from lightrft.rollout.rollout import FixedBatch, PreparedRequests, RolloutPlan
-from lightrft.rollout.sampler import RolloutLoop
 from lightrft.schedulers.assignment import Assignment
 from lightrft.schedulers.curriculum import Curriculum
 from lightrft.schedulers.dynamic import DynamicSampling
@@ -327,15 +327,15 @@ class Rounds(FixedBatch):
     def _start(self, step: int, round: int, missing: int, acceptance: float) -> ActiveRound:
         """Draw the groups of a round, and begin this rank's first responses."""
         loop = self.sampler.open(self._seed(step, round))
-        self._capacity = loop.capacity
+        self._capacity = self.sampler.capacity(loop)
         prepared, self._prepared = self._prepared, None
-        plan = prepared.plan if prepared else self._plan_round(missing, acceptance, loop.capacity)
+        plan = prepared.plan if prepared else self._plan_round(missing, acceptance, self._capacity)
 
         # Planning goes on until all media can be read: what is left out changes the next plan.
         if self.media is not None:
             found = prepared.unreadable if prepared else self._unreadable(plan)
             while self.media.leave_out(found):
-                plan = self._plan_round(missing, acceptance, loop.capacity)
+                plan = self._plan_round(missing, acceptance, self._capacity)
                 prepared = None
                 found = self._unreadable(plan)
 
@@ -400,7 +400,7 @@ class Rounds(FixedBatch):
 
     def _prepared_round(self, plan: OpenPlan, seed: int) -> PreparedMedia:
         if found := self._unreadable(plan):
-            return PreparedMedia(plan, {}, {}, found)
+            return PreparedMedia(plan, {}, None, found)
         prepared = super()._prepared_round(plan, seed)
         return PreparedMedia(prepared.plan, prepared.groups, prepared.requests, {})
 

@@ -47,7 +47,7 @@ from lightrft.rollout.experience import ExperienceMaker, flatten
 from lightrft.rollout.groups import Group, number_in
 from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.rollout import JudgedRollout, Rollout, Scheduler, schedulers
-from lightrft.rollout.sampler import Sampler, sampling_of
+from lightrft.rollout.sampler import RunSampler, sampling_of
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import RecordedSamples
@@ -405,11 +405,11 @@ def build_experience_maker(
 
 def build_sampler(
     config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
-) -> Sampler:
+) -> RunSampler:
     """Build what samples responses, or episodes if the run has environments or tools."""
     episodes = build_episodes(config, tokenizer)
     if episodes is None:
-        return Sampler(strategy, tokenizer, config.rollout)
+        return RunSampler(strategy, tokenizer, config.rollout)
     # On an accelerator, other kernels differ from run to run too, unless the user asks for it.
     together = strategy.device.type == "cpu" or config.strategy.deterministic
     if together:
@@ -468,7 +468,7 @@ def build_scheduler(
     config: Config,
     strategy: StrategyBase,
     training_data: TrainingData,
-    sampler: Sampler,
+    sampler: RunSampler,
     rewards: RewardRunner,
     *,
     trace: Untraced,

@@ -20,7 +20,7 @@ from lightrft.observe.sinks import encode_row
 from lightrft.observe.text import short
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group, sample_rows
-from lightrft.rollout.sampler import Sampler
+from lightrft.rollout.sampler import RunSampler
 from lightrft.rollout.scores import Estimate
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
@@ -34,7 +34,7 @@ class Evaluation:
     """Scores responses to the prompts of --eval_data: a greedy one and --eval_n_samples others."""
 
     def __init__(
-        self, config: Config, strategy: StrategyBase, sets: list[HeldOut], sampler: Sampler
+        self, config: Config, strategy: StrategyBase, sets: list[HeldOut], sampler: RunSampler
     ):
         self.config = config
         self.strategy = strategy

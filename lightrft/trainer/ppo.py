@@ -19,7 +19,7 @@ from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.groups import measure_samples, sample_rows
 from lightrft.rollout.plan import TrainingPlan
 from lightrft.rollout.rollout import Rollout
-from lightrft.rollout.sampler import Sampler
+from lightrft.rollout.sampler import RunSampler
 from lightrft.run.digests import StepRecord
 from lightrft.run.interruption import Interrupted
 from lightrft.strategy.strategy import StrategyBase
@@ -85,7 +85,7 @@ class PPOTrainer(Trainer):
         training_data: TrainingData,
         *,
         rollout: Rollout,
-        sampler: Sampler,
+        sampler: RunSampler,
         make_experience: ExperienceMaker,
         learners: Sequence[Learner],
         eval_sets: Sequence[HeldOut] = (),
@@ -140,11 +140,11 @@ class PPOTrainer(Trainer):
     def progress(self) -> str:
         """Add how many responses this rank has, and how many tokens a second."""
         where = super().progress()
-        if not self.trace.current.startswith("generate"):
+        loop = self.sampler.loop
+        if loop is None or not self.trace.current.startswith("generate"):
             return where
 
-        groups = list(self.sampler.generating.values())
-        responses = [each for group in groups for each in group.responses]
+        responses = [each for group in list(loop.groups.values()) for each in group.responses]
         done = sum(each.finish_reason is not None for each in responses)
         tokens = sum(len(each.token_ids) for each in responses)
         seconds = time.perf_counter() - self.trace.began

@@ -237,6 +237,9 @@ class Invented:
     def open(self, seed: int) -> "InventedLoop":
         return InventedLoop(seed)
 
+    def capacity(self, loop: "InventedLoop") -> int:
+        return SAMPLES
+
     def extend(self, sample: Any, completion: Any) -> None:
         sample.token_ids += completion.token_ids
         sample.logprobs += completion.logprobs
@@ -252,9 +255,8 @@ def invented_length(row: int, place: int) -> int:
 class InventedLoop:
     seed: int
     parts: list[Any] = field(default_factory=list)
-    capacity: int = SAMPLES
 
-    def add(self, parts: Any, prepared: Any = None) -> None:
+    def add(self, parts: Any) -> None:
         self.parts += [part for part in parts if not part[0].complete]
 
     def running(self) -> set[tuple[int, int]]:

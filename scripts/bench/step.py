@@ -188,7 +188,7 @@ def train(flags: list[str]) -> list[dict[str, float]]:
 
 
 def watch(trainer: Any) -> Clock:
-    from lightrft.rollout.sampler import RolloutLoop
+    from lightrft.core.sampler import RolloutLoop
     from lightrft.stages.advantages import PolicyLogprobs
     from lightrft.trainer.ppo import Learner
 

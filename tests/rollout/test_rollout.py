@@ -66,8 +66,11 @@ class Script:
         self.calls.append((seed, []))
         return ScriptedLoop(self, seed)
 
-    def prepare(self, parts, seed: int) -> dict:
-        return {(group.number, places): (seed, group) for group, places in parts}
+    def prepare(self, parts, seed: int) -> list:
+        return [(seed, part) for part in parts]
+
+    def capacity(self, loop) -> int:
+        return self.at_once
 
     def extend(self, sample, completion) -> None:
         sample.token_ids += completion.token_ids
@@ -83,15 +86,13 @@ class ScriptedLoop:
         self.script = script
         self.seed = seed
         self.parts = []
-        self.capacity = script.at_once
 
-    def add(self, parts, prepared) -> None:
-        assert all(
-            prepared[group.number, places] == (self.seed, group)
-            for group, places in parts
-            if prepared
-        )
+    def begin(self, prepared) -> None:
+        assert all(seed == self.seed for seed, _ in prepared)
         self.script.prepared += len(prepared)
+        self.add([part for _, part in prepared])
+
+    def add(self, parts) -> None:
         self.script.calls[-1][1].extend(group.number for group, _ in parts)
         self.parts += [part for part in parts if not part[0].complete]
 

@@ -19,7 +19,7 @@ from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.rollout import Rollout
-from lightrft.rollout.sampler import Sampler
+from lightrft.rollout.sampler import RunSampler
 from lightrft.schedulers.rounds import Rounds
 from lightrft.strategy import get_strategy
 from ranks import run_cases
@@ -158,7 +158,7 @@ def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, i
         rewards = RewardRunner(
             f"{__name__}:without_marks", section=replace(config.reward, reward_workers=0)
         )
-        sampler = Sampler(strategy, byte_tokenizer(), config.rollout)
+        sampler = RunSampler(strategy, byte_tokenizer(), config.rollout)
         scheduler = Rounds(
             sampler, rewards, prompts, section=config.rollout, data=strategy.mesh.data, seed=4
         )
