@@ -22,13 +22,14 @@ from lightrft.core.batch import Experience
 from lightrft.core.metrics import Metrics
 from lightrft.core.reduce import Denominator, Report
 from lightrft.core.samples import Prompt, Sample
+from lightrft.core.step import StepRecord
 from lightrft.data.prompt_set import PromptSet
 from lightrft.models.load import load_tokenizer
 from lightrft.observe.sinks import Writer
 from lightrft.recorder.bundle import Bundle
 from lightrft.recorder.phases import STAGES, Stage
 from lightrft.rollout.experience import flatten, numbers_of_rows
-from lightrft.run.digests import Digests, StepRecord, row_of
+from lightrft.run.digests import Digests, row_of
 from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import sample_of_json
 from lightrft.strategy import get_strategy
@@ -183,7 +184,7 @@ def _replay(
     if stage in ("loss", "gradient"):
         for learner in step.learners(by_row):
             if bundle.content["step"] >= learner.first_step:
-                losses += learner.learn(plan, bundle.config, Metrics())
+                losses += learner.learn(plan, Metrics())
         result.loss = sum(map(float, losses)) / len(losses) if losses else None
 
     names = [*STAGES]

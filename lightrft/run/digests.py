@@ -19,7 +19,6 @@ import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
@@ -29,9 +28,7 @@ import torch
 from torch import Tensor
 
 from lightrft.backends.optim import BitSums
-from lightrft.batching.micro_batches import MicroBatchIndices
-from lightrft.core.batch import Batch
-from lightrft.core.samples import Sample
+from lightrft.core.step import StepRecord
 from lightrft.observe.sinks import Writer, encode_row, truncate_rows
 from lightrft.parallel.mesh import Mesh
 from lightrft.roles.role import Role
@@ -49,18 +46,6 @@ LAYER = re.compile(r"\.(\d+)\.")
 NOT_OUTPUTS = tuple(
     "input_ids loss_mask engine_logprobs advantages reward_advantages learned".split()
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """Batch, samples and losses of a step on this rank."""
-
-    batch: Batch
-    minibatches: Sequence[MicroBatchIndices]
-    losses: Sequence[Tensor]
-    """Global loss of each optimizer step, [] on the device."""
-    samples: Sequence[Sample] = ()
-    """Samples that this rank's replica generated; none in supervised training."""
 
 
 class Digests:

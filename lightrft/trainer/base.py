@@ -29,6 +29,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.core.metrics import Metrics, Trace
 from lightrft.core.samples import Expand
+from lightrft.core.step import StepRecord
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.rendering.template import turn_end_ids
 from lightrft.models.weight_files import weights_of
@@ -40,7 +41,7 @@ from lightrft.observe.timeline import extend_timeline
 from lightrft.parallel.device import device_name, machine
 from lightrft.roles.operations import count_parameters
 from lightrft.roles.role import Role
-from lightrft.run.digests import Digests, StepRecord
+from lightrft.run.digests import Digests
 from lightrft.run.health import Health
 from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.run.model_card import held_out_results, push, write_card

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +32,7 @@ from lightrft.config.sections import (
 from lightrft.config.values import CommaSeparated
 from lightrft.core.batch import RoutedShape
 from lightrft.core.metrics import Untraced
+from lightrft.core.rollout import Scheduler
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
@@ -46,7 +46,7 @@ from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.experience import ExperienceMaker, flatten
 from lightrft.rollout.groups import Group, number_in
 from lightrft.rollout.media_expansion import Expander
-from lightrft.rollout.rollout import JudgedRollout, Rollout, Scheduler, schedulers
+from lightrft.rollout.rollout import JudgedRollout, ResumableRollout, schedulers
 from lightrft.rollout.sampler import RunSampler, sampling_of
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
@@ -76,7 +76,7 @@ from lightrft.trainer.build_roles import (
 )
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.held_out import HeldOut
-from lightrft.trainer.ppo import Learner, PPOTrainer, ReplayTrainer
+from lightrft.trainer.ppo import Learner, PPOTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
 
 
@@ -138,7 +138,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     scheduler = build_scheduler(
         config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
     )
-    rollout = (Rollout if rewards.judge is None else JudgedRollout)(scheduler, rewards)
+    rollout = (ResumableRollout if rewards.judge is None else JudgedRollout)(scheduler, rewards)
     parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     if algorithm.entropy_target is not None:
         parts["entropy_coefficient"] = entropy_coefficient
@@ -162,7 +162,10 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         options["dump"] = partial(dump.write, writer=observer.writer)
 
     if config.rollout.replay_rollouts:
-        return replay_trainer(original, strategy, policy, training_data, options)
+        recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
+        options["read"] = partial(
+            recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned
+        )
     return PPOTrainer(original, strategy, policy, training_data, **options)
 
 
@@ -514,34 +517,21 @@ def build_learners(
     """Build the models that learn in a step, the policy last."""
     learners = []
     if critic is not None:
-        learners.append(Learner("critic", critic, ValueObjective(config.algorithm), "critic"))
+        objective_of_values = ValueObjective(config.algorithm)
+        learners.append(Learner("critic", critic, objective_of_values, "critic", config))
     if draft is not None:
-        learners.append(Learner("draft", draft, sft, "draft"))
+        learners.append(Learner("draft", draft, sft, "draft", config))
 
     actor = Learner(
         "actor",
         policy,
         objective,
         "train",
+        config,
         first_step=config.train.freezing_actor_steps + 1,
         ptx_loss=ptx_loss,
     )
     return [*learners, actor]
-
-
-def replay_trainer(
-    config: Config,
-    strategy: StrategyBase,
-    policy: Policy,
-    training_data: TrainingData,
-    options: dict[str, Any],
-) -> ReplayTrainer:
-    """Build the trainer of --replay_rollouts: it learns from samples that another run wrote."""
-    recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
-    read = partial(
-        recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned
-    )
-    return ReplayTrainer(config, strategy, policy, training_data, read=read, **options)
 
 
 # -- evaluation alone

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from lightrft.config.sections import Config, moves_reference
 from lightrft.core.engine import derived_seed
 from lightrft.core.metrics import Metrics
+from lightrft.core.rollout import Rollout
 from lightrft.core.samples import Sample
+from lightrft.core.step import Step, StepRecord
 from lightrft.data.prompt_set import PromptSet
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import Objective, Role
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.groups import measure_samples, sample_rows
 from lightrft.rollout.plan import TrainingPlan
-from lightrft.rollout.rollout import Rollout
+from lightrft.rollout.rollout import FixedBatch
 from lightrft.rollout.sampler import RunSampler
-from lightrft.run.digests import StepRecord
-from lightrft.run.interruption import Interrupted
+from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
@@ -29,6 +30,8 @@ from lightrft.trainer.tasks.sft import PtxLoss
 
 SampleSink = Callable[[int, list[Sample], int], None]
 """Takes a step's number, the samples, and the version of the engine's newest weights."""
+Read = Callable[[int], tuple[list[Sample], int]]
+"""Returns the recorded samples of a step, and the version of the engine's weights then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,15 @@ class Learner:
     objective: Objective
     phase: str
     """Name of the phase, and prefix of the metrics."""
+    config: Config
     first_step: int = 1
     """First step in which the role learns."""
     ptx_loss: PtxLoss | None = None
     """Supervised loss that is added to the objective."""
 
-    def learn(self, plan: TrainingPlan, config: Config, metrics: Metrics) -> list[Tensor]:
+    def learn(self, plan: TrainingPlan, metrics: Metrics) -> list[Tensor]:
         """Take one optimizer step for each minibatch and epoch; return the losses."""
+        config = self.config
         role = self.role
         experience = plan.experience
         losses = []
@@ -74,6 +79,44 @@ class Learner:
         return losses
 
 
+class RunStep(Step):
+    """A step that can be interrupted between its samples and what is learned from them."""
+
+    def __init__(self, *args: Any, interruption: Interruption, **options: Any):
+        super().__init__(*args, **options)
+        self.interruption = interruption
+
+    def collect(self, number: int, metrics: Metrics) -> tuple[list[Sample], int]:
+        rollback = self.rollout.scheduler.snapshot()
+        before = metrics.state_dict()
+        version = self.strategy.weight_version
+        collected = super().collect(number, metrics)
+        self.rollout.rewards.count_failures("rollout/reward_failures", metrics)
+
+        # A checkpoint holds only finished steps, so an interrupted one is undone: the same prompts
+        # come again.
+        try:
+            self.interruption.safe_point()
+        except Interrupted:
+            rollback()
+            metrics.clear()
+            metrics.load_state_dict(before)
+            self.strategy.engine_lags(version)
+            raise
+        return collected
+
+
+class ReplayedStep(Step):
+    """A step that learns from the samples that another run has recorded (--replay_rollouts)."""
+
+    def __init__(self, *args: Any, read: Read, **options: Any):
+        super().__init__(*args, **options)
+        self.read = read
+
+    def collect(self, number: int, metrics: Metrics) -> tuple[list[Sample], int]:
+        return self.read(number)
+
+
 class PPOTrainer(Trainer):
     """Trains on generated samples: a step generates groups for a batch of prompts and learns."""
 
@@ -90,52 +133,55 @@ class PPOTrainer(Trainer):
         learners: Sequence[Learner],
         eval_sets: Sequence[HeldOut] = (),
         dump: SampleSink | None = None,
+        read: Read | None = None,
         **kwargs,
     ):
         """Set up the trainer.
 
         `learners` are the models that learn, in order; the policy is the last one. `dump` records
-        the samples of each step.
+        the samples of each step. `read` returns those of another run, which are learned instead.
         """
         super().__init__(config, strategy, policy, training_data, **kwargs)
         self.policy = policy
         self.rollout = rollout
         self.sampler = sampler
-        self.make_experience = make_experience
         self.learners = learners
         self.eval_sets = eval_sets
-        self.sample_sinks: list[SampleSink] = [] if dump is None else [dump]
-        self.moves_reference = moves_reference(config.algorithm)
+        self.dump = dump
+
+        parts = (strategy, rollout, make_experience, learners)
+        options = {"measures": [self._measure], "after": [self._end_step], "trace": self.trace}
+        scheduler = rollout.scheduler
+        if read is not None:
+            self.learning_step = ReplayedStep(*parts, read=read, **options)
+        else:
+            if isinstance(scheduler, FixedBatch):
+                options["meanwhile"] = partial(scheduler.preparing, last=self.total_steps)
+            self.learning_step = RunStep(*parts, interruption=self.interruption, **options)
 
         for each in learners:
             self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
-        if self.moves_reference:
+        if moves_reference(config.algorithm):
             self.models["reference"] = (policy.reference, None, None)
 
     def step(self, number: int) -> StepRecord:
-        samples, version = self._collect(number)
-        for sink in self.sample_sinks:
-            sink(number, samples, version)
-        self.show(number, samples)
-        measure_samples(samples, version, self.metrics)
+        return self.learning_step(number, self.metrics)
 
-        with self.trace.phase("experience"):
-            plan = self.make_experience(samples, self.metrics)
+    def _measure(self, number: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
+        """Record, show and measure the samples of a step."""
+        if self.dump is not None:
+            self.dump(number, samples, version)
+        # Samples of a group come together, so that responses can be compared.
+        if self.strategy.mesh.world.rank == 0:
+            shown = samples[: self.config.observe.num_trajectories_to_save]
+            self.observer.samples(number, sample_rows(shown))
+        measure_samples(samples, version, metrics)
 
-        losses = []
-        # Which prompts come next depends on the rewards of this step, and not on its updates.
-        with self._preparing(number + 1):
-            for learner in self.learners:
-                if number >= learner.first_step:
-                    with self.trace.phase(learner.phase):
-                        losses += learner.learn(plan, self.config, self.metrics)
-
-        if self.moves_reference:
+    def _end_step(self, number: int, plan: TrainingPlan) -> None:
+        if "reference" in self.models:
             self.policy.update_reference(number, self.config.algorithm)
-
         if plan.store is not None:
             plan.store.clear(plan.experience.rows.tolist())
-        return StepRecord(plan.experience, plan.minibatches, losses, samples)
 
     def progress(self) -> str:
         """Add how many responses this rank has, and how many tokens a second."""
@@ -151,44 +197,6 @@ class PPOTrainer(Trainer):
         rank = " of rank 0" if self.strategy.mesh.world.size > 1 else ""
         speed = f"{tokens / seconds:.0f} tokens/s"
         return f"{where}, {done:,} of {len(responses):,} responses{rank}, {speed}"
-
-    def _collect(self, number: int) -> tuple[list[Sample], int]:
-        """Generate and score this rank's samples; return them and the engine's weight version."""
-        rollback = self.rollout.scheduler.snapshot()
-        metrics = self.metrics.state_dict()
-        weight_version = self.strategy.weight_version
-
-        with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
-            groups = self.rollout.collect(number, self.metrics)
-
-        with self.trace.phase("reward"):
-            samples = self.rollout.score(groups, self.metrics)
-
-        # A checkpoint holds only finished steps, so an interrupted one is undone: the same prompts
-        # come again.
-        try:
-            self.interruption.safe_point()
-        except Interrupted:
-            rollback()
-            self.metrics.clear()
-            self.metrics.load_state_dict(metrics)
-            self.strategy.engine_lags(weight_version)
-            raise
-
-        return samples, self.strategy.weight_version
-
-    def _preparing(self, number: int) -> AbstractContextManager[None]:
-        """Return a context that prepares a step in another thread, if there is one."""
-        if number > self.total_steps:
-            return nullcontext()
-        return self.rollout.scheduler.preparing(number)
-
-    def show(self, number: int, samples: list[Sample]) -> None:
-        """Write some samples to the sinks, by group, so that responses can be compared."""
-        if self.strategy.mesh.world.rank == 0:
-            self.observer.samples(
-                number, sample_rows(samples[: self.config.observe.num_trajectories_to_save])
-            )
 
     def evaluate(self) -> None:
         """Add `eval/*` metrics of --eval_data.
@@ -224,17 +232,3 @@ class PPOTrainer(Trainer):
     def learned_rows(self) -> PromptSet:
         supervised = [each.ptx_loss.prompts for each in self.learners if each.ptx_loss is not None]
         return sum(supervised, self.prompts)
-
-
-class ReplayTrainer(PPOTrainer):
-    """Learns from the samples that another run has recorded (--replay_rollouts)."""
-
-    def __init__(self, *args: Any, read: Callable[[int], tuple[list[Sample], int]], **kwargs):
-        super().__init__(*args, **kwargs)
-        self.read = read
-
-    def _collect(self, number: int) -> tuple[list[Sample], int]:
-        return self.read(number)
-
-    def _preparing(self, number: int) -> AbstractContextManager[None]:
-        return nullcontext()

@@ -16,6 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import EngineSection, RewardSection, RolloutSection
 from lightrft.core.engine import Ended, derived_seed
+from lightrft.core.rollout import Rollout
 from lightrft.core.sampler import Pending
 from lightrft.core.samples import Prompt
 from lightrft.engine.base import Request, Sampling
@@ -23,7 +24,7 @@ from lightrft.engine.build import build_engine
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group
-from lightrft.rollout.rollout import FixedBatch, Rollout
+from lightrft.rollout.rollout import FixedBatch
 from lightrft.rollout.sampler import RunSampler
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from lightrft.strategy.shared_session import SharedSession

@@ -20,7 +20,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group, GroupOutcome, History
-from lightrft.rollout.rollout import FixedBatch, Rollout
+from lightrft.rollout.rollout import FixedBatch, ResumableRollout
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from ranks import run_cases, run_ranks
 
@@ -148,7 +148,7 @@ def prompts(modes: str, lengths: list[int] | None = None) -> list[Prompt]:
 
 def new_rollout(
     data: list[Prompt], axis: Axis = ALONE, greedy: bool = False, *, skips: bool = False, **flags
-) -> Rollout:
+) -> ResumableRollout:
     section = RolloutSection(
         **{"rollout_batch_size": 4, "n_samples_per_prompt": 3, "generate_max_len": 100} | flags
     )
@@ -158,12 +158,12 @@ def new_rollout(
         scheduler = Rounds(Script(), rewards, data, skips_unreadable=skips, **given)
     else:
         scheduler = FixedBatch(Script(), rewards, data, **given)
-    return Rollout(scheduler, rewards)
+    return ResumableRollout(scheduler, rewards)
 
 
-def step(rollout: Rollout, number: int = 1, metrics: Metrics | None = None):
+def step(rollout: ResumableRollout, number: int = 1, metrics: Metrics | None = None):
     groups = rollout.collect(number, metrics or Metrics())
-    return groups, rollout.score(groups, Metrics())
+    return groups, rollout.score(groups)
 
 
 def test_a_plain_step_takes_the_next_prompts_of_the_order():
@@ -331,7 +331,7 @@ TAIL = {"rollout_schedule": "tail_rounds", "over_sampling": 1.5, "early_stop_eve
 MIXED = prompts("ssanssnassns" * 3, [7, 30, 12, 25, 9, 41, 3, 18, 22, 11, 36, 5] * 3)
 
 
-def course(rollout: Rollout, numbers: range) -> list:
+def course(rollout: ResumableRollout, numbers: range) -> list:
     """What each step has learned from, on this rank."""
     steps = [step(rollout, number)[0] for number in numbers]
     return [
@@ -354,13 +354,13 @@ def test_a_resumed_run_goes_on_alike(tmp_path):
     )
 
 
-def ahead_course(rollout: Rollout, numbers: range, last: int) -> list:
+def ahead_course(rollout: ResumableRollout, numbers: range, last: int) -> list:
     """What each step has learned from, while up to two later steps are generated."""
     found = []
     rollout.scheduler.total_steps = last
     for number in numbers:
         groups = rollout.collect(number, Metrics())
-        rollout.score(groups, Metrics())
+        rollout.score(groups)
         found.append(
             [(group.number, group.row, len(group.samples[0].token_ids)) for group in groups]
         )
@@ -532,7 +532,7 @@ def with_files(folder: str) -> tuple[list, list]:
     for number in range(1, 10):
         groups = rollout.collect(number, metrics)
         steps.append([(group.number, group.row) for group in groups])
-        rollout.score(groups, Metrics())
+        rollout.score(groups)
         Mesh("cpu").data.gather(None)  # all have chosen
         if number == 3:
             Path(folder, "7.png").write_bytes(b"not any more")

@@ -16,9 +16,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import Config
 from lightrft.core.metrics import Metrics
+from lightrft.core.rollout import Rollout
 from lightrft.core.samples import Prompt
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import RunSampler
 from lightrft.schedulers.rounds import Rounds
 from lightrft.strategy import get_strategy
@@ -176,7 +176,7 @@ def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, i
             parked = len(state["parked"])
 
         groups = rollout.collect(step, Metrics())
-        rollout.score(groups, Metrics())
+        rollout.score(groups)
         learned += [
             (
                 step,

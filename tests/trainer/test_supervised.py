@@ -13,9 +13,9 @@ from torch import nn
 from lightrft.algorithms.objectives import sft
 from lightrft.config import AlgorithmSection, DataSection, TrainSection
 from lightrft.core.metrics import Metrics
+from lightrft.core.rollout import Order
 from lightrft.core.samples import Prompt
 from lightrft.data.conversations import make_example
-from lightrft.data.loader import Order
 from lightrft.parallel.mesh import collectives_begun
 from lightrft.trainer.supervised import SupervisedTrainer
 from lightrft.trainer.tasks.sft import PtxLoss

@@ -10,9 +10,10 @@ from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.core.batch import Batch
 from lightrft.core.reduce import Denominator
+from lightrft.core.rollout import Order
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.conversations import size_of_row, supervised_batch
-from lightrft.data.loader import Blend, Order
+from lightrft.data.loader import Blend, check_batch
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
 from lightrft.roles.teacher import TeacherOfTokens
@@ -64,7 +65,7 @@ class PtxLoss:
         self.prompts = prompts
         self.train = train
         self.expand = expand
-        Order.check(len(prompts), train.train_batch_size)
+        check_batch(len(prompts), train.train_batch_size)
         self.order = order or Order(len(prompts), train.seed)
         self.teacher = teacher
         self.num_candidates = min(algorithm.distill_top_k, policy.vocabulary_size)
