@@ -4,16 +4,13 @@ Rewards begin for a group as soon as its last response has ended, and score() wa
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
-from math import ceil
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from lightrft.core.engine import derived_seed
 from lightrft.core.metrics import Metrics, Untraced
+from lightrft.core.order import Order, fair_owners
 from lightrft.core.rewards import Rewards
 from lightrft.core.sampler import RolloutLoop, Sampler
 from lightrft.core.samples import Prompt, Sample
@@ -85,7 +82,7 @@ class NextPrompts:
         data: DataRanks,
         num_prompts: int,
         begin: Callable[[int, int, Prompt], "Group"],
-        order: "Order | None" = None,
+        order: Order | None = None,
         seed: int = 0,
         trace: Untraced | None = None,
     ):
@@ -156,42 +153,3 @@ class NextPrompts:
     def snapshot(self) -> Callable[[], None]:
         state = self.state_dict()
         return lambda: self.load_state_dict(state)
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Endless sequence of the data rows: one pass after another, each newly shuffled.
-
-    It is a function of the seed and the position, so a resumed run has nothing to replay.
-    """
-
-    num_rows: int
-    seed: int
-
-    def rows(self, first: int, count: int) -> list[int]:
-        """Return `count` (at least 1) rows from position `first` on.
-
-        Positions are counted from 0 over all passes.
-        """
-        passes = range(first // self.num_rows, (first + count - 1) // self.num_rows + 1)
-        line = torch.cat([_shuffle(self.num_rows, self.seed + number) for number in passes])
-        begin = first % self.num_rows
-        return line[begin : begin + count].tolist()
-
-
-@lru_cache(maxsize=2)
-def _shuffle(num_rows: int, seed: int) -> torch.Tensor:
-    """Return the rows of a pass in order, [num_rows] int64.
-
-    They are cached, because large data take seconds to shuffle and every batch asks for a pass.
-    """
-    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
-
-
-def fair_owners(size: int, costs: Sequence[float]) -> list[int]:
-    """Return the rank of each item, so that all ranks have about the same cost.
-
-    Ranks get consecutive items, and the costs are positive.
-    """
-    sums = list(accumulate(costs))
-    return [ceil(round(end * size / sums[-1], 9)) - 1 for end in sums]

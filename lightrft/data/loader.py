@@ -7,7 +7,7 @@ from math import ceil
 import torch
 
 from lightrft.config.errors import DataError
-from lightrft.core.rollout import Order
+from lightrft.core.order import Order
 
 DRAWS_AT_ONCE = 4096
 """Number of draws that a Blend makes at once."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Self
 
-from lightrft.core.rollout import Order
+from lightrft.core.order import Order
 from lightrft.core.samples import Prompt
 from lightrft.data.digests import digests_of_pieces
 from lightrft.data.loader import Blend, draws_of_epoch

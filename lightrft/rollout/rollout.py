@@ -17,7 +17,8 @@ from typing import Any
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import RolloutSection
 from lightrft.core.metrics import Metrics, Untraced
-from lightrft.core.rollout import NextPrompts, Order, Rollout, fair_owners
+from lightrft.core.order import Order, fair_owners
+from lightrft.core.rollout import NextPrompts, Rollout
 from lightrft.core.sampler import Pending, RolloutLoop
 from lightrft.core.samples import Prompt
 from lightrft.data.loader import Blend

@@ -46,9 +46,7 @@ class OpenPlan(RolloutPlan):
     @property
     def as_deferred(self) -> list[DeferredGroup]:
         """Return the groups as entries of the list of deferred groups."""
-        return [
-            (times, *each) for times, each in zip(self.times_deferred, self.drawn, strict=True)
-        ]
+        return [(times, *each) for times, each in zip(self.times_deferred, self.drawn, strict=True)]
 
 
 class OpenRound:

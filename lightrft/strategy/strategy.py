@@ -29,7 +29,7 @@ from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import SUPERVISED, OptimSection, sequence_layout
 from lightrft.core.engine import Request
 from lightrft.core.metrics import Untraced
-from lightrft.core.rollout import Order
+from lightrft.core.order import Order
 from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine
 from lightrft.engine.requests import Sampling

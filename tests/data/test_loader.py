@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft.core.rollout import Order, fair_owners
+from lightrft.core.order import Order, fair_owners
 from lightrft.data.loader import DRAWS_AT_ONCE, Blend, share_of
 
 

@@ -17,7 +17,7 @@ from loguru import logger
 from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
-from lightrft.core.rollout import Order
+from lightrft.core.order import Order
 from lightrft.core.samples import Prompt, TokenIds
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError

@@ -13,7 +13,7 @@ from torch import nn
 from lightrft.algorithms.objectives import sft
 from lightrft.config import AlgorithmSection, DataSection, TrainSection
 from lightrft.core.metrics import Metrics
-from lightrft.core.rollout import Order
+from lightrft.core.order import Order
 from lightrft.core.samples import Prompt
 from lightrft.data.conversations import make_example
 from lightrft.parallel.mesh import collectives_begun
