@@ -8,9 +8,6 @@ from lightrft.algorithms.truncation import Truncation
 from lightrft.config.values import COLDEST, HOTTEST
 from lightrft.core.engine import Decoding
 
-MEDIA_NAMES = {"images": "image", "videos": "video", "audios": "audio"}
-"""Key of a medium in a request -> name in placeholders, flags, and prompts for one engine."""
-
 
 @dataclass(frozen=True, slots=True)
 class Sampling(Decoding):
