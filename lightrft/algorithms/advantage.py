@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.core.batch import Batch, padded, unpadded
-from lightrft.core.reduce import Sum, sequence_sums
+from lightrft.core.losses import Sum, sequence_sums
 from lightrft.registry import Registry
 
 Estimator = Callable[..., Tensor]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.core.batch import Batch
-from lightrft.core.reduce import LocalGradients, Report
+from lightrft.core.losses import Report
+from lightrft.models.heads import LocalGradients
 from lightrft.roles.role import Role
 
 

@@ -8,8 +8,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.truncation import Truncation
 from lightrft.core.batch import Batch
-from lightrft.core.reduce import LocalGradients, Report
-from lightrft.models.heads import TokenLogprobs
+from lightrft.core.losses import Report
+from lightrft.models.heads import LocalGradients, TokenLogprobs
 from lightrft.roles.role import Role
 from lightrft.strategy.strategy import StrategyBase
 

@@ -16,8 +16,9 @@ from lightrft.algorithms.objectives import Balanced
 from lightrft.algorithms.truncation import ALL
 from lightrft.batching.micro_batches import MicroBatchIndices, micro_batches
 from lightrft.core.batch import Batch, Routing
+from lightrft.core.losses import Denominator, Report
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Denominator, LocalGradients, Report
+from lightrft.models.heads import LocalGradients
 from lightrft.models.routers import RouterChoices, Routers
 from lightrft.roles.policy import WITHOUT_ENTROPY, Policy
 from lightrft.roles.role import Objective

@@ -16,8 +16,8 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch
-from lightrft.core.reduce import LocalGradients, Report
-from lightrft.models.heads import Actor, Likeliest, TokenLogprobs
+from lightrft.core.losses import Report
+from lightrft.models.heads import Actor, Likeliest, LocalGradients, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off
 from lightrft.roles.policy_methods import PolicyMethods
 from lightrft.roles.role import Role

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch, JudgedBatch, to_device
-from lightrft.core.reduce import LocalGradients, Report, sequence_sums
+from lightrft.core.losses import Report, sequence_sums
+from lightrft.models.heads import LocalGradients
 from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
 from lightrft.roles.role import Role
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.algorithms.objectives import local_gradients
+from lightrft.algorithms.means import MoreCounts, PromptTokens, Weighted
 from lightrft.batching.micro_batches import (
     B,
     MicroBatchIndices,
@@ -30,8 +30,9 @@ from lightrft.batching.planner import Batching
 from lightrft.batching.sample_store import SampleStore
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import Batch, padded
+from lightrft.core.losses import Denominator, Report
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Denominator, LocalGradients, PromptTokens, Report, Weighted
+from lightrft.models.heads import LocalGradients, local_gradients
 from lightrft.roles.operations import TrainingOperations
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten_padded
 from lightrft.roles.reports import MicroBatchReports
@@ -224,15 +225,14 @@ class Role(ABC):
         if length is None:
             length = self.strategy.config.generate_max_len
         if not by_prompt:
-            return Denominator(tokens, sequences, length)
+            return Denominator(tokens, sequences, more=MoreCounts(length))
 
         of_prompts: Counter[int] = Counter()
         mine = list(zip(part.groups.tolist(), learned.tolist(), strict=True))
         for group, count in chain.from_iterable(self.strategy.mesh.data.gather(mine)):
             of_prompts[group] += count
-        return Denominator(
-            tokens, sequences, length, PromptTokens.of(of_prompts).to(self.strategy.device)
-        )
+        prompts = PromptTokens.of(of_prompts).to(self.strategy.device)
+        return Denominator(tokens, sequences, more=MoreCounts(length, prompts))
 
     # -- one optimizer step on flat batches
 

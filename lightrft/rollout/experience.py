@@ -15,8 +15,8 @@ from torch import Tensor
 from lightrft.batching.micro_batches import put_batch
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import Experience, RoutedShape
+from lightrft.core.losses import sequence_sums
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import sequence_sums
 from lightrft.core.samples import Expand, Expanded, Sample
 from lightrft.roles.policy import Policy
 from lightrft.rollout.groups import GatheredRewards, measure_groups

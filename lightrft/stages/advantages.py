@@ -21,12 +21,13 @@ from lightrft.algorithms.advantage import (
     weighted_by_difficulty,
     whiten,
 )
-from lightrft.algorithms.options import FIELDS, keywords, options_of
+from lightrft.algorithms.options import FIELDS, options_of
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Experience
+from lightrft.core.losses import Sum
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Sum
+from lightrft.core.table import keywords
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher, TeacherOfTokens

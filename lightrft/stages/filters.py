@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightrft.algorithms.advantage import solved_share
 from lightrft.core.batch import Experience
+from lightrft.core.losses import sequence_means
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import sequence_means
 from lightrft.rollout.plan import LocalSamples, Stage, TrainingPlan
 
 

@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
-from lightrft.algorithms.objectives import PolicyObjective, ValueObjective, sft
-from lightrft.algorithms.options import keywords
+from lightrft.algorithms.objectives import ValueObjective, policy_objective, sft
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
@@ -33,6 +32,8 @@ from lightrft.config.sections import (
 from lightrft.config.values import CommaSeparated
 from lightrft.core.batch import RoutedShape
 from lightrft.core.metrics import Untraced
+from lightrft.core.objective import PolicyObjective
+from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
@@ -144,7 +145,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         parts["entropy_coefficient"] = entropy_coefficient
     strategy.report_memory("models and engine are ready;")
 
-    objective = PolicyObjective(algorithm, kl_coefficient, entropy_coefficient)
+    objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
     learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
     options = {
         "observer": observer,

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft.algorithms.advantage import estimators, grpo
-from lightrft.algorithms.options import keywords
 from lightrft.config import COMPARING
+from lightrft.core.table import keywords
 
 REWARDS = st.lists(
     st.tuples(st.integers(0, 3), st.floats(-100, 100, width=32)), min_size=1, max_size=12

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightrft.algorithms.preferences.dpo import DPOObjective
 from lightrft.batching.micro_batches import share
 from lightrft.config.sections import PreferenceSection, TrainSection
-from lightrft.core.reduce import sequence_sums
+from lightrft.core.losses import sequence_sums
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.preferences import CHOSEN, REJECTED
 from lightrft.roles.policy import Policy

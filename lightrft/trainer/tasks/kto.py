@@ -11,7 +11,7 @@ from lightrft.algorithms.preferences.kto import KTOObjective, reference_point
 from lightrft.batching.micro_batches import MicroBatchIndices, share
 from lightrft.config.sections import PreferenceSection, TrainSection
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.reduce import sequence_sums
+from lightrft.core.losses import sequence_sums
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.preferences import judged_batch, mismatched
 from lightrft.roles.policy import Policy

@@ -9,7 +9,7 @@ from lightrft.algorithms.objectives import PtxDivergence, PtxObjective, sft
 from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.core.batch import Batch
-from lightrft.core.reduce import Denominator
+from lightrft.core.losses import Denominator
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.conversations import size_of_row, supervised_batch
 from lightrft.data.loader import Blend, Order
