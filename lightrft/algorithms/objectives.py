@@ -27,7 +27,7 @@ from lightrft.algorithms.kl import (
     k3,
     kl_estimators,
 )
-from lightrft.algorithms.options import keywords, options_of, resolve
+from lightrft.algorithms.options import options_of, resolve
 from lightrft.algorithms.policy_loss import PolicyLoss, policy_losses, reach
 from lightrft.algorithms.preferences.dpo import DPOObjective
 from lightrft.algorithms.preferences.kto import KTOObjective
@@ -35,6 +35,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
 from lightrft.core.reduce import Denominator, LocalGradients, Report, share_of_mean
+from lightrft.core.table import keywords
 
 LOSS_INPUTS = {"batch", "marked"}
 """Options of a policy loss that come from the samples, not from the configuration."""

@@ -3,10 +3,11 @@
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.correction import corrections
 from lightrft.algorithms.covariance import marks
-from lightrft.algorithms.options import FIELDS, keywords
+from lightrft.algorithms.options import FIELDS
 from lightrft.algorithms.policy_loss import policy_losses, reach
 from lightrft.config.resolve import BOTH_BOUNDS
 from lightrft.config.sections import AlgorithmSection
+from lightrft.core.table import keywords
 from lightrft.registry import Registry
 
 

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import (
-    Estimator,
     estimators,
     explained_variance,
     gae,
-    reward_to_go,
     teacher_advantages,
     weighted_by_difficulty,
     whiten,
 )
-from lightrft.algorithms.options import FIELDS, keywords, options_of
+from lightrft.algorithms.options import FIELDS, options_of
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Experience
+from lightrft.core.estimators import Estimator, reward_to_go
 from lightrft.core.metrics import Metrics
 from lightrft.core.reduce import Sum
+from lightrft.core.table import keywords
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher, TeacherOfTokens

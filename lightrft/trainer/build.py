@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective, sft
-from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
@@ -33,6 +32,7 @@ from lightrft.config.sections import (
 from lightrft.config.values import CommaSeparated
 from lightrft.core.batch import RoutedShape
 from lightrft.core.metrics import Untraced
+from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer

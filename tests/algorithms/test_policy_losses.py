@@ -18,9 +18,10 @@ from algorithms.flat import (
     step_denominator,
 )
 from lightrft.algorithms.objectives import PolicyObjective
-from lightrft.algorithms.options import keywords, options_of
+from lightrft.algorithms.options import options_of
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.config import AlgorithmSection
+from lightrft.core.table import keywords
 
 NAMES = policy_losses.names()
 

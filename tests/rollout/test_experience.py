@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrft.algorithms.advantage import reward_to_go
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.batching.micro_batches import prompts
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
+from lightrft.core.estimators import reward_to_go
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Episode, Prompt, Sample
 from lightrft.models.heads import Actor
