@@ -14,8 +14,8 @@ from torch import Tensor
 from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.objectives import Balanced
 from lightrft.algorithms.truncation import ALL
-from lightrft.batching.micro_batches import MicroBatchIndices, micro_batches
 from lightrft.core.batch import Batch, Routing
+from lightrft.core.batches import Rows, micro_batches
 from lightrft.core.metrics import Metrics
 from lightrft.core.reduce import Denominator, LocalGradients, Report
 from lightrft.models.routers import RouterChoices, Routers
@@ -70,7 +70,7 @@ class MixturePolicy(Policy):
     def update(
         self,
         batch: Batch,
-        rows: MicroBatchIndices,
+        rows: Rows,
         objective: Objective,
         denominator: Denominator,
         metrics: Metrics,
@@ -87,14 +87,14 @@ class MixturePolicy(Policy):
             (metrics.max if name.endswith("_max") else metrics.mean)(name, value)
         return loss_and_norm
 
-    def _balance(self, batch: Batch, rows: MicroBatchIndices) -> Balance:
+    def _balance(self, batch: Batch, rows: Rows) -> Balance:
         """Compute the load of the experts over the tokens of all ranks, without dropout."""
         self.strategy.enter(Phase.LOGPROB, self.actor)
         self.actor.eval()
 
         sums = []
         with torch.no_grad():
-            for part in micro_batches(batch, rows, self.strategy.device):
+            for part in micro_batches(batch, rows, self.strategy.to_device):
                 # Without a learned token the head computes nothing: only routers are of interest.
                 unlearned = replace(
                     part,
