@@ -1,9 +1,4 @@
-"""Pass a function the options that it names.
-
-The keyword-only parameters of an estimator or a loss are fields of the algorithm section, or data
-that the caller has. So `ppo(logprobs, old_logprobs, advantages, *, eps_clip_low, eps_clip_high)`
-declares which flags it reads, and so does a user's own function.
-"""
+"""Pass a function the flags of the algorithm section that it names; see core/table.py."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields

@@ -14,7 +14,7 @@ from lightrft.core.batches import Rows, consecutive
 from lightrft.core.engine import RequestLoop, Sampling
 
 
-class Axis(Protocol):
+class DataRanks(Protocol):
     """Ranks with different samples. Every rank calls a method together with the others."""
 
     size: int
@@ -37,7 +37,7 @@ class Strategy(Protocol):
     """
 
     device: torch.device
-    data: Axis
+    data: DataRanks
 
     # the engine
 
@@ -52,7 +52,7 @@ class Strategy(Protocol):
 
     # rows
 
-    def distribute(
+    def redistribute(
         self, batch: Batch, *, minibatch_size: int | None, units: Tensor | None = None
     ) -> tuple[Batch, list[Rows]]:
         """Send each sequence to the rank that computes it.
@@ -124,7 +124,7 @@ class OneProcess:
     def open(self, sampling: Sampling) -> RequestLoop:
         return self.engine.open(sampling)
 
-    def distribute(
+    def redistribute(
         self, batch: Batch, *, minibatch_size: int | None, units: Tensor | None = None
     ) -> tuple[Batch, list[Rows]]:
         batch = batch.select(batch.rows.argsort())

@@ -14,8 +14,8 @@ from torch import Tensor
 from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.objectives import Balanced
 from lightrft.algorithms.truncation import ALL
-from lightrft.batching.micro_batches import MicroBatchIndices, micro_batches
 from lightrft.core.batch import Batch, Routing
+from lightrft.core.batches import Rows, micro_batches
 from lightrft.core.losses import Denominator, Report
 from lightrft.core.metrics import Metrics
 from lightrft.models.heads import LocalGradients
@@ -71,7 +71,7 @@ class MixturePolicy(Policy):
     def update(
         self,
         batch: Batch,
-        rows: MicroBatchIndices,
+        rows: Rows,
         objective: Objective,
         denominator: Denominator,
         metrics: Metrics,
@@ -88,14 +88,14 @@ class MixturePolicy(Policy):
             (metrics.max if name.endswith("_max") else metrics.mean)(name, value)
         return loss_and_norm
 
-    def _balance(self, batch: Batch, rows: MicroBatchIndices) -> Balance:
+    def _balance(self, batch: Batch, rows: Rows) -> Balance:
         """Compute the load of the experts over the tokens of all ranks, without dropout."""
         self.strategy.enter(Phase.LOGPROB, self.actor)
         self.actor.eval()
 
         sums = []
         with torch.no_grad():
-            for part in micro_batches(batch, rows, self.strategy.device):
+            for part in micro_batches(batch, rows, self.strategy.to_device):
                 # Without a learned token the head computes nothing: only routers are of interest.
                 unlearned = replace(
                     part,

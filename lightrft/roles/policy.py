@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import ALL, Truncation
-from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch
+from lightrft.core.batches import Rows
 from lightrft.core.losses import Report
 from lightrft.models.heads import Actor, Likeliest, LocalGradients, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off
@@ -78,7 +78,7 @@ class Policy(Role, PolicyMethods):
 
     # -- log-probs
 
-    def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
+    def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """Return log p of every learned token of a flat batch under the actor, 0 elsewhere.
 
         [T] float32 on the host.
@@ -87,7 +87,7 @@ class Policy(Role, PolicyMethods):
             self.actor, lambda part: self._token_logprobs(self.actor, part), batch, rows
         )
 
-    def logprobs_and_entropy(self, batch: Batch, rows: MicroBatchIndices) -> tuple[Tensor, Tensor]:
+    def logprobs_and_entropy(self, batch: Batch, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return logprobs(), and the entropy of the distribution at the same places: [T], [T]."""
 
         def ask(part: Batch) -> Tensor:
@@ -96,7 +96,7 @@ class Policy(Role, PolicyMethods):
         both = self._infer(self.actor, ask, batch, rows)
         return both[:, 0], both[:, 1]
 
-    def likeliest(self, batch: Batch, rows: MicroBatchIndices, k: int) -> tuple[Tensor, Tensor]:
+    def likeliest(self, batch: Batch, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
         """Return the k likeliest ids in the place of each learned token of a flat batch.
 
         Log-probs [T, k] float32 and ids [T, k] int32 on the host, likeliest first and 0 elsewhere.
@@ -114,7 +114,7 @@ class Policy(Role, PolicyMethods):
         logprobs, ids = self._infer(self.actor, ask, batch, rows).tensor_split([k], dim=1)
         return logprobs, ids.int().masked_fill(logprobs.isneginf(), -1)
 
-    def reference_logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
+    def reference_logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """Return log p of every learned token under the reference model: [T].
 
         Its routers choose freely: they have other weights than the actor's.

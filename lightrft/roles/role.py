@@ -17,19 +17,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.means import MoreCounts, PromptTokens, Weighted
-from lightrft.batching.micro_batches import (
-    B,
-    MicroBatchIndices,
-    empty_microbatch,
-    infer,
-    micro_batches,
-    redistribute,
-    regroup,
-)
+from lightrft.batching.micro_batches import B, regroup
 from lightrft.batching.planner import Batching
 from lightrft.batching.sample_store import SampleStore
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import Batch, padded
+from lightrft.core.batches import Rows, empty_microbatch, infer, micro_batches
 from lightrft.core.losses import Denominator, Report
 from lightrft.core.metrics import Metrics
 from lightrft.models.heads import LocalGradients, local_gradients
@@ -56,7 +49,7 @@ class LossTerm:
     """
 
     batch: Batch
-    rows: MicroBatchIndices
+    rows: Rows
     objective: Objective
     denominator: Denominator
     forward: Callable[[Batch, LocalGradients | None], tuple[Tensor, Report]]
@@ -177,7 +170,7 @@ class Role(ABC):
         max_tokens: int | None = None,
         store: SampleStore | None = None,
         units: Tensor | None = None,
-    ) -> tuple[B, list[MicroBatchIndices]]:
+    ) -> tuple[B, list[Rows]]:
         """Plan a flat batch of this rank's rows with those of all ranks; see redistribute().
 
         Rows of one prompt are grouped if a micro-batch computes it once. The rows travel through
@@ -185,30 +178,18 @@ class Role(ABC):
         counts units, such as episodes, if `units` [N] int64 has the number of each row's unit,
         ascending over all ranks.
         """
-        used = store
-        if store is None and self.strategy.mesh.world.size > 1:
-            used = self.strategy.sample_store()
-        part, minibatches = redistribute(
-            used,
+        return self.strategy.redistribute(
             batch,
             minibatch_size=gbs,
+            units=units,
+            store=store,
             max_tokens=max_tokens or self.max_tokens,
             max_sequences=mbs,
             batching=self.batching,
-            units=units,
         )
-        if used is not store:
-            used.clear(part.rows.tolist())
-
-        return part, minibatches
 
     def denominator(
-        self,
-        batch: Batch,
-        rows: MicroBatchIndices,
-        *,
-        length: int | None = None,
-        by_prompt: bool = False,
+        self, batch: Batch, rows: Rows, *, length: int | None = None, by_prompt: bool = False
     ) -> Denominator:
         """Count the learned tokens and sequences of one optimizer step over all ranks.
 
@@ -239,7 +220,7 @@ class Role(ABC):
     def update(
         self,
         batch: Batch,
-        rows: MicroBatchIndices,
+        rows: Rows,
         objective: Objective,
         denominator: Denominator,
         metrics: Metrics,
@@ -279,7 +260,7 @@ class Role(ABC):
         self.begin_train_step(first.objective, first.denominator, count, eval_mode=eval_mode)
 
         for term in terms:
-            for micro_batch in micro_batches(term.batch, term.rows, self.strategy.device):
+            for micro_batch in micro_batches(term.batch, term.rows, self.strategy.to_device):
                 report = self.train_microbatch(micro_batch, term)
                 for name, entry in report.items():
                     values, weight = (
@@ -406,11 +387,7 @@ class Role(ABC):
     # -- inference
 
     def _infer(
-        self,
-        module: nn.Module,
-        forward: Callable[[Batch], Tensor],
-        batch: Batch,
-        rows: MicroBatchIndices,
+        self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: Rows
     ) -> Tensor:
         """Compute one value per token, in the batch's order: [T] float32 on the host.
 
@@ -423,15 +400,11 @@ class Role(ABC):
         return self._infer_rows(module, forward, batch, rows)
 
     def _infer_rows(
-        self,
-        module: nn.Module,
-        forward: Callable[[Batch], Tensor],
-        batch: Batch,
-        rows: MicroBatchIndices,
+        self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: Rows
     ) -> Tensor:
         self.strategy.enter(Phase.LOGPROB, module)
         module.eval()
-        return infer(forward, batch, rows, self.strategy.device)
+        return infer(forward, batch, rows, self.strategy.to_device)
 
     # -- padded batches, for loops of your own
 
@@ -463,7 +436,7 @@ class Role(ABC):
             self.begin_train_step(
                 loss_fn, self.denominator(flat, rows), len(rows), eval_mode=eval_mode
             )
-            for micro_batch in micro_batches(flat, rows, self.strategy.device):
+            for micro_batch in micro_batches(flat, rows, self.strategy.to_device):
                 reports.add(self.train_microbatch(micro_batch), self.weight(micro_batch))
             numbers.append(torch.stack(self.finish_train_step()))
 
@@ -474,7 +447,7 @@ class Role(ABC):
 
     def redistribute(
         self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None
-    ) -> tuple[Batch, list[MicroBatchIndices]]:
+    ) -> tuple[Batch, list[Rows]]:
         """Plan the rows of all ranks; return this rank's rows as a flat batch.
 
         The second result has the micro-batches of each optimizer step.

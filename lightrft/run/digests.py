@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from lightrft.backends.optim import BitSums
-from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.core.batch import Batch
+from lightrft.core.batches import Rows
 from lightrft.core.samples import Sample
 from lightrft.observe.sinks import Writer, encode_row, truncate_rows
 from lightrft.parallel.mesh import Mesh
@@ -56,7 +56,7 @@ class StepRecord:
     """Batch, samples and losses of a step on this rank."""
 
     batch: Batch
-    minibatches: Sequence[MicroBatchIndices]
+    minibatches: Sequence[Rows]
     losses: Sequence[Tensor]
     """Global loss of each optimizer step, [] on the device."""
     samples: Sequence[Sample] = ()

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightrft.batching.micro_batches import put_batch
 from lightrft.config.sections import Config, moves_reference
+from lightrft.core.batches import TrainingPlan
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
 from lightrft.data.prompt_set import PromptSet
@@ -17,7 +19,6 @@ from lightrft.roles.policy import Policy
 from lightrft.roles.role import Objective, Role
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.groups import measure_samples, sample_rows
-from lightrft.rollout.plan import TrainingPlan
 from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Sampler
 from lightrft.run.digests import StepRecord
@@ -54,7 +55,7 @@ class Learner:
         role = self.role
         experience = plan.experience
         losses = []
-        for number, rows in enumerate(plan.minibatches * config.train.max_epochs):
+        for number, rows in enumerate(plan.updates):
             denominator = role.denominator(
                 experience,
                 rows,
@@ -106,6 +107,7 @@ class PPOTrainer(Trainer):
         self.eval_sets = eval_sets
         self.sample_sinks: list[SampleSink] = [] if dump is None else [dump]
         self.moves_reference = moves_reference(config.algorithm)
+        self.has_readers = strategy.sample_store().is_outside
 
         for each in learners:
             self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
@@ -121,6 +123,10 @@ class PPOTrainer(Trainer):
 
         with self.trace.phase("experience"):
             plan = self.make_experience(samples, self.metrics)
+        # Other programs read the experience in a store outside of this one.
+        store = self.strategy.sample_store() if self.has_readers else None
+        if store is not None:
+            put_batch(store, plan.experience)
 
         losses = []
         # Which prompts come next depends on the rewards of this step, and not on its updates.
@@ -133,8 +139,8 @@ class PPOTrainer(Trainer):
         if self.moves_reference:
             self.policy.update_reference(number, self.config.algorithm)
 
-        if plan.store is not None:
-            plan.store.clear(plan.experience.rows.tolist())
+        if store is not None:
+            store.clear(plan.experience.rows.tolist())
         return StepRecord(plan.experience, plan.minibatches, losses, samples)
 
     def progress(self) -> str:

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft.algorithms.advantage import estimators, grpo
+from lightrft.algorithms.advantage import estimators
 from lightrft.config import COMPARING
+from lightrft.core.estimators import grpo
 from lightrft.core.table import keywords
 
 REWARDS = st.lists(

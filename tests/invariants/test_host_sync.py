@@ -5,6 +5,8 @@ values: whatever reads a value on the host (item, tolist, nonzero, a copy to the
 depends on values) fails on them.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,10 +18,11 @@ from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.layout import Layout
-from lightrft.batching.micro_batches import micro_batches
+from lightrft.batching.micro_batches import with_shared_prefixes
 from lightrft.config import AlgorithmSection
 from lightrft.config.facts import EXPERT_FAMILIES
-from lightrft.core.batch import Experience
+from lightrft.core.batch import Batch, Experience
+from lightrft.core.batches import micro_batches
 from lightrft.core.losses import Denominator
 from lightrft.core.metrics import Metrics
 from lightrft.models.heads import Actor, Scorer
@@ -36,6 +39,10 @@ T = 12
 N = 3
 H = 4
 V = 20
+
+
+def to_device(device: torch.device | str) -> Callable[[Batch], Batch]:
+    return lambda part: with_shared_prefixes(part).to(device)
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
@@ -105,7 +112,7 @@ def test_models_never_wait(family):
     actor = Actor(model.to("meta"))
     model.config.num_labels = 1
     critic = Scorer(AutoModelForSequenceClassification.from_config(model.config).to("meta"))
-    for part in micro_batches(make_batch(alike=2), [[2, 0], [], [7, 1, 3]], torch.device("meta")):
+    for part in micro_batches(make_batch(alike=2), [[2, 0], [], [7, 1, 3]], to_device("meta")):
         assert (part.shared is not None) == (len(part) > 1)
         logprobs, entropy = actor(part, 0.7)
         (logprobs.sum() + entropy.sum() + critic(part).sum()).backward()
@@ -139,7 +146,7 @@ def test_replayed_and_counted_experts_never_wait(family: str) -> None:
     actor.router_choices = choices
     batch = make_batch(alike=2)
     batch.experts = choices.shape.empty(batch.num_tokens)
-    for part in micro_batches(batch, [[2, 0], [7, 1, 3]], torch.device("meta")):
+    for part in micro_batches(batch, [[2, 0], [7, 1, 3]], to_device("meta")):
         logprobs, _ = actor(part, 0.7)
         logprobs.sum().backward()
         assert choices.report(NO_SEQUENCE_PARALLEL)
@@ -204,7 +211,7 @@ def forward_and_backward(family: str, recomputes: str, device: torch.device, dty
     ones = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
 
     def run() -> None:
-        for part in micro_batches(batch, [[2, 0], [7, 1, 3]], device):
+        for part in micro_batches(batch, [[2, 0], [7, 1, 3]], to_device(device)):
             logprobs, entropy = actor(part, 0.7)
             (logprobs.sum() + entropy.sum()).backward()
         token_logprobs(hidden, weight, targets, chunk=5, entropy=False, upstream=ones)[
