@@ -77,9 +77,12 @@ class Strategy(Protocol):
     ) -> None: ...
 
     def optimizer_step(
-        self, optimizer: Optimizer, module: nn.Module, scheduler: LRScheduler | None
+        self, optimizer: Optimizer, module: nn.Module, scheduler: LRScheduler | None, *, name: str
     ) -> Tensor:
-        """Clip the gradients and step; return the gradient norm before clipping: []."""
+        """Clip the gradients and step; return the gradient norm before clipping: [].
+
+        `name` is the name of the model in warnings.
+        """
 
     def begin_sum(self, value: Tensor) -> Callable[[], Tensor]:
         """Start to sum over all data ranks; return a function that waits for the sum."""
@@ -142,7 +145,7 @@ class OneProcess:
         loss.backward()
 
     def optimizer_step(
-        self, optimizer: Optimizer, module: nn.Module, scheduler: LRScheduler | None
+        self, optimizer: Optimizer, module: nn.Module, scheduler: LRScheduler | None, *, name: str
     ) -> Tensor:
         norm = nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
         optimizer.step()

@@ -187,7 +187,7 @@ def _replay(
     if stage in ("loss", "gradient"):
         for learner in step.learners(by_row):
             if bundle.content["step"] >= learner.first_step:
-                losses += learner.learn(plan, bundle.config, Metrics())
+                losses += learner.learn(plan, Metrics())
         result.loss = sum(map(float, losses)) / len(losses) if losses else None
 
     names = [*STAGES]

@@ -10,10 +10,10 @@ from lightrft.core.batch import Batch
 from lightrft.core.batches import Rows
 from lightrft.core.losses import Report
 from lightrft.models.heads import LocalGradients
-from lightrft.roles.role import Role
+from lightrft.roles.role import DistributedRole
 
 
-class Critic(Role):
+class Critic(DistributedRole):
     """Value model; its module is a models.heads.Scorer."""
 
     NAME = "critic"
@@ -28,7 +28,7 @@ class Critic(Role):
 
     def values(self, batch: Batch, rows: Rows) -> Tensor:
         """Return the same values for a flat batch: [T] float32 on the host."""
-        return self._infer(self.module, lambda part: self.forward(part)[0], batch, rows)
+        return self.infer(lambda part: self.forward(part)[0], batch, rows)
 
     def forward(
         self, batch: Batch, gradients: LocalGradients | None = None

@@ -10,11 +10,11 @@ from lightrft.algorithms.truncation import Truncation
 from lightrft.core.batch import Batch
 from lightrft.core.losses import Report
 from lightrft.models.heads import LocalGradients, TokenLogprobs
-from lightrft.roles.role import Role
+from lightrft.roles.role import DistributedRole
 from lightrft.strategy.strategy import StrategyBase
 
 
-class Draft(Role):
+class Draft(DistributedRole):
     """Language model that learns from the responses of the actor.
 
     Its module is a models.heads.Actor. Responses are samples of the actor, so the mean negative

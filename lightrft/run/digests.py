@@ -34,7 +34,7 @@ from lightrft.core.batches import Rows
 from lightrft.core.samples import Sample
 from lightrft.observe.sinks import Writer, encode_row, truncate_rows
 from lightrft.parallel.mesh import Mesh
-from lightrft.roles.role import Role
+from lightrft.roles.role import DistributedRole
 
 FILE = "digests.jsonl"
 OF_SEQUENCES = ("prompts", "samples", "logprobs", "rewards", "outputs", "advantages")
@@ -66,7 +66,7 @@ class StepRecord:
 class Digests:
     """The digests of a run. Nothing waits for the device before the end of a step."""
 
-    def __init__(self, roles: Mapping[str, Role], mesh: Mesh, folder: Path, writer: Writer):
+    def __init__(self, roles: Mapping[str, DistributedRole], mesh: Mesh, folder: Path, writer: Writer):
         """Follow the optimizers of `roles`, by name. Rank 0 writes to the folder."""
         self.mesh = mesh
         self.path = folder / FILE

@@ -33,6 +33,7 @@ from lightrft.config.values import CommaSeparated
 from lightrft.core.batch import RoutedShape
 from lightrft.core.metrics import Untraced
 from lightrft.core.objective import PolicyObjective
+from lightrft.core.role import Learner
 from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
@@ -77,7 +78,7 @@ from lightrft.trainer.build_roles import (
 )
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.held_out import HeldOut
-from lightrft.trainer.ppo import Learner, PPOTrainer, ReplayTrainer
+from lightrft.trainer.ppo import PPOTrainer, ReplayTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
 
 
@@ -519,13 +520,15 @@ def build_learners(
     if draft is not None:
         learners.append(Learner("draft", draft, sft, "draft"))
 
+    by_prompt = config.algorithm.loss_agg_mode == "prompt-mean"
     actor = Learner(
         "actor",
         policy,
         objective,
         "train",
         first_step=config.train.freezing_actor_steps + 1,
-        ptx_loss=ptx_loss,
+        count=policy.with_prompts if by_prompt else None,
+        more_terms=[ptx_loss.next] if ptx_loss else [],
     )
     return [*learners, actor]
 

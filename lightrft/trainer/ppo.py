@@ -3,20 +3,18 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightrft.batching.micro_batches import put_batch
 from lightrft.config.sections import Config, moves_reference
-from lightrft.core.batches import TrainingPlan
-from lightrft.core.metrics import Metrics
+from lightrft.core.role import Learner
 from lightrft.core.samples import Sample
 from lightrft.data.prompt_set import PromptSet
 from lightrft.engine.requests import derived_seed
 from lightrft.roles.policy import Policy
-from lightrft.roles.role import Objective, Role
+from lightrft.roles.role import DistributedRole
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.groups import measure_samples, sample_rows
 from lightrft.rollout.rollout import Rollout
@@ -26,53 +24,9 @@ from lightrft.run.interruption import Interrupted
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
-from lightrft.trainer.tasks.sft import PtxLoss
 
 SampleSink = Callable[[int, list[Sample], int], None]
 """Takes a step's number, the samples, and the version of the engine's newest weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class Learner:
-    """A role and the objective that it minimizes.
-
-    The targets of one role do not depend on the updates of another.
-    """
-
-    name: str
-    """Name of the model in checkpoints."""
-    role: Role
-    objective: Objective
-    phase: str
-    """Name of the phase, and prefix of the metrics."""
-    first_step: int = 1
-    """First step in which the role learns."""
-    ptx_loss: PtxLoss | None = None
-    """Supervised loss that is added to the objective."""
-
-    def learn(self, plan: TrainingPlan, config: Config, metrics: Metrics) -> list[Tensor]:
-        """Take one optimizer step for each minibatch and epoch; return the losses."""
-        role = self.role
-        experience = plan.experience
-        losses = []
-        for number, rows in enumerate(plan.updates):
-            denominator = role.denominator(
-                experience,
-                rows,
-                length=config.rollout.generate_max_len,
-                by_prompt=config.algorithm.loss_agg_mode == "prompt-mean",
-            )
-            denominator = replace(denominator, updates_before=number)
-            metrics.mean(f"{self.phase}/learning_rate", role.scheduler.get_last_lr()[0])
-
-            term = self.ptx_loss.next() if self.ptx_loss is not None else None
-            loss, norm = role.update(
-                experience, rows, self.objective, denominator, metrics, extra_term=term
-            )
-            metrics.mean(f"{self.phase}/loss", loss)
-            metrics.mean(f"{self.phase}/grad_norm", norm)
-            losses.append(loss)
-        return losses
 
 
 class PPOTrainer(Trainer):
@@ -134,7 +88,7 @@ class PPOTrainer(Trainer):
             for learner in self.learners:
                 if number >= learner.first_step:
                     with self.trace.phase(learner.phase):
-                        losses += learner.learn(plan, self.config, self.metrics)
+                        losses += learner.learn(plan, self.metrics)
 
         if self.moves_reference:
             self.policy.update_reference(number, self.config.algorithm)
@@ -219,7 +173,7 @@ class PPOTrainer(Trainer):
             evaluate(each, groups, self.metrics, self.strategy.mesh.data)
 
     @property
-    def learning_roles(self) -> dict[str, Role]:
+    def learning_roles(self) -> dict[str, DistributedRole]:
         return {each.name: each.role for each in self.learners}
 
     def models_to_save(self) -> dict[str, nn.Module]:
@@ -228,8 +182,8 @@ class PPOTrainer(Trainer):
 
     @property
     def learned_rows(self) -> PromptSet:
-        supervised = [each.ptx_loss.prompts for each in self.learners if each.ptx_loss is not None]
-        return sum(supervised, self.prompts)
+        mixin = self.parts.get("mixin")
+        return self.prompts if mixin is None else self.prompts + mixin.prompts
 
 
 class ReplayTrainer(PPOTrainer):

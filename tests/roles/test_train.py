@@ -13,7 +13,7 @@ from lightrft.algorithms.objectives import policy_objective, sft
 from lightrft.config import Config
 from lightrft.core.losses import sequence_mean, token_mean
 from lightrft.core.objective import PolicyObjective
-from lightrft.roles.role import Role
+from lightrft.roles.role import DistributedRole
 from ranks import run_ranks
 from roles import rows
 
@@ -82,7 +82,7 @@ LOSSES: dict[str, Callable] = {
 }
 
 
-def role_for(kind: str, made, folder: str, **options) -> Role:
+def role_for(kind: str, made, folder: str, **options) -> DistributedRole:
     return {"critic": rows.critic, "reward": rows.reward_model}.get(kind, rows.policy)(
         made, folder, **options
     )

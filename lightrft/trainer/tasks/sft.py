@@ -10,11 +10,11 @@ from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.core.batch import Batch
 from lightrft.core.batches import Rows
 from lightrft.core.losses import Denominator
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.conversations import size_of_row, supervised_batch
 from lightrft.data.loader import Blend, Order
 from lightrft.roles.policy import Policy
-from lightrft.roles.role import LossTerm
 from lightrft.roles.teacher import TeacherOfTokens
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
