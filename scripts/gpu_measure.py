@@ -230,10 +230,9 @@ def train_steps(
 
     from lightrft.algorithms.truncation import ALL
     from lightrft.attention.flat import ATTENTION
-    from lightrft.batching.micro_batches import micro_batches
     from lightrft.core.batch import Batch
-    from lightrft.core.reduce import LocalGradients
-    from lightrft.models.heads import Actor, TokenLogprobs
+    from lightrft.core.batches import micro_batches
+    from lightrft.models.heads import Actor, LocalGradients, TokenLogprobs
     from lightrft.parallel.device import peak_memory, synchronize
     from lightrft.parallel.peaks import DEVICES, known_device
     from lightrft.tools.step_memory import parameter_counts
@@ -268,7 +267,7 @@ def train_steps(
 
     def step(count: int) -> None:
         for number, part in enumerate(
-            micro_batches(batch, [list(range(len(lengths)))] * count, setting.device)
+            micro_batches(batch, [list(range(len(lengths)))] * count, strategy.to_device)
         ):
             logprobs, _ = actor(part, 1.0, ALL, read)
             strategy.backward(-logprobs.sum() / tokens, actor, optimizer, last=number == count - 1)

@@ -1,31 +1,43 @@
-"""Advantage estimators: how much better a reward is than the rewards it is compared with.
+"""Registers the advantage estimators of --advantage_estimator, and what spreads them over tokens.
 
-Each takes the rewards and groups of **all** samples of a step, of all ranks, and returns one
-advantage per reward: [M], [M] -> [M]. A sample has one reward for the whole response, or several,
-each for a step of it (process supervision). The keyword-only parameters of an estimator are fields
-of the algorithm section, or one of: `lengths` [M], tokens that the reward is for; `responses` [M],
-the index of the response, whose rewards are adjacent; `greedy_rewards` [M], the reward of the
-greedy response to the same prompt, 0 for all steps of a response but the last; `components`
-[M, R], the named parts of each reward before shaping, with their weights, and `component_weights`
-[R].
-
-The functions at the end spread rewards and advantages over tokens. Time steps are learned tokens
-only: text of a tool or an environment between them is skipped. Values of tokens are [T], computed
-in float64, and 0 for tokens that are not learned.
+core/estimators.py has the estimators of plain runs, and says what an estimator is. Some of these
+here read more columns: `greedy_rewards` [M], the reward of the greedy response to the same prompt,
+0 for all steps of a response but the last; `components` [M, R], the named parts of each reward
+before shaping, with their weights, and `component_weights` [R].
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.core.batch import Batch, padded, unpadded
-from lightrft.core.reduce import Sum, sequence_sums
+from lightrft.core.batch import Batch
+from lightrft.core.estimators import (
+    discounted_sums,
+    dr_grpo,
+    from_rows,
+    group_mean_std,
+    group_sum,
+    grpo,
+    reinforce,
+    rloo,
+    to_rows,
+)
+from lightrft.core.losses import Sum
 from lightrft.registry import Registry
 
-Estimator = Callable[..., Tensor]
 estimators = Registry("advantage estimator", flag="--advantage_estimator")
+# With a critic (gae, and the recipe ppo) the baseline is the value that the critic predicts at each
+# token: gae(). The recipe of REINFORCE++ (arXiv 2501.03262) adds the k1 divergence to the reward of
+# each token and normalises over all tokens of the step.
+estimators.register("reinforce", "reinforce++", "gae", "ppo", "stable_reinforce")(reinforce)
+# The other names are recipes with other losses.
+estimators.register("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd", "dppo")(
+    grpo
+)
+# The recipe of REINFORCE++ with baseline normalises over all tokens of the step.
+estimators.register("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "dro")(dr_grpo)
+# The divergence in the reward is compared in the same way: rloo_penalty().
+estimators.register("rloo")(rloo)
 
 penalties = Registry("comparison of divergences", flag="--advantage_estimator")
 """Functions by the name of an estimator: (penalties of responses by the divergence [N], groups [N],
@@ -36,40 +48,6 @@ None means a penalty of each token instead, as with all other estimators.
 
 RIGHT = 0.5
 """A sample solves the prompt when the reward is above this threshold."""
-
-
-@estimators.register("reinforce", "reinforce++", "gae", "ppo", "stable_reinforce")
-def reinforce(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = R_i: no baseline. Williams, Machine Learning 8, 1992.
-
-    With a critic (gae, and the recipe ppo) the baseline is the value that the critic predicts at
-    each token: gae(). The recipe of REINFORCE++ (arXiv 2501.03262) adds the k1 divergence
-    to the reward of each token and normalises over all tokens of the step.
-    """
-    return rewards
-
-
-@estimators.register("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd", "dppo")
-def grpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """A_i = (R_i - mean_g R) / (std_g R + eps), std with Bessel's correction.
-
-    A group of equal rewards, or of one, has advantage 0. DeepSeekMath, arXiv 2402.03300, sections
-    4.1.2 (one reward) and 4.1.3 (one per step). The other names are recipes with other losses.
-    """
-    mean, std = group_mean_std(rewards, groups)
-    return (rewards - mean) / (std + eps)
-
-
-@estimators.register("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "dro")
-def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = R_i - mean_g R.
-
-    Dr. GRPO, arXiv 2503.20783: dividing by std_g favours prompts that are easy or hard.
-
-    The recipe of REINFORCE++ with baseline (arXiv 2501.03262) normalises it over all tokens of the
-    step.
-    """
-    return rewards - group_mean_std(rewards, groups)[0]
 
 
 @estimators.register("gdpo")
@@ -150,23 +128,6 @@ def turn_grpo(rewards: Tensor, groups: Tensor, *, responses: Tensor, eps: float 
     following = torch.zeros_like(advantages)
     following[:-1] = torch.where(responses[1:] == responses[:-1], advantages[1:], 0.0)
     return advantages - following
-
-
-@estimators.register("rloo")
-def rloo(rewards: Tensor, groups: Tensor, *, responses: Tensor) -> Tensor:
-    """A_i = R_i - mean of the other R_j of the group; 0 where there are none.
-
-    Ahmadian et al., arXiv 2402.14740. The baseline of a response with several rewards excludes all
-    of them. In the baselines of the others its R_j is the mean of its rewards: PRIME, arXiv
-    2502.01456, equation 5. The divergence in the reward is compared in the same way:
-    rloo_penalty().
-    """
-    mean, _ = group_mean_std(rewards, responses)
-    first = torch.ones_like(mean)
-    first[1:] = (responses[1:] != responses[:-1]).double()
-    total = group_sum(first * mean, groups)
-    size = group_sum(first, groups)
-    return torch.where(size > 1, rewards - (total - mean) / (size - 1).clamp(min=1), 0.0)
 
 
 @penalties.register("rloo")
@@ -265,19 +226,6 @@ def share_of_draws(part: Tensor, total: Tensor, k: int) -> Tensor:
     return ((part[:, None] - drawn).clamp(min=0) / (total[:, None] - drawn).clamp(min=1)).prod(1)
 
 
-def group_mean_std(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and unbiased standard deviation of the group that each value belongs to.
-
-    [N], [N] -> [N], [N] float64. In float32 the mean of equal values need not be that value, and
-    the difference would look like a signal.
-    """
-    values = values.double()
-    size = group_sum(torch.ones_like(values), groups)
-    mean = group_sum(values, groups) / size
-    squares = group_sum((values - mean).square(), groups)
-    return mean, (squares / (size - 1).clamp(min=1)).sqrt()
-
-
 def batch_std(values: Tensor) -> Tensor:
     """Return the unbiased standard deviation of all values, 0 for a single one: [N] -> []."""
     values = values.double()
@@ -285,18 +233,7 @@ def batch_std(values: Tensor) -> Tensor:
     return (squares / max(len(values) - 1, 1)).sqrt()
 
 
-def group_sum(values: Tensor, groups: Tensor) -> Tensor:
-    """Return the sum over each value's group, for each value. [N], [N] -> [N]."""
-    names, member = torch.unique(groups, return_inverse=True)
-    return values.new_zeros(len(names)).index_add(0, member, values)[member]
-
-
 # -- over tokens
-
-
-def reward_to_go(rewards: Tensor, batch: Batch, *, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_{t+1}. [T] -> [T]."""
-    return from_rows(discounted_sums(to_rows(rewards, batch), gamma), batch)
 
 
 def gae(
@@ -347,29 +284,3 @@ def whiten(values: Tensor, mask: Tensor, total: Sum, *, eps: float = 1e-8) -> Te
     mean = value / count.clamp(min=1)
     variance = total((values[mask].double() - mean).square().sum()) / count.clamp(min=1)
     return torch.where(mask, (values - mean) / (variance.sqrt() + eps), 0.0)
-
-
-def discounted_sums(rows: Tensor, factor: float) -> Tensor:
-    """y_t = x_t + factor y_{t+1} along each row: [N, L] -> [N, L].
-
-    After k rounds each entry is the sum of the 2^k entries that start with it.
-    """
-    sums = rows.clone()
-    reach = 1
-    while reach < rows.shape[1]:
-        sums[:, :-reach] = sums[:, :-reach] + factor**reach * sums[:, reach:]
-        reach *= 2
-    return sums
-
-
-def to_rows(values: Tensor, batch: Batch) -> Tensor:
-    """Return the learned tokens of each sequence as a row, padded with 0: [T] -> [N, L] float64."""
-    lengths = sequence_sums(batch.loss_mask.long(), batch)
-    return padded(values.double()[batch.learned_tokens], lengths, max(lengths.tolist(), default=0))
-
-
-def from_rows(rows: Tensor, batch: Batch) -> Tensor:
-    """Invert to_rows(): [N, L] -> [T]."""
-    values = rows.new_zeros(batch.num_tokens)
-    values[batch.learned_tokens] = unpadded(rows, sequence_sums(batch.loss_mask.long(), batch))
-    return values

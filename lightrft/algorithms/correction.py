@@ -4,22 +4,18 @@ The engine's probabilities differ slightly from the trainer's, or an older polic
 p_old / p_engine, the ratio of the trainer's policy before the step to the sampling policy, each
 function returns the weight of a token's loss, without gradient. This keeps the proximal policy, the
 reference of the clip, apart from the behaviour policy: the decoupled objective of Hilton et al.
-(arXiv 2110.00641), which is also used to learn from samples of older weights.
+(arXiv 2110.00641), which is also used to learn from samples of older weights. `per="token"` says
+that a weight depends on its own ratio alone; a user's own correction may say so too.
 """
 
 import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch
-from lightrft.core.reduce import sequence_means, sequence_sums
+from lightrft.core.losses import sequence_means, sequence_sums
 from lightrft.registry import Registry
 
 corrections = Registry("rollout correction", flag="--rollout_correction")
-OF_RATIO = {"tis", "mis", "icepop", "none"}
-"""Corrections where a token's weight depends on its own ratio only.
-
-A user's own correction is not assumed to be one of them.
-"""
 MASK_BOUNDS = {"sequence": (0.5, 2.0), "geometric": (0.999, 1.002)}
 """--rollout_mask -> default lower and upper bound of the measure of a sequence.
 
@@ -27,7 +23,7 @@ A product of many ratios is far from 1 where their geometric mean is within thou
 """
 
 
-@corrections.register("tis")
+@corrections.register("tis", per="token")
 def tis(ratio: Tensor, *, rollout_correction_high: float) -> Tensor:
     """min(w, C): truncated importance sampling.
 
@@ -36,7 +32,7 @@ def tis(ratio: Tensor, *, rollout_correction_high: float) -> Tensor:
     return ratio.clamp(max=rollout_correction_high)
 
 
-@corrections.register("mis", "icepop")
+@corrections.register("mis", "icepop", per="token")
 def mis(ratio: Tensor, *, rollout_correction_low: float, rollout_correction_high: float) -> Tensor:
     """w within [low, high], else 0: masked importance sampling.
 
@@ -48,7 +44,7 @@ def mis(ratio: Tensor, *, rollout_correction_low: float, rollout_correction_high
     )
 
 
-@corrections.register("none")
+@corrections.register("none", per="token")
 def none(ratio: Tensor) -> Tensor:
     """Return 1 for all tokens: no correction where --rollout_quantization would have one."""
     return torch.ones_like(ratio)

@@ -1,32 +1,19 @@
-"""Pass a function the options that it names.
+"""Pass a function the flags of the algorithm section that it names; see core/table.py."""
 
-The keyword-only parameters of an estimator or a loss are fields of the algorithm section, or data
-that the caller has. So `ppo(logprobs, old_logprobs, advantages, *, eps_clip_low, eps_clip_high)`
-declares which flags it reads, and so does a user's own function.
-"""
-
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from functools import cache
 from typing import Any
 
 from lightrft.config.sections import AlgorithmSection
+from lightrft.core.table import chosen, keywords
 from lightrft.registry import Registry
 
 FIELDS = {field.name for field in fields(AlgorithmSection)}
 
 
-@cache
-def keywords(function: Callable[..., Any]) -> dict[str, bool]:
-    """Return keyword-only parameter -> True if it is required."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
-
-
 def options_of(function: Callable[..., Any], section: AlgorithmSection) -> dict[str, Any]:
     """Return the keyword arguments of `function` that are fields of the section."""
-    return {name: getattr(section, name) for name in keywords(function) if name in FIELDS}
+    return chosen(function, {name: getattr(section, name) for name in FIELDS})
 
 
 def resolve(registry: Registry, name: str, extra: Iterable[str] = ()) -> Callable[..., Any]:

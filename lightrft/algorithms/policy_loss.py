@@ -10,78 +10,22 @@ loss are known before the whole batch is, which is faster.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch
-from lightrft.core.reduce import sequence_means
+from lightrft.core.losses import Report, clipped_surrogate, gspo, ppo, reinforce, sequence_means
 from lightrft.registry import Registry
 
-Loss = tuple[Tensor, dict[str, Tensor]]
-PolicyLoss = Callable[..., Loss]
 policy_losses = Registry("policy loss", flag="--policy_loss")
+policy_losses.register("ppo", per="token")(ppo)
+policy_losses.register("gspo", per="sequence")(gspo)
+policy_losses.register("reinforce", per="token")(reinforce)
 STABLE_RATIO = 1e3
 """stable_reinforce: largest ratio, and smallest inverse of one, before anything else."""
 STABLE_ADVANTAGE = 3.0
 """stable_reinforce: largest size of an advantage that is learned from."""
-
-
-def reach(loss: PolicyLoss) -> str:
-    """Return what the loss of a token depends on: log-probs of the `token`, of the `sequence`, or
-    of the whole `batch`, as nothing else is known of a loss without the property `per`.
-
-    Raises ValueError for another word.
-    """
-    per = getattr(loss, "properties", {}).get("per", "batch")
-    if per not in ("token", "sequence", "batch"):
-        raise ValueError(f"--policy_loss: per={per!r} is none of token, sequence, batch")
-    return per
-
-
-@policy_losses.register("ppo", per="token")
-def ppo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    eps_clip_low: float,
-    eps_clip_high: float,
-    dual_clip: float | None = None,
-) -> Loss:
-    """-min(r A, clip(r, 1 - low, 1 + high) A).
-
-    Schulman et al., arXiv 1707.06347, equation 7; different bounds below and above: DAPO, arXiv
-    2503.14476, equation 10. With `dual_clip` c the loss of a negative advantage is at most -c A: Ye
-    et al., arXiv 1912.09729, equation 5.
-    """
-    loss, report = clipped_surrogate(
-        (logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high
-    )
-    if dual_clip is not None:
-        bound = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
-        report["train/clip_dual"] = loss > bound
-        loss = torch.min(loss, bound)
-    return loss, report
-
-
-@policy_losses.register("gspo", per="sequence")
-def gspo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    batch: Batch,
-    eps_clip_low: float,
-    eps_clip_high: float,
-) -> Loss:
-    """ppo with one ratio for a whole sequence: s = exp(mean of log r over the tokens).
-
-    GSPO, arXiv 2507.18071.
-    """
-    ratio = sequence_means(logprobs - old_logprobs, batch).exp()[batch.sequence_ids]
-    return clipped_surrogate(ratio, advantages, eps_clip_low, eps_clip_high)
 
 
 @policy_losses.register("gspo_token", per="sequence")
@@ -93,7 +37,7 @@ def gspo_token(
     batch: Batch,
     eps_clip_low: float,
     eps_clip_high: float,
-) -> Loss:
+) -> tuple[Tensor, Report]:
     """s_t = sg(s) p / sg(p): the value of gspo, and each token's own gradient.
 
     This is for advantages that differ within a sequence. GSPO-token, arXiv 2507.18071, section 4.3.
@@ -116,7 +60,7 @@ def gmpo(
     batch: Batch,
     eps_clip_low: float,
     eps_clip_high: float,
-) -> Loss:
+) -> tuple[Tensor, Report]:
     """-A times the geometric mean of a sequence's ratios, clipped to [exp(-low), exp(high)].
 
     Only the side that A favours is clipped. In the paper (GMPO, arXiv 2507.20673) a sequence has
@@ -146,7 +90,7 @@ def cispo(
     *,
     eps_clip_low: float,
     eps_clip_high: float,
-) -> Loss:
+) -> tuple[Tensor, Report]:
     """-sg(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, no token loses the gradient.
 
     MiniMax-M1, arXiv 2506.13585.
@@ -168,7 +112,7 @@ def sapo(
     *,
     sapo_tau_positive: float,
     sapo_tau_negative: float,
-) -> Loss:
+) -> tuple[Tensor, Report]:
     """-4 / tau sigmoid(tau (r - 1)) A, with tau chosen by the sign of A.
 
     This is a soft gate: the slope is A at r = 1 and falls to both sides. SAPO, arXiv 2511.20347.
@@ -190,7 +134,7 @@ def cpgd(
     eps_clip_high: float,
     policy_drift_coef: float,
     policy_drift_clip: float | None = None,
-) -> Loss:
+) -> tuple[Tensor, Report]:
     """-min(log r A, clip(log r, log(1 - low), log(1 + high)) A) + c (r - 1 - log r).
 
     No ratio multiplies the advantage. The last term estimates the divergence of the old policy from
@@ -221,7 +165,7 @@ def dppo_tv(
     *,
     eps_clip_low: float,
     eps_clip_high: float,
-) -> Loss:
+) -> tuple[Tensor, Report]:
     """-r A M, M = 0 where |p - p_old| exceeds the bound and A moves p further away.
 
     |p - p_old| is the total variation of token or not token. A token that was rare may change its
@@ -242,7 +186,7 @@ def dppo_kl(
     *,
     eps_clip_low: float,
     eps_clip_high: float,
-) -> Loss:
+) -> tuple[Tensor, Report]:
     """dppo_tv with p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) as the divergence.
 
     DPPO with binary KL, arXiv 2602.04879.
@@ -262,7 +206,7 @@ def dppo_kl(
 @policy_losses.register("dro", per="token")
 def dro(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, policy_drift_coef: float
-) -> Loss:
+) -> tuple[Tensor, Report]:
     """-(A logp - beta / 2 (logp - old)^2), beta = `policy_drift_coef`.
 
     Nothing is clipped: the square holds the policy. Direct reward optimisation, Richemond et al.,
@@ -285,7 +229,7 @@ def stable_reinforce(
     *,
     eps_clip_low: float,
     eps_clip_high: float,
-) -> Loss:
+) -> tuple[Tensor, Report]:
     """ppo with log r within log 1e-3 and log 1e3, and without tokens where |A| is above 3.
 
     The bounds of log r come before the exponential, so no ratio overflows; advantages come from
@@ -303,16 +247,6 @@ def stable_reinforce(
     return loss, report | {"train/advantages_dropped": outliers}
 
 
-@policy_losses.register("reinforce", per="token")
-def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Loss:
-    """-A logp.
-
-    Williams, Machine Learning 8, 1992. Changes of the policy since the samples were drawn are not
-    corrected.
-    """
-    return -advantages * logprobs, {"train/ratio": (logprobs - old_logprobs).exp()}
-
-
 @policy_losses.register("kl_cov", per="token")
 def kl_cov(
     logprobs: Tensor,
@@ -321,7 +255,7 @@ def kl_cov(
     *,
     marked: Tensor,
     kl_cov_coef: float,
-) -> Loss:
+) -> tuple[Tensor, Report]:
     """-r A, plus c |log r| for the tokens with the highest covariance of logp and A.
 
     These reduce the entropy most. KL-Cov: Cui et al., arXiv 2505.22617.
@@ -343,7 +277,7 @@ def clip_cov(
     marked: Tensor,
     eps_clip_low: float,
     eps_clip_high: float,
-) -> Loss:
+) -> tuple[Tensor, Report]:
     """ppo, without some tokens that are drawn where the covariance of logp and A is high.
 
     Clip-Cov, arXiv 2505.22617. A token that ppo already clips has no gradient, and is not left out.
@@ -359,7 +293,7 @@ def clip_cov(
 
 def trust_region(
     log_ratio: Tensor, advantages: Tensor, divergence: Tensor, low: float, high: float
-) -> Loss:
+) -> tuple[Tensor, Report]:
     """-r A, 0 where the divergence exceeds the bound of the side that A moves the token to."""
     ratio = log_ratio.exp()
     report = {
@@ -369,15 +303,3 @@ def trust_region(
     }
     outside = report["train/clip_low"] | report["train/clip_high"]
     return torch.where(outside, 0.0, -ratio * advantages), report
-
-
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Loss:
-    """-min(r A, clip(r, 1 - low, 1 + high) A)."""
-    plain_loss = -ratio * advantages
-    clipped_loss = -ratio.clamp(1 - low, 1 + high) * advantages
-    report = {
-        "train/ratio": ratio,
-        "train/clip_low": (clipped_loss > plain_loss) & (advantages < 0),
-        "train/clip_high": (clipped_loss > plain_loss) & (advantages > 0),
-    }
-    return torch.max(plain_loss, clipped_loss), report

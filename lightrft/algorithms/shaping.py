@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightrft.algorithms.advantage import grpo
 from lightrft.config.sections import RewardSection
+from lightrft.core.estimators import grpo
 
 
 def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, factor: float) -> Tensor:

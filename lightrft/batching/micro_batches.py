@@ -1,4 +1,4 @@
-"""Form micro-batches over all ranks, run them, and find the prefixes that their sequences share.
+"""Form micro-batches over all ranks, and find the prefixes that their sequences share.
 
 Once all ranks know the lengths of all sequences, each makes the same plan (planner.py), and a value
 is sent to its new owner only once (sample_store.py).
@@ -8,7 +8,6 @@ micro-batch with a common prefix therefore compute it only once, and the gradien
 Work and memory shrink by nearly the prompts' share of the tokens.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 from zlib import crc32
@@ -19,13 +18,11 @@ from torch import Tensor
 
 from lightrft.batching.planner import MIN_SAVING, Batching, plan
 from lightrft.batching.sample_store import SampleStore
-from lightrft.core.batch import Batch, Features, SharedPrefix, token_index
+from lightrft.core.batch import Batch, Features, SharedPrefix
+from lightrft.core.batches import Rows
 from lightrft.parallel.collectives import Axis
 
 B = TypeVar("B", bound=Batch)
-
-MicroBatchIndices = list[list[int]]
-"""[m]: the sequences of micro-batch m, as positions in the batch."""
 
 
 # -- from the rows of all ranks to the micro-batches of this one
@@ -40,7 +37,7 @@ def redistribute(
     max_sequences: int | None = None,
     batching: Batching = "packed",
     units: Tensor | None = None,
-) -> tuple[B, list[list[list[int]]]]:
+) -> tuple[B, list[Rows]]:
     """Plan the sequences of all ranks, and send each to the rank that computes it.
 
     `store` carries them; None: this rank is the only one, so its own sequences are all.
@@ -81,7 +78,7 @@ def redistribute(
     return get_batch(store, owners[store.data.rank], batch), schedule.local(store.data.rank)
 
 
-def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching) -> list[list[int]]:
+def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching) -> Rows:
     """Plan micro-batches of this rank's sequences without moving any; every rank gets equally many.
 
     Return [m]: the rows of micro-batch m, as positions in the batch.
@@ -164,49 +161,15 @@ def share(axis: Axis, values: Tensor) -> Tensor:
     return torch.cat(axis.gather(values))
 
 
-# -- running micro-batches
-
-
-def micro_batches(batch: B, rows: MicroBatchIndices, device: torch.device) -> Iterator[B]:
-    """Yield the micro-batches on the device.
-
-    An empty one becomes a single unlearned token, so that ranks stay in step.
-    """
-    for members in rows:
-        part = batch.select(members) if members else empty_microbatch(batch)
-        shared = find_shared_prefixes(
-            part.input_ids, part.lengths, part.media, min_saving=MIN_SAVING
-        )
-        yield replace(part, shared=shared).to(device)
-
-
-def infer(
-    forward: Callable[[B], Tensor], batch: B, rows: MicroBatchIndices, device: torch.device
-) -> Tensor:
-    """Run `forward` on all micro-batches without gradients.
-
-    It returns [t, ...] for each; the result is [T, ...] on the host, in the batch's order.
-    """
-    with torch.no_grad():
-        values = [forward(micro_batch) for micro_batch in micro_batches(batch, rows, device)]
-    result = torch.zeros(batch.num_tokens, *(values[0].shape[1:] if values else ()))
-    for members, value in zip(rows, values, strict=True):
-        if members:
-            result[token_index(batch.offsets, torch.tensor(members))] = value.cpu()
-    return result
-
-
-def empty_microbatch(batch: B) -> B:
-    """Return a batch of one token that is not learned, with the columns of `batch`."""
-    zeros = {
-        name: value.new_zeros(1, *value.shape[1:])
-        for name, value in (batch.columns("token") | batch.columns("sequence")).items()
-    }
-    absent = {"media": None, "experts": None}
-    return batch.with_columns(zeros | absent | {"lengths": batch.lengths.new_ones(1)})
-
-
 # -- prefixes that sequences share
+
+
+def with_shared_prefixes(batch: B) -> B:
+    """Return a micro-batch whose common prefixes are computed once, where that saves enough."""
+    shared = find_shared_prefixes(
+        batch.input_ids, batch.lengths, batch.media, min_saving=MIN_SAVING
+    )
+    return replace(batch, shared=shared)
 
 
 def find_shared_prefixes(

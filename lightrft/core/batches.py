@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightrft.core.batch import Batch, token_index
+from lightrft.core.batch import Batch, Experience, token_index
 
 Rows = list[list[int]]
 """[m]: the sequences of micro-batch m, as positions in a batch."""
@@ -20,10 +20,10 @@ class TrainingPlan:
     minibatches[k][m] are the rows of micro-batch m of optimizer step k.
     """
 
-    experience: Batch
+    experience: Experience
     minibatches: list[Rows]
     epochs: int = 1
-    """How often a step learns from each minibatch."""
+    """How often a step learns from each of them."""
 
     @property
     def updates(self) -> list[Rows]:
@@ -90,5 +90,5 @@ def empty_microbatch(batch: Batch) -> Batch:
     """Return a batch of one token that is not learned, with the columns of `batch`."""
     tensors = batch.columns("token") | batch.columns("sequence")
     zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in tensors.items()}
-    absent = dict.fromkeys(batch.columns("object"))
+    absent = {"media": None, "experts": None}
     return batch.with_columns(zeros | absent | {"lengths": batch.lengths.new_ones(1)})

@@ -3,19 +3,21 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from torch import Tensor
 
 from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows
+from lightrft.core.batches import Rows, TrainingPlan
 from lightrft.core.metrics import Metrics, Untraced
+from lightrft.core.role import Learner
 from lightrft.core.rollout import Rollout
 from lightrft.core.samples import Sample
 from lightrft.core.strategy import Strategy
 
 Measure = Callable[[int, list[Sample], int, Metrics], None]
 """Function of a step's number, the samples, and the version of the engine's newest weights."""
+Around = Callable[[int, TrainingPlan], AbstractContextManager[None]]
+"""Function of a step's number and what is learned in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +32,6 @@ class StepRecord:
     """Samples that this rank's replica generated; none in supervised training."""
 
 
-class Learns(Protocol):
-    """A model that learns from the experience of a step; see core/role.py."""
-
-    role: Any
-    phase: str
-    """Name of the phase, and prefix of the metrics."""
-    first_step: int
-    """First step in which it learns."""
-
-    def learn(self, plan: Any, metrics: Metrics) -> list[Tensor]:
-        """Take the optimizer steps of a plan; return the loss of each, [] on the device."""
-
-
 class Step:
     """Trains on generated samples. All ranks call it together.
 
@@ -55,28 +44,24 @@ class Step:
         self,
         strategy: Strategy,
         rollout: Rollout,
-        make_experience: Callable[[list[Sample], Metrics], Any],
-        learners: Sequence[Learns],
+        make_experience: Callable[[list[Sample], Metrics], TrainingPlan],
+        learners: Sequence[Learner],
         *,
         measures: Sequence[Measure] = (),
-        after: Sequence[Callable[[int, Any], None]] = (),
-        meanwhile: Callable[[int], AbstractContextManager[None]] = lambda number: nullcontext(),
+        around: Around = lambda number, plan: nullcontext(),
         trace: Untraced | None = None,
     ):
         """Set up the step.
 
         `learners` are the models that learn, in order; the policy is the last one, and its module
-        generates. `measures` see the samples of a step. `after` is called with the number of each
-        step and its plan at the end. `meanwhile` returns a context around learning, in which the
-        step with the given number is prepared.
+        generates. `measures` see the samples of a step. `around` returns a context around learning.
         """
         self.strategy = strategy
         self.rollout = rollout
         self.make_experience = make_experience
         self.learners = learners
         self.measures = measures
-        self.after = after
-        self.meanwhile = meanwhile
+        self.around = around
         self.trace = trace or Untraced()
 
     def __call__(self, number: int, metrics: Metrics) -> StepRecord:
@@ -88,15 +73,12 @@ class Step:
             plan = self.make_experience(samples, metrics)
 
         losses = []
-        # Which prompts come next depends on the rewards of this step, and not on its updates.
-        with self.meanwhile(number + 1):
+        with self.around(number, plan):
             for learner in self.learners:
                 if number >= learner.first_step:
                     with self.trace.phase(learner.phase):
                         losses += learner.learn(plan, metrics)
 
-        for act in self.after:
-            act(number, plan)
         return StepRecord(plan.experience, plan.minibatches, losses, samples)
 
     def collect(self, number: int, metrics: Metrics) -> tuple[list[Sample], int]:

@@ -52,7 +52,7 @@ class Strategy(Protocol):
 
     # rows
 
-    def distribute(
+    def redistribute(
         self, batch: Batch, *, minibatch_size: int | None, units: Tensor | None = None
     ) -> tuple[Batch, list[Rows]]:
         """Send each sequence to the rank that computes it.
@@ -77,9 +77,12 @@ class Strategy(Protocol):
     ) -> None: ...
 
     def optimizer_step(
-        self, optimizer: Optimizer, module: nn.Module, scheduler: LRScheduler | None
+        self, optimizer: Optimizer, module: nn.Module, scheduler: LRScheduler | None, *, name: str
     ) -> Tensor:
-        """Clip the gradients and step; return the gradient norm before clipping: []."""
+        """Clip the gradients and step; return the gradient norm before clipping: [].
+
+        `name` is the name of the model in warnings.
+        """
 
     def begin_sum(self, value: Tensor) -> Callable[[], Tensor]:
         """Start to sum over all data ranks; return a function that waits for the sum."""
@@ -124,7 +127,7 @@ class OneProcess:
     def open_generation(self, sampling: Decoding) -> RequestLoop:
         return self.engine.open(sampling)
 
-    def distribute(
+    def redistribute(
         self, batch: Batch, *, minibatch_size: int | None, units: Tensor | None = None
     ) -> tuple[Batch, list[Rows]]:
         batch = batch.select(batch.rows.argsort())
@@ -142,7 +145,7 @@ class OneProcess:
         loss.backward()
 
     def optimizer_step(
-        self, optimizer: Optimizer, module: nn.Module, scheduler: LRScheduler | None
+        self, optimizer: Optimizer, module: nn.Module, scheduler: LRScheduler | None, *, name: str
     ) -> Tensor:
         norm = nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
         optimizer.step()

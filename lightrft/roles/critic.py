@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.core.batch import Batch
-from lightrft.core.reduce import LocalGradients, Report
-from lightrft.roles.role import Role
+from lightrft.core.batches import Rows
+from lightrft.core.losses import Report
+from lightrft.models.heads import LocalGradients
+from lightrft.roles.role import DistributedRole
 
 
-class Critic(Role):
+class Critic(DistributedRole):
     """Value model; its module is a models.heads.Scorer."""
 
     NAME = "critic"
@@ -25,9 +26,9 @@ class Critic(Role):
         """
         return {"values": self._answer(batch, self.module, lambda part: self.forward(part)[0], mbs)}
 
-    def values(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
+    def values(self, batch: Batch, rows: Rows) -> Tensor:
         """Return the same values for a flat batch: [T] float32 on the host."""
-        return self._infer(self.module, lambda part: self.forward(part)[0], batch, rows)
+        return self.infer(lambda part: self.forward(part)[0], batch, rows)
 
     def forward(
         self, batch: Batch, gradients: LocalGradients | None = None

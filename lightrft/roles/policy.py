@@ -13,20 +13,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import ALL, Truncation
-from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch
-from lightrft.core.reduce import LocalGradients, Report
-from lightrft.models.heads import Actor, Likeliest, TokenLogprobs
+from lightrft.core.batches import Rows
+from lightrft.core.losses import Report
+from lightrft.models.heads import Actor, Likeliest, LocalGradients, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off
 from lightrft.roles.policy_methods import PolicyMethods
-from lightrft.roles.role import Role
+from lightrft.roles.role import DistributedRole
 from lightrft.strategy.strategy import StrategyBase
 
 WITHOUT_ENTROPY = TokenLogprobs(entropy=False)
 
 
-class Policy(Role, PolicyMethods):
+class Policy(DistributedRole, PolicyMethods):
     """Log-probs, updates and samples of the actor, and log-probs of the frozen reference.
 
     A run calls logprobs(), reference_logprobs() and update() with flat batches. Loops of your own
@@ -58,7 +58,7 @@ class Policy(Role, PolicyMethods):
 
         An actor with adapters may be its own `reference`, computed without the adapters. All
         log-probs refer to the sampling distribution: at `temperature`, over the part of the
-        vocabulary that `truncation` leaves. `options` go to Role: average, max_tokens,
+        vocabulary that `truncation` leaves. `options` go to DistributedRole: average, max_tokens,
         max_logprob_tokens, batching.
         """
         super().__init__(strategy, actor, optimizer, scheduler, **options)
@@ -78,25 +78,23 @@ class Policy(Role, PolicyMethods):
 
     # -- log-probs
 
-    def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
+    def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """Return log p of every learned token of a flat batch under the actor, 0 elsewhere.
 
         [T] float32 on the host.
         """
-        return self._infer(
-            self.actor, lambda part: self._token_logprobs(self.actor, part), batch, rows
-        )
+        return self.infer(lambda part: self._token_logprobs(self.actor, part), batch, rows)
 
-    def logprobs_and_entropy(self, batch: Batch, rows: MicroBatchIndices) -> tuple[Tensor, Tensor]:
+    def logprobs_and_entropy(self, batch: Batch, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return logprobs(), and the entropy of the distribution at the same places: [T], [T]."""
 
         def ask(part: Batch) -> Tensor:
             return torch.stack(self.actor(part, self.temperature, self.truncation), dim=1)
 
-        both = self._infer(self.actor, ask, batch, rows)
+        both = self.infer(ask, batch, rows)
         return both[:, 0], both[:, 1]
 
-    def likeliest(self, batch: Batch, rows: MicroBatchIndices, k: int) -> tuple[Tensor, Tensor]:
+    def likeliest(self, batch: Batch, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
         """Return the k likeliest ids in the place of each learned token of a flat batch.
 
         Log-probs [T, k] float32 and ids [T, k] int32 on the host, likeliest first and 0 elsewhere.
@@ -111,18 +109,18 @@ class Policy(Role, PolicyMethods):
             # ids below 2^24.
             return torch.cat([logprobs, F.pad(ids, (0, k - num)).float()], dim=1).cpu()
 
-        logprobs, ids = self._infer(self.actor, ask, batch, rows).tensor_split([k], dim=1)
+        logprobs, ids = self.infer(ask, batch, rows).tensor_split([k], dim=1)
         return logprobs, ids.int().masked_fill(logprobs.isneginf(), -1)
 
-    def reference_logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
+    def reference_logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """Return log p of every learned token under the reference model: [T].
 
         Its routers choose freely: they have other weights than the actor's.
         """
         batch = replace(batch, experts=None)
         with self._reference() as reference:
-            return self._infer(
-                reference, lambda part: self._token_logprobs(reference, part), batch, rows
+            return self.infer(
+                lambda part: self._token_logprobs(reference, part), batch, rows, reference
             )
 
     def forward(

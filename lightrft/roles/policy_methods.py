@@ -34,7 +34,7 @@ PROFILES = "profile"
 class PolicyMethods:
     """Methods that Policy has for loops of your own.
 
-    Batches are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded; see Role.
+    Batches are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded; see DistributedRole.
     """
 
     strategy: StrategyBase
@@ -45,7 +45,7 @@ class PolicyMethods:
     temperature: float
     truncation: Truncation
     width_multiple: int
-    _step: Any
+    _refuse_open_step: Callable[[], None]
     _answer: Callable[..., Tensor]
     _token_logprobs: Callable[[Actor, Batch], Tensor]
     _reference: Callable[[], AbstractContextManager[Actor]]
@@ -202,10 +202,7 @@ class PolicyMethods:
 
     def finish_training(self) -> None:
         """Move actor and optimizer off the device with --offload_idle."""
-        if self._step is not None:
-            raise RuntimeError(
-                "a train step is open: call finish_train_step() or abort_train_step() first"
-            )
+        self._refuse_open_step()
         self.strategy.enter(Phase.LOGPROB)
 
     def finish_inference(self) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.core.batch import Batch
+from lightrft.core.batches import Rows
 from lightrft.parallel.collectives import Axis
 from lightrft.roles.endpoint import AWAY_SECONDS, Endpoint
 
@@ -49,7 +49,7 @@ class RemoteTeacher:
         self._model = self._server.ask("GET", "models")["data"][0]["id"]
         self._check_vocabulary(tokenizer)
 
-    def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
+    def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """Return log p of every learned token, 0 elsewhere: [T] float32.
 
         One request for each sequence with learned tokens.

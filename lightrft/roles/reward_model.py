@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch, JudgedBatch, to_device
-from lightrft.core.reduce import LocalGradients, Report, sequence_sums
+from lightrft.core.losses import Report, sequence_sums
+from lightrft.models.heads import LocalGradients
 from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
-from lightrft.roles.role import Role
+from lightrft.roles.role import DistributedRole
 
 
-class RewardModel(Role):
+class RewardModel(DistributedRole):
     """Reward model; its module is a models.heads.Scorer, read at the last token of each sequence.
 
     If it has several heads, the mean counts. Objectives of train() get scores [N], and the

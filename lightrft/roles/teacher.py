@@ -7,16 +7,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightrft.batching.micro_batches import MicroBatchIndices, regroup
+from lightrft.batching.micro_batches import regroup
 from lightrft.batching.planner import Batching
 from lightrft.core.batch import Batch, Experience, token_index
+from lightrft.core.batches import Rows
 from lightrft.parallel.collectives import Axis
 
 
 class Teacher(Protocol):
     """A model that returns log-probs: a Policy, or a RemoteTeacher. All ranks call it together."""
 
-    def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
+    def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """Return log p of every learned token of a flat batch, 0 elsewhere.
 
         It is [T] float32 on the host.
@@ -26,7 +27,7 @@ class Teacher(Protocol):
 class TeacherOfTokens(Teacher, Protocol):
     """A teacher that also names the likeliest tokens: a Policy, but no RemoteTeacher."""
 
-    def likeliest(self, batch: Batch, rows: MicroBatchIndices, k: int) -> tuple[Tensor, Tensor]:
+    def likeliest(self, batch: Batch, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
         """Return the k likeliest ids in the place of each learned token; see Policy."""
 
 
@@ -46,13 +47,11 @@ class Teachers:
         self.max_tokens = max_tokens
         self.batching = batching
 
-    def logprobs(self, batch: Experience, rows: MicroBatchIndices) -> Tensor:
+    def logprobs(self, batch: Experience, rows: Rows) -> Tensor:
         return self._ask(batch, lambda teacher, *part: teacher.logprobs(*part))
 
-    def likeliest(
-        self, batch: Experience, rows: MicroBatchIndices, k: int
-    ) -> tuple[Tensor, Tensor]:
-        def ask(teacher: TeacherOfTokens, *part: Batch | MicroBatchIndices) -> Tensor:
+    def likeliest(self, batch: Experience, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
+        def ask(teacher: TeacherOfTokens, *part: Batch | Rows) -> Tensor:
             logprobs, ids = teacher.likeliest(*part, k)
             return torch.cat([logprobs, ids.float()], dim=1)  # exact below 2^24
 

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.batching.micro_batches import put_batch
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import Experience, RoutedShape
+from lightrft.core.batches import TrainingPlan
+from lightrft.core.losses import sequence_sums
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import sequence_sums
 from lightrft.core.samples import Expand, Expanded, Sample
 from lightrft.roles.policy import Policy
 from lightrft.rollout.groups import GatheredRewards, measure_groups
-from lightrft.rollout.plan import LocalSamples, LocalStage, Stage, TrainingPlan
+from lightrft.rollout.plan import LocalSamples, LocalStage, Stage
 
 Compare = Callable[[GatheredRewards], Tensor]
 """Function that returns the advantage [M] of each reward of all ranks."""
@@ -59,10 +59,7 @@ class ExperienceMaker:
         self.num_updates = num_updates
         self.branches = branches
         self.components = components
-        strategy = policy.strategy
-        self.data = strategy.mesh.data
-        self.has_store = strategy.mesh.world.size > 1 or strategy.sample_store().is_outside
-        """True if the experience travels through a store, or others read it there."""
+        self.data = policy.strategy.data
         self._precomputed: PrecomputedOutputs | None = None
         """Outputs of samples of the current step, once compute_early() was called."""
 
@@ -99,27 +96,22 @@ class ExperienceMaker:
 
         # Sequences move between ranks so that all have equal work. Those with the same unit stay in
         # one optimizer step.
-        store = self.policy.strategy.sample_store() if self.has_store else None
         experience, minibatches = self.policy.redistribute_flat(
             experience,
             self.train.train_batch_size,
             self.train.micro_train_batch_size,
-            store=store,
             units=units if self.branches else None,
         )
-        num_updates = len(minibatches) * self.train.max_epochs
-        plan = TrainingPlan(experience, minibatches, store, num_updates)
+        plan = TrainingPlan(experience, minibatches, self.train.max_epochs)
         for stage in self.stages:
             stage(plan, metrics)
 
-        # Nothing reads these columns after the stages, so they need not be stored or moved.
+        # Nothing reads these columns after the stages, so they need not be moved.
         experience = plan.experience
         experience.advantages = experience.advantages.float()
         experience.reward_advantages = None
         experience.entropy = None
         measure_experience(experience, metrics)
-        if plan.store is not None:
-            put_batch(plan.store, experience)
         return plan
 
     # -- before the step (--overlap)
@@ -140,7 +132,7 @@ class ExperienceMaker:
         part, minibatches = self.policy.redistribute_flat(
             flattened, None, self.train.micro_train_batch_size, store=store
         )
-        plan = TrainingPlan(part, minibatches[:1], store, self.num_updates)
+        plan = TrainingPlan(part, minibatches or [[]], self.num_updates)
         stages = [each for each in self.stages if each.depends_on_samples_alone]
         for stage in stages:
             stage(plan, Metrics())

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightrft.batching.micro_batches import MicroBatchIndices
-from lightrft.batching.sample_store import SampleStore
 from lightrft.core.batch import Experience
+from lightrft.core.batches import TrainingPlan
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
 from lightrft.parallel.collectives import Axis
@@ -33,27 +32,6 @@ class LocalSamples:
 
 LocalStage = Callable[[LocalSamples], None]
 """Masks local samples, or sets columns of the experience. All ranks call it."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingPlan:
-    """This rank's part of the experience, and the micro-batches of each optimizer step.
-
-    minibatches[k][m] are the rows of micro-batch m of optimizer step k.
-    """
-
-    experience: Experience
-    minibatches: list[MicroBatchIndices]
-    store: SampleStore | None
-    """Holds all columns of the experience. A store outside of this program shares them with
-    others. None on a single rank that has no such store."""
-    num_updates: int = 1
-    """How many optimizer steps use the experience."""
-
-    @property
-    def microbatches(self) -> MicroBatchIndices:
-        """Return the micro-batches of all optimizer steps."""
-        return [members for minibatch in self.minibatches for members in minibatch]
 
 
 class Stage(ABC):

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from math import inf
 from typing import Any
 
 from lightrft.config.errors import ConfigError
@@ -216,15 +215,12 @@ class FixedBatch(NextPrompts):
     # -- preparing
 
     @contextmanager
-    def preparing(self, step: int, last: float = inf) -> Iterator[None]:
+    def preparing(self, step: int) -> Iterator[None]:
         """Prepare the first round of a step in a thread: prompts, media, and requests.
 
         Which prompts come next is known once the step before is scored. Nothing is drawn
-        meanwhile, and the engine must do nothing else. After the `last` step nothing is prepared.
+        meanwhile, and the engine must do nothing else.
         """
-        if step > last:
-            yield
-            return
         with ThreadPoolExecutor(1, "prepare") as thread:
             future = thread.submit(self._prepare, step)
             yield

@@ -31,7 +31,7 @@ from lightrft.backends.optim import BitSums
 from lightrft.core.step import StepRecord
 from lightrft.observe.sinks import Writer, encode_row, truncate_rows
 from lightrft.parallel.mesh import Mesh
-from lightrft.roles.role import Role
+from lightrft.roles.role import DistributedRole
 
 FILE = "digests.jsonl"
 OF_SEQUENCES = ("prompts", "samples", "logprobs", "rewards", "outputs", "advantages")
@@ -51,7 +51,9 @@ NOT_OUTPUTS = tuple(
 class Digests:
     """The digests of a run. Nothing waits for the device before the end of a step."""
 
-    def __init__(self, roles: Mapping[str, Role], mesh: Mesh, folder: Path, writer: Writer):
+    def __init__(
+        self, roles: Mapping[str, DistributedRole], mesh: Mesh, folder: Path, writer: Writer
+    ):
         """Follow the optimizers of `roles`, by name. Rank 0 writes to the folder."""
         self.mesh = mesh
         self.path = folder / FILE

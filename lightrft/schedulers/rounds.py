@@ -21,7 +21,7 @@ response ends first.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from heapq import heapify, heapreplace
 from itertools import chain
 from math import ceil, inf
@@ -333,9 +333,9 @@ class Rounds(FixedBatch):
 
     # -- preparing
 
-    def preparing(self, step: int, last: float = inf) -> AbstractContextManager[None]:
+    def preparing(self, step: int) -> AbstractContextManager[None]:
         """Prepare the first round of a step, unless it runs already while this one is learned."""
-        return super().preparing(step, 0 if self.section.max_staleness else last)
+        return nullcontext() if self.section.max_staleness else super().preparing(step)
 
     def _plan(self) -> OpenPlan:
         return self._plan_round(self.section.rollout_batch_size, 1.0, self._capacity)

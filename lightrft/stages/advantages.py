@@ -12,26 +12,27 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import (
-    Estimator,
     estimators,
     explained_variance,
     gae,
-    reward_to_go,
     teacher_advantages,
     weighted_by_difficulty,
     whiten,
 )
-from lightrft.algorithms.options import FIELDS, keywords, options_of
+from lightrft.algorithms.options import FIELDS, options_of
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Experience
+from lightrft.core.batches import TrainingPlan
+from lightrft.core.estimators import Estimator, reward_to_go
+from lightrft.core.losses import Sum
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Sum
+from lightrft.core.table import keywords
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher, TeacherOfTokens
 from lightrft.rollout.groups import GatheredRewards
-from lightrft.rollout.plan import Stage, TrainingPlan
+from lightrft.rollout.plan import Stage
 
 ESTIMATOR_INPUTS = {"lengths", "responses", "greedy_rewards", "components", "component_weights"}
 """Options of an estimator that come from the samples, not from the configuration."""
@@ -142,7 +143,7 @@ class PolicyLogprobs(Stage):
             experience.old_logprobs, experience.entropy = self.policy.logprobs_and_entropy(
                 experience, plan.microbatches
             )
-        elif experience.old_logprobs is None and (self.needed or plan.num_updates > 1):
+        elif experience.old_logprobs is None and (self.needed or len(plan.updates) > 1):
             experience.old_logprobs = self.policy.logprobs(experience, plan.microbatches)
 
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from lightrft.algorithms.advantage import solved_share
 from lightrft.core.batch import Experience
+from lightrft.core.batches import TrainingPlan
+from lightrft.core.losses import sequence_means
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import sequence_means
-from lightrft.rollout.plan import LocalSamples, Stage, TrainingPlan
+from lightrft.rollout.plan import LocalSamples, Stage
 
 
 def mask_sequences(experience: Experience, mask: Tensor) -> None:

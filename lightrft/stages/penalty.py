@@ -8,10 +8,11 @@ from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, kl_estimat
 from lightrft.algorithms.options import options_of
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Experience
+from lightrft.core.batches import TrainingPlan
+from lightrft.core.losses import sequence_sums
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import sequence_sums
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.plan import Stage, TrainingPlan
+from lightrft.rollout.plan import Stage
 
 
 class KLPenalty(Stage):

@@ -10,9 +10,10 @@ from lightrft.algorithms.options import options_of
 from lightrft.algorithms.selection import top_share
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Experience, token_index
+from lightrft.core.batches import TrainingPlan
+from lightrft.core.losses import Sum
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Sum
-from lightrft.rollout.plan import Stage, TrainingPlan
+from lightrft.rollout.plan import Stage
 
 
 class HighEntropyTokens(Stage):

@@ -23,10 +23,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightrft.backends.base import Backend, draw_by_data_rank
 from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
+from lightrft.batching.micro_batches import B, redistribute, with_shared_prefixes
 from lightrft.batching.sample_store import MemoryStore, SampleStore
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import SUPERVISED, OptimSection, sequence_layout
+from lightrft.core.batches import Rows
 from lightrft.core.engine import Request
 from lightrft.core.metrics import Untraced
 from lightrft.core.order import Order
@@ -236,6 +238,11 @@ class StrategyBase(Backend):
         return self._mesh
 
     @property
+    def data(self) -> Axis:
+        """Return the axis of the ranks with different samples."""
+        return self._data
+
+    @property
     def world(self) -> Axis:
         return self._mesh.world if self._mesh else world_axis()
 
@@ -351,6 +358,35 @@ class StrategyBase(Backend):
         from lightrft.batching.transfer_queue import TransferQueueStore
 
         return TransferQueueStore(*axes, self.mesh.world)
+
+    def redistribute(
+        self,
+        batch: B,
+        *,
+        minibatch_size: int | None,
+        units: Tensor | None = None,
+        store: SampleStore | None = None,
+        **limits: Any,
+    ) -> tuple[B, list[Rows]]:
+        """Send each sequence to the rank that computes it; see batching.micro_batches.redistribute.
+
+        `limits` are `max_tokens`, and optionally `max_sequences` and `batching`. The sequences
+        travel through `store`, and stay in it. None: through one that nobody reads afterwards, or
+        none at all on a single rank.
+        """
+        used = store
+        if store is None and self.mesh.world.size > 1:
+            used = self.sample_store()
+        part, minibatches = redistribute(
+            used, batch, minibatch_size=minibatch_size, units=units, **limits
+        )
+        if used is not store:
+            used.clear(part.rows.tolist())
+        return part, minibatches
+
+    def to_device(self, batch: B) -> B:
+        """Copy a micro-batch to the device; models compute each prefix that sequences share once."""
+        return with_shared_prefixes(batch).to(self.device)
 
     # -- models and optimizers
 

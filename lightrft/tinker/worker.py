@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.batching.micro_batches import micro_batches
 from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import Batch, token_index
+from lightrft.core.batches import micro_batches
 from lightrft.engine.base import NotFiniteError
 from lightrft.engine.requests import Sampling
 from lightrft.roles.policy import Policy
@@ -175,7 +175,7 @@ class TinkerWorker:
         logprobs = []
 
         with torch.set_grad_enabled(learn):
-            for number, part in enumerate(micro_batches(batch, parts, self.strategy.device), 1):
+            for number, part in enumerate(micro_batches(batch, parts, self.strategy.to_device), 1):
                 targets = part.extra_columns[TARGET_TOKENS]
                 values, _ = self.policy.supervised(part, targets=targets)
                 losses = LOSSES[loss].compute(values, part, **config)

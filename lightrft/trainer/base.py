@@ -40,7 +40,7 @@ from lightrft.observe.sinks import Observer, read_rows
 from lightrft.observe.timeline import extend_timeline
 from lightrft.parallel.device import device_name, machine
 from lightrft.roles.operations import count_parameters
-from lightrft.roles.role import Role
+from lightrft.roles.role import DistributedRole
 from lightrft.run.digests import Digests
 from lightrft.run.health import Health
 from lightrft.run.interruption import Interrupted, Interruption
@@ -82,7 +82,7 @@ class Trainer(ABC):
         self,
         config: Config,
         strategy: StrategyBase,
-        role: Role,
+        role: DistributedRole,
         training_data: TrainingData,
         *,
         observer: Observer,
@@ -214,7 +214,7 @@ class Trainer(ABC):
         return models
 
     @property
-    def learning_roles(self) -> dict[str, Role]:
+    def learning_roles(self) -> dict[str, DistributedRole]:
         """Return the roles that learn, by name of the model in checkpoints."""
         return {self.role_name: self.role}
 

@@ -8,8 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
-from lightrft.algorithms.objectives import PolicyObjective, ValueObjective, sft
-from lightrft.algorithms.options import keywords
+from lightrft.algorithms.objectives import ValueObjective, policy_objective, sft
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
@@ -32,7 +31,10 @@ from lightrft.config.sections import (
 from lightrft.config.values import CommaSeparated
 from lightrft.core.batch import RoutedShape
 from lightrft.core.metrics import Untraced
+from lightrft.core.objective import PolicyObjective
+from lightrft.core.role import Learner
 from lightrft.core.rollout import Scheduler
+from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
@@ -76,7 +78,7 @@ from lightrft.trainer.build_roles import (
 )
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.held_out import HeldOut
-from lightrft.trainer.ppo import Learner, PPOTrainer
+from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
 
 
@@ -144,7 +146,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         parts["entropy_coefficient"] = entropy_coefficient
     strategy.report_memory("models and engine are ready;")
 
-    objective = PolicyObjective(algorithm, kl_coefficient, entropy_coefficient)
+    objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
     learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
     options = {
         "observer": observer,
@@ -517,19 +519,19 @@ def build_learners(
     """Build the models that learn in a step, the policy last."""
     learners = []
     if critic is not None:
-        objective_of_values = ValueObjective(config.algorithm)
-        learners.append(Learner("critic", critic, objective_of_values, "critic", config))
+        learners.append(Learner("critic", critic, ValueObjective(config.algorithm), "critic"))
     if draft is not None:
-        learners.append(Learner("draft", draft, sft, "draft", config))
+        learners.append(Learner("draft", draft, sft, "draft"))
 
+    by_prompt = config.algorithm.loss_agg_mode == "prompt-mean"
     actor = Learner(
         "actor",
         policy,
         objective,
         "train",
-        config,
         first_step=config.train.freezing_actor_steps + 1,
-        ptx_loss=ptx_loss,
+        count=policy.with_prompts if by_prompt else None,
+        more_terms=[ptx_loss.next] if ptx_loss else [],
     )
     return [*learners, actor]
 

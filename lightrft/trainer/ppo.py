@@ -1,82 +1,37 @@
 """PPO, GRPO and the like: generate samples, score them, estimate advantages, update."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from lightrft.batching.micro_batches import put_batch
 from lightrft.config.sections import Config, moves_reference
+from lightrft.core.batches import TrainingPlan
 from lightrft.core.engine import derived_seed
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import Learner
 from lightrft.core.rollout import Rollout
 from lightrft.core.samples import Sample
 from lightrft.core.step import Step, StepRecord
 from lightrft.data.prompt_set import PromptSet
 from lightrft.roles.policy import Policy
-from lightrft.roles.role import Objective, Role
+from lightrft.roles.role import DistributedRole
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.groups import measure_samples, sample_rows
-from lightrft.rollout.plan import TrainingPlan
 from lightrft.rollout.rollout import FixedBatch
 from lightrft.rollout.sampler import RunSampler
 from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
-from lightrft.trainer.tasks.sft import PtxLoss
 
 SampleSink = Callable[[int, list[Sample], int], None]
 """Takes a step's number, the samples, and the version of the engine's newest weights."""
 Read = Callable[[int], tuple[list[Sample], int]]
 """Returns the recorded samples of a step, and the version of the engine's weights then."""
-
-
-@dataclass(frozen=True, slots=True)
-class Learner:
-    """A role and the objective that it minimizes.
-
-    The targets of one role do not depend on the updates of another.
-    """
-
-    name: str
-    """Name of the model in checkpoints."""
-    role: Role
-    objective: Objective
-    phase: str
-    """Name of the phase, and prefix of the metrics."""
-    config: Config
-    first_step: int = 1
-    """First step in which the role learns."""
-    ptx_loss: PtxLoss | None = None
-    """Supervised loss that is added to the objective."""
-
-    def learn(self, plan: TrainingPlan, metrics: Metrics) -> list[Tensor]:
-        """Take one optimizer step for each minibatch and epoch; return the losses."""
-        config = self.config
-        role = self.role
-        experience = plan.experience
-        losses = []
-        for number, rows in enumerate(plan.minibatches * config.train.max_epochs):
-            denominator = role.denominator(
-                experience,
-                rows,
-                length=config.rollout.generate_max_len,
-                by_prompt=config.algorithm.loss_agg_mode == "prompt-mean",
-            )
-            denominator = replace(denominator, updates_before=number)
-            metrics.mean(f"{self.phase}/learning_rate", role.scheduler.get_last_lr()[0])
-
-            term = self.ptx_loss.next() if self.ptx_loss is not None else None
-            loss, norm = role.update(
-                experience, rows, self.objective, denominator, metrics, extra_term=term
-            )
-            metrics.mean(f"{self.phase}/loss", loss)
-            metrics.mean(f"{self.phase}/grad_norm", norm)
-            losses.append(loss)
-        return losses
 
 
 class RunStep(Step):
@@ -148,20 +103,24 @@ class PPOTrainer(Trainer):
         self.learners = learners
         self.eval_sets = eval_sets
         self.dump = dump
+        self.read = read
+        self.moves_reference = moves_reference(config.algorithm)
+        self.has_readers = strategy.sample_store().is_outside
 
         parts = (strategy, rollout, make_experience, learners)
-        options = {"measures": [self._measure], "after": [self._end_step], "trace": self.trace}
-        scheduler = rollout.scheduler
-        if read is not None:
-            self.learning_step = ReplayedStep(*parts, read=read, **options)
-        else:
-            if isinstance(scheduler, FixedBatch):
-                options["meanwhile"] = partial(scheduler.preparing, last=self.total_steps)
+        options = {
+            "measures": [self._measure],
+            "around": self._around_learning,
+            "trace": self.trace,
+        }
+        if read is None:
             self.learning_step = RunStep(*parts, interruption=self.interruption, **options)
+        else:
+            self.learning_step = ReplayedStep(*parts, read=read, **options)
 
         for each in learners:
             self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
-        if moves_reference(config.algorithm):
+        if self.moves_reference:
             self.models["reference"] = (policy.reference, None, None)
 
     def step(self, number: int) -> StepRecord:
@@ -177,11 +136,30 @@ class PPOTrainer(Trainer):
             self.observer.samples(number, sample_rows(shown))
         measure_samples(samples, version, metrics)
 
-    def _end_step(self, number: int, plan: TrainingPlan) -> None:
-        if "reference" in self.models:
+    @contextmanager
+    def _around_learning(self, number: int, plan: TrainingPlan) -> Iterator[None]:
+        """Let others read the experience, and prepare the next step, while models learn."""
+        # Other programs read the experience in a store outside of this one.
+        store = self.strategy.sample_store() if self.has_readers else None
+        if store is not None:
+            put_batch(store, plan.experience)
+
+        # Which prompts come next depends on the rewards of this step, and not on its updates.
+        with self._preparing(number + 1):
+            yield
+
+        if self.moves_reference:
             self.policy.update_reference(number, self.config.algorithm)
-        if plan.store is not None:
-            plan.store.clear(plan.experience.rows.tolist())
+        if store is not None:
+            store.clear(plan.experience.rows.tolist())
+
+    def _preparing(self, number: int) -> AbstractContextManager[None]:
+        """Return a context that prepares a step in another thread, if there is one to prepare."""
+        scheduler = self.rollout.scheduler
+        last = self.total_steps if self.read is None else 0
+        if number > last or not isinstance(scheduler, FixedBatch):
+            return nullcontext()
+        return scheduler.preparing(number)
 
     def progress(self) -> str:
         """Add how many responses this rank has, and how many tokens a second."""
@@ -221,7 +199,7 @@ class PPOTrainer(Trainer):
             evaluate(each, groups, self.metrics, self.strategy.mesh.data)
 
     @property
-    def learning_roles(self) -> dict[str, Role]:
+    def learning_roles(self) -> dict[str, DistributedRole]:
         return {each.name: each.role for each in self.learners}
 
     def models_to_save(self) -> dict[str, nn.Module]:
@@ -230,5 +208,5 @@ class PPOTrainer(Trainer):
 
     @property
     def learned_rows(self) -> PromptSet:
-        supervised = [each.ptx_loss.prompts for each in self.learners if each.ptx_loss is not None]
-        return sum(supervised, self.prompts)
+        mixin = self.parts.get("mixin")
+        return self.prompts if mixin is None else self.prompts + mixin.prompts

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.config import Config, parse
 from lightrft.config.resolve import resolve
 from lightrft.core.batch import Experience
@@ -127,7 +127,7 @@ def peak(policy: Policy, config: Config) -> int:
     AdamW makes its moments in the first one, which is short.
     """
     first = 2 * policy.strategy.mesh.data.rank
-    objective = PolicyObjective(config.algorithm)
+    objective = policy_objective(config.algorithm)
     tracker = Peak()
 
     def step(tokens: int) -> None:

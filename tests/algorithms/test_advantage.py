@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft.algorithms.advantage import estimators, grpo
-from lightrft.algorithms.options import keywords
+from lightrft.algorithms.advantage import estimators
 from lightrft.config import COMPARING
+from lightrft.core.estimators import grpo
+from lightrft.core.table import keywords
 
 REWARDS = st.lists(
     st.tuples(st.integers(0, 3), st.floats(-100, 100, width=32)), min_size=1, max_size=12

@@ -5,9 +5,10 @@ Functions name what they read, so the unread flags are known.
 
 import pytest
 
-from lightrft.algorithms.options import keywords, options_of, resolve
+from lightrft.algorithms.options import options_of, resolve
 from lightrft.algorithms.unread import unread
 from lightrft.config import AlgorithmSection
+from lightrft.core.table import keywords
 from lightrft.registry import Registry
 
 losses = Registry("loss", flag="--loss")

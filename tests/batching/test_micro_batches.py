@@ -2,10 +2,9 @@
 
 import torch
 
-from lightrft.batching.micro_batches import infer, micro_batches
+from lightrft.batching.micro_batches import with_shared_prefixes
 from lightrft.core.batch import Batch, Experience
-
-CPU = torch.device("cpu")
+from lightrft.core.batches import infer, micro_batches
 
 
 def experience() -> Experience:
@@ -28,24 +27,19 @@ def test_infer_restores_the_order_and_leaves_out_the_filler():
         seen.append(batch.input_ids.tolist())
         return batch.input_ids * 2.0 + batch.position_ids
 
-    values = infer(forward, experience(), [[2, 0], [], [1]], CPU)
+    values = infer(forward, experience(), [[2, 0], [], [1]], with_shared_prefixes)
     assert values.tolist() == [20.0, 23.0, 40.0, 43.0, 46.0, 60.0]
     assert seen == [[30, 10, 11], [0], [20, 21, 22]]
 
 
 def test_rows_that_are_in_no_micro_batch_stay_zero():
-    assert infer(lambda batch: batch.input_ids.float(), experience(), [[1]], CPU).tolist() == [
-        0.0,
-        0.0,
-        20.0,
-        21.0,
-        22.0,
-        0.0,
-    ]
+    assert infer(
+        lambda batch: batch.input_ids.float(), experience(), [[1]], with_shared_prefixes
+    ).tolist() == [0.0, 0.0, 20.0, 21.0, 22.0, 0.0]
 
 
 def test_an_empty_micro_batch_is_one_unlearned_token_with_every_column():
-    (empty_microbatch,) = micro_batches(experience(), [[]], CPU)
+    (empty_microbatch,) = micro_batches(experience(), [[]], with_shared_prefixes)
     assert (
         type(empty_microbatch) is Experience
         and len(empty_microbatch) == empty_microbatch.num_tokens == 1
@@ -58,8 +52,16 @@ def test_an_empty_micro_batch_is_one_unlearned_token_with_every_column():
 
 def test_a_rank_without_any_sample_still_has_its_micro_batches():
     nothing = experience().select([])
-    assert [len(batch) for batch in micro_batches(nothing, [[], []], CPU)] == [1, 1]
-    assert infer(lambda batch: batch.input_ids.float(), nothing, [[], []], CPU).tolist() == []
+    assert [len(batch) for batch in micro_batches(nothing, [[], []], with_shared_prefixes)] == [
+        1,
+        1,
+    ]
+    assert (
+        infer(
+            lambda batch: batch.input_ids.float(), nothing, [[], []], with_shared_prefixes
+        ).tolist()
+        == []
+    )
 
 
 def test_the_filler_has_columns_as_wide_as_the_batch():
@@ -67,6 +69,6 @@ def test_the_filler_has_columns_as_wide_as_the_batch():
     batch = experience()
     batch.candidates = torch.ones(6, 3, dtype=torch.int32)
     batch.teacher_prompts = torch.ones(3, 5, dtype=torch.int32)
-    (filler,) = micro_batches(batch, [[]], CPU)
+    (filler,) = micro_batches(batch, [[]], with_shared_prefixes)
     assert filler.candidates.shape == (1, 3) and filler.teacher_prompts.shape == (1, 5)
     assert not filler.loss_mask.any()

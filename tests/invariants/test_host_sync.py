@@ -5,22 +5,26 @@ values: whatever reads a value on the host (item, tolist, nonzero, a copy to the
 depends on values) fails on them.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from flat_models import make_batch, make_model
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.means import MoreCounts, PromptTokens
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.layout import Layout
-from lightrft.batching.micro_batches import micro_batches
+from lightrft.batching.micro_batches import with_shared_prefixes
 from lightrft.config import AlgorithmSection
 from lightrft.config.facts import EXPERT_FAMILIES
-from lightrft.core.batch import Experience
+from lightrft.core.batch import Batch, Experience
+from lightrft.core.batches import micro_batches
+from lightrft.core.losses import Denominator
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Denominator, PromptTokens
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
 from lightrft.models.recompute import recompute
@@ -35,6 +39,10 @@ T = 12
 N = 3
 H = 4
 V = 20
+
+
+def to_device(device: torch.device | str) -> Callable[[Batch], Batch]:
+    return lambda part: with_shared_prefixes(part).to(device)
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
@@ -79,13 +87,13 @@ def test_a_micro_batch_never_waits_for_the_device(fields):
     weight = on_device(V, H, grad=True)
     part = batch()
     metrics = Metrics()
-    objective = PolicyObjective(
+    objective = policy_objective(
         AlgorithmSection(**fields, use_kl_loss=True, dual_clip=3.0, entropy_coef=0.1)
     )
     logprobs, entropy = token_logprobs(hidden, weight, part.input_ids, temperature=0.7, chunk=5)
     part.entropy = entropy
     prompts = PromptTokens(on_device(2, dtype=torch.int64), on_device(2))
-    denominator = Denominator(on_device(), on_device(), 8, prompts)
+    denominator = Denominator(on_device(), on_device(), more=MoreCounts(8, prompts))
     loss, report = objective(logprobs, part, denominator)
     loss.backward()
     for name, values in (report | {"train/entropy": entropy.detach()}).items():
@@ -104,7 +112,7 @@ def test_models_never_wait(family):
     actor = Actor(model.to("meta"))
     model.config.num_labels = 1
     critic = Scorer(AutoModelForSequenceClassification.from_config(model.config).to("meta"))
-    for part in micro_batches(make_batch(alike=2), [[2, 0], [], [7, 1, 3]], torch.device("meta")):
+    for part in micro_batches(make_batch(alike=2), [[2, 0], [], [7, 1, 3]], to_device("meta")):
         assert (part.shared is not None) == (len(part) > 1)
         logprobs, entropy = actor(part, 0.7)
         (logprobs.sum() + entropy.sum() + critic(part).sum()).backward()
@@ -138,7 +146,7 @@ def test_replayed_and_counted_experts_never_wait(family: str) -> None:
     actor.router_choices = choices
     batch = make_batch(alike=2)
     batch.experts = choices.shape.empty(batch.num_tokens)
-    for part in micro_batches(batch, [[2, 0], [7, 1, 3]], torch.device("meta")):
+    for part in micro_batches(batch, [[2, 0], [7, 1, 3]], to_device("meta")):
         logprobs, _ = actor(part, 0.7)
         logprobs.sum().backward()
         assert choices.report(NO_SEQUENCE_PARALLEL)
@@ -203,7 +211,7 @@ def forward_and_backward(family: str, recomputes: str, device: torch.device, dty
     ones = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
 
     def run() -> None:
-        for part in micro_batches(batch, [[2, 0], [7, 1, 3]], device):
+        for part in micro_batches(batch, [[2, 0], [7, 1, 3]], to_device(device)):
             logprobs, entropy = actor(part, 0.7)
             (logprobs.sum() + entropy.sum()).backward()
         token_logprobs(hidden, weight, targets, chunk=5, entropy=False, upstream=ones)[

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.config import Config
 from lightrft.core.batch import Experience
 from lightrft.core.metrics import Metrics
@@ -184,7 +184,7 @@ def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[
         by_prompt = config.algorithm.loss_agg_mode == "prompt-mean"
         denominator = policy.denominator(mine, rows, length=LONGEST, by_prompt=by_prompt)
         update = policy.update(
-            mine, rows, PolicyObjective(config.algorithm), denominator, Metrics()
+            mine, rows, policy_objective(config.algorithm), denominator, Metrics()
         )
         numbers.append([float(number) for number in update])
         policy.finish_training()

@@ -25,10 +25,11 @@ from invariants.test_layouts import (
     experience,
     sequence_loss,
 )
-from lightrft.algorithms.objectives import PolicyObjective
-from lightrft.batching.micro_batches import get_batch, micro_batches, put_batch
+from lightrft.algorithms.objectives import policy_objective
+from lightrft.batching.micro_batches import get_batch, put_batch
 from lightrft.batching.planner import plan
 from lightrft.config import Config, ModelSection
+from lightrft.core.batches import micro_batches
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
 from lightrft.roles.critic import Critic
@@ -147,7 +148,7 @@ def trained(folders: tuple[str, str], kind: str, args: dict[str, Any]) -> dict[s
         "critic": Critic(strategy, *critic),
     }
 
-    objectives = {"actor": PolicyObjective(config.algorithm), "critic": squared_errors}
+    objectives = {"actor": policy_objective(config.algorithm), "critic": squared_errors}
     courses = {name: TrainingRun() for name in roles}
     for _ in range(STEPS):
         for name, (loss, norm) in one_update(strategy, roles, objectives).items():
@@ -193,7 +194,7 @@ def one_update(
     for name, role in roles.items():
         role.begin_train_step(objectives[name], role.denominator(mine, rows), len(rows))
 
-    for batch in micro_batches(mine, rows, strategy.device):
+    for batch in micro_batches(mine, rows, strategy.to_device):
         for role in roles.values():
             role.train_microbatch(batch)
 

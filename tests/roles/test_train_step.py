@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightrft.algorithms.objectives import sft
-from lightrft.batching.micro_batches import micro_batches
+from lightrft.core.batches import micro_batches
 from lightrft.core.metrics import Metrics
 from lightrft.roles.policy import Policy
 from ranks import run_cases, run_ranks, whole
@@ -26,7 +26,7 @@ def by_hand(policy: Policy, batch: rows.Padded, *, stop_after: int | None = None
     """Take one step over all rows in micro-batches of one row, or only the first of them."""
     flat, (members,) = policy.redistribute(batch, mbs=1)
     policy.begin_train_step(sft, policy.denominator(flat, members), len(members))
-    for number, micro_batch in enumerate(micro_batches(flat, members, policy.strategy.device)):
+    for number, micro_batch in enumerate(micro_batches(flat, members, policy.strategy.to_device)):
         if number == stop_after:
             return None
         policy.train_microbatch(micro_batch)
@@ -103,7 +103,7 @@ def out_of_order(folder: str):
     policy, batch = start(folder)
     flat, (members,) = policy.redistribute(batch, mbs=5)
     denominator = policy.denominator(flat, members)
-    ready = list(micro_batches(flat, members, policy.strategy.device))
+    ready = list(micro_batches(flat, members, policy.strategy.to_device))
 
     def opened():
         policy.begin_train_step(sft, denominator, len(ready))

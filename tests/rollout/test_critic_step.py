@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.kl import KLCoefficient
-from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
+from lightrft.algorithms.objectives import ValueObjective, policy_objective
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, RewardSection, TrainSection
 from lightrft.core.metrics import Metrics
@@ -93,7 +93,7 @@ def step(folders: tuple[str, str, str], held: list[int]) -> dict[str, Any]:
     numbers = {}
     for name, role, objective in (
         ("critic", critic, ValueObjective(SECTION)),
-        ("actor", policy, PolicyObjective(SECTION, coefficient)),
+        ("actor", policy, policy_objective(SECTION, coefficient)),
     ):
         found = []
         for members in planned.minibatches:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrft.algorithms.advantage import reward_to_go
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.batching.micro_batches import prompts
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
+from lightrft.core.estimators import reward_to_go
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Episode, Prompt, Sample
 from lightrft.models.heads import Actor
@@ -620,7 +620,7 @@ def test_estimators_that_cannot_be_are_named(folder):
     needs, of_another_shape, not_finite = run_ranks(
         1, estimate_with, folder, ["of_the_moon", "of_groups", "of_nothing"]
     )[0]
-    assert "of_the_moon needs phase, which this run does not compute" in needs
+    assert "asks for a number in the column 'phase', and row 0 has None" in needs
     for message in (of_another_shape, not_finite):
         assert "must return a finite advantage for each of the 8 rewards" in message
 

@@ -25,8 +25,8 @@ from lightrft.algorithms.objectives import sft
 from lightrft.batching.micro_batches import redistribute
 from lightrft.config import ConfigError, ModelSection
 from lightrft.core.batch import Batch
+from lightrft.core.losses import Denominator, token_mean
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Denominator, share_of_mean
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import IMAGES, ImageFile
 from lightrft.models.heads import Actor, Scorer
@@ -399,7 +399,7 @@ def check_adapters(folder: str, by_rank: list[list[tuple[Tensor, dict[str, Tenso
 
 def squares(values: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, dict]:
     """Half of the squared distance from 1, mean over the learned tokens."""
-    return share_of_mean(0.5 * (values - 1) ** 2, batch, "token-mean", denominator), {}
+    return token_mean(0.5 * (values - 1) ** 2, batch, denominator), {}
 
 
 def valued(folder: str, saved: str, layout: dict) -> tuple[list[Tensor], dict[str, Tensor]]:

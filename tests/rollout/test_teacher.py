@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lightrft.algorithms.kl import KLCoefficient
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, DataSection, ModelSection, RewardSection, TrainSection
 from lightrft.core.batch import Experience
@@ -237,7 +237,7 @@ def distributions(
     (minibatch,) = plan.minibatches
     denominator = policy.denominator(experience, minibatch, length=10)
     loss, norm = policy.update(
-        experience, minibatch, PolicyObjective(section), denominator, Metrics()
+        experience, minibatch, policy_objective(section), denominator, Metrics()
     )
     return by_row, loss.item(), norm.item()
 

@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
-from lightrft.core.reduce import Denominator
+from lightrft.core.batches import Rows
+from lightrft.core.losses import Denominator
 from lightrft.parallel.collectives import Axis
 
 
 def plan_local_rows(
     sizes: list[int], axis: Axis, train: TrainSection, *, max_tokens: int
-) -> tuple[list[int], MicroBatchIndices]:
+) -> tuple[list[int], Rows]:
     """Plan examples of the given sizes, in tokens, over all ranks.
 
     Return this rank's examples as indices of `sizes`, and the micro-batches: [m] has the positions
@@ -33,4 +33,4 @@ def plan_local_rows(
 def known_denominator(tokens: int, sequences: int, device: torch.device) -> Denominator:
     """Return a denominator of counts that every rank knows."""
     counts: Tensor = torch.tensor([tokens, sequences], dtype=torch.float32).to(device)
-    return Denominator(counts[0], counts[1], length=1)
+    return Denominator(*counts)

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightrft.algorithms.preferences.kto import KTOObjective, reference_point
-from lightrft.batching.micro_batches import MicroBatchIndices, share
+from lightrft.batching.micro_batches import share
 from lightrft.config.sections import PreferenceSection, TrainSection
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.reduce import sequence_sums
+from lightrft.core.batches import Rows
+from lightrft.core.losses import sequence_sums
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.preferences import judged_batch, mismatched
 from lightrft.roles.policy import Policy
-from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
 
 
@@ -66,9 +67,7 @@ class KTOTask:
         sums = share(data, sequence_sums(ratios, batch))
         return sums[places.argsort()]  # the same order, so the same sum, on any number of ranks
 
-    def _local(
-        self, answers: Sequence[Prompt], max_tokens: int
-    ) -> tuple[JudgedBatch, MicroBatchIndices]:
+    def _local(self, answers: Sequence[Prompt], max_tokens: int) -> tuple[JudgedBatch, Rows]:
         lengths = [
             answer.num_tokens + len(answer.columns["answer"].token_ids) for answer in answers
         ]

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.reduce import Denominator
+from lightrft.core.batches import Rows
+from lightrft.core.losses import Denominator
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.conversations import size_of_row
 from lightrft.data.preferences import CHOSEN, pair_batch
@@ -22,7 +22,7 @@ def local_pairs(
     *,
     max_tokens: int,
     expand: Expand | None,
-) -> tuple[JudgedBatch, MicroBatchIndices, list[int]]:
+) -> tuple[JudgedBatch, Rows, list[int]]:
     """Return this rank's share of the pairs: a batch, micro-batches, and indices of the pairs.
 
     Both sequences of a pair are in one micro-batch, so the loss does not depend on the division.

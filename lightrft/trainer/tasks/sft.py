@@ -6,16 +6,16 @@ It is a complete task, or a loss that PPO adds (PTX, InstructGPT).
 from collections.abc import Sequence
 
 from lightrft.algorithms.objectives import PtxDivergence, PtxObjective, sft
-from lightrft.batching.micro_batches import MicroBatchIndices
 from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.core.batch import Batch
+from lightrft.core.batches import Rows
+from lightrft.core.losses import Denominator
 from lightrft.core.order import Order
-from lightrft.core.reduce import Denominator
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.conversations import size_of_row, supervised_batch
 from lightrft.data.loader import Blend, check_batch
 from lightrft.roles.policy import Policy
-from lightrft.roles.role import LossTerm
 from lightrft.roles.teacher import TeacherOfTokens
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
@@ -111,7 +111,7 @@ def supervised_part(
     *,
     max_tokens: int,
     expand: Expand | None = None,
-) -> tuple[Batch, MicroBatchIndices, Denominator]:
+) -> tuple[Batch, Rows, Denominator]:
     """Return this rank's balanced share of all ranks' answers, the micro-batches, and the
     denominator of the learned tokens of all ranks."""
     answers = [prompt.columns["label"] for prompt in prompts]
