@@ -4,11 +4,12 @@ Rewards begin for a group as soon as its last response has ended, and score() wa
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from lightrft.core.engine import derived_seed
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics, Untraced
 from lightrft.core.order import Order, fair_owners
 from lightrft.core.rewards import Rewards
@@ -16,28 +17,25 @@ from lightrft.core.sampler import RolloutLoop, Sampler
 from lightrft.core.samples import Prompt, Sample
 from lightrft.core.strategy import DataRanks
 
-if TYPE_CHECKING:
-    from lightrft.core.groups import Group
-
 
 class Scheduler(Protocol):
     """Chooses a step's prompts and the groups to learn from, the same on all ranks."""
 
-    def generate(self, step: int) -> Iterator["Group"]:
+    def generate(self, step: int) -> Iterator[Group]:
         """Draw prompts and let the engine answer them, until the step has enough groups.
 
         Yield each of this rank's groups when the last response ends. All ranks generate together.
         """
         ...
 
-    def selected(self, metrics: Metrics) -> list["Group"]:
+    def selected(self, metrics: Metrics) -> list[Group]:
         """Return this rank's groups to learn from in this step, and measure how they were found.
 
         It is called once, after generate(), while the engine is still awake.
         """
         ...
 
-    def scored(self, groups: list["Group"]) -> None:
+    def scored(self, groups: list[Group]) -> None:
         """Take note of the rewards of this rank's selected groups. All ranks call it together."""
         ...
 
@@ -57,14 +55,14 @@ class Rollout:
         self.scheduler = scheduler
         self.rewards = rewards
 
-    def collect(self, step: int, metrics: Metrics) -> list["Group"]:
+    def collect(self, step: int, metrics: Metrics) -> list[Group]:
         """Return this rank's complete groups of a step. The engine must be awake."""
         for group in self.scheduler.generate(step):
             # Rewards run in worker processes, so they cost no time while the engine decodes.
             self.rewards.begin(group.responses)
         return self.scheduler.selected(metrics)
 
-    def score(self, groups: list["Group"]) -> list[Sample]:
+    def score(self, groups: list[Group]) -> list[Sample]:
         """Wait for the rewards of groups, and return the samples."""
         self.rewards.finish([sample for group in groups for sample in group.responses])
         self.scheduler.scored(groups)
@@ -81,7 +79,7 @@ class NextPrompts:
         *,
         data: DataRanks,
         num_prompts: int,
-        begin: Callable[[int, int, Prompt], "Group"],
+        begin: Callable[[int, int, Prompt], Group],
         order: Order | None = None,
         seed: int = 0,
         trace: Untraced | None = None,
@@ -107,7 +105,7 @@ class NextPrompts:
         self._groups: list[Group] = []
         """This rank's groups of the step."""
 
-    def generate(self, step: int) -> Iterator["Group"]:
+    def generate(self, step: int) -> Iterator[Group]:
         loop = self.sampler.open(self._seed(step, 0))
         self._groups = self._draw(loop)
         yield from loop.steps()
@@ -117,13 +115,13 @@ class NextPrompts:
             self.data.sum(torch.zeros(()))
         yield from loop.finish()
 
-    def selected(self, metrics: Metrics) -> list["Group"]:
+    def selected(self, metrics: Metrics) -> list[Group]:
         return self._groups
 
-    def scored(self, groups: list["Group"]) -> None:
+    def scored(self, groups: list[Group]) -> None:
         """Do nothing: which prompts come next depends on no reward."""
 
-    def _draw(self, loop: RolloutLoop) -> list["Group"]:
+    def _draw(self, loop: RolloutLoop) -> list[Group]:
         """Draw the groups of a step; begin and return this rank's."""
         rows = self.order.rows(self.place, self.num_prompts)
         numbers = range(self.number + 1, self.number + 1 + len(rows))

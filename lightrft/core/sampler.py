@@ -3,18 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING
 
 from lightrft.core.engine import ABORTED, Decoding, Ended, Request, RequestLoop, derived_seed
+from lightrft.core.groups import Group
 from lightrft.core.samples import Completion, Sample
 from lightrft.core.strategy import Strategy
 
-if TYPE_CHECKING:
-    from lightrft.core.groups import Group
-
-GroupPart = tuple["Group", Sequence[int]]
+GroupPart = tuple[Group, Sequence[int]]
 """A group, and the places of the responses to generate here."""
-Pending = tuple[Request, "Group", list[int]]
+Pending = tuple[Request, Group, list[int]]
 """A request, the group that it extends, and the places of the extended responses."""
 
 
@@ -37,7 +34,7 @@ class Sampler:
         self.loop = RolloutLoop(self, self.strategy.open_generation(self.sampling), seed)
         return self.loop
 
-    def pending(self, group: "Group", places: Sequence[int], seed: int) -> Iterator[Pending]:
+    def pending(self, group: Group, places: Sequence[int], seed: int) -> Iterator[Pending]:
         """Yield the requests for these responses of a group.
 
         New responses share one request, so the prompt is computed once. A response that continues
@@ -99,14 +96,14 @@ class RolloutLoop:
         indices = self.session.add([request for request, _, _ in pending])
         self._pending.update(zip(indices, pending, strict=True))
 
-    def steps(self, most: int | None = None) -> Iterator["Group"]:
+    def steps(self, most: int | None = None) -> Iterator[Group]:
         """Run at most `most` steps of the engine; yield the groups whose last response ends."""
         for _ in count() if most is None else range(most):
             if not self.session.running:
                 return
             yield from self._extend(self.session.step())
 
-    def finish(self) -> Iterator["Group"]:
+    def finish(self) -> Iterator[Group]:
         """Take what other ranks of the replica generated; yield the groups that it completes."""
         yield from self._extend(self.session.of_other_ranks())
 
@@ -123,7 +120,7 @@ class RolloutLoop:
         pending = [self._pending[index] for index in self.session.unfinished]
         return {(group.number, place) for _, group, places in pending for place in places}
 
-    def _extend(self, ended: Ended) -> Iterator["Group"]:
+    def _extend(self, ended: Ended) -> Iterator[Group]:
         """Append completions to the responses; yield the groups that are now complete."""
         for index, completions in ended:
             _, group, places = self._pending.pop(index)

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.agents.episodes import Episodes, EpisodeState
 from lightrft.config.sections import RolloutSection
 from lightrft.core.engine import ABORTED, Ended, Request, derived_seed
+from lightrft.core.groups import Group
 from lightrft.core.sampler import GroupPart, Pending, RolloutLoop
 from lightrft.core.samples import Completion, Sample
-from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import RunSampler, greedy_sampling
 from lightrft.strategy.shared_session import SharedSession
 from lightrft.strategy.strategy import StrategyBase
@@ -198,7 +198,7 @@ class EpisodeSampler(RunSampler):
         if longest:
             most = min(most, len(sample.token_ids) + longest)
 
-        if play.sample is group.greedy:
+        if any(play.sample is each for each in group.others):
             sampling = greedy_sampling(self.section, max_tokens=most)
             return replace(self.request(sample, sampling, ()), group=None)
 

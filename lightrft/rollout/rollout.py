@@ -15,6 +15,7 @@ from typing import Any
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import RolloutSection
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics, Untraced
 from lightrft.core.order import Order, fair_owners
 from lightrft.core.rollout import NextPrompts, Rollout
@@ -24,7 +25,7 @@ from lightrft.data.loader import Blend
 from lightrft.parallel.collectives import Axis
 from lightrft.registry import Registry
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import Group, GroupOutcome, History
+from lightrft.rollout.groups import GroupOutcome, History
 from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.sampler import RunSampler
 
@@ -136,7 +137,7 @@ class FixedBatch(NextPrompts):
             prompts,
             data=data,
             num_prompts=section.rollout_batch_size,
-            begin=partial(Group.begin, count=section.n_samples_per_prompt, greedy=greedy),
+            begin=partial(Group.begin, count=section.n_samples_per_prompt, others=greedy),
             order=order,
             seed=seed,
             trace=trace,
@@ -180,7 +181,8 @@ class FixedBatch(NextPrompts):
         """Record the outcomes of this rank's scored groups; return the outcomes of all ranks."""
         if self.greedy:
             for group in groups:
-                group.compare_with_greedy()
+                for sample in group.samples:
+                    sample.greedy_reward = group.others[0].reward
 
         parts = self.data.gather([GroupOutcome.of(group) for group in groups])
         outcomes = sorted(chain.from_iterable(parts), key=lambda outcome: outcome.number)

@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import RolloutSection
 from lightrft.core.engine import Request
+from lightrft.core.groups import Group
 from lightrft.core.sampler import GroupPart, Pending, RolloutLoop, Sampler
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.loader import share_of
 from lightrft.data.media_files import media_of
 from lightrft.engine.requests import Sampling
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.groups import Group
 from lightrft.strategy.strategy import StrategyBase
 
 
@@ -64,9 +64,7 @@ class RunSampler(Sampler):
         """
         data = self.strategy.mesh.data
         groups = [
-            Group.begin(
-                number, number, prompts[number], count=self.section.eval_n_samples, greedy=True
-            )
+            Group.begin(number, number, prompts[number], self.section.eval_n_samples, others=1)
             for number in share_of(data.rank, data.size, len(prompts))
         ]
 
@@ -96,8 +94,9 @@ class RunSampler(Sampler):
             yield from super().pending(group, chosen, seed)
 
         for place in places[len(sampled) :]:
-            if group.greedy.finish_reason is None:
-                request = self.request(group.greedy, greedy_sampling(self.section), ())
+            sample = group.responses[place]
+            if sample.finish_reason is None:
+                request = self.request(sample, greedy_sampling(self.section), ())
                 yield replace(request, group=None), group, [place]
 
     def request(self, sample: Sample, sampling: Sampling, seeds: tuple[int, ...]) -> Request:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Untraced
 from lightrft.core.sampler import RolloutLoop
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.groups import Group
 from lightrft.rollout.rollout import PreparedRequests, RolloutPlan
 from lightrft.rollout.sampler import RunSampler
 from lightrft.schedulers.assignment import Assignment

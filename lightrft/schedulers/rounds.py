@@ -29,9 +29,9 @@ from typing import Any
 
 from lightrft.config.sections import RolloutSection
 from lightrft.core.engine import derived_seed
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.order import fair_owners
-from lightrft.rollout.groups import Group
 from lightrft.rollout.rollout import FixedBatch, PreparedRequests
 from lightrft.schedulers.assignment import Assignment
 from lightrft.schedulers.curriculum import Curriculum

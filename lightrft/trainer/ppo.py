@@ -11,6 +11,8 @@ from lightrft.batching.micro_batches import put_batch
 from lightrft.config.sections import Config, moves_reference
 from lightrft.core.batches import TrainingPlan
 from lightrft.core.engine import derived_seed
+from lightrft.core.experience import ExperienceMaker
+from lightrft.core.groups import measure_samples
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import Learner
 from lightrft.core.rollout import Rollout
@@ -19,8 +21,7 @@ from lightrft.core.step import Step, StepRecord
 from lightrft.data.prompt_set import PromptSet
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import DistributedRole
-from lightrft.rollout.experience import ExperienceMaker
-from lightrft.rollout.groups import measure_samples, sample_rows
+from lightrft.rollout.groups import measure_turns_and_drafts, sample_rows
 from lightrft.rollout.rollout import FixedBatch
 from lightrft.rollout.sampler import RunSampler
 from lightrft.run.interruption import Interrupted, Interruption
@@ -135,6 +136,7 @@ class PPOTrainer(Trainer):
             shown = samples[: self.config.observe.num_trajectories_to_save]
             self.observer.samples(number, sample_rows(shown))
         measure_samples(samples, version, metrics)
+        measure_turns_and_drafts(samples, metrics)
 
     @contextmanager
     def _around_learning(self, number: int, plan: TrainingPlan) -> Iterator[None]:

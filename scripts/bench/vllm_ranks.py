@@ -16,6 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import EngineSection, RewardSection, RolloutSection
 from lightrft.core.engine import Ended, derived_seed
+from lightrft.core.groups import Group
 from lightrft.core.rollout import Rollout
 from lightrft.core.sampler import Pending
 from lightrft.core.samples import Prompt
@@ -23,7 +24,6 @@ from lightrft.engine.base import Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import Group
 from lightrft.rollout.rollout import FixedBatch
 from lightrft.rollout.sampler import RunSampler
 from lightrft.schedulers.rounds import Rounds, needs_rounds

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lightrft.core.metrics import Trace
-from lightrft.observe import metrics as module
+from lightrft.core import metrics as module
 from lightrft.observe.timeline import extend_timeline
 
 
