@@ -4,6 +4,7 @@ Rewards begin for a group as soon as its last response has ended, and score() wa
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -79,7 +80,7 @@ class NextPrompts:
         *,
         data: DataRanks,
         num_prompts: int,
-        begin: Callable[[int, int, Prompt], Group],
+        begin: Callable[[int, int, Prompt], Group] | None = None,
         order: Order | None = None,
         seed: int = 0,
         trace: Untraced | None = None,
@@ -87,14 +88,15 @@ class NextPrompts:
         """Set up the scheduler.
 
         `num_prompts` are the prompts of a step, of all ranks. `begin` makes a group of its number,
-        the row in the data and the prompt. `order` is the order of the prompts; by default the seed
+        the row in the data and the prompt; by default the sampler's parameters say how many samples
+        it has. `order` is the order of the prompts; by default the seed
         shuffles them. `trace` measures how long this rank waits for others.
         """
         self.sampler = sampler
         self.prompts = prompts
         self.data = data
         self.num_prompts = num_prompts
-        self.begin = begin
+        self.begin = begin or partial(Group.begin, count=sampler.sampling.n)
         self.order = order or Order(len(prompts), seed)
         self.seed = seed
         self.trace = trace or Untraced()
