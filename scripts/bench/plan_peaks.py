@@ -31,6 +31,7 @@ from lightrft.config import Config, parse
 from lightrft.config.resolve import resolve
 from lightrft.core.batch import Experience
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm
 from lightrft.models import logprobs
 from lightrft.parallel.peaks import DEVICES
 from lightrft.roles.policy import Policy
@@ -133,7 +134,7 @@ def peak(policy: Policy, config: Config) -> int:
     def step(tokens: int) -> None:
         local, (rows,) = policy.redistribute_flat(experience(first, tokens), mbs=None)
         denominator = policy.denominator(local, rows, length=len(local.input_ids))
-        policy.update(local, rows, objective, denominator, Metrics())
+        policy.learn([LossTerm(local, rows, objective, denominator)], Metrics())
         policy.finish_training()
 
     step(FIRST_TOKENS)
