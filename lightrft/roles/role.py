@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.objectives import local_gradients
-from lightrft.batching.micro_batches import B, regroup
+from lightrft.batching.micro_batches import regroup
 from lightrft.batching.planner import Batching
-from lightrft.batching.sample_store import SampleStore
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import Batch, padded
 from lightrft.core.batches import Rows, empty_microbatch, infer, micro_batches
@@ -78,7 +77,7 @@ class TrainStep:
 class Role(ABC):
     """A model under a strategy. It learns if it has an optimizer.
 
-    A run passes flat batches, planned over all ranks: to redistribute_flat(), denominator(),
+    A run passes flat batches, planned over all ranks: to denominator(),
     update() and to the methods of a role that compute, such as Policy.logprobs().
 
     Loops of your own pass mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded,
@@ -160,32 +159,15 @@ class Role(ABC):
 
     # -- planning rows over all ranks
 
-    def redistribute_flat(
-        self,
-        batch: B,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        *,
-        max_tokens: int | None = None,
-        store: SampleStore | None = None,
-        units: Tensor | None = None,
-    ) -> tuple[B, list[Rows]]:
-        """Plan a flat batch of this rank's rows with those of all ranks; see redistribute().
-
-        Rows of one prompt are grouped if a micro-batch computes it once. The rows travel through
-        `store`; None: one that nobody reads afterwards, or none at all on a single rank. `gbs`
-        counts units, such as episodes, if `units` [N] int64 has the number of each row's unit,
-        ascending over all ranks.
-        """
-        return self.strategy.redistribute(
-            batch,
-            minibatch_size=gbs,
-            units=units,
-            store=store,
-            max_tokens=max_tokens or self.max_tokens,
-            max_sequences=mbs,
-            batching=self.batching,
-        )
+    def limits(
+        self, max_sequences: int | None = None, max_tokens: int | None = None
+    ) -> dict[str, Any]:
+        """Return the limits on micro-batches, as StrategyBase.redistribute() takes them."""
+        return {
+            "max_tokens": max_tokens or self.max_tokens,
+            "max_sequences": max_sequences,
+            "batching": self.batching,
+        }
 
     def denominator(
         self, batch: Batch, rows: Rows, *, length: int | None = None, by_prompt: bool = False
@@ -455,7 +437,7 @@ class Role(ABC):
         flattened = flatten_padded(
             batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True
         )
-        return self.redistribute_flat(flattened.batch, gbs, mbs)
+        return self.strategy.redistribute(flattened.batch, minibatch_size=gbs, **self.limits(mbs))
 
     def _answer(
         self,
@@ -485,14 +467,9 @@ class Role(ABC):
 
         `owners` has the rows of each rank.
         """
-        # Rows move to the rank that computes them, and the values move back to the rows' owners.
-        store = self.strategy.sample_store()
-        part, steps = self.redistribute_flat(
-            batch, None, mbs, max_tokens=self.max_logprob_tokens, store=store
-        )
-        values = self._infer_rows(module, forward, part, steps[0] if steps else [])
-        store.put(part.rows, part.lengths, tokens={"values": values})
-        store.move(owners, ["values"])
-        values = store.get(batch.rows, ["values"])["values"]
-        store.clear(batch.rows.tolist())
-        return values
+
+        def compute(part: Batch, steps: list[Rows]) -> dict[str, Tensor]:
+            return {"values": self._infer_rows(module, forward, part, steps[0] if steps else [])}
+
+        limits = self.limits(mbs, self.max_logprob_tokens)
+        return self.strategy.compute_tokens(batch, owners, compute, **limits)["values"]
