@@ -22,6 +22,7 @@ from lightrft.core.estimators import (
     rloo,
     to_rows,
 )
+from lightrft.core.groups import RIGHT
 from lightrft.core.losses import Sum
 from lightrft.registry import Registry
 
@@ -45,9 +46,6 @@ learned responses [N] bool) -> penalties of the advantages [N].
 
 None means a penalty of each token instead, as with all other estimators.
 """
-
-RIGHT = 0.5
-"""A sample solves the prompt when the reward is above this threshold."""
 
 
 @estimators.register("gdpo")

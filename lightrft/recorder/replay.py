@@ -19,6 +19,7 @@ from lightrft.checkpoint.manager import PARTS_FILE
 from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import moves_reference
 from lightrft.core.batch import Experience
+from lightrft.core.experience import flatten, numbers_of_rows
 from lightrft.core.losses import Denominator, Report
 from lightrft.core.metrics import Metrics
 from lightrft.core.objective import PolicyObjective
@@ -28,7 +29,6 @@ from lightrft.models.load import load_tokenizer
 from lightrft.observe.sinks import Writer
 from lightrft.recorder.bundle import Bundle
 from lightrft.recorder.phases import STAGES, Stage
-from lightrft.rollout.experience import flatten, numbers_of_rows
 from lightrft.run.digests import Digests, StepRecord, row_of
 from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import sample_of_json
@@ -169,7 +169,7 @@ def _replay(
     result = Replay(samples=samples)
     result.rewards = _rewards(bundle, strategy, build, again)
     digests = Digests({}, strategy.mesh, bundle.folder, Writer())
-    record = StepRecord(flatten(again, first_row=0), [], [], again)
+    record = StepRecord(flatten(again), [], [], again)
     _compare(result, bundle, digests, record, "reward")
     if stage == "reward":
         return result
@@ -179,8 +179,7 @@ def _replay(
     digests = Digests(step.roles, strategy.mesh, bundle.folder, Writer())
     plan = step.make_experience(samples, Metrics())
     result.experience = plan.experience
-    parts = [[(sample.group, 1) for sample in samples]]
-    result.rows = numbers_of_rows(parts, 0)[0].tolist()
+    result.rows = numbers_of_rows([[sample.group for sample in samples]], 0).tolist()
     result.records = {number: SampleRecord() for number in explain}
     by_row = {result.rows[number]: record for number, record in result.records.items()}
     losses = []

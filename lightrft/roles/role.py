@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.means import MoreCounts, PromptTokens, Weighted
-from lightrft.batching.micro_batches import B, regroup
+from lightrft.batching.micro_batches import regroup
 from lightrft.batching.planner import Batching
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import Batch, padded
@@ -50,8 +50,8 @@ class TrainStep:
 class DistributedRole(Role):
     """A model whose rows are planned over all ranks. It learns if it has an optimizer.
 
-    A run passes flat batches, planned over all ranks: to redistribute_flat(), denominator(),
-    learn() and to the methods of a role that compute, such as Policy.logprobs().
+    A run passes flat batches, planned over all ranks: to denominator(), learn() and to the methods
+    of a role that compute, such as Policy.logprobs().
 
     Loops of your own pass mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded,
     to train(), redistribute() and all methods that begin with `get_`. A mapping contains this
@@ -129,25 +129,15 @@ class DistributedRole(Role):
 
     # -- planning rows over all ranks
 
-    def redistribute_flat(
-        self,
-        batch: B,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        *,
-        max_tokens: int | None = None,
-        **options: Any,
-    ) -> tuple[B, list[Rows]]:
-        """Plan a flat batch of this rank's rows with those of all ranks; see redistribute().
-
-        Rows of one prompt are grouped if a micro-batch computes it once. `options` go to the
-        strategy: the `store` through which the rows travel, and `units` [N] int64, the number of
-        each row's unit, such as an episode, ascending over all ranks; `gbs` then counts units.
-        """
-        limits = {"max_tokens": max_tokens or self.max_tokens, "max_sequences": mbs}
-        return self.strategy.redistribute(
-            batch, minibatch_size=gbs, batching=self.batching, **limits, **options
-        )
+    def limits(
+        self, max_sequences: int | None = None, max_tokens: int | None = None
+    ) -> dict[str, Any]:
+        """Return the limits on micro-batches, as StrategyBase.redistribute() takes them."""
+        return {
+            "max_tokens": max_tokens or self.max_tokens,
+            "max_sequences": max_sequences,
+            "batching": self.batching,
+        }
 
     def denominator(
         self, batch: Batch, rows: Rows, *, length: int | None = None, by_prompt: bool = False
@@ -373,7 +363,7 @@ class DistributedRole(Role):
         flattened = flatten_padded(
             batch, self.strategy.data, required=self.TRAIN_KEYS, columns=True
         )
-        return self.redistribute_flat(flattened.batch, gbs, mbs)
+        return self.strategy.redistribute(flattened.batch, minibatch_size=gbs, **self.limits(mbs))
 
     def _answer(
         self,
@@ -403,14 +393,10 @@ class DistributedRole(Role):
 
         `owners` has the rows of each rank.
         """
-        # Rows move to the rank that computes them, and the values move back to the rows' owners.
-        store = self.strategy.sample_store()
-        part, steps = self.redistribute_flat(
-            batch, None, mbs, max_tokens=self.max_logprob_tokens, store=store
-        )
-        values = super().infer(forward, part, steps[0] if steps else [], module)
-        store.put(part.rows, part.lengths, tokens={"values": values})
-        store.move(owners, ["values"])
-        values = store.get(batch.rows, ["values"])["values"]
-        store.clear(batch.rows.tolist())
-        return values
+
+        def compute(part: Batch, steps: list[Rows]) -> dict[str, Tensor]:
+            rows = steps[0] if steps else []
+            return {"values": Role.infer(self, forward, part, rows, module)}
+
+        limits = self.limits(mbs, self.max_logprob_tokens)
+        return self.strategy.compute_tokens(batch, owners, compute, **limits)["values"]

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.agents.episodes import Episodes, EpisodeState
 from lightrft.config.sections import RolloutSection
+from lightrft.core.groups import Group
 from lightrft.core.samples import Completion, Sample
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.requests import Request, derived_seed
-from lightrft.rollout.groups import Group
 from lightrft.rollout.sampler import (
     GroupPart,
     Requests,
@@ -206,7 +206,7 @@ class EpisodeSampler(Sampler):
         limits = [self.episodes.section.turn_max_len, play.max_tokens]
         longest = min((limit for limit in limits if limit is not None), default=None)
 
-        if play.sample is group.greedy:
+        if any(play.sample is each for each in group.others):
             return self.request(sample, greedy_sampling(self.section), (), longest=longest)
 
         # An episode of one turn draws exactly what a plain response would draw.

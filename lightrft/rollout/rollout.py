@@ -17,6 +17,7 @@ import torch
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import RolloutSection
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics, Untraced
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.loader import Blend, Order, fair_owners
@@ -24,7 +25,7 @@ from lightrft.engine.requests import derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.registry import Registry
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import Group, GroupOutcome, History
+from lightrft.rollout.groups import GroupOutcome, History
 from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.sampler import Requests, Sampler
 
@@ -243,7 +244,8 @@ class FixedBatch:
         self.rewards.finish([sample for group in groups for sample in group.responses])
         if self.greedy:
             for group in groups:
-                group.compare_with_greedy()
+                for sample in group.samples:
+                    sample.greedy_reward = group.others[0].reward
 
         parts = self.data.gather([GroupOutcome.of(group) for group in groups])
         outcomes = sorted(chain.from_iterable(parts), key=lambda outcome: outcome.number)
@@ -274,7 +276,7 @@ class FixedBatch:
 
     def _group(self, number: int, row: int) -> Group:
         count = self.section.n_samples_per_prompt
-        return Group.begin(number, row, self.prompts[row], count=count, greedy=self.greedy)
+        return Group.begin(number, row, self.prompts[row], count, others=self.greedy)
 
     def _seed(self, step: int, round: int) -> int:
         return derived_seed(self.seed, step, round, 0)

@@ -9,13 +9,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import RolloutSection
+from lightrft.core.groups import Group
 from lightrft.core.samples import Completion, Prompt, Sample
 from lightrft.data.loader import share_of
 from lightrft.data.media_files import media_of
 from lightrft.engine.loop import ABORTED, RequestLoop
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.groups import Group
 from lightrft.strategy.shared_session import Finished, SharedSession
 from lightrft.strategy.strategy import StrategyBase
 
@@ -148,9 +148,7 @@ class Sampler:
         """
         data = self.strategy.mesh.data
         groups = [
-            Group.begin(
-                number, number, prompts[number], count=self.section.eval_n_samples, greedy=True
-            )
+            Group.begin(number, number, prompts[number], self.section.eval_n_samples, others=1)
             for number in share_of(data.rank, data.size, len(prompts))
         ]
 
@@ -190,7 +188,7 @@ class Sampler:
             yield replace(request, group=group.number), group, chosen
 
         for place in unfinished[len(sampled) :]:
-            yield self.request(group.greedy, greedy_sampling(self.section), ()), group, [place]
+            yield self.request(group.others[0], greedy_sampling(self.section), ()), group, [place]
 
     def request(
         self,

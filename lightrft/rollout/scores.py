@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 
 import torch
 
-from lightrft.algorithms.advantage import RIGHT, share_of_draws
-from lightrft.rollout.groups import Group
+from lightrft.algorithms.advantage import share_of_draws
+from lightrft.core.groups import RIGHT, Group
 
 Z = 1.959963984540054
 """97.5 % quantile of the normal distribution, for intervals of 95 %."""
@@ -47,7 +47,7 @@ class PromptScores:
     @classmethod
     def of(cls, group: Group) -> Self:
         """Take the numbers of a scored group that has a greedy response."""
-        greedy = group.greedy
+        (greedy,) = group.others
         samples = tuple(sample.reward for sample in group.samples)
         return cls(
             greedy.prompt.index, greedy.reward, samples, len(greedy.token_ids), greedy.truncated

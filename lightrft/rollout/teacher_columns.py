@@ -7,11 +7,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection
+from lightrft.core.experience import LocalSamples
 from lightrft.core.samples import Prompt
 from lightrft.data.prompts import prompt_text
 from lightrft.data.rendering.forms import prompt_value
 from lightrft.data.rendering.tokens import text_tokens
-from lightrft.rollout.plan import LocalSamples
 
 
 class TeacherColumns:

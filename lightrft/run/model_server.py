@@ -31,9 +31,9 @@ from lightrft.agents.tool_calls import before_calls, hermes
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.references import MODEL_KEY
 from lightrft.config.sections import ServerSection
+from lightrft.core.groups import Group
 from lightrft.core.samples import Prompt
 from lightrft.rollout.episode_sampler import EpisodeSampler
-from lightrft.rollout.groups import Group
 from lightrft.run.interruption import SERVER_STOPS, Interruption
 from lightrft.strategy.strategy import StrategyBase
 
@@ -279,7 +279,7 @@ class ModelServer:
             numbers = count(1)
             while True:
                 for connection in self._new_sessions(wait=not loop.running()):
-                    group = Group.begin(next(numbers), 0, Prompt(0, "", []), count=1, greedy=False)
+                    group = Group.begin(next(numbers), 0, Prompt(0, "", []), 1)
                     loop.attach(group, connection)
                 for group in loop.steps(STEPS_PER_LOOK):
                     loop.forget(group)

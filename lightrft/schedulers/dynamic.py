@@ -3,8 +3,9 @@
 from loguru import logger
 
 from lightrft.config.errors import ConfigError
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
-from lightrft.rollout.groups import Group, GroupOutcome
+from lightrft.rollout.groups import GroupOutcome
 
 LEAST_ACCEPTANCE = 0.25
 """Lowest acceptance to count on: a round draws at most four prompts for one that is missing."""
@@ -68,5 +69,6 @@ class DynamicSampling:
         substitutes = set(sorted(self.without_signal)[: self.missing])
         for group in groups:
             if group.number in substitutes:
-                group.mask()
+                for sample in group.samples:  # nothing is learned from them
+                    sample.masked = True
         return substitutes

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Untraced
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.groups import Group
 from lightrft.rollout.rollout import PreparedRequests
 from lightrft.rollout.sampler import RolloutLoop, Sampler
 from lightrft.schedulers.assignment import Assignment

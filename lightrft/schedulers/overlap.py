@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Untraced
-from lightrft.rollout.groups import Group
 
 Compute = Callable[[list[Group]], None]
 """Function that computes the outputs of complete groups. All ranks call it together, each with

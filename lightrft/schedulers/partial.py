@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
 
+from lightrft.core.groups import Group
 from lightrft.core.samples import Prompt
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.groups import Group
+from lightrft.rollout.groups import group_of, state_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,11 @@ class PartialGroups:
 
     def snapshot(self, prompts: Sequence[Prompt]) -> Callable[[], None]:
         """Return a function that restores the groups. It holds copies of this rank's tokens."""
-        states = deepcopy([group.state_dict() for group in self.local])
+        states = deepcopy([state_of(group) for group in self.local])
         of_all = self.of_all
 
         def rollback() -> None:
-            self.local = [Group.from_state(state, prompts) for state in states]
+            self.local = [group_of(state, prompts) for state in states]
             self.of_all = of_all
 
         return rollback
@@ -79,7 +80,7 @@ class PartialGroups:
     def state_dict(self) -> dict[str, Any]:
         """Return the groups of all ranks on rank 0, and none elsewhere."""
         ranks = range(self.data.size)
-        own = [(group.number, self.data.rank, group.state_dict()) for group in self.local]
+        own = [(group.number, self.data.rank, state_of(group)) for group in self.local]
         parts = self.data.exchange_objects([own if rank == 0 else [] for rank in ranks])
         states = sorted(chain.from_iterable(parts), key=lambda each: each[0])
         return {
@@ -96,13 +97,23 @@ class PartialGroups:
         Each group continues on the rank that began it. If the number of ranks has changed, or an
         older version wrote the state, groups are dealt round robin.
         """
-        groups = [Group.from_state(group, prompts) for group in state["carried"]]
+        groups = [group_of(group, prompts) for group in state["carried"]]
         owners = [index % self.data.size for index in range(len(groups))]
         if state.get("num_ranks") == self.data.size:
             owners = state["ranks"]
 
         fitting = [
-            (group, rank) for group, rank in zip(groups, owners, strict=True) if group.fits(longest)
+            (group, rank)
+            for group, rank in zip(groups, owners, strict=True)
+            if fits(group, longest)
         ]
         self.of_all = [PartialGroup.of(group, rank) for group, rank in fitting]
         self.local = [group for group, rank in fitting if rank == self.data.rank]
+
+
+def fits(group: Group, longest: int) -> bool:
+    """Return True if every response ends within `longest` tokens or still has room to grow."""
+    return all(
+        len(sample.token_ids) + (sample.finish_reason is None) <= longest
+        for sample in group.responses
+    )

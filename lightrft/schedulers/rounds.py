@@ -29,10 +29,10 @@ from math import ceil, inf
 from typing import Any
 
 from lightrft.config.sections import RolloutSection
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.data.loader import fair_owners
 from lightrft.engine.requests import derived_seed
-from lightrft.rollout.groups import Group
 from lightrft.rollout.rollout import FixedBatch, PreparedRequests, RolloutPlan
 from lightrft.rollout.sampler import RolloutLoop
 from lightrft.schedulers.assignment import Assignment

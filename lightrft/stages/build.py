@@ -1,28 +1,25 @@
 """Choose the stages that a run needs; each option of the algorithm is one stage."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
-from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.core.batch import Experience
+from lightrft.core.experience import ExperienceMaker, LocalStage, flatten
+from lightrft.core.stages import CompareRewards, PolicyLogprobs, RewardToGo, Stage
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
-from lightrft.rollout.experience import ExperienceMaker, flatten
-from lightrft.rollout.plan import LocalStage, Stage
+from lightrft.rollout.experience import BranchExperience, EarlyOutputs
 from lightrft.stages.advantages import (
-    CompareRewards,
     EngineLogprobs,
     GeneralizedAdvantages,
+    ModelOutputs,
     NormalizedAdvantages,
-    PolicyLogprobs,
-    ReferenceLogprobs,
-    RewardToGo,
+    PolicyEntropy,
     TeacherDistribution,
     TeacherTerm,
-    Values,
 )
 from lightrft.stages.filters import DifficultyFilter, EntropyFilter, LengthFilter
 from lightrft.stages.penalty import EntropyControl, KLPenalty
@@ -34,24 +31,21 @@ def experience_maker(
     algorithm: AlgorithmSection,
     train: TrainSection,
     *,
-    shaper: RewardShaper,
+    compare: CompareRewards,
     kl_coefficient: KLCoefficient,
     entropy_coefficient: EntropyCoefficient | None = None,
     critic: Critic | None = None,
     teacher: Teacher | None = None,
     flatten: Callable[..., Experience] = flatten,
     teacher_columns: LocalStage | None = None,
-    reward_weights: Mapping[str, float] | None = None,
-    num_updates: int = 1,
+    num_updates: int = 0,
     branches: bool = False,
 ) -> ExperienceMaker:
     """Build the experience maker of a run.
 
-    `reward_weights`: weights of rewards by label, for estimators of their components.
-    `num_updates`: how many optimizer steps use the samples of a step, for --overlap. `branches`:
-    samples may have branches, and a sample's branches are learned in the same optimizer step.
-
-    Raises ValueError for an estimator that needs what this run does not compute.
+    `num_updates`: how many optimizer steps use the samples of a step, for --overlap; 0 without it.
+    `branches`: samples may have branches, and a sample's branches are learned in the same optimizer
+    step.
     """
     # Samples are masked before they are balanced, because only learned tokens are work.
     local_stages: list[LocalStage] = []
@@ -62,38 +56,8 @@ def experience_maker(
     if algorithm.difficulty_filter:
         local_stages.append(DifficultyFilter(algorithm.difficulty_filter))
 
-    compare = CompareRewards(algorithm, shaper, reward_weights or {})
-    return ExperienceMaker(
-        policy,
-        train,
-        compare=compare,
-        stages=stages(
-            policy,
-            algorithm,
-            kl_coefficient,
-            entropy_coefficient=entropy_coefficient,
-            critic=critic,
-            teacher=teacher,
-        ),
-        flatten=flatten,
-        local_stages=local_stages,
-        num_updates=num_updates,
-        branches=branches,
-        components=compare.reads_components,
-    )
-
-
-def stages(
-    policy: Policy,
-    algorithm: AlgorithmSection,
-    kl_coefficient: KLCoefficient,
-    *,
-    entropy_coefficient: EntropyCoefficient | None,
-    critic: Critic | None,
-    teacher: Teacher | None,
-) -> list[Stage]:
-    """Return the stages in order: outputs of models, filters and penalties, advantages, tokens."""
-    data = policy.strategy.mesh.data
+    # stages in order: outputs of models, filters and penalties, advantages, tokens
+    data = policy.strategy.data
     adapts_entropy = algorithm.entropy_target is not None
     entropy = bool(algorithm.entropy_filter or algorithm.high_entropy_token_ratio or adapts_entropy)
     # The KL is needed before the update if it is in the reward, or if the coefficient adapts.
@@ -105,13 +69,13 @@ def stages(
     chosen: list[Stage] = []
     if entropy or not algorithm.use_engine_logprobs:
         needed = selects or penalty or (teacher is not None and not algorithm.distill_top_k)
-        chosen.append(PolicyLogprobs(policy, entropy=entropy, needed=needed))
+        chosen.append((PolicyEntropy if entropy else PolicyLogprobs)(policy, needed=needed))
     if algorithm.use_engine_logprobs:
         chosen.append(EngineLogprobs())
     if policy.reference is not None:
-        chosen.append(ReferenceLogprobs(policy))
+        chosen.append(ModelOutputs("reference_logprobs", policy.reference_logprobs))
     if critic is not None:
-        chosen.append(Values(critic))
+        chosen.append(ModelOutputs("values", critic.values))
 
     if algorithm.entropy_filter:
         chosen.append(EntropyFilter(algorithm.entropy_filter))
@@ -139,4 +103,17 @@ def stages(
     if algorithm.distill_top_k:
         num_candidates = min(algorithm.distill_top_k, policy.vocabulary_size)
         chosen.append(TeacherDistribution(teacher, num_candidates))
-    return chosen
+
+    most = train.micro_train_batch_size
+    if num_updates:
+        flatten = EarlyOutputs(policy, flatten, chosen, num_updates, most)
+    return (BranchExperience if branches else ExperienceMaker)(
+        policy.strategy,
+        compare,
+        chosen,
+        minibatch_size=train.train_batch_size,
+        epochs=train.max_epochs,
+        local_stages=local_stages,
+        flatten=flatten,
+        limits=policy.limits(most),
+    )

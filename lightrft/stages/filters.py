@@ -9,9 +9,10 @@ from torch import Tensor
 from lightrft.algorithms.advantage import solved_share
 from lightrft.core.batch import Experience
 from lightrft.core.batches import TrainingPlan
+from lightrft.core.experience import LocalSamples
 from lightrft.core.losses import sequence_means
 from lightrft.core.metrics import Metrics
-from lightrft.rollout.plan import LocalSamples, Stage
+from lightrft.core.stages import Stage
 
 
 def mask_sequences(experience: Experience, mask: Tensor) -> None:
@@ -45,7 +46,7 @@ class DifficultyFilter:
         self.least, self.most = bounds
 
     def __call__(self, local: LocalSamples) -> None:
-        solved = solved_share(*local.gathered.totals())
+        solved = solved_share(*local.table.totals())
         kept = (self.least <= solved) & (solved <= self.most)
         mask_sequences(local.experience, kept[local.numbers])
 

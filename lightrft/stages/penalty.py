@@ -11,8 +11,8 @@ from lightrft.core.batch import Experience
 from lightrft.core.batches import TrainingPlan
 from lightrft.core.losses import sequence_sums
 from lightrft.core.metrics import Metrics
+from lightrft.core.stages import Stage
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.plan import Stage
 
 
 class KLPenalty(Stage):

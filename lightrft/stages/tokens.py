@@ -13,7 +13,7 @@ from lightrft.core.batch import Experience, token_index
 from lightrft.core.batches import TrainingPlan
 from lightrft.core.losses import Sum
 from lightrft.core.metrics import Metrics
-from lightrft.rollout.plan import Stage
+from lightrft.core.stages import Stage
 
 
 class HighEntropyTokens(Stage):

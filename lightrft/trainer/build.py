@@ -31,9 +31,13 @@ from lightrft.config.sections import (
 )
 from lightrft.config.values import CommaSeparated
 from lightrft.core.batch import RoutedShape
+from lightrft.core.experience import ExperienceMaker, flatten
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Untraced
 from lightrft.core.objective import PolicyObjective
 from lightrft.core.role import Learner
+from lightrft.core.samples import Sample
+from lightrft.core.stages import CompareRewards
 from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompts import load_prompts
@@ -45,8 +49,7 @@ from lightrft.roles.draft import Draft
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout.episode_sampler import EpisodeSampler
-from lightrft.rollout.experience import ExperienceMaker, flatten
-from lightrft.rollout.groups import Group, number_in
+from lightrft.rollout.experience import flatten_for_run
 from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.rollout import JudgedRollout, Rollout, Scheduler, schedulers
 from lightrft.rollout.sampler import Sampler, sampling_of
@@ -56,8 +59,8 @@ from lightrft.run.recorded_samples import RecordedSamples
 from lightrft.run.run_folder import RunFolder
 from lightrft.schedulers.overlap import Overlap
 from lightrft.schedulers.rounds import Rounds, needs_rounds
-from lightrft.stages.advantages import data_columns
 from lightrft.stages.build import experience_maker
+from lightrft.stages.compare import compare_rewards
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import (
@@ -100,8 +103,10 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, rewards=rewards)
     rewards.check(training_data.prompts.examples)
-    for name in data_columns(estimators[config.algorithm.advantage_estimator]):
-        number_in(training_data.prompts[0], name)
+    shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
+    response = Sample(training_data.prompts[0], 0, [], [], "", "stop")
+    for column in build_compare(config, shaper).columns.values():
+        column(response)  # what the estimator does not find is said before models load
     scheduler_class(config, training_data)  # what does not fit is said before models load
     tokenizer = training_data.tokenizer
     eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)
@@ -123,7 +128,6 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     rewards.trace = trace
 
     # the way from samples to experience
-    shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(
         algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
     )
@@ -364,6 +368,13 @@ def start_engine(
 # -- from samples to experience, and from prompts to samples
 
 
+def build_compare(config: Config, shaper: RewardShaper) -> CompareRewards:
+    """Build what compares rewards."""
+    coefficients = config.reward.reward_model_coef
+    weights = reward_weights(config.reward.reward, config.model, coefficients)
+    return compare_rewards(config.algorithm, shaper, weights)
+
+
 def build_experience_maker(
     config: Config,
     policy: Policy,
@@ -379,28 +390,25 @@ def build_experience_maker(
     routed = None
     if config.engine.router_replay:
         routed = RoutedShape.of(policy.actor.hf_model.config)
+    columns = {
+        "expand": training_data.expand,
+        "first_token_apart": rollout.first_token_temperature is not None,
+        "min_tokens": rollout.min_tokens,
+        "routed": routed,
+    }
 
     return experience_maker(
         policy,
         config.algorithm,
         config.train,
-        shaper=shaper,
+        compare=build_compare(config, shaper),
         kl_coefficient=kl_coefficient,
         entropy_coefficient=entropy_coefficient,
         critic=critic,
         teacher=teacher,
-        flatten=partial(
-            flatten,
-            expand=training_data.expand,
-            first_token_apart=rollout.first_token_temperature is not None,
-            min_tokens=rollout.min_tokens,
-            routed=routed,
-        ),
+        flatten=partial(flatten_for_run, **columns) if any(columns.values()) else flatten,
         teacher_columns=teacher_columns(config, training_data.tokenizer),
-        reward_weights=reward_weights(
-            config.reward.reward, config.model, config.reward.reward_model_coef
-        ),
-        num_updates=updates_of_a_step(config),
+        num_updates=updates_of_a_step(config) if rollout.overlap else 0,
         branches=has_episodes(config.environment),
     )
 
@@ -438,7 +446,7 @@ def build_overlap(
         return None
 
     def compute(groups: list[Group]) -> None:
-        make_experience.compute_early([sample for group in groups for sample in group.samples])
+        make_experience.flatten.compute([sample for group in groups for sample in group.samples])
         if rewards.models is not None:
             rewards.models.compute_early([sample for group in groups for sample in group.responses])
 

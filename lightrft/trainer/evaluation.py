@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lightrft.config.sections import Config
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.data.loader import share_of
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.sinks import encode_row
 from lightrft.observe.text import short
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.groups import Group, sample_rows
+from lightrft.rollout.groups import sample_rows
 from lightrft.rollout.sampler import Sampler
 from lightrft.rollout.scores import Estimate
 from lightrft.strategy.strategy import StrategyBase
@@ -135,9 +136,8 @@ def to_first_rank(groups: list[Group], count: int, data: Axis) -> Iterator[list[
 
 def response_rows(name: str, group: Group) -> Iterator[dict[str, Any]]:
     """Yield a row for each response to a prompt, the greedy one first."""
-    greedy = [] if group.greedy is None else [group.greedy]
-    places = [*(["greedy"] if greedy else []), *range(len(group.samples))]
-    for place, row in zip(places, sample_rows([*greedy, *group.samples]), strict=True):
+    places = [*["greedy"] * len(group.others), *range(len(group.samples))]
+    for place, row in zip(places, sample_rows([*group.others, *group.samples]), strict=True):
         row.pop("group")
         yield {
             **({"set": name} if name else {}),

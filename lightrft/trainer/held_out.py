@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import Group
 from lightrft.rollout.scores import Estimate, PromptScores, estimates
 
 

@@ -9,14 +9,15 @@ from torch import nn
 
 from lightrft.batching.micro_batches import put_batch
 from lightrft.config.sections import Config, moves_reference
+from lightrft.core.experience import ExperienceMaker
+from lightrft.core.groups import measure_samples
 from lightrft.core.role import Learner
 from lightrft.core.samples import Sample
 from lightrft.data.prompt_set import PromptSet
 from lightrft.engine.requests import derived_seed
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import DistributedRole
-from lightrft.rollout.experience import ExperienceMaker
-from lightrft.rollout.groups import measure_samples, sample_rows
+from lightrft.rollout.groups import measure_turns_and_drafts, sample_rows
 from lightrft.rollout.rollout import Rollout
 from lightrft.rollout.sampler import Sampler
 from lightrft.run.digests import StepRecord
@@ -74,6 +75,7 @@ class PPOTrainer(Trainer):
             sink(number, samples, version)
         self.show(number, samples)
         measure_samples(samples, version, self.metrics)
+        measure_turns_and_drafts(samples, self.metrics)
 
         with self.trace.phase("experience"):
             plan = self.make_experience(samples, self.metrics)

@@ -29,13 +29,13 @@ from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import EngineSection, RolloutSection
 from lightrft.config.sections import DataSection, EnvironmentSection
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Trace
 from lightrft.core.samples import Prompt
 from lightrft.engine.build import build_engine
 from lightrft.engine.requests import Request, Sampling
 from lightrft.parallel.mesh import Mesh
 from lightrft.rollout.episode_sampler import EpisodeSampler
-from lightrft.rollout.groups import Group
 from lightrft.strategy.shared_session import SharedSession
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -140,9 +140,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
             )
             loop = sampler.open(repetition)
             groups = [
-                Group.begin(
-                    number, number, Prompt(number, "go", [71, 79], {}), count=1, greedy=False
-                )
+                Group.begin(number, number, Prompt(number, "go", [71, 79], {}), 1)
                 for number in range(args.episodes)
             ]
             trace.step()

@@ -132,7 +132,8 @@ def peak(policy: Policy, config: Config) -> int:
     tracker = Peak()
 
     def step(tokens: int) -> None:
-        local, (rows,) = policy.redistribute_flat(experience(first, tokens), mbs=None)
+        whole = experience(first, tokens)
+        local, (rows,) = policy.strategy.redistribute(whole, minibatch_size=None, **policy.limits())
         denominator = policy.denominator(local, rows, length=len(local.input_ids))
         policy.learn([LossTerm(local, rows, objective, denominator)], Metrics())
         policy.finish_training()

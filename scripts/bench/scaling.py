@@ -63,6 +63,7 @@ from lightrft.checkpoint import manager  # noqa: E402
 from lightrft.checkpoint.model_state import ModelState  # noqa: E402
 from lightrft.config import RewardSection, RolloutSection  # noqa: E402
 from lightrft.core.batch import Experience  # noqa: E402
+from lightrft.core.groups import RewardTable  # noqa: E402
 from lightrft.core.metrics import Metrics  # noqa: E402
 from lightrft.core.samples import Prompt, Sample  # noqa: E402
 from lightrft.launch.connection import Connection  # noqa: E402
@@ -73,7 +74,6 @@ from lightrft.observe.pending_metrics import PendingMetrics  # noqa: E402
 from lightrft.parallel.collectives import Axis  # noqa: E402
 from lightrft.parallel.mesh import Mesh  # noqa: E402
 from lightrft.rewards.runner import RewardRunner  # noqa: E402
-from lightrft.rollout.groups import GatheredRewards  # noqa: E402
 from lightrft.rollout.rollout import Rollout  # noqa: E402
 from lightrft.schedulers.assignment import Assignment  # noqa: E402
 from lightrft.schedulers.rounds import Rounds  # noqa: E402
@@ -404,7 +404,7 @@ def run_rank(
     batch = experience(rows, rank * rows)
     store = MemoryStore(axis, alone)
     with meter("rewards"):
-        GatheredRewards.share(axis, invented_samples(rank, rows), first_row=rank * rows)
+        RewardTable.share(axis, invented_samples(rank, rows), first_row=rank * rows)
     put_batch(store, batch)
     store.rows()  # the first call learns the largest number of rows
     with meter("plan"):

@@ -188,8 +188,8 @@ def train(flags: list[str]) -> list[dict[str, float]]:
 
 
 def watch(trainer: Any) -> Clock:
+    from lightrft.core.stages import PolicyLogprobs
     from lightrft.rollout.sampler import RolloutLoop
-    from lightrft.stages.advantages import PolicyLogprobs
     from lightrft.trainer.ppo import Learner
 
     clock = Clock()

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import EngineSection, RewardSection, RolloutSection
+from lightrft.core.groups import Group
 from lightrft.core.samples import Prompt
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.engine.requests import derived_seed
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import Group
 from lightrft.rollout.rollout import FixedBatch, Rollout
 from lightrft.rollout.sampler import Pending, Sampler
 from lightrft.schedulers.rounds import Rounds, needs_rounds

@@ -12,8 +12,7 @@ from lightrft.algorithms.unread import unread_flags
 from lightrft.cli import train_ppo
 from lightrft.config import AlgorithmSection, RewardSection
 from lightrft.core.samples import Prompt, Sample
-from lightrft.rollout.groups import GatheredRewards
-from lightrft.stages.advantages import CompareRewards
+from lightrft.stages.compare import compare_rewards
 from ranks import run_ranks
 from runs import PPO, prepare
 
@@ -59,11 +58,8 @@ def compared(own: str) -> list[float]:
     samples[0].token_rewards = [3.0, 5.0]
     samples[1].reward = 7.0
     section = AlgorithmSection(advantage_estimator=f"{own}:weighed")
-    compare = CompareRewards(section, RewardShaper(RewardSection(), longest=2), {})
-    gathered = GatheredRewards.share(
-        axis, samples, first_row=2 * axis.rank, columns=compare.columns
-    )
-    return compare(gathered).tolist()
+    compare = compare_rewards(section, RewardShaper(RewardSection(), longest=2), {})
+    return compare(compare.gather(axis, samples, first_row=2 * axis.rank)).tolist()
 
 
 def test_a_column_of_the_data_reaches_an_estimator_with_each_reward_of_all_ranks(own):

@@ -176,8 +176,10 @@ def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[
     data = policy.strategy.mesh.data
     whole = experience()
     ends = [len(whole) * rank // data.size for rank in range(data.size + 1)]
-    mine, (rows,) = policy.redistribute_flat(
-        whole.select(range(*ends[data.rank : data.rank + 2])), mbs=layout.sequences
+    mine, (rows,) = policy.strategy.redistribute(
+        whole.select(range(*ends[data.rank : data.rank + 2])),
+        minibatch_size=None,
+        **policy.limits(layout.sequences),
     )
 
     numbers = []

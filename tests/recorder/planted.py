@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightrft.backends import base as backend
+from lightrft.core.stages import CompareRewards
 from lightrft.engine.hf import HFEngine
 from lightrft.rewards.runner import RewardRunner
 from lightrft.roles.policy import Policy
-from lightrft.stages.advantages import CompareRewards
 from lightrft.trainer import base as trainer
 from runs import run_here
 

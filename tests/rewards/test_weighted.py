@@ -7,8 +7,7 @@ from lightrft.config import AlgorithmSection, Config, ConfigError, RewardSection
 from lightrft.config.references import reward_weights
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import GatheredRewards
-from lightrft.stages.advantages import CompareRewards
+from lightrft.stages.compare import compare_rewards
 from rewards.test_rewards import sample
 
 FUNCTIONS = """
@@ -175,13 +174,14 @@ def test_each_reward_is_normalised_alone_and_weighed_by_its_flag(file):
     assert weights == {"length": 2.0, "vowels": -0.5}
 
     axis = Axis("data", 1, 0, None)
-    gathered = GatheredRewards.share(axis, samples, first_row=0, components=True)
-    assert [*gathered.components] == ["length", "vowels_a", "vowels_e"]
     shaper = RewardShaper(config.reward, longest=10)
-    compare = CompareRewards(AlgorithmSection(advantage_estimator="gdpo"), shaper, weights)
+    compare = compare_rewards(AlgorithmSection(advantage_estimator="gdpo"), shaper, weights)
+    table = compare.gather(axis, samples, first_row=0)
+    names = ["components/length", "components/vowels_a", "components/vowels_e"]
+    assert [*table.columns][-3:] == names
     sums = [-0.5 + 0.577350, -2 + 0.5 - 0.288675, 2 - 0.288675]
     std = (sum(one * one for one in sums) / 2) ** 0.5
-    assert compare(gathered).tolist() == pytest.approx([one / std for one in sums], abs=1e-3)
+    assert compare(table).tolist() == pytest.approx([one / std for one in sums], abs=1e-3)
 
 
 def test_equal_parts_of_a_reward_have_no_advantage(file):
@@ -189,9 +189,7 @@ def test_equal_parts_of_a_reward_have_no_advantage(file):
     terms = f"{file}:length:0.1"
     samples = [sample("a") for _ in range(3)]
     rewarded(terms, *samples)
-    gathered = GatheredRewards.share(
-        Axis("data", 1, 0, None), samples, first_row=0, components=True
-    )
     section = AlgorithmSection(advantage_estimator="gdpo")
-    compare = CompareRewards(section, RewardShaper(RewardSection(), longest=10), {"length": 0.1})
-    assert compare(gathered).tolist() == [0.0] * 3
+    compare = compare_rewards(section, RewardShaper(RewardSection(), longest=10), {"length": 0.1})
+    table = compare.gather(Axis("data", 1, 0, None), samples, first_row=0)
+    assert compare(table).tolist() == [0.0] * 3

@@ -17,6 +17,7 @@ from lightrft.core.metrics import Metrics
 from lightrft.core.role import LossTerm
 from lightrft.core.samples import Prompt, Sample
 from lightrft.stages.build import experience_maker
+from lightrft.stages.compare import compare_rewards
 from ranks import run_ranks
 from roles import rows
 from tiny import tiny_model
@@ -84,7 +85,7 @@ def step(folders: tuple[str, str, str], held: list[int]) -> dict[str, Any]:
         policy,
         SECTION,
         TrainSection(train_batch_size=4, max_tokens_per_microbatch=24),
-        shaper=RewardShaper(RewardSection(), longest=10),
+        compare=compare_rewards(SECTION, RewardShaper(RewardSection(), longest=10), {}),
         kl_coefficient=coefficient,
         critic=critic,
     )

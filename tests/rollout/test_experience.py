@@ -16,13 +16,15 @@ from lightrft.algorithms.shaping import RewardShaper
 from lightrft.batching.micro_batches import prompts
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
 from lightrft.core.estimators import reward_to_go
+from lightrft.core.experience import flatten, place_at_tokens
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Episode, Prompt, Sample
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.roles.policy import Policy
-from lightrft.rollout.experience import flatten, place_at_tokens, with_branches
+from lightrft.rollout.experience import flatten_for_run, with_branches
 from lightrft.stages.build import experience_maker
+from lightrft.stages.compare import compare_rewards
 from lightrft.strategy import get_strategy
 from ranks import run_ranks
 from tiny import tiny_model
@@ -171,7 +173,7 @@ def experience_of(
     shape = RewardShaper(reward or RewardSection(), longest=10)
     algorithm = algorithm or AlgorithmSection(use_kl_loss=True)
     given = {
-        "shaper": shape,
+        "compare": compare_rewards(algorithm, shape, {}),
         "kl_coefficient": kl_coefficient or KLCoefficient(algorithm.init_kl_coef),
     }
     planned = experience_maker(policy, algorithm, train, branches=branches, **given)(mine, metrics)
@@ -504,7 +506,7 @@ def test_rewards_at_tokens_that_are_not_learned_stay_in_the_returns(first_token_
         samples.append(sample)
         values += [value for _, value in sample.steps]
 
-    experience = flatten(samples, first_row=0, first_token_apart=first_token_apart)
+    experience = flatten_for_run(samples, first_token_apart=first_token_apart)
     returns = reward_to_go(
         place_at_tokens(torch.tensor(values), samples, experience), experience, gamma=1.0
     )
@@ -526,7 +528,7 @@ def test_only_the_first_turn_of_a_branch_without_a_history_has_a_first_token_of_
     episode = with_a_branch(make_sample([1], [2, 3], 0, 1.0), 1, [4, 5])
     episode.episode.branches.append(make_sample([6], [7, 8], 0, 0.0))
     episode.episode.branches[1].episode = Episode(sampled=[True, True])
-    experience = flatten(with_branches([episode]), first_row=0, first_token_apart=True)
+    experience = flatten_for_run(with_branches([episode]), first_token_apart=True)
     assert experience.input_ids[experience.loss_mask].tolist() == [3, 4, 5, 8]
 
 

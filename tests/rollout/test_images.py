@@ -37,7 +37,7 @@ from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.reward_model import RewardModel
-from lightrft.rollout.experience import flatten
+from lightrft.rollout.experience import flatten_for_run
 from lightrft.rollout.media_expansion import Expander
 from lightrft.strategy import get_strategy
 from ranks import run_cases, run_ranks
@@ -132,7 +132,7 @@ def learned(
         actor.blank = expand.blank
         first = sum(HELD[data.size][: data.rank])
         mine = samples(expand.reader.processor)[first : first + HELD[data.size][data.rank]]
-        flat = flatten(mine, first_row=first, expand=expand)
+        flat = flatten_for_run(mine, first_row=first, expand=expand)
         batch, (rows,) = redistribute(
             strategy.sample_store(), flat, **{"max_tokens": TOKENS} | limits
         )
@@ -423,7 +423,7 @@ def valued(folder: str, saved: str, layout: dict) -> tuple[list[Tensor], dict[st
     strategy.save_model(critic.module, load_tokenizer(ModelSection(pretrain=folder)), Path(saved))
     first = sum(HELD[data.size][: data.rank])
     mine = samples(expand.reader.processor)[first : first + HELD[data.size][data.rank]]
-    flat = flatten(mine, first_row=first, expand=expand)
+    flat = flatten_for_run(mine, first_row=first, expand=expand)
     batch, (rows,) = redistribute(strategy.sample_store(), flat, max_tokens=TOKENS, max_sequences=1)
     parts = critic.values(batch, rows).split(batch.lengths.tolist())
     by_row = dict(

@@ -12,6 +12,7 @@ from PIL import Image
 
 from lightrft.config import ConfigError, RewardSection, RolloutSection
 from lightrft.config.errors import DataError
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import IMAGES, ImageFile
@@ -19,7 +20,7 @@ from lightrft.engine.loop import ABORTED
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import Group, GroupOutcome, History
+from lightrft.rollout.groups import GroupOutcome, History, has_signal
 from lightrft.rollout.rollout import FixedBatch, Rollout
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from ranks import run_cases, run_ranks
@@ -205,10 +206,10 @@ def test_a_group_has_a_signal_if_any_reward_differs(rewards, signal):
     for sample, own in zip(samples, rewards, strict=True):
         sample.token_rewards = own
         sample.reward = sum(filter(None, own))
-    assert Group(0, 0, samples).has_signal is signal
+    assert has_signal(Group(0, 0, samples)) is signal
     for sample in samples:
         sample.masked = True
-    assert not Group(0, 0, samples).has_signal
+    assert not has_signal(Group(0, 0, samples))
 
 
 def test_dynamic_sampling_replaces_groups_without_signal():
@@ -220,7 +221,7 @@ def test_dynamic_sampling_replaces_groups_without_signal():
     metrics = Metrics()
     for number in range(1, 6):
         groups, samples = step(rollout, number, metrics)
-        assert len(groups) == 4 and all(group.has_signal for group in groups)
+        assert len(groups) == 4 and all(map(has_signal, groups))
         assert [group.number for group in groups] == sorted(group.number for group in groups)
         assert not any(sample.masked for sample in samples)
     row = metrics.reduce(ALONE)
@@ -314,9 +315,9 @@ def test_the_greedy_response_is_judged_and_not_learned_from():
     groups, samples = step(new_rollout(prompts("sas" + "n"), greedy=True))
     assert len(samples) == 12
     for group in groups:
-        assert len(group.responses) == 4 and group.greedy.finish_reason == "stop"
-        assert {sample.greedy_reward for sample in group.samples} == {group.greedy.reward}
-    assert {group.greedy.reward for group in groups} == {0.0, 1.0}
+        assert len(group.responses) == 4 and group.others[0].finish_reason == "stop"
+        assert {sample.greedy_reward for sample in group.samples} == {group.others[0].reward}
+    assert {group.others[0].reward for group in groups} == {0.0, 1.0}
 
 
 FLAGS = {

@@ -6,8 +6,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from lightrft.core.groups import Group
 from lightrft.core.samples import Prompt
-from lightrft.rollout.groups import Group
 from lightrft.rollout.scores import (
     PromptScores,
     draws,
@@ -65,11 +65,11 @@ def test_a_mean_reward_is_an_accuracy_only_if_all_rewards_are_right_or_wrong(rew
 
 
 def test_the_numbers_of_a_group():
-    group = Group.begin(4, 4, Prompt(4, "", [1]), count=2, greedy=True)
+    group = Group.begin(4, 4, Prompt(4, "", [1]), 2, others=1)
     for sample, reward in zip(group.responses, (0.5, 1.0, 0.25), strict=True):
         sample.reward = reward
         sample.token_ids = [1] * int(4 * reward)
-    group.greedy.finish_reason = "length"
+    group.others[0].finish_reason = "length"
     assert PromptScores.of(group) == PromptScores(4, 0.25, (0.5, 1.0), 1, True)
 
 

@@ -24,6 +24,7 @@ from lightrft.roles.remote_teacher import RemoteTeacher
 from lightrft.roles.teacher import Teachers
 from lightrft.rollout.teacher_columns import TeacherColumns
 from lightrft.stages.build import experience_maker
+from lightrft.stages.compare import compare_rewards
 from ranks import run_ranks
 from roles import rows
 from rollout.test_critic_step import LEFT_OUT, SHAPES, logprobs, response, samples
@@ -62,7 +63,7 @@ def taught(
         policy,
         SECTION,
         TrainSection(train_batch_size=8, max_tokens_per_microbatch=24),
-        shaper=RewardShaper(RewardSection(), longest=10),
+        compare=compare_rewards(SECTION, RewardShaper(RewardSection(), longest=10), {}),
         kl_coefficient=KLCoefficient(0.0),
         teacher=asked,
     )
@@ -219,7 +220,7 @@ def distributions(
         policy,
         section,
         TrainSection(train_batch_size=8, max_tokens_per_microbatch=24),
-        shaper=RewardShaper(RewardSection(), longest=10),
+        compare=compare_rewards(section, RewardShaper(RewardSection(), longest=10), {}),
         kl_coefficient=KLCoefficient(0.0),
         teacher=Teachers(roles, data, max_tokens=48, batching="packed"),
         teacher_columns=TeacherColumns(columns, tokenizer, ["one", "two"], longest=30),

@@ -39,7 +39,7 @@ from lightrft.models.heads import Actor
 from lightrft.models.load import load_model, load_scorer
 from lightrft.models.lora import freeze_parameters
 from lightrft.roles.policy import Policy
-from lightrft.rollout.experience import flatten
+from lightrft.rollout.experience import flatten_for_run
 from lightrft.rollout.media_expansion import Expander
 from lightrft.strategy import get_strategy
 from ranks import run_cases
@@ -157,7 +157,7 @@ def learned(
             assert expand.measure(prompt) == len(expand(prompt).token_ids) - len(prompt.token_ids)
 
         batch, (rows,) = redistribute(
-            strategy.sample_store(), flatten(mine, first_row=first, expand=expand), **limits
+            strategy.sample_store(), flatten_for_run(mine, first_row=first, expand=expand), **limits
         )
         said = policy.logprobs(batch, rows).split(batch.lengths.tolist())
         by_row = dict(

@@ -12,7 +12,8 @@ OWN = """
 from collections import Counter
 from contextlib import nullcontext
 
-from lightrft.rollout.groups import Group, GroupOutcome
+from lightrft.core.groups import Group
+from lightrft.rollout.groups import GroupOutcome
 from lightrft.rollout.rollout import FixedBatch
 
 
@@ -37,7 +38,7 @@ class FirstOnly:
 
     def generate(self, step):
         self.steps += 1
-        first = Group.begin(step, 0, self.prompts[0], count=self.count, greedy=False)
+        first = Group.begin(step, 0, self.prompts[0], self.count)
         self.groups = [first] if self.data.rank == 0 else []
         loop = self.sampler.open(self.seed + step)
         loop.add([(group, group.places) for group in self.groups], {})

@@ -1,0 +1,121 @@
+"""Options of the comparison of rewards: shaping, weights by difficulty, components, greedy answers."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.advantage import estimators, solved_share, weighted_by_difficulty
+from lightrft.algorithms.options import options_of
+from lightrft.algorithms.shaping import RewardShaper
+from lightrft.config.sections import AlgorithmSection
+from lightrft.core.groups import RewardTable
+from lightrft.core.samples import Sample
+from lightrft.core.stages import CompareRewards
+from lightrft.core.strategy import DataRanks
+from lightrft.core.table import keywords
+
+COMPONENTS = "components"
+GREEDY = "greedy_rewards"
+
+
+def compare_rewards(
+    section: AlgorithmSection, shaper: RewardShaper, weights: Mapping[str, float]
+) -> CompareRewards:
+    """Return what calls the estimator of --advantage_estimator.
+
+    `weights` has the weight of each reward by label.
+    """
+    estimator = estimators[section.advantage_estimator]
+    asked = keywords(estimator)
+    if shaper.is_enabled or section.difficulty_weights or COMPONENTS in asked:
+        compare = CompareShapedRewards(section, shaper, weights)
+    else:
+        compare = CompareRewards(estimator, **options_of(estimator, section))
+    if GREEDY in asked:
+        compare.columns[GREEDY] = greedy_column
+    return compare
+
+
+def greedy_column(sample: Sample) -> list[float]:
+    """Return the reward of the greedy response at a response's last reward, 0 at the others."""
+    return [0.0] * (len(sample.steps) - 1) + [sample.greedy_reward]
+
+
+class CompareShapedRewards(CompareRewards):
+    """Shapes rewards before they are compared, so that no statistic covers only one rank.
+
+    Estimators may read the named parts of each reward, with their weights. With
+    --difficulty_weights, advantages of rare outcomes count more.
+    """
+
+    def __init__(
+        self, section: AlgorithmSection, shaper: RewardShaper, weights: Mapping[str, float]
+    ):
+        estimator = estimators[section.advantage_estimator]
+        super().__init__(estimator, **options_of(estimator, section))
+        self.shaper = shaper
+        self.weights = weights
+        self.difficulty_weights = section.difficulty_weights
+        self.reads_components = COMPONENTS in keywords(estimator)
+        for name in (COMPONENTS, "component_weights"):
+            self.columns.pop(name, None)
+
+    def __call__(self, table: RewardTable) -> Tensor:
+        advantages = super().__call__(table)
+        if self.difficulty_weights:
+            least, most = self.difficulty_weights
+            solved = solved_share(*table.totals())[table["row"].unique(return_inverse=True)[1]]
+            advantages = weighted_by_difficulty(advantages, solved, least=least, most=most)
+        return advantages
+
+    def rewards(self, table: RewardTable) -> Tensor:
+        if not self.shaper.is_enabled:
+            return super().rewards(table)
+        return self.shaper(table["reward"], table["group"].long(), table["response_length"])
+
+    def gather(self, data: DataRanks, samples: Sequence[Sample], *, first_row: int) -> RewardTable:
+        """Return the table of rewards, with a column for each component if there are any.
+
+        One more collective is for the names of the components.
+        """
+        if not self.reads_components:
+            return super().gather(data, samples, first_row=first_row)
+        mine = {name for sample in samples for name in _components(sample, sample.reward)}
+        names = sorted(set().union(*data.gather(mine)))
+        columns = {f"{COMPONENTS}/{name}": partial(_component, name) for name in names}
+        return RewardTable.share(data, samples, first_row=first_row, more=self.columns | columns)
+
+    def inputs(self, table: RewardTable) -> dict[str, Tensor]:
+        prefix = f"{COMPONENTS}/"
+        names = [name for name in table.columns if name.startswith(prefix)]
+        if not names:
+            return super().inputs(table)
+        weights = [self._weight(name.removeprefix(prefix)) for name in names]
+        return super().inputs(table) | {
+            # Rounded like shaped rewards, whose float64 sums are exact: equal parts have no spread.
+            COMPONENTS: torch.stack([table[name] for name in names], 1).float(),
+            "component_weights": torch.tensor(weights, dtype=torch.float64),
+        }
+
+    def _weight(self, component: str) -> float:
+        """Return the weight of the reward that a component belongs to.
+
+        A reward with named parts has components LABEL_NAME.
+        """
+        labels = [each for each in self.weights if f"{component}_".startswith(f"{each}_")]
+        return self.weights[max(labels, key=len)] if labels else 1.0
+
+
+def _components(sample: Sample, reward: float) -> dict[str, float]:
+    """Return the named parts of a reward.
+
+    A response whose reward has no parts, or that has several rewards, has the part `reward`.
+    """
+    named = sample.reward_parts if sample.token_rewards is None else {}
+    return named or {"reward": reward}
+
+
+def _component(name: str, sample: Sample) -> list[float]:
+    return [_components(sample, reward).get(name, 0.0) for _, reward in sample.steps]
