@@ -11,7 +11,7 @@ that a weight depends on its own ratio alone; a user's own correction may say so
 import torch
 from torch import Tensor
 
-from lightrft.core.batch import Batch
+from lightrft.core.batch import Experience
 from lightrft.core.losses import sequence_means, sequence_sums
 from lightrft.registry import Registry
 
@@ -50,15 +50,14 @@ def none(ratio: Tensor) -> Tensor:
     return torch.ones_like(ratio)
 
 
-def importance_ratios(
-    old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batch, level: str
-) -> Tensor:
+def importance_ratios(old_logprobs: Tensor, batch: Experience, level: str) -> Tensor:
     """Return w of each token, or the product or geometric mean of w over the whole sequence.
 
-    [T], [T] -> [T]. The geometric mean is not an importance weight: it is used to mask sequences,
+    [T] -> [T]. The geometric mean is not an importance weight: it is used to mask sequences,
     kept_sequences().
     """
-    difference = torch.where(batch.loss_mask, (old_logprobs - engine_logprobs).detach(), 0.0)
+    difference = (old_logprobs - batch.engine_logprobs).detach()
+    difference = torch.where(batch.loss_mask, difference, 0.0)
     if level == "sequence":
         difference = sequence_sums(difference, batch)[batch.sequence_ids]
     elif level == "geometric":
@@ -66,26 +65,19 @@ def importance_ratios(
     return difference.exp()
 
 
-def off_policy(
-    logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, batch: Batch, delta: float
-) -> Tensor:
+def off_policy(logprobs: Tensor, advantages: Tensor, batch: Experience, delta: float) -> Tensor:
     """Return [T] bool: A < 0, and log p_engine - log p has a mean over the sequence above delta.
 
     p is the policy that is updated now, so both causes count: older weights, and another engine.
     Bad responses that the policy would hardly give any more teach little, and can mislead it.
     DeepSeek-V3.2, arXiv 2512.02556.
     """
-    distance = sequence_means((engine_logprobs - logprobs).detach(), batch)
+    distance = sequence_means((batch.engine_logprobs - logprobs).detach(), batch)
     return (advantages < 0) & (distance > delta)[batch.sequence_ids]
 
 
 def kept_sequences(
-    old_logprobs: Tensor,
-    engine_logprobs: Tensor,
-    batch: Batch,
-    level: str,
-    low: float | None,
-    high: float | None,
+    old_logprobs: Tensor, batch: Experience, level: str, low: float | None, high: float | None
 ) -> Tensor:
     """Return [T] bool: tokens of sequences whose w is within [low, high].
 
@@ -93,9 +85,8 @@ def kept_sequences(
     Whole sequences are rejected; the tokens of the others keep the weights of a correction: Liu et
     al., 2025. None stands for the bound in MASK_BOUNDS.
     """
-    measure = importance_ratios(old_logprobs, engine_logprobs, batch, level)
-    least, most = (
-        bound if value is None else value
-        for value, bound in zip((low, high), MASK_BOUNDS[level], strict=True)
+    measure = importance_ratios(old_logprobs, batch, level)
+    least, most = MASK_BOUNDS[level]
+    return (measure >= (least if low is None else low)) & (
+        measure <= (most if high is None else high)
     )
-    return (measure >= least) & (measure <= most)

@@ -6,7 +6,7 @@ one of PPO, GRPO and the like from the losses in policy_loss.py and the options 
 """
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any
 
@@ -28,13 +28,19 @@ from lightrft.algorithms.terms import (
     SequenceMask,
     TeacherDivergence,
     TokenWeights,
-    of_tokens,
 )
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
 from lightrft.core.losses import Denominator, PolicyLoss, Report, token_mean
-from lightrft.core.objective import Drift, EngineMismatch, PolicyObjective, Term, by_token
+from lightrft.core.objective import (
+    Drift,
+    EngineMismatch,
+    PolicyObjective,
+    Term,
+    by_token,
+    check_tokens,
+)
 
 COLUMNS = {"batch", *(field.name for field in fields(Experience))}
 """Options of a policy loss that come from the samples, not from the configuration."""
@@ -100,8 +106,9 @@ def checked(loss: PolicyLoss, flag: str) -> PolicyLoss:
 
         losses, report = result
         for name, values in report.items():
-            of_tokens(f"{flag}: the reported {name!r}", values, logprobs)
-        return of_tokens(f"{flag}: its loss", losses, logprobs), report
+            check_tokens(f"{flag}: the reported {name!r}", values, logprobs, ConfigError)
+        check_tokens(f"{flag}: its loss", losses, logprobs, ConfigError)
+        return result
 
     return call
 
@@ -152,43 +159,30 @@ def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tenso
 sft.reach = by_token
 
 
+@dataclass(frozen=True)
 class PtxObjective:
-    """A supervised loss next to another loss: sft() times a coefficient.
+    """A supervised loss on given answers next to another loss, times a coefficient.
 
-    PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2.
+    PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2. With `beta` the loss is the divergence
+    from a teacher's distributions over the answers, the part of GKD with data: Agarwal et al.,
+    arXiv 2306.13649, algorithm 1; the share of data is the coefficient here.
     """
 
-    reach = staticmethod(by_token)
+    coefficient: float
+    beta: float | None = None
 
-    def __init__(self, coefficient: float):
-        self.coefficient = coefficient
+    reach = staticmethod(by_token)
 
     def __call__(
         self, logprobs: Tensor, batch: Batch, denominator: Denominator
     ) -> tuple[Tensor, Report]:
-        loss, _ = sft(logprobs, batch, denominator)
-        return self.coefficient * loss, {"train/ptx_loss": -logprobs}
-
-
-class PtxDivergence:
-    """A teacher's distributions over given answers next to another loss: the part of GKD with data.
-
-    Agarwal et al., arXiv 2306.13649, algorithm 1; the share of data is the coefficient here.
-    """
-
-    reach = staticmethod(by_token)
-
-    def __init__(self, coefficient: float, beta: float):
-        self.coefficient = coefficient
-        self.beta = beta
-
-    def __call__(
-        self, logprobs: Tensor, batch: Batch, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
-        """Compute the mean of generalized_jsd() over answer tokens, from log-probs [T, 1 + K]."""
-        values = generalized_jsd(logprobs[:, 1:], batch.teacher_logprobs, self.beta)
-        loss = token_mean(values, batch, denominator)
-        return self.coefficient * loss, {"train/ptx_divergence": values}
+        """Compute the mean over answer tokens, from log-probs [T], or [T, 1 + K] with a teacher."""
+        name = "train/ptx_loss"
+        values = -logprobs
+        if self.beta is not None:
+            name = "train/ptx_divergence"
+            values = generalized_jsd(logprobs[:, 1:], batch.teacher_logprobs, self.beta)
+        return self.coefficient * token_mean(values, batch, denominator), {name: values}
 
 
 class Balanced:

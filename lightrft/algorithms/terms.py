@@ -14,7 +14,14 @@ from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, generalize
 from lightrft.config.errors import ConfigError
 from lightrft.core.batch import Experience
 from lightrft.core.losses import Report
-from lightrft.core.objective import EngineMismatch, PolicyInputs, Reach, Term, reach_of
+from lightrft.core.objective import (
+    EngineMismatch,
+    PolicyInputs,
+    Reach,
+    Term,
+    check_tokens,
+    reach_of,
+)
 
 
 class TokenWeights(Term):
@@ -48,9 +55,9 @@ class EngineCorrection(Term):
         return "token" if batch.old_logprobs is not None else self.joined
 
     def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
-        batch = inputs.batch
-        ratios = importance_ratios(inputs.old, batch.engine_logprobs, batch, self.level)
-        weights = of_tokens(self.label, self.correct(ratios, **self.options), ratios)
+        ratios = importance_ratios(inputs.old, inputs.batch, self.level)
+        weights = self.correct(ratios, **self.options)
+        check_tokens(self.label, weights, ratios, ConfigError)
         return losses * weights, {
             "engine/is_weight_mean": weights,
             "engine/is_weight_max": weights,
@@ -70,8 +77,7 @@ class SequenceMask(Term):
         return "token" if batch.old_logprobs is not None else "sequence"
 
     def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
-        batch = inputs.batch
-        kept = kept_sequences(inputs.old, batch.engine_logprobs, batch, *self.bounds)
+        kept = kept_sequences(inputs.old, inputs.batch, *self.bounds)
         return torch.where(kept, losses, 0.0), {"engine/sequences_masked_share": ~kept}
 
 
@@ -87,10 +93,7 @@ class OffPolicyMask(Term):
         return "sequence"
 
     def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
-        batch = inputs.batch
-        masked = off_policy(
-            inputs.logprobs, batch.engine_logprobs, inputs.advantages, batch, self.delta
-        )
+        masked = off_policy(inputs.logprobs, inputs.advantages, inputs.batch, self.delta)
         return torch.where(masked, 0.0, losses), {"train/off_policy_masked_share": masked}
 
 
@@ -157,16 +160,3 @@ class CurrentMismatch(EngineMismatch):
         if inputs.updates_before:
             return losses, {}
         return super().__call__(losses, replace(inputs, old=inputs.logprobs))
-
-
-def of_tokens(label: str, values: Tensor, like: Tensor) -> Tensor:
-    """Check that there is one value for each token.
-
-    A scalar would be broadcast over all tokens and change the meaning of the loss.
-    """
-    shape = list(values.shape) if isinstance(values, Tensor) else []
-    if shape != list(like.shape):
-        raise ConfigError(
-            f"{label} has shape {shape}, not one value for each of the {len(like)} tokens"
-        )
-    return values

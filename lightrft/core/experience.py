@@ -166,33 +166,27 @@ def numbers_of_rows(groups: Sequence[Sequence[int]], rank: int) -> Tensor:
     return numbers[first : first + len(groups[rank])]
 
 
-def place_at_tokens(values: Tensor, samples: Sequence[Sample], experience: Experience) -> Tensor:
-    """Put the values [M] of this rank's rewards at the tokens that earned them: [T] float32.
+def place_at_tokens(values: Tensor, rows: Sequence[Sample], experience: Experience) -> Tensor:
+    """Put values [M], one for each reward of the rows, at the tokens that earned it: [T] float32.
 
-    The result is 0 elsewhere. The experience has a row for each sample.
+    The result is 0 elsewhere. If a token is not learned, such as one of an observation, the value
+    goes to the last learned token before it: returns are sums over learned tokens, and the tokens
+    before led to the reward. The value is dropped if no token before it is learned.
     """
     ends = experience.offsets.tolist()[1:]
     # A reward at -1 comes before anything was sampled, so it has no token to go to.
-    places = [
-        end - len(sample.token_ids) + token if token >= 0 else -1
-        for end, sample in zip(ends, samples, strict=True)
-        for token, _ in sample.steps
-    ]
-    return at_learned_tokens(values, places, experience)
-
-
-def at_learned_tokens(values: Tensor, places: Sequence[int], experience: Experience) -> Tensor:
-    """Add values [M] at tokens, whose places are in all sequences or -1: [T] float32.
-
-    If a token is not learned, such as one of an observation, the value goes to the last learned
-    token before it: returns are sums over learned tokens, and the tokens before led to the reward.
-    The value is dropped if no token before it is learned.
-    """
+    places = torch.tensor(
+        [
+            end - len(row.token_ids) + token if token >= 0 else -1
+            for end, row in zip(ends, rows, strict=True)
+            for token, _ in row.steps
+        ],
+        dtype=torch.int64,
+    )
+    values = values.float()[places >= 0]
+    places = _latest_learned(experience)[places[places >= 0]]
     result = torch.zeros(experience.num_tokens)
-    where = torch.tensor(places, dtype=torch.int64)
-    values = values.float()[where >= 0]
-    where = _latest_learned(experience)[where[where >= 0]]
-    return result.index_add(0, where[where >= 0], values[where >= 0])
+    return result.index_add(0, places[places >= 0], values[places >= 0])
 
 
 def _latest_learned(experience: Experience) -> Tensor:

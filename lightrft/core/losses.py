@@ -26,7 +26,7 @@ PolicyLoss = Callable[..., tuple[Tensor, Report]]
 
 def ppo(
     logprobs: Tensor,
-    old_logprobs: Tensor,
+    old: Tensor,
     advantages: Tensor,
     *,
     eps_clip_low: float = 0.2,
@@ -39,9 +39,8 @@ def ppo(
     2503.14476, equation 10. With `dual_clip` c the loss of a negative advantage is at most -c A: Ye
     et al., arXiv 1912.09729, equation 5.
     """
-    loss, report = clipped_surrogate(
-        (logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high
-    )
+    ratio = (logprobs - old).exp()
+    loss, report = clipped_surrogate(ratio, advantages, eps_clip_low, eps_clip_high)
     if dual_clip is not None:
         bound = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
         report["train/clip_dual"] = loss > bound
@@ -51,7 +50,7 @@ def ppo(
 
 def gspo(
     logprobs: Tensor,
-    old_logprobs: Tensor,
+    old: Tensor,
     advantages: Tensor,
     *,
     batch: Batch,
@@ -62,25 +61,30 @@ def gspo(
 
     GSPO, arXiv 2507.18071.
     """
-    ratio = sequence_means(logprobs - old_logprobs, batch).exp()[batch.sequence_ids]
+    ratio = sequence_means(logprobs - old, batch).exp()[batch.sequence_ids]
     return clipped_surrogate(ratio, advantages, eps_clip_low, eps_clip_high)
 
 
-def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Report]:
+def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor) -> tuple[Tensor, Report]:
     """-A logp.
 
     Williams, Machine Learning 8, 1992. Changes of the policy since the samples were drawn are not
     corrected.
     """
-    return -advantages * logprobs, {"train/ratio": (logprobs - old_logprobs).exp()}
+    return -advantages * logprobs, {"train/ratio": (logprobs - old).exp()}
 
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float
 ) -> tuple[Tensor, Report]:
     """-min(r A, clip(r, 1 - low, 1 + high) A)."""
+    return pessimistic(ratio, ratio.clamp(1 - low, 1 + high), advantages)
+
+
+def pessimistic(ratio: Tensor, bounded: Tensor, advantages: Tensor) -> tuple[Tensor, Report]:
+    """-min(r A, b A), with the bounded ratio b; report where b counts."""
     plain_loss = -ratio * advantages
-    clipped_loss = -ratio.clamp(1 - low, 1 + high) * advantages
+    clipped_loss = -bounded * advantages
     report = {
         "train/ratio": ratio,
         "train/clip_low": (clipped_loss > plain_loss) & (advantages < 0),

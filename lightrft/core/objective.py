@@ -33,11 +33,6 @@ def by_token(batch: Batch) -> Reach:
     return "token"
 
 
-def by_batch(batch: Batch) -> Reach:
-    """Return "batch": the `reach` of an objective that does not say it."""
-    return "batch"
-
-
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
     """Inputs of the terms of the loss. The first three are 0 for tokens that are not learned."""
@@ -128,25 +123,25 @@ class PolicyObjective:
 
         read = {name: batch if name == "batch" else getattr(batch, name) for name in self.columns}
         losses, report = self.loss(logprobs, old, advantages, **self.options, **read)
-        check_tokens(self.loss, losses, report, logprobs)
+        check_tokens("the loss", losses, logprobs)
         for term in self.terms:
             losses, more = term(losses, inputs)
-            check_tokens(term, losses, more, logprobs)
             report = report | more
+        for name, reported in {"the loss": losses, **report}.items():
+            check_tokens(name, reported, logprobs)
 
         if "train/ratio" in report:
             report |= dict.fromkeys(("train/ratio_min", "train/ratio_max"), report["train/ratio"])
         return self.mean(losses, batch, denominator), report
 
 
-def check_tokens(source: Any, losses: Tensor, report: Report, like: Tensor) -> None:
-    """Raise ValueError for anything but one value per token: it would change the loss's meaning."""
-    for name, value in {"loss": losses, **report}.items():
-        if value.shape != like.shape:
-            raise ValueError(
-                f"{source}: {name} has shape {list(value.shape)}, not one value for each of the"
-                f" {len(like)} tokens"
-            )
+def check_tokens(
+    label: str, values: Any, like: Tensor, error: type[ValueError] = ValueError
+) -> None:
+    """Raise an error for anything but one value per token: it would change the loss's meaning."""
+    shape = list(values.shape) if isinstance(values, Tensor) else []
+    if shape != list(like.shape):
+        raise error(f"{label} has shape {shape}, not one value for each of the {len(like)} tokens")
 
 
 class Drift(Term):

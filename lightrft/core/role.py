@@ -16,6 +16,8 @@ from lightrft.core.losses import Denominator, Report
 from lightrft.core.metrics import Metrics
 from lightrft.core.strategy import Strategy
 
+Forward = Callable[[Batch], Tensor]
+"""Function that computes one value per token of a micro-batch."""
 Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
 """(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports
 by metric name.
@@ -133,11 +135,7 @@ class Role(ABC):
     # -- inference
 
     def infer(
-        self,
-        forward: Callable[[Batch], Tensor],
-        batch: Batch,
-        rows: Rows,
-        module: nn.Module | None = None,
+        self, forward: Forward, batch: Batch, rows: Rows, module: nn.Module | None = None
     ) -> Tensor:
         """Compute one value per token, in the batch's order: [T] float32 on the host.
 

@@ -27,7 +27,6 @@ from lightrft.core.batch import (
     unpadded,
 )
 from lightrft.core.losses import Denominator
-from lightrft.core.objective import by_batch
 from lightrft.core.samples import Expanded
 from lightrft.models.empty import real_parameters
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
@@ -147,8 +146,8 @@ def local_gradients(
     of experts, its `of_logprobs` is the objective without that.
     """
     objective = getattr(objective, "of_logprobs", objective)
-    reach = getattr(objective, "reach", by_batch)(batch)
-    if reach == "batch":
+    reach = getattr(objective, "reach", None)
+    if reach is None or reach(batch) == "batch":
         return None
 
     def gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -163,7 +162,7 @@ def local_gradients(
         grads = torch.autograd.grad(loss, inputs, allow_unused=True)
         return grads[0], None if entropy is None else grads[1]
 
-    return LocalGradients(gradients, {"token": 0, "sequence": 1, "pair": 2}[reach])
+    return LocalGradients(gradients, {"token": 0, "sequence": 1, "pair": 2}[reach(batch)])
 
 
 Read = Callable[[Actor, Hidden, float, Truncation], tuple[Tensor, Tensor | None]]

@@ -24,7 +24,7 @@ class Critic(DistributedRole):
         That is the state after the earlier tokens, where it is chosen. Column 0 and the padding are
         0, as in get_logprobs().
         """
-        return {"values": self._answer(batch, self.module, lambda part: self.forward(part)[0], mbs)}
+        return {"values": self._answer(batch, lambda part: self.forward(part)[0], mbs)}
 
     def values(self, batch: Batch, rows: Rows) -> Tensor:
         """Return the same values for a flat batch: [T] float32 on the host."""

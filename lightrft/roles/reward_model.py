@@ -25,7 +25,7 @@ class RewardModel(DistributedRole):
 
     def get_scores(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the score at each token, [B, S] float32 on the host."""
-        return self._answer(batch, self.module, lambda part: _mean(self.module(part)), mbs)
+        return self._answer(batch, lambda part: _mean(self.module(part)), mbs)
 
     def get_flat_scores(self, columns: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the score at each token of this rank's rows, [T] float32 on the host.
@@ -40,9 +40,7 @@ class RewardModel(DistributedRole):
         batch = Batch(
             **columns, rows=torch.tensor(owners[self.strategy.mesh.data.rank], dtype=torch.int64)
         )
-        return self._answer_flat(
-            batch, owners, self.module, lambda part: _mean(self.module(part)), mbs
-        )
+        return self._answer_flat(batch, owners, lambda part: _mean(self.module(part)), mbs)
 
     def get_rewards(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the rewards, [B] float32 on the host: the scores at the last tokens."""

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -14,15 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.means import MoreCounts, PromptTokens, Weighted
-from lightrft.batching.micro_batches import B, regroup
+from lightrft.batching.micro_batches import regroup
 from lightrft.batching.planner import Batching
-from lightrft.batching.sample_store import SampleStore
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import Batch, padded
 from lightrft.core.batches import Rows, empty_microbatch, micro_batches
 from lightrft.core.losses import Denominator, Report, sequence_sums
 from lightrft.core.metrics import Metrics
-from lightrft.core.role import LossTerm, Objective, Role
+from lightrft.core.role import Forward, LossTerm, Objective, Role
 from lightrft.models.heads import LocalGradients, local_gradients
 from lightrft.roles.operations import TrainingOperations
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten_padded
@@ -44,16 +43,15 @@ class TrainStep:
     """The newest micro-batch."""
     expert_load: Tensor | None = None
     """How many of this rank's tokens chose each expert so far, [layers, E], if it is measured."""
-    objective: Objective | None = None
-    """Objective of a step by hand, with its denominator."""
-    denominator: Denominator | None = None
+    term: LossTerm | None = None
+    """Objective and denominator of a step by hand."""
 
 
 class DistributedRole(Role):
     """A model whose rows are planned over all ranks. It learns if it has an optimizer.
 
-    A run passes flat batches, planned over all ranks: to redistribute_flat(), denominator(),
-    update() and to the methods of a role that compute, such as Policy.logprobs().
+    A run passes flat batches, planned over all ranks: to denominator(), learn() and to the methods
+    of a role that compute, such as Policy.logprobs().
 
     Loops of your own pass mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded,
     to train(), redistribute() and all methods that begin with `get_`. A mapping contains this
@@ -131,32 +129,15 @@ class DistributedRole(Role):
 
     # -- planning rows over all ranks
 
-    def redistribute_flat(
-        self,
-        batch: B,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        *,
-        max_tokens: int | None = None,
-        store: SampleStore | None = None,
-        units: Tensor | None = None,
-    ) -> tuple[B, list[Rows]]:
-        """Plan a flat batch of this rank's rows with those of all ranks; see redistribute().
-
-        Rows of one prompt are grouped if a micro-batch computes it once. The rows travel through
-        `store`; None: one that nobody reads afterwards, or none at all on a single rank. `gbs`
-        counts units, such as episodes, if `units` [N] int64 has the number of each row's unit,
-        ascending over all ranks.
-        """
-        return self.strategy.redistribute(
-            batch,
-            minibatch_size=gbs,
-            units=units,
-            store=store,
-            max_tokens=max_tokens or self.max_tokens,
-            max_sequences=mbs,
-            batching=self.batching,
-        )
+    def limits(
+        self, max_sequences: int | None = None, max_tokens: int | None = None
+    ) -> dict[str, Any]:
+        """Return the limits on micro-batches, as StrategyBase.redistribute() takes them."""
+        return {
+            "max_tokens": max_tokens or self.max_tokens,
+            "max_sequences": max_sequences,
+            "batching": self.batching,
+        }
 
     def denominator(
         self, batch: Batch, rows: Rows, *, length: int | None = None, by_prompt: bool = False
@@ -183,24 +164,6 @@ class DistributedRole(Role):
         return replace(counted, more=counted.more._replace(prompts=prompts))
 
     # -- one optimizer step on flat batches
-
-    def update(
-        self,
-        batch: Batch,
-        rows: Rows,
-        objective: Objective,
-        denominator: Denominator,
-        metrics: Metrics,
-        *,
-        extra_term: LossTerm | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Take one optimizer step over the given micro-batches and `extra_term`.
-
-        Returns the global loss and the gradient norm before clipping. Reports are averaged over
-        learned tokens; if the name ends in `_max` or `_min`, the extreme is taken.
-        """
-        term = LossTerm(batch, rows, objective, denominator)
-        return self.learn([term, *([extra_term] if extra_term else [])], metrics)
 
     def measure(self, term: LossTerm, metrics: Metrics) -> Tensor:
         """Compute a term without learning; return the global value [].
@@ -264,8 +227,7 @@ class DistributedRole(Role):
             self._step = TrainStep(num_microbatches, False)
         else:
             self.begin(num_microbatches)
-        self._step.objective = objective
-        self._step.denominator = denominator
+        self._step.term = LossTerm(None, [], objective, denominator)
 
     def train_microbatch(self, batch: Batch, term: LossTerm | None = None) -> Report:
         """Add the gradients of one micro-batch on the device; return the reports, on the device.
@@ -273,17 +235,16 @@ class DistributedRole(Role):
         It belongs to `term`; None: to the objective that the step was begun with.
         """
         step = self._open_step()
-        term = term or LossTerm(batch, [], step.objective, step.denominator)
         if not self.left:
             raise RuntimeError(
                 f"the train step was begun with {step.num_microbatches} micro-batches, but got"
                 " another one"
             )
         if step.learn:
-            return self.add_gradients(batch, term)
+            return self.add_gradients(batch, term or step.term)
 
         with torch.no_grad():
-            loss, report = super().loss(batch, term)
+            loss, report = super().loss(batch, term or step.term)
         self.left -= 1
         self.total += loss
         return report
@@ -341,11 +302,7 @@ class DistributedRole(Role):
     # -- inference
 
     def infer(
-        self,
-        forward: Callable[[Batch], Tensor],
-        batch: Batch,
-        rows: Rows,
-        module: nn.Module | None = None,
+        self, forward: Forward, batch: Batch, rows: Rows, module: nn.Module | None = None
     ) -> Tensor:
         """Compute one value per token, in the batch's order: [T] float32 on the host.
 
@@ -406,21 +363,21 @@ class DistributedRole(Role):
         flattened = flatten_padded(
             batch, self.strategy.data, required=self.TRAIN_KEYS, columns=True
         )
-        return self.redistribute_flat(flattened.batch, gbs, mbs)
+        return self.strategy.redistribute(flattened.batch, minibatch_size=gbs, **self.limits(mbs))
 
     def _answer(
         self,
         batch: Mapping[str, Any],
-        module: nn.Module,
-        forward: Callable[[Batch], Tensor],
+        forward: Forward,
         mbs: int | None,
+        module: nn.Module | None = None,
     ) -> Tensor:
         """Compute `forward` for each token of the caller's rows: [B, S, ...] float32 on the host.
 
         The padding is 0.
         """
         flattened = flatten_padded(batch, self.strategy.data)
-        values = self._answer_flat(flattened.batch, flattened.owners, module, forward, mbs)
+        values = self._answer_flat(flattened.batch, flattened.owners, forward, mbs, module)
         width = -(-flattened.width // self.width_multiple) * self.width_multiple  # rounded up
         return padded(values, flattened.batch.lengths, width)
 
@@ -428,22 +385,18 @@ class DistributedRole(Role):
         self,
         batch: Batch,
         owners: list[list[int]],
-        module: nn.Module,
-        forward: Callable[[Batch], Tensor],
+        forward: Forward,
         mbs: int | None,
+        module: nn.Module | None = None,
     ) -> Tensor:
         """Compute `forward` for each token of a flat batch: [T, ...] on the host.
 
         `owners` has the rows of each rank.
         """
-        # Rows move to the rank that computes them, and the values move back to the rows' owners.
-        store = self.strategy.sample_store()
-        part, steps = self.redistribute_flat(
-            batch, None, mbs, max_tokens=self.max_logprob_tokens, store=store
-        )
-        values = super().infer(forward, part, steps[0] if steps else [], module)
-        store.put(part.rows, part.lengths, tokens={"values": values})
-        store.move(owners, ["values"])
-        values = store.get(batch.rows, ["values"])["values"]
-        store.clear(batch.rows.tolist())
-        return values
+
+        def compute(part: Batch, steps: list[Rows]) -> dict[str, Tensor]:
+            rows = steps[0] if steps else []
+            return {"values": Role.infer(self, forward, part, rows, module)}
+
+        limits = self.limits(mbs, self.max_logprob_tokens)
+        return self.strategy.compute_tokens(batch, owners, compute, **limits)["values"]

@@ -1,20 +1,26 @@
 """What only some runs ask of the experience: columns, branches of episodes, and early outputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightrft.core.batch import Experience, RoutedShape
-from lightrft.core.batches import TrainingPlan
-from lightrft.core.experience import ExperienceMaker, LocalSamples, at_learned_tokens, flatten
+from lightrft.core.batches import Rows, TrainingPlan
+from lightrft.core.experience import (
+    ExperienceMaker,
+    LocalSamples,
+    flatten,
+    numbers_of_rows,
+    place_at_tokens,
+)
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Expand, Expanded, Sample
 from lightrft.core.stages import Stage
-from lightrft.strategy.strategy import StrategyBase
+from lightrft.roles.role import Role
 
 # -- columns
 
@@ -36,7 +42,11 @@ def flatten_for_run(
     without the tokens that would end it. `routed`: the experience has the experts that the engine
     chose.
     """
-    expanded = _expand_prompts(samples, expand) if expand else None
+    expanded: list[Expanded] = []
+    if expand:  # once for a group
+        of_groups = {sample.group: sample.prompt for sample in samples}
+        of_groups = {group: expand(prompt) for group, prompt in of_groups.items()}
+        expanded = [of_groups[sample.group] for sample in samples]
     prompts = [each.token_ids for each in expanded] if expand else None
     experience = flatten(samples, first_row=first_row, prompts=prompts)
     counts = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
@@ -66,13 +76,6 @@ def _chosen_experts(lengths: list[int], samples: list[Sample], shape: RoutedShap
     return experts
 
 
-def _expand_prompts(samples: list[Sample], expand: Expand) -> list[Expanded]:
-    """Expand each sample's prompt once for the whole group."""
-    prompts = {sample.group: sample.prompt for sample in samples}
-    read = {group: expand(prompt) for group, prompt in prompts.items()}
-    return [read[sample.group] for sample in samples]
-
-
 # -- branches
 
 
@@ -91,101 +94,51 @@ class BranchExperience(ExperienceMaker):
 
     def __call__(self, samples: list[Sample], metrics: Metrics) -> TrainingPlan:
         data = self.strategy.data
+        # the group of each row, for each sample of each rank
+        groups = data.gather([[sample.group] * len(sample.rows) for sample in samples])
+        first = sum(map(len, groups[: data.rank]))
         rows = with_branches(samples)
-        facts = [(sample.group, len(sample.rows)) for sample in samples]
-        parts = data.gather(facts)
-        first = sum(map(len, parts[: data.rank]))
+        counts = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
+        places = torch.repeat_interleave(counts)
         experience = self.flatten(rows)
-        experience.rows, units = numbers_of_branches(parts, data.rank)
+        experience.rows = numbers_of_rows([[*chain(*part)] for part in groups], data.rank)
+        units = numbers_of_rows([[each[0] for each in part] for part in groups], data.rank)
 
         table = self.compare.gather(data, samples, first_row=first)
-        counts = torch.tensor([count for _, count in facts], dtype=torch.int64)
-        numbers = first + torch.repeat_interleave(counts)
-        local = LocalSamples(experience, rows, table, numbers, data)
-        advantages = self.advantages(local, metrics)
-        experience.reward_advantages = place_at_branches(advantages, samples, experience)
-        return self.planned(experience, metrics, units)
-
-
-def numbers_of_branches(
-    parts: Sequence[Sequence[tuple[int, int]]], rank: int
-) -> tuple[Tensor, Tensor]:
-    """Return the numbers of a rank's rows, and of the samples that they belong to: [N], [N] int64.
-
-    `parts` has (group, number of rows) of the samples of all ranks. Numbers count over all ranks in
-    the order of groups; see numbers_of_rows().
-    """
-    samples = torch.tensor([*chain.from_iterable(parts)], dtype=torch.int64).reshape(-1, 2)
-    order = samples[:, 0].argsort(stable=True)
-    sizes = samples[order, 1]
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order))
-    starts = torch.empty_like(order)
-    starts[order] = sizes.cumsum(0) - sizes
-
-    first = sum(map(len, parts[:rank]))
-    own = slice(first, first + len(parts[rank]))
-    counts = samples[own, 1]
-    before = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    units = places[own].repeat_interleave(counts)
-    rows = starts[own].repeat_interleave(counts) + torch.arange(len(units)) - before
-    return rows, units
-
-
-def place_at_branches(values: Tensor, samples: list[Sample], experience: Experience) -> Tensor:
-    """Put the values [M] of this rank's rewards at the tokens that earned them: [T] float32.
-
-    The experience has a row for each sample and for each branch of the sample. A branch gets the
-    sum of the sample's values at the branch's last token.
-    """
-    numbers = iter(values.tolist())
-    ends = iter(experience.offsets.tolist()[1:])
-    places: list[int] = []
-    sums: list[float] = []
-
-    for sample in samples:
-        start = next(ends) - len(sample.token_ids)
-        places += [start + token if token >= 0 else -1 for token, _ in sample.steps]
-        of_sample = [next(numbers) for _ in sample.steps]
-        branches = [next(ends) - 1 for _ in sample.rows[1:]]
-        places += branches
-        sums += of_sample + [sum(of_sample)] * len(branches)
-
-    return at_learned_tokens(torch.tensor(sums), places, experience)
+        local = LocalSamples(experience, rows, table, first + places, data)
+        values = iter(self.advantages(local, metrics).tolist())
+        of_rows: list[float] = []
+        for sample in samples:
+            own = [next(values) for _ in sample.steps]
+            # A branch gets the sum at the last token.
+            of_rows += own + [sum(own)] * (len(sample.rows) - 1)
+        experience.reward_advantages = place_at_tokens(torch.tensor(of_rows), rows, experience)
+        return self.planned(experience, metrics, units[places])
 
 
 # -- before the step (--overlap)
 
 
+@dataclass
 class EarlyOutputs:
     """Flattens samples, with outputs of models that were computed while others were generated."""
 
-    def __init__(
-        self,
-        strategy: StrategyBase,
-        flatten: Callable[..., Experience],
-        stages: Sequence[Stage],
-        *,
-        num_updates: int,
-        limits: Mapping[str, Any],
-    ):
-        """Set up the outputs of those `stages` that need no other samples.
+    role: Role
+    """Role whose limits micro-batches have."""
+    flatten: Callable[..., Experience]
+    stages: Sequence[Stage]
+    """Stages of the run. Those that need no other samples run early."""
+    num_updates: int
+    """How many optimizer steps use the samples of a step."""
+    max_sequences: int | None
+    """Most sequences of a micro-batch."""
+    names: Sequence[str] = field(default=(), init=False)
+    """Columns of Experience that were computed, the same on all ranks."""
+    known: dict[int, tuple[Sample, list[Tensor]]] | None = field(default=None, init=False)
+    """id() of a row -> the row and the values of these columns, one for each token.
 
-        `num_updates`: how many optimizer steps use the samples of a step. `limits` are of
-        micro-batches.
-        """
-        self.strategy = strategy
-        self.flatten = flatten
-        self.stages = [each for each in stages if each.depends_on_samples_alone]
-        self.num_updates = num_updates
-        self.limits = limits
-        self._names: list[str] = []
-        """Columns of Experience that were computed, the same on all ranks."""
-        self._known: dict[int, tuple[Sample, list[Tensor]]] | None = None
-        """id() of a row -> the row and the values of these columns, one for each token.
-
-        The row is kept alive, so no other object can get the same id. None until compute() was
-        called in a step."""
+    The row is kept alive, so no other object can get the same id. None until compute() was called
+    in a step."""
 
     def compute(self, samples: list[Sample]) -> None:
         """Run the stages for some samples that are complete.
@@ -198,40 +151,34 @@ class EarlyOutputs:
     def __call__(self, rows: list[Sample]) -> Experience:
         """Return the experience of all rows of the step."""
         experience = self.flatten(rows)
-        if self._known is not None:
+        if self.known is not None:
             # Samples that were complete too late for the overlap are computed now, by all ranks.
-            self._compute([row for row in rows if id(row) not in self._known])
-            for place, name in enumerate(self._names):
-                values = [self._known[id(row)][1][place] for row in rows]
+            self._compute([row for row in rows if id(row) not in self.known])
+            for place, name in enumerate(self.names):
+                values = [self.known[id(row)][1][place] for row in rows]
                 setattr(experience, name, torch.cat([torch.zeros(0), *values]))
-            self._known = None
+            self.known = None
         return experience
 
     def _compute(self, rows: list[Sample]) -> None:
-        data = self.strategy.data
-        counts = data.gather(len(rows))
+        strategy = self.role.strategy
+        counts = strategy.data.gather(len(rows))
         ends = list(accumulate(counts))
         owners = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
-        flattened = self.flatten(rows, first_row=ends[data.rank] - len(rows))
+        flattened = self.flatten(rows, first_row=ends[strategy.data.rank] - len(rows))
 
-        store = self.strategy.sample_store()
-        part, minibatches = self.strategy.redistribute(
-            flattened, minibatch_size=None, store=store, **self.limits
-        )
-        plan = TrainingPlan(part, minibatches or [[]], self.num_updates)
-        for stage in self.stages:
-            stage(plan, Metrics())
+        def run(part: Experience, minibatches: list[Rows]) -> dict[str, Tensor]:
+            plan = TrainingPlan(part, minibatches or [[]], self.num_updates)
+            stages = [each for each in self.stages if each.depends_on_samples_alone]
+            for stage in stages:
+                stage(plan, Metrics())
+            names = dict.fromkeys(name for stage in stages for name in stage.writes)
+            return {name: value for name in names if (value := getattr(part, name)) is not None}
 
-        # The outputs go back to the ranks that have the samples.
-        names = dict.fromkeys(name for stage in self.stages for name in stage.writes)
-        outputs = {name: value for name in names if (value := getattr(part, name)) is not None}
-        store.put(part.rows, part.lengths, tokens=outputs)
-        store.move(owners, list(outputs))
-        columns = store.get(flattened.rows, list(outputs))
-        store.clear(flattened.rows.tolist())
-
-        if self._known is None:
-            self._known = {}
-            self._names = list(outputs)
-        parts = [columns[name].split(flattened.lengths.tolist()) for name in outputs]
-        self._known |= {id(row): (row, values) for row, *values in zip(rows, *parts, strict=True)}
+        limits = self.role.limits(self.max_sequences)
+        columns = strategy.compute_tokens(flattened, owners, run, **limits)
+        if self.known is None:
+            self.known = {}
+            self.names = list(columns)
+        parts = [values.split(flattened.lengths.tolist()) for values in columns.values()]
+        self.known |= {id(row): (row, values) for row, *values in zip(rows, *parts, strict=True)}

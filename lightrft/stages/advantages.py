@@ -3,16 +3,17 @@
 Plain GRPO has PolicyLogprobs and RewardToGo of the core; build.py chooses the stages of a run.
 """
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from lightrft.algorithms.advantage import explained_variance, gae, teacher_advantages, whiten
 from lightrft.core.batch import Experience
-from lightrft.core.batches import TrainingPlan
+from lightrft.core.batches import Rows, TrainingPlan
 from lightrft.core.losses import Sum
 from lightrft.core.metrics import Metrics
 from lightrft.core.stages import PolicyLogprobs, Stage
-from lightrft.roles.critic import Critic
-from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher, TeacherOfTokens
 
 # -- outputs of models
@@ -45,34 +46,19 @@ class EngineLogprobs(Stage):
         plan.experience.old_logprobs = plan.experience.engine_logprobs
 
 
-class ReferenceLogprobs(Stage):
-    """Computes the log-probs of the frozen reference."""
+class ModelOutputs(Stage):
+    """Computes a column of tokens with a frozen or another model: a reference or a critic."""
 
-    writes = ("reference_logprobs",)
     depends_on_samples_alone = True
 
-    def __init__(self, policy: Policy):
-        self.policy = policy
+    def __init__(self, column: str, compute: Callable[[Experience, Rows], Tensor]):
+        self.compute = compute
+        self.writes = (column,)
 
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
-        if plan.experience.reference_logprobs is None:
-            plan.experience.reference_logprobs = self.policy.reference_logprobs(
-                plan.experience, plan.microbatches
-            )
-
-
-class Values(Stage):
-    """Computes the critic's value of each token."""
-
-    writes = ("values",)
-    depends_on_samples_alone = True
-
-    def __init__(self, critic: Critic):
-        self.critic = critic
-
-    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
-        if plan.experience.values is None:
-            plan.experience.values = self.critic.values(plan.experience, plan.microbatches)
+        (column,) = self.writes
+        if getattr(plan.experience, column) is None:
+            setattr(plan.experience, column, self.compute(plan.experience, plan.microbatches))
 
 
 # -- advantages of tokens

@@ -15,12 +15,11 @@ from lightrft.rollout.experience import BranchExperience, EarlyOutputs
 from lightrft.stages.advantages import (
     EngineLogprobs,
     GeneralizedAdvantages,
+    ModelOutputs,
     NormalizedAdvantages,
     PolicyEntropy,
-    ReferenceLogprobs,
     TeacherDistribution,
     TeacherTerm,
-    Values,
 )
 from lightrft.stages.filters import DifficultyFilter, EntropyFilter, LengthFilter
 from lightrft.stages.penalty import EntropyControl, KLPenalty
@@ -57,45 +56,7 @@ def experience_maker(
     if algorithm.difficulty_filter:
         local_stages.append(DifficultyFilter(algorithm.difficulty_filter))
 
-    chosen = stages(
-        policy,
-        algorithm,
-        kl_coefficient,
-        entropy_coefficient=entropy_coefficient,
-        critic=critic,
-        teacher=teacher,
-    )
-    limits = {
-        "max_tokens": policy.max_tokens,
-        "max_sequences": train.micro_train_batch_size,
-        "batching": policy.batching,
-    }
-    if num_updates:
-        flatten = EarlyOutputs(
-            policy.strategy, flatten, chosen, num_updates=num_updates, limits=limits
-        )
-    return (BranchExperience if branches else ExperienceMaker)(
-        policy.strategy,
-        compare,
-        chosen,
-        minibatch_size=train.train_batch_size,
-        epochs=train.max_epochs,
-        local_stages=local_stages,
-        flatten=flatten,
-        limits=limits,
-    )
-
-
-def stages(
-    policy: Policy,
-    algorithm: AlgorithmSection,
-    kl_coefficient: KLCoefficient,
-    *,
-    entropy_coefficient: EntropyCoefficient | None,
-    critic: Critic | None,
-    teacher: Teacher | None,
-) -> list[Stage]:
-    """Return the stages in order: outputs of models, filters and penalties, advantages, tokens."""
+    # stages in order: outputs of models, filters and penalties, advantages, tokens
     data = policy.strategy.data
     adapts_entropy = algorithm.entropy_target is not None
     entropy = bool(algorithm.entropy_filter or algorithm.high_entropy_token_ratio or adapts_entropy)
@@ -112,9 +73,9 @@ def stages(
     if algorithm.use_engine_logprobs:
         chosen.append(EngineLogprobs())
     if policy.reference is not None:
-        chosen.append(ReferenceLogprobs(policy))
+        chosen.append(ModelOutputs("reference_logprobs", policy.reference_logprobs))
     if critic is not None:
-        chosen.append(Values(critic))
+        chosen.append(ModelOutputs("values", critic.values))
 
     if algorithm.entropy_filter:
         chosen.append(EntropyFilter(algorithm.entropy_filter))
@@ -142,4 +103,17 @@ def stages(
     if algorithm.distill_top_k:
         num_candidates = min(algorithm.distill_top_k, policy.vocabulary_size)
         chosen.append(TeacherDistribution(teacher, num_candidates))
-    return chosen
+
+    most = train.micro_train_batch_size
+    if num_updates:
+        flatten = EarlyOutputs(policy, flatten, chosen, num_updates, most)
+    return (BranchExperience if branches else ExperienceMaker)(
+        policy.strategy,
+        compare,
+        chosen,
+        minibatch_size=train.train_batch_size,
+        epochs=train.max_epochs,
+        local_stages=local_stages,
+        flatten=flatten,
+        limits=policy.limits(most),
+    )

@@ -1,7 +1,7 @@
 """Options of the comparison of rewards: shaping, weights by difficulty, components, greedy answers."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from lightrft.algorithms.advantage import estimators, solved_share, weighted_by_
 from lightrft.algorithms.options import options_of
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection
-from lightrft.core.groups import RewardColumn, RewardTable
+from lightrft.core.groups import RewardTable
 from lightrft.core.samples import Sample
 from lightrft.core.stages import CompareRewards
 from lightrft.core.strategy import DataRanks
@@ -28,15 +28,12 @@ def compare_rewards(
     `weights` has the weight of each reward by label.
     """
     estimator = estimators[section.advantage_estimator]
-    options = options_of(estimator, section)
-    if COMPONENTS in keywords(estimator):
-        compare = CompareComponents(estimator, shaper, section.difficulty_weights, weights, options)
-    elif shaper.is_enabled or section.difficulty_weights:
-        compare = CompareShapedRewards(estimator, shaper, section.difficulty_weights, options)
+    asked = keywords(estimator)
+    if shaper.is_enabled or section.difficulty_weights or COMPONENTS in asked:
+        compare = CompareShapedRewards(section, shaper, weights)
     else:
-        compare = CompareRewards(estimator, **options)
-
-    if GREEDY in keywords(estimator):
+        compare = CompareRewards(estimator, **options_of(estimator, section))
+    if GREEDY in asked:
         compare.columns[GREEDY] = greedy_column
     return compare
 
@@ -49,19 +46,21 @@ def greedy_column(sample: Sample) -> list[float]:
 class CompareShapedRewards(CompareRewards):
     """Shapes rewards before they are compared, so that no statistic covers only one rank.
 
-    With `difficulty_weights`, advantages of rare outcomes count more.
+    Estimators may read the named parts of each reward, with their weights. With
+    --difficulty_weights, advantages of rare outcomes count more.
     """
 
     def __init__(
-        self,
-        estimator: Callable[..., Tensor],
-        shaper: RewardShaper,
-        difficulty_weights: Sequence[float] | None,
-        options: Mapping[str, Any],
+        self, section: AlgorithmSection, shaper: RewardShaper, weights: Mapping[str, float]
     ):
-        super().__init__(estimator, **options)
+        estimator = estimators[section.advantage_estimator]
+        super().__init__(estimator, **options_of(estimator, section))
         self.shaper = shaper
-        self.difficulty_weights = difficulty_weights
+        self.weights = weights
+        self.difficulty_weights = section.difficulty_weights
+        self.reads_components = COMPONENTS in keywords(estimator)
+        for name in (COMPONENTS, "component_weights"):
+            self.columns.pop(name, None)
 
     def __call__(self, table: RewardTable) -> Tensor:
         advantages = super().__call__(table)
@@ -76,46 +75,27 @@ class CompareShapedRewards(CompareRewards):
             return super().rewards(table)
         return self.shaper(table["reward"], table["group"].long(), table["response_length"])
 
-
-class CompareComponents(CompareShapedRewards):
-    """Gives an estimator the named parts of each reward, with their weights.
-
-    A response whose reward has no parts, or that has several rewards, has the part `reward`.
-    """
-
-    def __init__(
-        self,
-        estimator: Callable[..., Tensor],
-        shaper: RewardShaper,
-        difficulty_weights: Sequence[float] | None,
-        weights: Mapping[str, float],
-        options: Mapping[str, Any],
-    ):
-        super().__init__(estimator, shaper, difficulty_weights, options)
-        self.weights = weights
-        for name in (COMPONENTS, "component_weights"):
-            self.columns.pop(name, None)
-
     def gather(self, data: DataRanks, samples: Sequence[Sample], *, first_row: int) -> RewardTable:
-        """Return the table of rewards with a column for each component.
+        """Return the table of rewards, with a column for each component if there are any.
 
-        One more collective is for their names.
+        One more collective is for the names of the components.
         """
+        if not self.reads_components:
+            return super().gather(data, samples, first_row=first_row)
         mine = {name for sample in samples for name in _components(sample, sample.reward)}
         names = sorted(set().union(*data.gather(mine)))
-        columns = {f"{COMPONENTS}/{name}": _component_column(name) for name in names}
+        columns = {f"{COMPONENTS}/{name}": partial(_component, name) for name in names}
         return RewardTable.share(data, samples, first_row=first_row, more=self.columns | columns)
 
     def inputs(self, table: RewardTable) -> dict[str, Tensor]:
-        named = {
-            name.removeprefix(f"{COMPONENTS}/"): values
-            for name, values in table.columns.items()
-            if name.startswith(f"{COMPONENTS}/")
-        }
-        weights = [self._weight(name) for name in named]
+        prefix = f"{COMPONENTS}/"
+        names = [name for name in table.columns if name.startswith(prefix)]
+        if not names:
+            return super().inputs(table)
+        weights = [self._weight(name.removeprefix(prefix)) for name in names]
         return super().inputs(table) | {
             # Rounded like shaped rewards, whose float64 sums are exact: equal parts have no spread.
-            COMPONENTS: torch.stack([*named.values()], 1).float(),
+            COMPONENTS: torch.stack([table[name] for name in names], 1).float(),
             "component_weights": torch.tensor(weights, dtype=torch.float64),
         }
 
@@ -129,10 +109,13 @@ class CompareComponents(CompareShapedRewards):
 
 
 def _components(sample: Sample, reward: float) -> dict[str, float]:
-    """Return the named parts of a reward, or the reward itself as its only part."""
+    """Return the named parts of a reward.
+
+    A response whose reward has no parts, or that has several rewards, has the part `reward`.
+    """
     named = sample.reward_parts if sample.token_rewards is None else {}
     return named or {"reward": reward}
 
 
-def _component_column(name: str) -> RewardColumn:
-    return lambda sample: [_components(sample, reward).get(name, 0.0) for _, reward in sample.steps]
+def _component(name: str, sample: Sample) -> list[float]:
+    return [_components(sample, reward).get(name, 0.0) for _, reward in sample.steps]

@@ -28,6 +28,7 @@ from lightrft.batching.sample_store import MemoryStore, SampleStore
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import SUPERVISED, OptimSection, sequence_layout
+from lightrft.core.batch import Batch
 from lightrft.core.batches import Rows
 from lightrft.core.engine import Request
 from lightrft.core.metrics import Untraced
@@ -360,29 +361,41 @@ class StrategyBase(Backend):
         return TransferQueueStore(*axes, self.mesh.world)
 
     def redistribute(
-        self,
-        batch: B,
-        *,
-        minibatch_size: int | None,
-        units: Tensor | None = None,
-        store: SampleStore | None = None,
-        **limits: Any,
+        self, batch: B, *, minibatch_size: int | None, units: Tensor | None = None, **limits: Any
     ) -> tuple[B, list[Rows]]:
-        """Send each sequence to the rank that computes it; see batching.micro_batches.redistribute.
+        """Send each sequence to the rank that computes it.
 
-        `limits` are `max_tokens`, and optionally `max_sequences` and `batching`. The sequences
-        travel through `store`, and stay in it. None: through one that nobody reads afterwards, or
-        none at all on a single rank.
+        `limits` on micro-batches are `max_tokens`, and optionally `max_sequences` and `batching`;
+        see batching.micro_batches.redistribute().
         """
-        used = store
-        if store is None and self.mesh.world.size > 1:
-            used = self.sample_store()
+        store = self.sample_store() if self.mesh.world.size > 1 else None
         part, minibatches = redistribute(
-            used, batch, minibatch_size=minibatch_size, units=units, **limits
+            store, batch, minibatch_size=minibatch_size, units=units, **limits
         )
-        if used is not store:
-            used.clear(part.rows.tolist())
+        if store is not None:
+            store.clear(part.rows.tolist())
         return part, minibatches
+
+    def compute_tokens(
+        self,
+        batch: Batch,
+        owners: list[list[int]],
+        compute: Callable[[Batch, list[Rows]], dict[str, Tensor]],
+        **limits: Any,
+    ) -> dict[str, Tensor]:
+        """Compute columns of tokens where redistribute() sends them, and return them for `batch`.
+
+        `owners` has the rows of each rank's batch. `compute` gets the sequences that were sent to
+        this rank, and the micro-batches of its only step, or none without any row.
+        """
+        store = self.sample_store()
+        part, steps = redistribute(store, batch, **limits)
+        outputs = compute(part, steps)
+        store.put(part.rows, part.lengths, tokens=outputs)
+        store.move(owners, list(outputs))
+        columns = store.get(batch.rows, list(outputs))
+        store.clear(batch.rows.tolist())
+        return {name: columns[name] for name in outputs}
 
     def to_device(self, batch: B) -> B:
         """Copy a micro-batch to the device; models compute each prefix that sequences share once."""

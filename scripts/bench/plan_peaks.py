@@ -31,6 +31,7 @@ from lightrft.config import Config, parse
 from lightrft.config.resolve import resolve
 from lightrft.core.batch import Experience
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm
 from lightrft.models import logprobs
 from lightrft.parallel.peaks import DEVICES
 from lightrft.roles.policy import Policy
@@ -131,9 +132,10 @@ def peak(policy: Policy, config: Config) -> int:
     tracker = Peak()
 
     def step(tokens: int) -> None:
-        local, (rows,) = policy.redistribute_flat(experience(first, tokens), mbs=None)
+        whole = experience(first, tokens)
+        local, (rows,) = policy.strategy.redistribute(whole, minibatch_size=None, **policy.limits())
         denominator = policy.denominator(local, rows, length=len(local.input_ids))
-        policy.update(local, rows, objective, denominator, Metrics())
+        policy.learn([LossTerm(local, rows, objective, denominator)], Metrics())
         policy.finish_training()
 
     step(FIRST_TOKENS)

@@ -16,6 +16,7 @@ from lightrft.algorithms.objectives import policy_objective
 from lightrft.config import Config
 from lightrft.core.batch import Experience
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm
 from lightrft.models import logprobs
 from lightrft.roles.policy import Policy
 from lightrft.rollout.sampler import sampling_of
@@ -175,16 +176,18 @@ def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[
     data = policy.strategy.mesh.data
     whole = experience()
     ends = [len(whole) * rank // data.size for rank in range(data.size + 1)]
-    mine, (rows,) = policy.redistribute_flat(
-        whole.select(range(*ends[data.rank : data.rank + 2])), mbs=layout.sequences
+    mine, (rows,) = policy.strategy.redistribute(
+        whole.select(range(*ends[data.rank : data.rank + 2])),
+        minibatch_size=None,
+        **policy.limits(layout.sequences),
     )
 
     numbers = []
     for _ in range(steps):
         by_prompt = config.algorithm.loss_agg_mode == "prompt-mean"
         denominator = policy.denominator(mine, rows, length=LONGEST, by_prompt=by_prompt)
-        update = policy.update(
-            mine, rows, policy_objective(config.algorithm), denominator, Metrics()
+        update = policy.learn(
+            [LossTerm(mine, rows, policy_objective(config.algorithm), denominator)], Metrics()
         )
         numbers.append([float(number) for number in update])
         policy.finish_training()

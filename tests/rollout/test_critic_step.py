@@ -14,6 +14,7 @@ from lightrft.algorithms.objectives import ValueObjective, policy_objective
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, RewardSection, TrainSection
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Prompt, Sample
 from lightrft.stages.build import experience_maker
 from lightrft.stages.compare import compare_rewards
@@ -100,7 +101,9 @@ def step(folders: tuple[str, str, str], held: list[int]) -> dict[str, Any]:
         for members in planned.minibatches:
             denominator = role.denominator(experience, members)
             found.append(
-                torch.stack(role.update(experience, members, objective, denominator, metrics))
+                torch.stack(
+                    role.learn([LossTerm(experience, members, objective, denominator)], metrics)
+                )
             )
         numbers[name] = torch.stack(found)
 

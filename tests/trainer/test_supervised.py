@@ -14,6 +14,7 @@ from lightrft.algorithms.objectives import sft
 from lightrft.config import AlgorithmSection, DataSection, TrainSection
 from lightrft.core.metrics import Metrics
 from lightrft.core.order import Order
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Prompt
 from lightrft.data.conversations import make_example
 from lightrft.parallel.mesh import collectives_begun
@@ -54,7 +55,7 @@ def updated(folder: str):
         denominator = policy.denominator(batch, members)
         numbers.append(
             torch.stack(
-                policy.update(batch, members, sft, denominator, metrics, extra_term=ptx_loss.next())
+                policy.learn([LossTerm(batch, members, sft, denominator), ptx_loss.next()], metrics)
             )
         )
 

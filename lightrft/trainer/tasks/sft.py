@@ -5,7 +5,7 @@ It is a complete task, or a loss that PPO adds (PTX, InstructGPT).
 
 from collections.abc import Sequence
 
-from lightrft.algorithms.objectives import PtxDivergence, PtxObjective, sft
+from lightrft.algorithms.objectives import PtxObjective, sft
 from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.core.batch import Batch
 from lightrft.core.batches import Rows
@@ -35,7 +35,7 @@ class SFTTask:
         batch, rows, denominator = supervised_part(
             prompts, self.policy.strategy, self.train, max_tokens=max_tokens, expand=self.expand
         )
-        return LossTerm(batch, rows, sft, denominator, self.policy.forward)
+        return LossTerm(batch, rows, sft, denominator)
 
 
 class PtxLoss:
@@ -69,9 +69,8 @@ class PtxLoss:
         self.order = order or Order(len(prompts), train.seed)
         self.teacher = teacher
         self.num_candidates = min(algorithm.distill_top_k, policy.vocabulary_size)
-        self.objective = PtxObjective(algorithm.ptx_coef)
-        if teacher is not None:
-            self.objective = PtxDivergence(algorithm.ptx_coef, algorithm.distill_beta)
+        beta = None if teacher is None else algorithm.distill_beta
+        self.objective = PtxObjective(algorithm.ptx_coef, beta)
         self.num_batches = 0
 
     def next(self) -> LossTerm:
