@@ -4,6 +4,7 @@ Rewards begin for a group as soon as its last response has ended, and score() wa
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -49,12 +50,12 @@ class Scheduler(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass
 class Rollout:
     """Collects the samples of each step and scores them."""
 
-    def __init__(self, scheduler: Scheduler, rewards: Rewards):
-        self.scheduler = scheduler
-        self.rewards = rewards
+    scheduler: Scheduler
+    rewards: Rewards
 
     def collect(self, step: int, metrics: Metrics) -> list[Group]:
         """Return this rank's complete groups of a step. The engine must be awake."""

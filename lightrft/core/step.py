@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class StepRecord:
     """Samples that this rank's replica generated; none in supervised training."""
 
 
+@dataclass
 class Step:
     """Trains on generated samples. All ranks call it together.
 
@@ -40,29 +41,17 @@ class Step:
         step(number, metrics)
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        rollout: Rollout,
-        make_experience: Callable[[list[Sample], Metrics], TrainingPlan],
-        learners: Sequence[Learner],
-        *,
-        measures: Sequence[Measure] = (),
-        around: Around = lambda number, plan: nullcontext(),
-        trace: Untraced | None = None,
-    ):
-        """Set up the step.
-
-        `learners` are the models that learn, in order; the policy is the last one, and its module
-        generates. `measures` see the samples of a step. `around` returns a context around learning.
-        """
-        self.strategy = strategy
-        self.rollout = rollout
-        self.make_experience = make_experience
-        self.learners = learners
-        self.measures = measures
-        self.around = around
-        self.trace = trace or Untraced()
+    strategy: Strategy
+    rollout: Rollout
+    make_experience: Callable[[list[Sample], Metrics], TrainingPlan]
+    learners: Sequence[Learner]
+    """Models that learn, in order; the policy is the last one, and its module generates."""
+    _: KW_ONLY
+    measures: Sequence[Measure] = ()
+    """What sees the samples of a step."""
+    around: Around = field(default=lambda number, plan: nullcontext())
+    """Returns a context around learning."""
+    trace: Untraced = field(default_factory=Untraced)
 
     def __call__(self, number: int, metrics: Metrics) -> StepRecord:
         samples, version = self.collect(number, metrics)

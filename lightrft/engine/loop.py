@@ -7,47 +7,14 @@ in the cache. This happens with a temperature for the first token (FIRE: Chen et
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
 from lightrft.core.engine import ABORTED, Decoding, Ended, Request, derived_seed
 from lightrft.core.samples import Completion
-
-
-class Completes(Protocol):
-    """The methods of an engine (base.py) that a loop calls."""
-
-    version: int
-    keeps_policy: bool
-
-    def prompts_at_once(self, n: int) -> int: ...
-
-    def begin_requests(self, requests: list[Request], loop: "EngineLoop") -> list[Request]: ...
-
-    def generating(self, loop: "EngineLoop") -> AbstractContextManager[None]: ...
-
-    def _add(self, key: int, request: Request) -> None: ...
-
-    def _step(self) -> Iterable[tuple[int, list[Completion]]]: ...
-
-    def _abort(self, key: int) -> list[Completion]: ...
-
-    def _num_sampled(self, key: int) -> list[int]: ...
-
-    def between_steps(self, loop: "EngineLoop") -> AbstractContextManager[None]: ...
-
-    def load_weights(
-        self,
-        named_tensors: Iterable[tuple[str, Tensor]],
-        version: int,
-        *,
-        loop: "EngineLoop | None" = None,
-    ) -> None: ...
-
-    def _cut(self, samples: list[Completion], stop: tuple[str, ...]) -> list[Completion]: ...
 
 
 class EngineLoop:
@@ -67,7 +34,8 @@ class EngineLoop:
     engine refuses other calls.
     """
 
-    def __init__(self, engine: Completes, sampling: Decoding):
+    def __init__(self, engine: Any, sampling: Decoding):
+        """Open the loop of an Engine; base.py imports this file, so it is not named here."""
         self.engine = engine
         self.sampling = sampling
         self.running: dict[int, _Running] = {}
@@ -226,7 +194,7 @@ class _RequestPart:
     versions: list[list[int]] = field(default_factory=list)
     """For each sample, the versions of the tokens that were sampled before the last load."""
 
-    def note_version(self, counts: list[int], engine: Completes) -> None:
+    def note_version(self, counts: list[int], engine: Any) -> None:
         """Note which weights have sampled what is new; samples have `counts` tokens now."""
         version = self.began_with if engine.keeps_policy else engine.version
         self.versions = self.versions or [[] for _ in counts]
@@ -243,7 +211,7 @@ class _Running:
     missing: int = 0
     """How many parts of the request run."""
 
-    def take(self, part: _RequestPart, samples: list[Completion], engine: Completes) -> list[int]:
+    def take(self, part: _RequestPart, samples: list[Completion], engine: Any) -> list[int]:
         """Take the completions of a part that has ended; return the samples still unfinished."""
         self.missing -= 1
         part.note_version([len(sample.token_ids) for sample in samples], engine)

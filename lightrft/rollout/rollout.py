@@ -40,6 +40,12 @@ class ResumableRollout(Rollout):
     prompt.
     """
 
+    def collect(self, step: int, metrics: Metrics) -> list[Group]:
+        """Collect a step's groups; a judge in the engine, if there is one, reads the responses."""
+        groups = super().collect(step, metrics)
+        self.rewards.ask_judge([sample for group in groups for sample in group.responses])
+        return groups
+
     def state_dict(self) -> dict[str, Any]:
         return self.scheduler.state_dict() | {"kind": self._kind}
 
@@ -58,15 +64,6 @@ class ResumableRollout(Rollout):
         """Return FixedBatch for all schedulers that extend it: each continues from any other."""
         cls = FixedBatch if isinstance(self.scheduler, FixedBatch) else type(self.scheduler)
         return cls.__name__
-
-
-class JudgedRollout(ResumableRollout):
-    """A rollout whose responses a judge in the engine reads while the engine is awake."""
-
-    def collect(self, step: int, metrics: Metrics) -> list[Group]:
-        groups = super().collect(step, metrics)
-        self.rewards.ask_judge([sample for group in groups for sample in group.responses])
-        return groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ from lightrft.roles.teacher import Teacher
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.experience import flatten_for_run
 from lightrft.rollout.media_expansion import Expander
-from lightrft.rollout.rollout import JudgedRollout, ResumableRollout, schedulers
+from lightrft.rollout.rollout import ResumableRollout, schedulers
 from lightrft.rollout.sampler import RunSampler, sampling_of
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
@@ -144,7 +144,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     scheduler = build_scheduler(
         config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
     )
-    rollout = (ResumableRollout if rewards.judge is None else JudgedRollout)(scheduler, rewards)
+    rollout = ResumableRollout(scheduler, rewards)
     parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     if algorithm.entropy_target is not None:
         parts["entropy_coefficient"] = entropy_coefficient

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
 from torch import nn
 
@@ -35,12 +35,12 @@ Read = Callable[[int], tuple[list[Sample], int]]
 """Returns the recorded samples of a step, and the version of the engine's weights then."""
 
 
+@dataclass
 class RunStep(Step):
     """A step that can be interrupted between its samples and what is learned from them."""
 
-    def __init__(self, *args: Any, interruption: Interruption, **options: Any):
-        super().__init__(*args, **options)
-        self.interruption = interruption
+    _: KW_ONLY
+    interruption: Interruption
 
     def collect(self, number: int, metrics: Metrics) -> tuple[list[Sample], int]:
         rollback = self.rollout.scheduler.snapshot()
@@ -62,12 +62,12 @@ class RunStep(Step):
         return collected
 
 
+@dataclass
 class ReplayedStep(Step):
     """A step that learns from the samples that another run has recorded (--replay_rollouts)."""
 
-    def __init__(self, *args: Any, read: Read, **options: Any):
-        super().__init__(*args, **options)
-        self.read = read
+    _: KW_ONLY
+    read: Read
 
     def collect(self, number: int, metrics: Metrics) -> tuple[list[Sample], int]:
         return self.read(number)

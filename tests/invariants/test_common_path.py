@@ -77,7 +77,7 @@ class Followed:
 
     def _depth(self, frame: FrameType | None) -> int:
         depth = 0
-        while frame is not None and frame.f_code.co_qualname != "PPOTrainer.step":
+        while frame is not None and frame.f_code.co_qualname != "Step.__call__":
             depth += self._is_own(frame)
             frame = frame.f_back
         return depth + 1
@@ -126,6 +126,6 @@ def test_a_plain_step_enters_no_option_and_stays_small(engine, tmp_path):
     files = {file for file, _ in functions}
 
     assert {file for file in files if file.startswith(OPTIONS)} == set()
-    assert {"trainer/ppo.py", "rollout/rollout.py"} <= files
+    assert {"core/step.py", "core/rollout.py"} <= files
     counted = (len(files), len(functions), depth)
     assert all(count <= most for count, most in zip(counted, MOST[engine], strict=True)), counted
