@@ -232,8 +232,7 @@ def train_steps(
     from lightrft.attention.flat import ATTENTION
     from lightrft.core.batch import Batch
     from lightrft.core.batches import micro_batches
-    from lightrft.core.reduce import LocalGradients
-    from lightrft.models.heads import Actor, TokenLogprobs
+    from lightrft.models.heads import Actor, LocalGradients, TokenLogprobs
     from lightrft.parallel.device import peak_memory, synchronize
     from lightrft.parallel.peaks import DEVICES, known_device
     from lightrft.tools.step_memory import parameter_counts

@@ -23,7 +23,7 @@ from lightrft.core.estimators import (
     to_rows,
 )
 from lightrft.core.groups import RIGHT
-from lightrft.core.reduce import Sum
+from lightrft.core.losses import Sum
 from lightrft.registry import Registry
 
 estimators = Registry("advantage estimator", flag="--advantage_estimator")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrft.core.batch import Routing
-from lightrft.core.reduce import Sum
+from lightrft.core.losses import Sum
 
 
 @dataclass(frozen=True, slots=True)

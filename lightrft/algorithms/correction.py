@@ -4,22 +4,18 @@ The engine's probabilities differ slightly from the trainer's, or an older polic
 p_old / p_engine, the ratio of the trainer's policy before the step to the sampling policy, each
 function returns the weight of a token's loss, without gradient. This keeps the proximal policy, the
 reference of the clip, apart from the behaviour policy: the decoupled objective of Hilton et al.
-(arXiv 2110.00641), which is also used to learn from samples of older weights.
+(arXiv 2110.00641), which is also used to learn from samples of older weights. `per="token"` says
+that a weight depends on its own ratio alone; a user's own correction may say so too.
 """
 
 import torch
 from torch import Tensor
 
-from lightrft.core.batch import Batch
-from lightrft.core.reduce import sequence_means, sequence_sums
+from lightrft.core.batch import Experience
+from lightrft.core.losses import sequence_means, sequence_sums
 from lightrft.registry import Registry
 
 corrections = Registry("rollout correction", flag="--rollout_correction")
-OF_RATIO = {"tis", "mis", "icepop", "none"}
-"""Corrections where a token's weight depends on its own ratio only.
-
-A user's own correction is not assumed to be one of them.
-"""
 MASK_BOUNDS = {"sequence": (0.5, 2.0), "geometric": (0.999, 1.002)}
 """--rollout_mask -> default lower and upper bound of the measure of a sequence.
 
@@ -27,7 +23,7 @@ A product of many ratios is far from 1 where their geometric mean is within thou
 """
 
 
-@corrections.register("tis")
+@corrections.register("tis", per="token")
 def tis(ratio: Tensor, *, rollout_correction_high: float) -> Tensor:
     """min(w, C): truncated importance sampling.
 
@@ -36,7 +32,7 @@ def tis(ratio: Tensor, *, rollout_correction_high: float) -> Tensor:
     return ratio.clamp(max=rollout_correction_high)
 
 
-@corrections.register("mis", "icepop")
+@corrections.register("mis", "icepop", per="token")
 def mis(ratio: Tensor, *, rollout_correction_low: float, rollout_correction_high: float) -> Tensor:
     """w within [low, high], else 0: masked importance sampling.
 
@@ -48,21 +44,20 @@ def mis(ratio: Tensor, *, rollout_correction_low: float, rollout_correction_high
     )
 
 
-@corrections.register("none")
+@corrections.register("none", per="token")
 def none(ratio: Tensor) -> Tensor:
     """Return 1 for all tokens: no correction where --rollout_quantization would have one."""
     return torch.ones_like(ratio)
 
 
-def importance_ratios(
-    old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batch, level: str
-) -> Tensor:
+def importance_ratios(old_logprobs: Tensor, batch: Experience, level: str) -> Tensor:
     """Return w of each token, or the product or geometric mean of w over the whole sequence.
 
-    [T], [T] -> [T]. The geometric mean is not an importance weight: it is used to mask sequences,
+    [T] -> [T]. The geometric mean is not an importance weight: it is used to mask sequences,
     kept_sequences().
     """
-    difference = torch.where(batch.loss_mask, (old_logprobs - engine_logprobs).detach(), 0.0)
+    difference = (old_logprobs - batch.engine_logprobs).detach()
+    difference = torch.where(batch.loss_mask, difference, 0.0)
     if level == "sequence":
         difference = sequence_sums(difference, batch)[batch.sequence_ids]
     elif level == "geometric":
@@ -70,26 +65,19 @@ def importance_ratios(
     return difference.exp()
 
 
-def off_policy(
-    logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, batch: Batch, delta: float
-) -> Tensor:
+def off_policy(logprobs: Tensor, advantages: Tensor, batch: Experience, delta: float) -> Tensor:
     """Return [T] bool: A < 0, and log p_engine - log p has a mean over the sequence above delta.
 
     p is the policy that is updated now, so both causes count: older weights, and another engine.
     Bad responses that the policy would hardly give any more teach little, and can mislead it.
     DeepSeek-V3.2, arXiv 2512.02556.
     """
-    distance = sequence_means((engine_logprobs - logprobs).detach(), batch)
+    distance = sequence_means((batch.engine_logprobs - logprobs).detach(), batch)
     return (advantages < 0) & (distance > delta)[batch.sequence_ids]
 
 
 def kept_sequences(
-    old_logprobs: Tensor,
-    engine_logprobs: Tensor,
-    batch: Batch,
-    level: str,
-    low: float | None,
-    high: float | None,
+    old_logprobs: Tensor, batch: Experience, level: str, low: float | None, high: float | None
 ) -> Tensor:
     """Return [T] bool: tokens of sequences whose w is within [low, high].
 
@@ -97,9 +85,8 @@ def kept_sequences(
     Whole sequences are rejected; the tokens of the others keep the weights of a correction: Liu et
     al., 2025. None stands for the bound in MASK_BOUNDS.
     """
-    measure = importance_ratios(old_logprobs, engine_logprobs, batch, level)
-    least, most = (
-        bound if value is None else value
-        for value, bound in zip((low, high), MASK_BOUNDS[level], strict=True)
+    measure = importance_ratios(old_logprobs, batch, level)
+    least, most = MASK_BOUNDS[level]
+    return (measure >= (least if low is None else low)) & (
+        measure <= (most if high is None else high)
     )
-    return (measure >= least) & (measure <= most)

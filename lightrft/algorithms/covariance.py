@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrft.algorithms.selection import largest, share_of_tokens, top_share
 from lightrft.core.batch import Experience
-from lightrft.core.reduce import Sum
+from lightrft.core.losses import Sum
 from lightrft.registry import Registry
 
 marks = Registry("choice of tokens", flag="--policy_loss")

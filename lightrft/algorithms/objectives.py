@@ -1,212 +1,104 @@
 """Training objectives: from the log-probs of one micro-batch to its share of the global loss.
 
 An objective is called with the values of a role, the batch, and the denominator of the whole
-optimizer step. PolicyObjective is the one of PPO, GRPO and the like; the losses that it chooses
-from are in policy_loss.py.
+optimizer step. `reach` says what determines the gradient of a token. policy_objective() builds the
+one of PPO, GRPO and the like from the losses in policy_loss.py and the options in terms.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.balance import Balance
-from lightrft.algorithms.correction import (
-    OF_RATIO,
-    corrections,
-    importance_ratios,
-    kept_sequences,
-    off_policy,
-)
-from lightrft.algorithms.kl import (
-    EntropyCoefficient,
-    KLCoefficient,
-    generalized_jsd,
-    k1,
-    k3,
-    kl_estimators,
-)
+from lightrft.algorithms.correction import corrections
+from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, generalized_jsd, kl_estimators
+from lightrft.algorithms.means import means
 from lightrft.algorithms.options import options_of, resolve
-from lightrft.algorithms.policy_loss import PolicyLoss, policy_losses, reach
-from lightrft.algorithms.preferences.dpo import DPOObjective
-from lightrft.algorithms.preferences.kto import KTOObjective
+from lightrft.algorithms.policy_loss import policy_losses
+from lightrft.algorithms.terms import (
+    CurrentMismatch,
+    EngineCorrection,
+    EntropyBonus,
+    OffPolicyMask,
+    ReferenceDivergence,
+    SequenceMask,
+    TeacherDivergence,
+    TokenWeights,
+)
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
-from lightrft.core.reduce import Denominator, LocalGradients, Report, share_of_mean
-from lightrft.core.table import keywords
+from lightrft.core.losses import Denominator, PolicyLoss, Report, token_mean
+from lightrft.core.objective import (
+    Drift,
+    EngineMismatch,
+    PolicyObjective,
+    Term,
+    by_token,
+    check_tokens,
+)
 
-LOSS_INPUTS = {"batch", "marked"}
+COLUMNS = {"batch", *(field.name for field in fields(Experience))}
 """Options of a policy loss that come from the samples, not from the configuration."""
 
-DRIFT = ("train/drift_k1", "train/drift_k3")
-"""Names of the reports of drift()."""
 
+def policy_objective(
+    section: AlgorithmSection,
+    kl_coefficient: KLCoefficient | None = None,
+    entropy_coefficient: EntropyCoefficient | None = None,
+) -> PolicyObjective:
+    """Build the policy gradient from the functions that the section names.
 
-@dataclass(frozen=True, slots=True)
-class PolicyInputs:
-    """Inputs of the terms of the policy's loss.
-
-    The first three are 0 for tokens that are not learned.
+    Without a coefficient the section's own is used. Raises ValueError for a function that does not
+    exist or needs data that the run does not have.
     """
+    loss = resolve(policy_losses, section.policy_loss, extra=COLUMNS)
+    if ":" in section.policy_loss:
+        loss = checked(loss, f"--policy_loss {section.policy_loss}")
+    terms: list[Term] = [TokenWeights()]
+    if name := section.rollout_correction:
+        correct = resolve(corrections, name)
+        options = options_of(correct, section)
+        terms.append(EngineCorrection(correct, name, section.rollout_correction_level, **options))
+    if section.rollout_mask != "none":
+        bounds = section.rollout_mask_low, section.rollout_mask_high
+        terms.append(SequenceMask(section.rollout_mask, *bounds))
+    if section.off_policy_delta is not None:
+        terms.append(OffPolicyMask(section.off_policy_delta))
 
-    logprobs: Tensor
-    """Log-probs of the tokens under the actor, [T] with gradient."""
-    old: Tensor
-    """The same before the step, [T]."""
-    advantages: Tensor
-    all_logprobs: Tensor
-    """What the actor returned: `logprobs`, or [T, 1 + K] with the candidates too."""
-    batch: Experience
-
-
-Term = Callable[[Tensor, PolicyInputs], tuple[Tensor, Report]]
-"""(losses of tokens [T], inputs) -> the new losses [T], and reports."""
-
-
-class PolicyObjective:
-    """The policy gradient: a weighted loss of the ratio, the KL penalty and the entropy bonus."""
-
-    def __init__(
-        self,
-        section: AlgorithmSection,
-        kl_coefficient: KLCoefficient | None = None,
-        entropy_coefficient: EntropyCoefficient | None = None,
-    ):
-        """Look up the functions that the section names.
-
-        Without a coefficient the section's own is used. Raises ValueError for a function that
-        does not exist or needs data that the run does not have.
-        """
-        self.section = section
-        self.kl_coefficient = kl_coefficient or KLCoefficient(section.init_kl_coef)
-        self.entropy_coefficient = entropy_coefficient or EntropyCoefficient(section.entropy_coef)
-        self.policy_loss: PolicyLoss = resolve(
-            policy_losses, section.policy_loss, extra=LOSS_INPUTS
+    # Corrections come first: penalties and bonuses belong to the current policy.
+    terms.append(
+        ReferenceDivergence(
+            kl_estimators[section.kl_estimator],
+            kl_coefficient or KLCoefficient(section.init_kl_coef),
+            adds=section.use_kl_loss,
         )
-        self.reach = reach(self.policy_loss)
-        self.options = options_of(self.policy_loss, section)
-        self.given = keywords(self.policy_loss).keys() & LOSS_INPUTS
-        self.needed = ["advantages", "engine_logprobs"]
-        """Columns that a batch must have."""
-        if "marked" in self.given:
-            self.needed.append("marked")
-        self.correction = section.rollout_correction and resolve(
-            corrections, section.rollout_correction
-        )
+    )
+    if section.distill_top_k:
+        terms.append(TeacherDivergence(section.distill_coef, section.distill_beta))
+    if section.entropy_coef or section.entropy_target is not None:
+        bonus = entropy_coefficient or EntropyCoefficient(section.entropy_coef)
+        terms.append(EntropyBonus(bonus))
+    mismatch = CurrentMismatch if section.use_engine_logprobs else EngineMismatch
 
-        self.kl = kl_estimators[section.kl_estimator]
-        self.corrections = self._chosen_corrections()
-        """Terms that correct the losses of tokens for the difference of engine and trainer."""
-        self.penalties: list[Term] = [self._teacher_divergence] if section.distill_top_k else []
-        """Terms that add to the losses of tokens."""
+    return PolicyObjective(
+        loss,
+        [*terms, Drift(), mismatch()],
+        mean=means[section.loss_agg_mode],
+        **options_of(loss, section),
+    )
 
-    def _chosen_corrections(self) -> "list[Term]":
-        chosen: list[Term] = []
-        if self.correction:
-            chosen.append(self._correct)
-        if self.section.rollout_mask != "none":
-            chosen.append(self._mask_sequences)
-        if self.section.off_policy_delta is not None:
-            chosen.append(self._mask_off_policy)
-        return chosen
 
-    def __call__(
-        self, logprobs: Tensor, batch: Experience, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
-        """Compute the loss [] and reports [T] from the actor's log-probs.
+def checked(loss: PolicyLoss, flag: str) -> PolicyLoss:
+    """Return a user's own loss, and refuse what is not one value for each token."""
 
-        They are [T], or [T, 1 + K]: of the tokens themselves, then of K candidates for a teacher.
-        Without `old_logprobs` the actor has not changed since the step began, so the ratio is 1 and
-        only the gradient counts.
-        """
-        section = self.section
-        needed = [*self.needed, *(["entropy"] if self.entropy_coefficient.value else [])]
-        missing = [name for name in needed if getattr(batch, name) is None]
-        if missing:
-            raise ValueError(f"the policy gradient needs {', '.join(missing)} in the batch")
-
-        learned = batch.loss_mask
-        all_logprobs = logprobs
-        if all_logprobs.ndim > 1:
-            logprobs = all_logprobs[:, 0]
-        # Tokens that are not learned may hold anything, also infinities, and 0 times infinity is
-        # NaN.
-        logprobs = torch.where(learned, logprobs, 0.0)
-        if batch.old_logprobs is None:
-            old = logprobs.detach()
-        else:
-            old = torch.where(learned, batch.old_logprobs, 0.0)
-        advantages = torch.where(learned, batch.advantages, 0.0)
-        inputs = PolicyInputs(logprobs, old, advantages, all_logprobs, batch)
-        values, report = self._losses(inputs)
-        if batch.weights is not None:
-            values = values * batch.weights
-
-        for correct in self.corrections:
-            values, more = correct(values, inputs)
-            report = report | more
-
-        if batch.reference_logprobs is not None:
-            divergence = report["train/kl"] = self.kl(logprobs, batch.reference_logprobs)
-            report |= {
-                "train/kl_k1": k1(logprobs, batch.reference_logprobs),
-                "train/kl_k3": k3(logprobs, batch.reference_logprobs),
-            }
-            if section.use_kl_loss:
-                values = values + self.kl_coefficient.value * divergence
-
-        for add in self.penalties:
-            values, more = add(values, inputs)
-            report = report | more
-
-        if self.entropy_coefficient.value:
-            values = values - self.entropy_coefficient.value * batch.entropy
-        if "train/ratio" in report:
-            report |= dict.fromkeys(("train/ratio_min", "train/ratio_max"), report["train/ratio"])
-        # Without old log-probs the policy has not changed since it sampled.
-        if batch.old_logprobs is None:
-            report |= dict.fromkeys(DRIFT, torch.zeros_like(old))
-        else:
-            report |= drift(logprobs, old)
-        # With --use_engine_logprobs `old` comes from the engine. The trainer's are then the current
-        # ones, until an update has changed them.
-        if not section.use_engine_logprobs:
-            report |= mismatch(old, batch.engine_logprobs)
-        elif not denominator.updates_before:
-            report |= mismatch(logprobs, batch.engine_logprobs)
-
-        return share_of_mean(values, batch, section.loss_agg_mode, denominator), report
-
-    def num_sequences(self, batch: Experience) -> int | None:
-        """Return how many sequences determine a token's gradient; see LocalGradients.
-
-        None means that it may depend on the whole batch.
-        """
-        section = self.section
-        if self.reach == "batch":
-            return None
-
-        of_loss = int(self.reach == "sequence" or section.off_policy_delta is not None)
-        # Given old log-probs make constants of all corrections. Otherwise the current log-probs
-        # stand for them, and a correction depends on those of its token or sequence.
-        if batch.old_logprobs is not None:
-            return of_loss
-        if self.correction and section.rollout_correction not in OF_RATIO:
-            return None
-
-        of_sequence = section.rollout_mask != "none" or (
-            self.correction and section.rollout_correction_level != "token"
-        )
-        return 1 if of_sequence else of_loss
-
-    def _losses(self, inputs: "PolicyInputs") -> tuple[Tensor, Report]:
-        batch = inputs.batch
-        given = {"batch": batch, "marked": batch.marked}
-        arguments = self.options | {name: given[name] for name in self.given}
-        result = self.policy_loss(inputs.logprobs, inputs.old, inputs.advantages, **arguments)
-        flag = f"--policy_loss {self.section.policy_loss}"
+    @wraps(loss)
+    def call(logprobs: Tensor, *args: Tensor, **options: Any) -> tuple[Tensor, Report]:
+        result = loss(logprobs, *args, **options)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ConfigError(
                 f"{flag} must return a pair: the losses of tokens, and a dictionary to report"
@@ -214,92 +106,11 @@ class PolicyObjective:
 
         losses, report = result
         for name, values in report.items():
-            _of_tokens(f"{flag}: the reported {name!r}", values, inputs.logprobs)
-        return _of_tokens(f"{flag}: its loss", losses, inputs.logprobs), report
+            check_tokens(f"{flag}: the reported {name!r}", values, logprobs, ConfigError)
+        check_tokens(f"{flag}: its loss", losses, logprobs, ConfigError)
+        return result
 
-    def _correct(self, values: Tensor, inputs: "PolicyInputs") -> tuple[Tensor, Report]:
-        """Weight tokens that the engine, or an older policy, sampled.
-
-        The weights correct for the difference between the sampler's probabilities and the
-        trainer's.
-        """
-        batch = inputs.batch
-        ratios = importance_ratios(
-            inputs.old, batch.engine_logprobs, batch, self.section.rollout_correction_level
-        )
-        weights = self.correction(ratios, **options_of(self.correction, self.section))
-        weights = _of_tokens(
-            f"--rollout_correction {self.section.rollout_correction}: its weight", weights, ratios
-        )
-
-        return values * weights, {
-            "engine/is_weight_mean": weights,
-            "engine/is_weight_max": weights,
-            "engine/is_weight_masked_share": weights != ratios,
-        }
-
-    def _mask_sequences(self, values: Tensor, inputs: "PolicyInputs") -> tuple[Tensor, Report]:
-        """Leave out sequences that the engine and the trainer see too differently."""
-        section = self.section
-        batch = inputs.batch
-        bounds = section.rollout_mask, section.rollout_mask_low, section.rollout_mask_high
-        kept = kept_sequences(inputs.old, batch.engine_logprobs, batch, *bounds)
-        return torch.where(kept, values, 0.0), {"engine/sequences_masked_share": ~kept}
-
-    def _mask_off_policy(self, values: Tensor, inputs: "PolicyInputs") -> tuple[Tensor, Report]:
-        """Leave out bad sequences that the current policy would hardly sample."""
-        batch = inputs.batch
-        masked = off_policy(
-            inputs.logprobs,
-            batch.engine_logprobs,
-            inputs.advantages,
-            batch,
-            self.section.off_policy_delta,
-        )
-        return torch.where(masked, 0.0, values), {"train/off_policy_masked_share": masked}
-
-    def _teacher_divergence(self, values: Tensor, inputs: "PolicyInputs") -> tuple[Tensor, Report]:
-        """Add the divergence from a teacher, over the candidates of each token."""
-        section = self.section
-        distance = generalized_jsd(
-            inputs.all_logprobs[:, 1:], inputs.batch.teacher_logprobs, section.distill_beta
-        )
-        return values + section.distill_coef * distance, {"train/teacher_divergence": distance}
-
-
-def _of_tokens(label: str, values: Tensor, like: Tensor) -> Tensor:
-    """Check that there is one value for each token.
-
-    A scalar would be broadcast over all tokens and change the meaning of the loss.
-    """
-    shape = list(values.shape) if isinstance(values, Tensor) else []
-    if shape != list(like.shape):
-        raise ConfigError(
-            f"{label} has shape {shape}, not one value for each of the {len(like)} tokens"
-        )
-    return values
-
-
-def drift(logprobs: Tensor, old_logprobs: Tensor) -> Report:
-    """Report how far the current policy is from the sampling policy, the one before the step.
-
-    [T], [T] -> [T] each.
-    """
-    now = logprobs.detach()
-    return dict(zip(DRIFT, (k1(old_logprobs, now), k3(old_logprobs, now)), strict=True))
-
-
-def mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Report:
-    """Report how far the engine's log-probs are from the trainer's, for the same weights.
-
-    [T], [T] -> [T] each.
-    """
-    difference = (trainer_logprobs - engine_logprobs).detach().abs()
-    return {
-        "engine/logprob_mismatch": difference,
-        "engine/logprob_mismatch_max": difference,
-        "engine/logprob_mismatch_exp": torch.exp(difference),
-    }
+    return call
 
 
 # -- other objectives
@@ -334,7 +145,7 @@ class ValueObjective:
             report["critic/clip"] = clipped_loss > loss
             loss = torch.max(loss, clipped_loss)
 
-        return share_of_mean(loss / 2, batch, "token-mean", denominator), report
+        return token_mean(loss / 2, batch, denominator), report
 
 
 def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
@@ -342,42 +153,36 @@ def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tenso
 
     It is the mean over all learned tokens of the optimizer step.
     """
-    return share_of_mean(-logprobs, batch, "token-mean", denominator), {}
+    return token_mean(-logprobs, batch, denominator), {}
 
 
+sft.reach = by_token
+
+
+@dataclass(frozen=True)
 class PtxObjective:
-    """A supervised loss next to another loss: sft() times a coefficient.
+    """A supervised loss on given answers next to another loss, times a coefficient.
 
-    PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2.
+    PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2. With `beta` the loss is the divergence
+    from a teacher's distributions over the answers, the part of GKD with data: Agarwal et al.,
+    arXiv 2306.13649, algorithm 1; the share of data is the coefficient here.
     """
 
-    def __init__(self, coefficient: float):
-        self.coefficient = coefficient
+    coefficient: float
+    beta: float | None = None
+
+    reach = staticmethod(by_token)
 
     def __call__(
         self, logprobs: Tensor, batch: Batch, denominator: Denominator
     ) -> tuple[Tensor, Report]:
-        loss, _ = sft(logprobs, batch, denominator)
-        return self.coefficient * loss, {"train/ptx_loss": -logprobs}
-
-
-class PtxDivergence:
-    """A teacher's distributions over given answers next to another loss: the part of GKD with data.
-
-    Agarwal et al., arXiv 2306.13649, algorithm 1; the share of data is the coefficient here.
-    """
-
-    def __init__(self, coefficient: float, beta: float):
-        self.coefficient = coefficient
-        self.beta = beta
-
-    def __call__(
-        self, logprobs: Tensor, batch: Batch, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
-        """Compute the mean of generalized_jsd() over answer tokens, from log-probs [T, 1 + K]."""
-        values = generalized_jsd(logprobs[:, 1:], batch.teacher_logprobs, self.beta)
-        loss = share_of_mean(values, batch, "token-mean", denominator)
-        return self.coefficient * loss, {"train/ptx_divergence": values}
+        """Compute the mean over answer tokens, from log-probs [T], or [T, 1 + K] with a teacher."""
+        name = "train/ptx_loss"
+        values = -logprobs
+        if self.beta is not None:
+            name = "train/ptx_divergence"
+            values = generalized_jsd(logprobs[:, 1:], batch.teacher_logprobs, self.beta)
+        return self.coefficient * token_mean(values, batch, denominator), {name: values}
 
 
 class Balanced:
@@ -386,53 +191,13 @@ class Balanced:
     def __init__(
         self, objective: Callable[..., tuple[Tensor, Report]], balance: Balance, coefficient: float
     ):
-        self.objective = objective
+        self.of_logprobs = objective
         self.balance = balance
         self.coefficient = coefficient
 
     def __call__(
         self, logprobs: Tensor, batch: Batch, denominator: Denominator
     ) -> tuple[Tensor, Report]:
-        loss, report = self.objective(logprobs, batch, denominator)
+        loss, report = self.of_logprobs(logprobs, batch, denominator)
         report |= {"train/aux_loss": self.balance.loss.expand(len(logprobs))}
         return loss + self.coefficient * self.balance.share(batch.routing), report
-
-
-# -- gradients that are known early
-
-
-def local_gradients(
-    objective: Callable[..., tuple[Tensor, Report]], batch: Batch, denominator: Denominator
-) -> LocalGradients | None:
-    """Return the gradients of an objective that treats tokens, sequences or pairs alone.
-
-    Return None for any other objective.
-    """
-    match objective:
-        case Balanced():
-            return local_gradients(objective.objective, batch, denominator)
-        case PolicyObjective():
-            num_sequences = objective.num_sequences(batch)
-        case KTOObjective():
-            num_sequences = 1
-        case DPOObjective():
-            num_sequences = 2
-        case _:
-            of_tokens = objective is sft or isinstance(objective, PtxObjective | PtxDivergence)
-            num_sequences = 0 if of_tokens else None
-    if num_sequences is None:
-        return None
-
-    def gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        # Detached leaves: the graph ends at the log-probs, so no gradient runs back into the model
-        # here.
-        inputs = [
-            value.detach().requires_grad_() for value in (logprobs, entropy) if value is not None
-        ]
-        batch.entropy = None if entropy is None else inputs[1]
-        with torch.enable_grad():
-            loss, _ = objective(inputs[0], batch, denominator)
-        grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-        return grads[0], None if entropy is None else grads[1]
-
-    return LocalGradients(gradients, num_sequences)

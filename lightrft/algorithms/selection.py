@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightrft.algorithms.truncation import float_keys
 from lightrft.core.batch import Batch
-from lightrft.core.reduce import Sum
+from lightrft.core.losses import Sum
 
 BYTE = 256
 ROUNDED_BITS = 10

@@ -4,9 +4,10 @@ from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.correction import corrections
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.options import FIELDS
-from lightrft.algorithms.policy_loss import policy_losses, reach
+from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.config.resolve import BOTH_BOUNDS
 from lightrft.config.sections import AlgorithmSection
+from lightrft.core.objective import reach_of
 from lightrft.core.table import keywords
 from lightrft.registry import Registry
 
@@ -24,7 +25,7 @@ def unread_flags(section: AlgorithmSection) -> list[str]:
     notices += unread(policy_losses, section.policy_loss, changed, marks)
     if section.rollout_correction is not None:
         notices += unread(corrections, section.rollout_correction, changed)
-    if reach(policy_losses[section.policy_loss]) == "batch":
+    if reach_of(policy_losses[section.policy_loss]) == "batch":
         notices.append(
             f"--policy_loss {section.policy_loss}: the loss of a token may depend on all others, so"
             " that gradients wait for the whole batch; if it does not, say so:"

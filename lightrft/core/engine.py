@@ -3,27 +3,27 @@
 import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from lightrft.core.samples import Completion
+from lightrft.core.samples import Completion, Expanded
 
+MEDIA_NAMES = {"images": "image", "videos": "video", "audios": "audio"}
+"""Key of a medium in a request -> name in placeholders, flags, and prompts for one engine."""
 ABORTED = "abort"
 """Finish reason of a sample that was aborted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """The distribution that a response is sampled from, and where it ends."""
+class Decoding:
+    """How an engine samples responses; `engine/requests.py` adds what other engines can do."""
 
     n: int = 1
     """Samples of each prompt; they share the prefill."""
     max_tokens: int = 1024
     temperature: float = 1.0
-    """0 is greedy."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, as the tokenizer's end token does; the token itself is kept."""
+    """Temperature of the samples; 0 is greedy."""
 
     def after(self, num_tokens: int) -> Self:
         """Return the parameters for the rest of a response that has tokens already."""
@@ -32,20 +32,45 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to complete."""
+    """One prompt to complete.
+
+    Request([4, 86, 104, 97, 116, 63], multi_modal={"images": [image]})  # 4 stands for an image
+    """
 
     token_ids: list[int]
-    sampling: Sampling
-    seeds: tuple[int, ...]
-    """One seed for each sample. It alone determines the noise, whatever the batch and the rank."""
-    group: int | None = None
-    """Number that the requests of a group have in common."""
+    """Tokens of the prompt, with one placeholder for each image, video or clip, as a chat template
+    writes it."""
     multi_modal: dict[str, Any] = field(default_factory=dict)
+    """Lists under `images`, `videos` and `audios`, in the order of the placeholders and in any form
+    that the engine accepts."""
+    sampling: Decoding | None = None
+    """Sampling parameters that replace the loop's, except for the seed."""
+    seeds: tuple[int, ...] = ()
+    """One seed for each sample, from derived_seed(). It alone determines the sample's noise,
+    whatever the batch and the engine. If empty, the engine derives seeds from the seed of the loop
+    and the index of the request."""
+    group: int | None = None
+    """Number that the requests of a group have in common; --speculative group drafts from them.
+    None: the samples of the request are a group."""
+    expanded: Expanded | None = None
+    """Prompt with expanded media, set by the engine."""
+
+    @property
+    def prompt(self) -> list[int]:
+        """Return the tokens that the model reads."""
+        return self.expanded.token_ids if self.expanded else self.token_ids
+
+    def followed_by(self, token_ids: list[int]) -> Self:
+        """Return the request with tokens appended to the prompt."""
+        expanded = self.expanded and replace(
+            self.expanded, token_ids=self.expanded.token_ids + token_ids
+        )
+        return replace(self, token_ids=self.token_ids + token_ids, expanded=expanded)
 
 
-def derived_seed(*values: int | str) -> int:
-    """Return a seed of 63 bits from all values in order, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest()) >> 1
+def derived_seed(*parts: int | str) -> int:
+    """Return a seed of 63 bits from all parts in order, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 Ended = list[tuple[int, list[Completion]]]
@@ -76,29 +101,14 @@ class RequestLoop(Protocol):
         """Return what other ranks of this data replica have completed."""
 
 
-class Engine(Protocol):
-    """Generates with a copy of the actor's weights, and may release the memory while it sleeps.
+class LocalEngine(Protocol):
+    """An engine in the process of the trainer, with a copy of the actor's weights."""
 
-    The order of calls in a step: wake("weights"), load_weights(), wake("kv_cache"), open(), and
-    sleep(). Everything that an engine can get wrong is tested by `lightrft.engines.testing`.
-    """
-
-    name: ClassVar[str]
-    version: int
-    """Version of the weights in use; completions carry it."""
-
-    def open(self, sampling: Sampling) -> RequestLoop: ...
+    def open(self, sampling: Decoding) -> RequestLoop:
+        """Return a loop; `sampling` is for requests that bring none."""
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load a complete set of weights: Hugging Face names, full tensors."""
-
-    def sleep(self, level: int | None = None) -> None: ...
-
-    def wake(self, half: str) -> None: ...
-
-    def reset_cache(self) -> None: ...
-
-    def close(self) -> None: ...
+        """Load all weights; completions carry the version."""
 
 
 class Generates(Protocol):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch, padded, unpadded
-from lightrft.core.reduce import sequence_sums
+from lightrft.core.losses import sequence_sums
 
 Estimator = Callable[..., Tensor]
 

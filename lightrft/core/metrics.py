@@ -110,12 +110,6 @@ class Metrics:
         self._kinds = {}
         self._rows = {}
 
-    def take(self, other: "Metrics", name_of: Callable[[str], str]) -> None:
-        """Add what `other` has collected, under the names that `name_of` gives."""
-        for name, rows in other._rows.items():
-            self._kinds[name_of(name)] = other._kinds[name]
-            self._rows.setdefault(name_of(name), []).extend(rows)
-
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's numbers on the host, each as it was added.
 

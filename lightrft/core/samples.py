@@ -226,6 +226,19 @@ class Sample:
     episode: Episode | None = None
     """Turns of the response, if it has several. The text is then the last turn's."""
 
+    def extend(self, completion: Completion) -> None:
+        """Append what an engine has sampled."""
+        self.token_ids += completion.token_ids
+        self.logprobs += completion.logprobs
+        self.weight_versions += completion.weight_versions
+        self.drafts = self.drafts.plus(completion.drafts)
+        if completion.experts is not None:
+            import numpy as np  # worker processes do without it
+
+            # Tokens that had a record keep the experts that their log-probs come from.
+            before = completion.experts[:0] if self.experts is None else self.experts
+            self.experts = np.concatenate([before, completion.experts[len(before) :]])
+
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"

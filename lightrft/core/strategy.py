@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.core.batch import Batch
 from lightrft.core.batches import Rows, consecutive
-from lightrft.core.engine import RequestLoop, Sampling
+from lightrft.core.engine import Decoding, LocalEngine, RequestLoop
 
 
 class DataRanks(Protocol):
@@ -41,10 +41,10 @@ class Strategy(Protocol):
 
     # the engine
 
-    def awake(self, actor: nn.Module) -> AbstractContextManager[Any]:
+    def engine_awake(self, actor: nn.Module) -> AbstractContextManager[Any]:
         """Wake the engine with the newest weights of the actor; it sleeps afterwards."""
 
-    def open(self, sampling: Sampling) -> RequestLoop:
+    def open_generation(self, sampling: Decoding) -> RequestLoop:
         """Return a loop for requests of this rank."""
 
     @property
@@ -77,9 +77,12 @@ class Strategy(Protocol):
     ) -> None: ...
 
     def optimizer_step(
-        self, optimizer: Optimizer, module: nn.Module, scheduler: LRScheduler | None
+        self, optimizer: Optimizer, module: nn.Module, scheduler: LRScheduler | None, *, name: str
     ) -> Tensor:
-        """Clip the gradients and step; return the gradient norm before clipping: []."""
+        """Clip the gradients and step; return the gradient norm before clipping: [].
+
+        `name` is the name of the model in warnings.
+        """
 
     def begin_sum(self, value: Tensor) -> Callable[[], Tensor]:
         """Start to sum over all data ranks; return a function that waits for the sum."""
@@ -103,10 +106,10 @@ class Alone:
 class OneProcess:
     """A strategy for one process: the model and the engine stay where they are.
 
-    `engine` has open() and load_weights(); `max_tokens` limits a micro-batch.
+    `max_tokens` limits a micro-batch.
     """
 
-    def __init__(self, engine: Any, *, max_tokens: int = 8192, max_norm: float = 1.0):
+    def __init__(self, engine: LocalEngine, *, max_tokens: int = 8192, max_norm: float = 1.0):
         self.engine = engine
         self.max_tokens = max_tokens
         self.max_norm = max_norm
@@ -115,13 +118,13 @@ class OneProcess:
         self.weight_version = 0
 
     @contextmanager
-    def awake(self, actor: nn.Module) -> Iterator[None]:
+    def engine_awake(self, actor: nn.Module) -> Iterator[None]:
         self.weight_version += 1
         weights: Iterable[tuple[str, Tensor]] = actor.state_dict().items()
         self.engine.load_weights(weights, self.weight_version)
         yield
 
-    def open(self, sampling: Sampling) -> RequestLoop:
+    def open_generation(self, sampling: Decoding) -> RequestLoop:
         return self.engine.open(sampling)
 
     def redistribute(
@@ -142,7 +145,7 @@ class OneProcess:
         loss.backward()
 
     def optimizer_step(
-        self, optimizer: Optimizer, module: nn.Module, scheduler: LRScheduler | None
+        self, optimizer: Optimizer, module: nn.Module, scheduler: LRScheduler | None, *, name: str
     ) -> Tensor:
         norm = nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
         optimizer.step()

@@ -1,57 +1,26 @@
-"""Order of the data rows: a function of the seed and the position.
-
-So a resumed run has nothing to replay.
-"""
+"""Order of the rows of several data sets, and shares of the ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from math import ceil
 
 import torch
 
 from lightrft.config.errors import DataError
+from lightrft.core.order import Order
 
 DRAWS_AT_ONCE = 4096
 """Number of draws that a Blend makes at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Endless sequence of the data rows: one pass after another, each newly shuffled."""
-
-    num_rows: int
-    seed: int
-
-    @staticmethod
-    def check(num_rows: int, batch_size: int) -> None:
-        """Raise DataError for fewer rows than a batch: it would contain some of them twice."""
-        if num_rows < batch_size:
-            raise DataError(
-                f"{num_rows} rows of data do not fill one batch of {batch_size}: add rows, or"
-                " choose a smaller --rollout_batch_size (train_ppo) or --train_batch_size (other"
-                " commands)"
-            )
-
-    def rows(self, first: int, count: int) -> list[int]:
-        """Return `count` (at least 1) rows from position `first` on.
-
-        Positions are counted from 0 over all passes.
-        """
-        passes = range(first // self.num_rows, (first + count - 1) // self.num_rows + 1)
-        line = torch.cat([_shuffle(self.num_rows, self.seed + number) for number in passes])
-        begin = first % self.num_rows
-        return line[begin : begin + count].tolist()
-
-
-@lru_cache(maxsize=2)
-def _shuffle(num_rows: int, seed: int) -> torch.Tensor:
-    """Return the rows of a pass in order, [num_rows] int64.
-
-    They are cached, because large data take seconds to shuffle and every batch asks for a pass.
-    """
-    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
+def check_batch(num_rows: int, batch_size: int) -> None:
+    """Raise DataError for fewer rows than a batch: it would contain some of them twice."""
+    if num_rows < batch_size:
+        raise DataError(
+            f"{num_rows} rows of data do not fill one batch of {batch_size}: add rows, or"
+            " choose a smaller --rollout_batch_size (train_ppo) or --train_batch_size (other"
+            " commands)"
+        )
 
 
 def draws_of_epoch(sizes: Sequence[int], probabilities: Sequence[float]) -> int:
@@ -133,13 +102,3 @@ def share_of(rank: int, size: int, count: int) -> range:
     Sizes of parts differ by at most one.
     """
     return range(rank * count // size, (rank + 1) * count // size)
-
-
-def fair_owners(size: int, costs: Sequence[float]) -> list[int]:
-    """Return the rank of each item, so that all ranks have about the same cost.
-
-    Ranks get consecutive items, and the costs are positive. Equal costs give the parts of
-    share_of().
-    """
-    sums = list(accumulate(costs))
-    return [ceil(round(end * size / sums[-1], 9)) - 1 for end in sums]

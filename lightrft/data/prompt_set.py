@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Self
 
+from lightrft.core.order import Order
 from lightrft.core.samples import Prompt
 from lightrft.data.digests import digests_of_pieces
-from lightrft.data.loader import Blend, Order, draws_of_epoch
+from lightrft.data.loader import Blend, draws_of_epoch
 
 
 @dataclass(frozen=True, slots=True)

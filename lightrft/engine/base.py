@@ -13,11 +13,12 @@ from torch import Tensor
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EngineSection
-from lightrft.core.samples import Completion
-from lightrft.engine.loop import RequestLoop
-from lightrft.engine.media import MEDIA_NAMES, digest, read
+from lightrft.core.engine import MEDIA_NAMES, Request, derived_seed
+from lightrft.core.samples import Completion, Expanded
+from lightrft.engine.loop import EngineLoop
+from lightrft.engine.media import digest, read
 from lightrft.engine.model_info import Vocabulary
-from lightrft.engine.requests import Expanded, Request, Sampling, derived_seed, out_of_vocabulary
+from lightrft.engine.requests import Sampling, out_of_vocabulary
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.collectives import Axis
 from lightrft.weight_sync.adapters import Adapters
@@ -131,7 +132,7 @@ class Engine(ABC):
 
     # -- what a run calls
 
-    def open(self, sampling: Sampling) -> RequestLoop:
+    def open(self, sampling: Sampling) -> EngineLoop:
         """Return a loop that takes requests while others decode.
 
         `sampling` is for requests that bring none. Log-probs are taken under the sampled
@@ -141,7 +142,7 @@ class Engine(ABC):
         raises ValueError before any request begins, and the engine stays usable.
         """
         self._check_can_generate()
-        return RequestLoop(self, sampling)
+        return EngineLoop(self, sampling)
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
         """Return `n` completions for each request, in the order of the requests; see stream()."""
@@ -165,7 +166,7 @@ class Engine(ABC):
         named_tensors: Iterable[tuple[str, Tensor]],
         version: int,
         *,
-        loop: RequestLoop | None = None,
+        loop: EngineLoop | None = None,
     ) -> None:
         """Load a complete set of weights: full tensors with exactly the expected names and shapes.
 
@@ -179,7 +180,7 @@ class Engine(ABC):
         every FULL_EVERY-th sync of adapters also compares the other weights with those that were
         sent once.
 
-        While requests run, only their loop may load, with RequestLoop.load_weights(), and passes
+        While requests run, only their loop may load, with EngineLoop.load_weights(), and passes
         itself as `loop`. Then the caches stay, but later requests do not use them.
         """
         self._check_usable(loop)
@@ -333,7 +334,7 @@ class Engine(ABC):
 
     # -- what a loop calls
 
-    def begin_requests(self, requests: list[Request], loop: RequestLoop) -> list[Request]:
+    def begin_requests(self, requests: list[Request], loop: EngineLoop) -> list[Request]:
         """Complete a loop's next requests with sampling, seeds and media; all ranks check them."""
         self._check_can_generate(loop)
         banned = self.vocabulary.never_sampled if self.vocabulary else ()
@@ -350,7 +351,7 @@ class Engine(ABC):
         return self._validated(own, loop.sampling)
 
     @contextmanager
-    def generating(self, loop: RequestLoop) -> Iterator[None]:
+    def generating(self, loop: EngineLoop) -> Iterator[None]:
         """Guard an action of a loop.
 
         An exception inside, or requests that are left in the loop, make the engine unusable.
@@ -361,7 +362,7 @@ class Engine(ABC):
         self._failure = loop.unread if loop.running else None
 
     @contextmanager
-    def between_steps(self, loop: RequestLoop) -> Iterator[None]:
+    def between_steps(self, loop: EngineLoop) -> Iterator[None]:
         """Guard a load of weights under a loop's requests; the engine makes no step meanwhile.
 
         An exception inside makes the engine unusable.
@@ -370,7 +371,7 @@ class Engine(ABC):
         with self._fatal("load_weights"), self._paused():
             yield
 
-    def _check_can_generate(self, loop: RequestLoop | None = None) -> None:
+    def _check_can_generate(self, loop: EngineLoop | None = None) -> None:
         """Raise EngineError if the engine cannot generate; a loop whose requests run always may."""
         if loop is not None and self._failure is loop.unread:
             return
@@ -667,7 +668,7 @@ class Engine(ABC):
 
     # -- checks of the engine
 
-    def _check_usable(self, loop: RequestLoop | None = None) -> None:
+    def _check_usable(self, loop: EngineLoop | None = None) -> None:
         """Raise EngineError for a closed or failed engine, and while other loops' requests run."""
         if self.closed:
             raise EngineError("the engine is closed")
@@ -691,7 +692,7 @@ class Engine(ABC):
             raise EngineError(f"{type(self).__name__}.{verb} failed: {error}") from error
 
 
-def _to_the_end(loop: RequestLoop) -> Iterator[tuple[int, list[Completion]]]:
+def _to_the_end(loop: EngineLoop) -> Iterator[tuple[int, list[Completion]]]:
     while loop.running:
         yield from loop.step()
 

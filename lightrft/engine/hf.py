@@ -14,13 +14,13 @@ from lightrft.algorithms.truncation import ALL, Truncation, without_padding
 from lightrft.attention.layout import bidirectional_token
 from lightrft.attention.recurrent import lift_time_step_limits
 from lightrft.core.batch import RoutedShape, concatenated_features
-from lightrft.core.samples import Completion
+from lightrft.core.engine import ABORTED, Request
+from lightrft.core.samples import Completion, Expanded
 from lightrft.engine.base import Engine, EngineSetup, Part
-from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import MediaReader
 from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
 from lightrft.engine.probe import Probe
-from lightrft.engine.requests import Expanded, Request, Sampling
+from lightrft.engine.requests import Sampling
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.device import float32_product, grow_segments, release_cached_memory
 from lightrft.parallel.expert_parallel import routers

@@ -13,11 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightrft.core.engine import ABORTED, Decoding, Ended, Request, derived_seed
 from lightrft.core.samples import Completion
-from lightrft.engine.requests import Request, Sampling, derived_seed
-
-ABORTED = "abort"
-"""Finish reason of a sample that was aborted."""
 
 
 class Completes(Protocol):
@@ -28,9 +25,9 @@ class Completes(Protocol):
 
     def prompts_at_once(self, n: int) -> int: ...
 
-    def begin_requests(self, requests: list[Request], loop: "RequestLoop") -> list[Request]: ...
+    def begin_requests(self, requests: list[Request], loop: "EngineLoop") -> list[Request]: ...
 
-    def generating(self, loop: "RequestLoop") -> AbstractContextManager[None]: ...
+    def generating(self, loop: "EngineLoop") -> AbstractContextManager[None]: ...
 
     def _add(self, key: int, request: Request) -> None: ...
 
@@ -40,20 +37,20 @@ class Completes(Protocol):
 
     def _num_sampled(self, key: int) -> list[int]: ...
 
-    def between_steps(self, loop: "RequestLoop") -> AbstractContextManager[None]: ...
+    def between_steps(self, loop: "EngineLoop") -> AbstractContextManager[None]: ...
 
     def load_weights(
         self,
         named_tensors: Iterable[tuple[str, Tensor]],
         version: int,
         *,
-        loop: "RequestLoop | None" = None,
+        loop: "EngineLoop | None" = None,
     ) -> None: ...
 
     def _cut(self, samples: list[Completion], stop: tuple[str, ...]) -> list[Completion]: ...
 
 
-class RequestLoop:
+class EngineLoop:
     """Requests that an engine completes, made by Engine.open().
 
         loop = engine.open(sampling)
@@ -70,7 +67,7 @@ class RequestLoop:
     engine refuses other calls.
     """
 
-    def __init__(self, engine: Completes, sampling: Sampling):
+    def __init__(self, engine: Completes, sampling: Decoding):
         self.engine = engine
         self.sampling = sampling
         self.running: dict[int, _Running] = {}
@@ -113,7 +110,7 @@ class RequestLoop:
         """Begin requests that only this rank has, or the ranks that share the engine."""
         return self.add(requests)
 
-    def step(self) -> list[tuple[int, list[Completion]]]:
+    def step(self) -> Ended:
         """Continue the samples that run; return (index, `n` completions) of each ended request.
 
         A step of vllm and hf computes one token of each sample in the batch; a step of sglang takes
@@ -136,11 +133,11 @@ class RequestLoop:
             for index, each in finished
         ]
 
-    def of_other_ranks(self) -> list[tuple[int, list[Completion]]]:
+    def of_other_ranks(self) -> Ended:
         """Return nothing: no other rank has requests in this loop."""
         return []
 
-    def to_the_end(self) -> list[tuple[int, list[Completion]]]:
+    def to_the_end(self) -> Ended:
         """Return (index, completions) of all requests, in the order of ending."""
         finished = []
         while self.running:

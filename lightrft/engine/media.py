@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor, ProcessorMixin
 
+from lightrft.core.engine import MEDIA_NAMES, Request
 from lightrft.core.samples import Expanded
-from lightrft.engine.requests import MEDIA_NAMES, Request
 
 FRAMES_ALONE = ("Qwen2_5OmniProcessor",)
 """Processors of models that compute only the frames that a clip has. Clips are padded to the

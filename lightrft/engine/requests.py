@@ -1,33 +1,24 @@
-"""Requests to an engine: prompts, and how to sample completions."""
+"""How engines sample completions: every parameter of a request."""
 
-import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Self
 
 from lightrft.algorithms.truncation import Truncation
 from lightrft.config.values import COLDEST, HOTTEST
-from lightrft.core.samples import Expanded
-
-MEDIA_NAMES = {"images": "image", "videos": "video", "audios": "audio"}
-"""Key of a medium in a request -> name in placeholders, flags, and prompts for one engine."""
+from lightrft.core.engine import Decoding
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Decoding):
     """Sampling parameters of a call, or of one request.
 
     First, banned tokens are removed, and logits are divided by the temperature. Then three limits
     apply one after another: tokens with less than min p of the largest probability are left out,
     then all but the top k, and then all but the top p. The remaining probabilities are normalised
-    to 1.
+    to 1. Greedy samples, at temperature 0, ignore the three limits.
     """
 
-    n: int = 1
-    """Samples of each prompt; they share the prefill."""
-    max_tokens: int = 1024
-    temperature: float = 1.0
-    """Temperature of the samples; 0 is greedy and ignores top_p, top_k and min_p."""
     seed: int = 0
     """Seed of a call, for requests without seeds. It is equal within an engine's tensor-parallel
     group, and different between replicas and steps."""
@@ -69,6 +60,17 @@ class Sampling:
             banned_early=self.end_token_ids,
         )
 
+    def after(self, num_tokens: int) -> Self:
+        """Return the parameters for the rest of a response that has tokens already.
+
+        Two options concern the first tokens alone.
+        """
+        rest = replace(self, max_tokens=self.max_tokens - num_tokens)
+        if not num_tokens:
+            return rest
+        left = max(self.min_tokens - num_tokens, 0)
+        return replace(rest, first_token_temperature=None, min_tokens=left)
+
     def resolved(self, never_sampled: tuple[int, ...], ends: Iterable[int] = ()) -> Self:
         """Return the parameters for adapters, with all banned tokens listed.
 
@@ -100,49 +102,6 @@ class Sampling:
             broken += [f"token {outside} is not in the vocabulary of {vocabulary_size}"]
 
         return f"cannot sample with {self}: {'; '.join(broken)}" if broken else None
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt to complete.
-
-    Request([4, 86, 104, 97, 116, 63], multi_modal={"images": [image]})  # 4 stands for an image
-    """
-
-    token_ids: list[int]
-    """Tokens of the prompt, with one placeholder for each image, video or clip, as a chat template
-    writes it."""
-    multi_modal: dict[str, Any] = field(default_factory=dict)
-    """Lists under `images`, `videos` and `audios`, in the order of the placeholders and in any form
-    that media.py accepts."""
-    sampling: Sampling | None = None
-    """Sampling parameters that replace the call's, except for the seed."""
-    seeds: tuple[int, ...] = ()
-    """One seed for each sample, from derived_seed(). It alone determines the sample's noise,
-    whatever the batch and the engine. If empty, seeds are derived from the call's seed and the
-    index of the request in the call."""
-    group: int | None = None
-    """Number that the requests of a group have in common; --speculative group drafts from them.
-    None: the samples of the request are a group."""
-    expanded: Expanded | None = None
-    """Prompt with expanded media, set by the engine."""
-
-    @property
-    def prompt(self) -> list[int]:
-        """Return the tokens that the model reads."""
-        return self.expanded.token_ids if self.expanded else self.token_ids
-
-    def followed_by(self, token_ids: list[int]) -> Self:
-        """Return the request with tokens appended to the prompt."""
-        expanded = self.expanded and replace(
-            self.expanded, token_ids=self.expanded.token_ids + token_ids
-        )
-        return replace(self, token_ids=self.token_ids + token_ids, expanded=expanded)
-
-
-def derived_seed(*parts: int | str) -> int:
-    """Return a seed of 63 bits from all parts in order, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 def out_of_vocabulary(token_ids: Iterable[int], vocabulary_size: int | None) -> int | None:

@@ -26,7 +26,7 @@ from lightrft.core.batch import (
     to_device,
     unpadded,
 )
-from lightrft.core.reduce import LocalGradients
+from lightrft.core.losses import Denominator
 from lightrft.core.samples import Expanded
 from lightrft.models.empty import real_parameters
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
@@ -119,6 +119,50 @@ class Hidden:
         places = shared.places[positions] if shared else positions
         indices, local = self.sequence.own(places, self.computed.num_computed)
         return indices, to_device(local, self.values.device)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGradients:
+    """Gradients of an objective that are known before all log-probs of the batch are."""
+
+    compute: Callable[[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
+    """(log-probs [T], entropy [T] or None) -> the gradients of the objective by both.
+
+    The gradients of some tokens are right as soon as these tokens have their log-probs.
+    """
+    num_sequences: int
+    """Number of consecutive sequences whose tokens determine each other's gradients.
+
+    0: a token alone determines its own, 1: a sequence, 2: a pair.
+    """
+
+
+def local_gradients(
+    objective: Callable[..., tuple[Tensor, Any]], batch: Batch, denominator: Denominator
+) -> LocalGradients | None:
+    """Return the gradients of an objective whose `reach` is a token, a sequence or a pair.
+
+    Return None for any other objective. If an objective has more than log-probs, such as the load
+    of experts, its `of_logprobs` is the objective without that.
+    """
+    objective = getattr(objective, "of_logprobs", objective)
+    reach = getattr(objective, "reach", None)
+    if reach is None or reach(batch) == "batch":
+        return None
+
+    def gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        # Detached leaves: the graph ends at the log-probs, so no gradient runs back into the model
+        # here.
+        inputs = [
+            value.detach().requires_grad_() for value in (logprobs, entropy) if value is not None
+        ]
+        batch.entropy = None if entropy is None else inputs[1]
+        with torch.enable_grad():
+            loss, _ = objective(inputs[0], batch, denominator)
+        grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+        return grads[0], None if entropy is None else grads[1]
+
+    return LocalGradients(gradients, {"token": 0, "sequence": 1, "pair": 2}[reach(batch)])
 
 
 Read = Callable[[Actor, Hidden, float, Truncation], tuple[Tensor, Tensor | None]]

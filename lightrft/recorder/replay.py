@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.backends.optim import own_settings
 from lightrft.checkpoint.manager import PARTS_FILE
@@ -20,15 +20,17 @@ from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import moves_reference
 from lightrft.core.batch import Experience
 from lightrft.core.experience import flatten, numbers_of_rows
+from lightrft.core.losses import Denominator, Report
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Denominator, Report
+from lightrft.core.objective import PolicyObjective
 from lightrft.core.samples import Prompt, Sample
+from lightrft.core.step import StepRecord
 from lightrft.data.prompt_set import PromptSet
 from lightrft.models.load import load_tokenizer
 from lightrft.observe.sinks import Writer
 from lightrft.recorder.bundle import Bundle
 from lightrft.recorder.phases import STAGES, Stage
-from lightrft.run.digests import Digests, StepRecord, row_of
+from lightrft.run.digests import Digests, row_of
 from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import sample_of_json
 from lightrft.strategy import get_strategy
@@ -91,15 +93,18 @@ class Replay:
     """Number of a sample -> what happened in the loss."""
 
 
-class _Observed(PolicyObjective):
+class _Observed:
     """The objective of a run, which also records the shares of some samples."""
 
-    records: dict[int, SampleRecord]
+    def __init__(self, objective: PolicyObjective, records: dict[int, SampleRecord]):
+        self.objective = objective
+        self.reach = objective.reach
+        self.records = records
 
     def __call__(
         self, logprobs: Tensor, batch: Experience, denominator: Denominator
     ) -> tuple[Tensor, Report]:
-        loss, report = super().__call__(logprobs, batch, denominator)
+        loss, report = self.objective(logprobs, batch, denominator)
         # It is also called on detached log-probs, for gradients that are known early.
         if logprobs.requires_grad and not logprobs.is_leaf:
             with torch.no_grad():
@@ -115,7 +120,7 @@ class _Observed(PolicyObjective):
 
             own = batch.loss_mask & (batch.sequence_ids == place)
             alone = replace(batch, loss_mask=own, learned=None)
-            share, _ = super().__call__(logprobs, alone, denominator)
+            share, _ = self.objective(logprobs, alone, denominator)
             record = self.records[row]
             sampled = logprobs if batch.candidates is None else logprobs[:, 0]
             record.logprobs.append(sampled[own])
@@ -182,7 +187,7 @@ def _replay(
     if stage in ("loss", "gradient"):
         for learner in step.learners(by_row):
             if bundle.content["step"] >= learner.first_step:
-                losses += learner.learn(plan, bundle.config, Metrics())
+                losses += learner.learn(plan, Metrics())
         result.loss = sum(map(float, losses)) / len(losses) if losses else None
 
     names = [*STAGES]
@@ -292,10 +297,11 @@ class _Step:
 
     def learners(self, records: dict[int, SampleRecord]) -> list[Any]:
         """Return what learns in the step, with an objective that fills the records."""
-        objective = _Observed(self.config.algorithm, self.kl_coefficient, self.entropy_coefficient)
-        objective.records = records
+        objective = policy_objective(
+            self.config.algorithm, self.kl_coefficient, self.entropy_coefficient
+        )
         return self.build.build_learners(
-            self.config, self.policy, self.critic, None, None, objective
+            self.config, self.policy, self.critic, None, None, _Observed(objective, records)
         )
 
 

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.references import RewardTerm, chosen_labels
 from lightrft.config.sections import Config, longest_sequence
+from lightrft.core.engine import Request, derived_seed
 from lightrft.core.samples import Sample
 from lightrft.data.rendering.template import chat_template, turn_end_ids
 from lightrft.data.rendering.tokens import text_tokens
-from lightrft.engine.requests import Request, Sampling, derived_seed
+from lightrft.engine.requests import Sampling
 from lightrft.rewards.judge_settings import ATTEMPTS, JudgeSettings
 from lightrft.rewards.models import add_score
 from lightrft.strategy.strategy import StrategyBase

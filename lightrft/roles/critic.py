@@ -8,11 +8,12 @@ from torch import Tensor
 
 from lightrft.core.batch import Batch
 from lightrft.core.batches import Rows
-from lightrft.core.reduce import LocalGradients, Report
-from lightrft.roles.role import Role
+from lightrft.core.losses import Report
+from lightrft.models.heads import LocalGradients
+from lightrft.roles.role import DistributedRole
 
 
-class Critic(Role):
+class Critic(DistributedRole):
     """Value model; its module is a models.heads.Scorer."""
 
     NAME = "critic"
@@ -23,11 +24,11 @@ class Critic(Role):
         That is the state after the earlier tokens, where it is chosen. Column 0 and the padding are
         0, as in get_logprobs().
         """
-        return {"values": self._answer(batch, self.module, lambda part: self.forward(part)[0], mbs)}
+        return {"values": self._answer(batch, lambda part: self.forward(part)[0], mbs)}
 
     def values(self, batch: Batch, rows: Rows) -> Tensor:
         """Return the same values for a flat batch: [T] float32 on the host."""
-        return self._infer(self.module, lambda part: self.forward(part)[0], batch, rows)
+        return self.infer(lambda part: self.forward(part)[0], batch, rows)
 
     def forward(
         self, batch: Batch, gradients: LocalGradients | None = None

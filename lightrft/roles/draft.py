@@ -8,13 +8,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.truncation import Truncation
 from lightrft.core.batch import Batch
-from lightrft.core.reduce import LocalGradients, Report
-from lightrft.models.heads import TokenLogprobs
-from lightrft.roles.role import Role
+from lightrft.core.losses import Report
+from lightrft.models.heads import LocalGradients, TokenLogprobs
+from lightrft.roles.role import DistributedRole
 from lightrft.strategy.strategy import StrategyBase
 
 
-class Draft(Role):
+class Draft(DistributedRole):
     """Language model that learns from the responses of the actor.
 
     Its module is a models.heads.Actor. Responses are samples of the actor, so the mean negative

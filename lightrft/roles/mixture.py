@@ -4,6 +4,7 @@ That is so if the load of the experts is balanced, by a loss or by the biases of
 choices of the engine's routers are replayed.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
@@ -16,12 +17,12 @@ from lightrft.algorithms.objectives import Balanced
 from lightrft.algorithms.truncation import ALL
 from lightrft.core.batch import Batch, Routing
 from lightrft.core.batches import Rows, micro_batches
+from lightrft.core.losses import Report
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Denominator, LocalGradients, Report
+from lightrft.core.role import LossTerm
+from lightrft.models.heads import LocalGradients
 from lightrft.models.routers import RouterChoices, Routers
 from lightrft.roles.policy import WITHOUT_ENTROPY, Policy
-from lightrft.roles.role import Objective
-from lightrft.strategy.phases import Phase
 
 
 class MixturePolicy(Policy):
@@ -54,42 +55,36 @@ class MixturePolicy(Policy):
             self._step.expert_load = load if before is None else before + load
         return choices.report(sequence)
 
-    def finish_train_step(self) -> tuple[Tensor, Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor]:
         """Step the optimizer, and balance the load of the experts if it was measured; see Role."""
-        step = self._open_step()
-        load = step.expert_load
-        if load is None or step.num_done < step.num_microbatches:
-            return super().finish_train_step()
+        load = self._open_step().expert_load
+        if load is None:
+            return super().finish()
 
         # The loads of all ranks are summed with the loss, in one collective.
-        step.loss = torch.cat([step.loss[None], load.flatten()])
-        sums, norm = super().finish_train_step()
+        self.total = torch.cat([self.total[None], load.flatten()])
+        sums, norm = super().finish()
         self._load_report = self.actor.router_choices.balance(sums[1:].view_as(load))
         return sums[0], norm
 
-    def update(
-        self,
-        batch: Batch,
-        rows: Rows,
-        objective: Objective,
-        denominator: Denominator,
-        metrics: Metrics,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
+    def learn(self, terms: Sequence[LossTerm], metrics: Metrics) -> tuple[Tensor, Tensor]:
         """Take one optimizer step; see Role.
 
-        With `routers`, a forward pass first measures the load of all the tokens.
+        With `routers`, a forward pass first measures the load of all the tokens of the first term.
         """
         if self.routers:
-            objective = Balanced(objective, self._balance(batch, rows), self.routers.coefficient)
-        loss_and_norm = super().update(batch, rows, objective, denominator, metrics, **options)
+            first, *others = terms
+            balance = self._balance(first.batch, first.rows)
+            objective = Balanced(first.objective, balance, self.routers.coefficient)
+            terms = [replace(first, objective=objective), *others]
+        loss_and_norm = super().learn(terms, metrics)
         for name, value in self._load_report.items():
             (metrics.max if name.endswith("_max") else metrics.mean)(name, value)
         return loss_and_norm
 
     def _balance(self, batch: Batch, rows: Rows) -> Balance:
         """Compute the load of the experts over the tokens of all ranks, without dropout."""
-        self.strategy.enter(Phase.LOGPROB, self.actor)
+        self.strategy.enter("logprob", self.actor)
         self.actor.eval()
 
         sums = []

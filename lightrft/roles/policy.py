@@ -16,17 +16,16 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch
 from lightrft.core.batches import Rows
-from lightrft.core.reduce import LocalGradients, Report
-from lightrft.models.heads import Actor, Likeliest, TokenLogprobs
+from lightrft.core.losses import Report
+from lightrft.models.heads import Actor, Likeliest, LocalGradients, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off
 from lightrft.roles.policy_methods import PolicyMethods
-from lightrft.roles.role import Role
 from lightrft.strategy.strategy import StrategyBase
 
 WITHOUT_ENTROPY = TokenLogprobs(entropy=False)
 
 
-class Policy(Role, PolicyMethods):
+class Policy(PolicyMethods):
     """Log-probs, updates and samples of the actor, and log-probs of the frozen reference.
 
     A run calls logprobs(), reference_logprobs() and update() with flat batches. Loops of your own
@@ -58,7 +57,7 @@ class Policy(Role, PolicyMethods):
 
         An actor with adapters may be its own `reference`, computed without the adapters. All
         log-probs refer to the sampling distribution: at `temperature`, over the part of the
-        vocabulary that `truncation` leaves. `options` go to Role: average, max_tokens,
+        vocabulary that `truncation` leaves. `options` go to DistributedRole: average, max_tokens,
         max_logprob_tokens, batching.
         """
         super().__init__(strategy, actor, optimizer, scheduler, **options)
@@ -83,9 +82,7 @@ class Policy(Role, PolicyMethods):
 
         [T] float32 on the host.
         """
-        return self._infer(
-            self.actor, lambda part: self._token_logprobs(self.actor, part), batch, rows
-        )
+        return self.infer(lambda part: self._token_logprobs(self.actor, part), batch, rows)
 
     def logprobs_and_entropy(self, batch: Batch, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return logprobs(), and the entropy of the distribution at the same places: [T], [T]."""
@@ -93,7 +90,7 @@ class Policy(Role, PolicyMethods):
         def ask(part: Batch) -> Tensor:
             return torch.stack(self.actor(part, self.temperature, self.truncation), dim=1)
 
-        both = self._infer(self.actor, ask, batch, rows)
+        both = self.infer(ask, batch, rows)
         return both[:, 0], both[:, 1]
 
     def likeliest(self, batch: Batch, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +108,7 @@ class Policy(Role, PolicyMethods):
             # ids below 2^24.
             return torch.cat([logprobs, F.pad(ids, (0, k - num)).float()], dim=1).cpu()
 
-        logprobs, ids = self._infer(self.actor, ask, batch, rows).tensor_split([k], dim=1)
+        logprobs, ids = self.infer(ask, batch, rows).tensor_split([k], dim=1)
         return logprobs, ids.int().masked_fill(logprobs.isneginf(), -1)
 
     def reference_logprobs(self, batch: Batch, rows: Rows) -> Tensor:
@@ -121,8 +118,8 @@ class Policy(Role, PolicyMethods):
         """
         batch = replace(batch, experts=None)
         with self._reference() as reference:
-            return self._infer(
-                reference, lambda part: self._token_logprobs(reference, part), batch, rows
+            return self.infer(
+                lambda part: self._token_logprobs(reference, part), batch, rows, reference
             )
 
     def forward(

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import ALL, Truncation
@@ -22,31 +20,25 @@ from lightrft.models.heads import Actor, Likeliest
 from lightrft.models.lora import fold_adapters, plain_name
 from lightrft.observe.profiler import Profiler
 from lightrft.roles.padded import flatten_padded
+from lightrft.roles.role import DistributedRole
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.prompt_reader import PromptReader
-from lightrft.strategy.strategy import StrategyBase
 from lightrft.weight_sync.stream import hf_parameters, persistent_buffers, unwrap
 
 EVERYTHING = 2**62
 PROFILES = "profile"
 
 
-class PolicyMethods:
+class PolicyMethods(DistributedRole):
     """Methods that Policy has for loops of your own.
 
-    Batches are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded; see Role.
+    Batches are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded.
     """
 
-    strategy: StrategyBase
     actor: Actor
-    optimizer: Optimizer | None
-    scheduler: LRScheduler | None
     tokenizer: PreTrainedTokenizerBase | None
     temperature: float
     truncation: Truncation
-    width_multiple: int
-    _step: Any
-    _answer: Callable[..., Tensor]
     _token_logprobs: Callable[[Actor, Batch], Tensor]
     _reference: Callable[[], AbstractContextManager[Actor]]
 
@@ -62,11 +54,8 @@ class PolicyMethods:
 
         Column 0 and the padding are 0.
         """
-        return {
-            "logprobs": self._answer(
-                batch, self.actor, lambda part: self._token_logprobs(self.actor, part), mbs
-            )
-        }
+        values = self._answer(batch, lambda part: self._token_logprobs(self.actor, part), mbs)
+        return {"logprobs": values}
 
     def get_reference_logprobs(
         self, batch: Mapping[str, Any], mbs: int | None = None
@@ -74,7 +63,7 @@ class PolicyMethods:
         """Return `reference_logprobs` [B, S]: the same under the reference model."""
         with self._reference() as reference:
             values = self._answer(
-                batch, reference, lambda part: self._token_logprobs(reference, part), mbs
+                batch, lambda part: self._token_logprobs(reference, part), mbs, reference
             )
         return {"reference_logprobs": values}
 
@@ -92,7 +81,7 @@ class PolicyMethods:
             logprobs, ids = self.actor(part, self.temperature, ALL, Likeliest(k, after_all=True))
             return torch.cat([logprobs, ids.float()], dim=1)  # float32 is exact for ids below 2^24
 
-        top = self._answer(batch, self.actor, ask, mbs)
+        top = self._answer(batch, ask, mbs)
         top = top.view(*top.shape[:2], 2 * k)  # also if no rank has rows
         return {"top_logprobs": top[..., :k], "top_ids": top[..., k:].long()}
 
@@ -202,10 +191,7 @@ class PolicyMethods:
 
     def finish_training(self) -> None:
         """Move actor and optimizer off the device with --offload_idle."""
-        if self._step is not None:
-            raise RuntimeError(
-                "a train step is open: call finish_train_step() or abort_train_step() first"
-            )
+        self._refuse_open_step()
         self.strategy.enter(Phase.LOGPROB)
 
     def finish_inference(self) -> None:

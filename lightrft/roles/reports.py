@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from lightrft.core.reduce import Report, Weighted
+from lightrft.algorithms.means import Weighted
+from lightrft.core.losses import Report
 from lightrft.parallel.collectives import Axis
 
 

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch, JudgedBatch, to_device
-from lightrft.core.reduce import LocalGradients, Report, sequence_sums
+from lightrft.core.losses import Report, sequence_sums
+from lightrft.models.heads import LocalGradients
 from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
-from lightrft.roles.role import Role
+from lightrft.roles.role import DistributedRole
 
 
-class RewardModel(Role):
+class RewardModel(DistributedRole):
     """Reward model; its module is a models.heads.Scorer, read at the last token of each sequence.
 
     If it has several heads, the mean counts. Objectives of train() get scores [N], and the
@@ -24,7 +25,7 @@ class RewardModel(Role):
 
     def get_scores(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the score at each token, [B, S] float32 on the host."""
-        return self._answer(batch, self.module, lambda part: _mean(self.module(part)), mbs)
+        return self._answer(batch, lambda part: _mean(self.module(part)), mbs)
 
     def get_flat_scores(self, columns: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the score at each token of this rank's rows, [T] float32 on the host.
@@ -39,9 +40,7 @@ class RewardModel(Role):
         batch = Batch(
             **columns, rows=torch.tensor(owners[self.strategy.mesh.data.rank], dtype=torch.int64)
         )
-        return self._answer_flat(
-            batch, owners, self.module, lambda part: _mean(self.module(part)), mbs
-        )
+        return self._answer_flat(batch, owners, lambda part: _mean(self.module(part)), mbs)
 
     def get_rewards(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the rewards, [B] float32 on the host: the scores at the last tokens."""

@@ -1,12 +1,9 @@
-"""Base of all roles: a model that is trained or used for inference in micro-batches.
+"""Base of the roles of a run: what options and loops of your own add to a role of the core."""
 
-The micro-batches are planned over all ranks.
-"""
-
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar
@@ -16,69 +13,45 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.algorithms.objectives import local_gradients
+from lightrft.algorithms.means import MoreCounts, PromptTokens, Weighted
 from lightrft.batching.micro_batches import regroup
 from lightrft.batching.planner import Batching
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import Batch, padded
-from lightrft.core.batches import Rows, empty_microbatch, infer, micro_batches
+from lightrft.core.batches import Rows, empty_microbatch, micro_batches
+from lightrft.core.losses import Denominator, Report, sequence_sums
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Denominator, LocalGradients, PromptTokens, Report, Weighted
+from lightrft.core.role import Forward, LossTerm, Objective, Role
+from lightrft.models.heads import LocalGradients, local_gradients
 from lightrft.roles.operations import TrainingOperations
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten_padded
 from lightrft.roles.reports import MicroBatchReports
-from lightrft.strategy.phases import Phase
 from lightrft.strategy.strategy import StrategyBase
 
-Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
-"""(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports
-by metric name.
-"""
 ALL_MB_METRICS = "all_mb_metrics"
 """NeMo-RL's name for the metrics of all micro-batches."""
 MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
-
-
-@dataclass(frozen=True, slots=True)
-class LossTerm:
-    """A term of the loss of an optimizer step: sequences in micro-batches, and an objective.
-
-    The objective computes each micro-batch's share of the term.
-    """
-
-    batch: Batch
-    rows: Rows
-    objective: Objective
-    denominator: Denominator
-    forward: Callable[[Batch, LocalGradients | None], tuple[Tensor, Report]]
-    """Function that computes the input of the objective, and further reports; see Role.forward."""
 
 
 @dataclass(slots=True)
 class TrainStep:
     """An optimizer step that has begun."""
 
-    objective: Objective
-    denominator: Denominator
     num_microbatches: int
     learn: bool
-    loss: Tensor
-    """This rank's share so far, []. A mixture appends the load of its experts before the sum."""
-    num_started: int = 0
-    """Number of micro-batches that have been passed in."""
-    num_done: int = 0
-    """Number of micro-batches whose gradients have been added."""
     batch: Batch | None = None
     """The newest micro-batch."""
     expert_load: Tensor | None = None
     """How many of this rank's tokens chose each expert so far, [layers, E], if it is measured."""
+    term: LossTerm | None = None
+    """Objective and denominator of a step by hand."""
 
 
-class Role(ABC):
-    """A model under a strategy. It learns if it has an optimizer.
+class DistributedRole(Role):
+    """A model whose rows are planned over all ranks. It learns if it has an optimizer.
 
-    A run passes flat batches, planned over all ranks: to denominator(),
-    update() and to the methods of a role that compute, such as Policy.logprobs().
+    A run passes flat batches, planned over all ranks: to denominator(), learn() and to the methods
+    of a role that compute, such as Policy.logprobs().
 
     Loops of your own pass mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded,
     to train(), redistribute() and all methods that begin with `get_`. A mapping contains this
@@ -88,8 +61,6 @@ class Role(ABC):
     All ranks call a method together.
     """
 
-    NAME: ClassVar[str] = "model"
-    """Name in warnings."""
     TRAIN_KEYS: ClassVar[Sequence[str]] = (TOKEN_MASK, SAMPLE_MASK)
     """Keys that train() needs in addition to ids and lengths."""
 
@@ -106,11 +77,7 @@ class Role(ABC):
         batching: Batching = "packed",
         width_multiple: int = 1,
     ):
-        self.strategy = strategy
-        self.module = module
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-
+        super().__init__(strategy, module, optimizer, scheduler)
         self.average = average
         """Moving average of the parameters; update_average() keeps it up to date. It is not
         frozen."""
@@ -145,6 +112,9 @@ class Role(ABC):
         """
         return batch.loss_mask
 
+    def weighted(self, values: Tensor | Weighted, batch: Batch) -> tuple[Tensor, Tensor]:
+        return values if isinstance(values, Weighted) else (values, self.weight(batch))
+
     @property
     def operations(self) -> float:
         """Return the floating-point operations of training so far.
@@ -175,84 +145,69 @@ class Role(ABC):
         """Count the learned tokens and sequences of one optimizer step over all ranks.
 
         It is one collective. `length` is the constant of seq-mean-token-sum-norm:
-        --generate_max_len when None. `by_prompt`: count the tokens of each prompt too, for
-        prompt-mean, in one more collective.
+        --generate_max_len when None. `by_prompt`: see with_prompts().
         """
-        part = batch.select([row for members in rows for row in members])
-        learned = torch.zeros(len(part)).index_add(0, part.sequence_ids, part.loss_mask.float())
-        counts = self.strategy.all_reduce(
-            torch.stack([part.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]), "sum"
-        )
-        tokens, sequences = counts.to(self.strategy.device)
         if length is None:
             length = self.strategy.config.generate_max_len
-        if not by_prompt:
-            return Denominator(tokens, sequences, length)
+        counted = replace(super().denominator(batch, rows), more=MoreCounts(length))
+        return self.with_prompts(counted, batch, rows) if by_prompt else counted
 
+    def with_prompts(self, counted: Denominator, batch: Batch, rows: Rows) -> Denominator:
+        """Count the tokens of each prompt too, for prompt-mean, in one more collective."""
+        part = batch.select([row for members in rows for row in members])
+        learned = sequence_sums(part.loss_mask.float(), part)
         of_prompts: Counter[int] = Counter()
         mine = list(zip(part.groups.tolist(), learned.tolist(), strict=True))
-        for group, count in chain.from_iterable(self.strategy.mesh.data.gather(mine)):
+        for group, count in chain.from_iterable(self.strategy.data.gather(mine)):
             of_prompts[group] += count
-        return Denominator(
-            tokens, sequences, length, PromptTokens.of(of_prompts).to(self.strategy.device)
-        )
+        prompts = PromptTokens.of(of_prompts).to(self.strategy.device)
+        return replace(counted, more=counted.more._replace(prompts=prompts))
 
     # -- one optimizer step on flat batches
-
-    def update(
-        self,
-        batch: Batch,
-        rows: Rows,
-        objective: Objective,
-        denominator: Denominator,
-        metrics: Metrics,
-        *,
-        extra_term: LossTerm | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Take one optimizer step over the given micro-batches and `extra_term`.
-
-        Returns the global loss and the gradient norm before clipping. Reports are averaged over
-        learned tokens; if the name ends in `_max` or `_min`, the extreme is taken.
-        """
-        terms = [
-            LossTerm(batch, rows, objective, denominator, self.forward),
-            *([extra_term] if extra_term else []),
-        ]
-        return self.learn(terms, metrics)
 
     def measure(self, term: LossTerm, metrics: Metrics) -> Tensor:
         """Compute a term without learning; return the global value [].
 
         Reports `train/NAME` become `eval/NAME`.
         """
-        measured = Metrics()
-        value, _ = self.learn([term], measured, eval_mode=True)
-        metrics.take(measured, lambda name: name.replace("train/", "eval/", 1))
-        return value
+        count = len(term.rows)
+        self.begin_train_step(term.objective, term.denominator, count, eval_mode=True)
+        for batch in micro_batches(term.batch, term.rows, self.strategy.to_device):
+            report = self.train_microbatch(batch, term)
+            measured = {name.replace("train/", "eval/", 1): each for name, each in report.items()}
+            self.record(measured, batch, metrics)
+        return self.finish_train_step()[0]
 
-    def learn(
-        self, terms: Sequence[LossTerm], metrics: Metrics, *, eval_mode: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Take one optimizer step on the sum of the terms; see update().
+    def begin(self, num_microbatches: int) -> None:
+        """Begin an optimizer step; raise an error if one is open, or without an optimizer."""
+        self._refuse_open_step()
+        if self.optimizer is None:
+            raise ValueError(
+                f"this {type(self).__name__} has no optimizer: create it with one, or pass"
+                " eval_mode=True"
+            )
+        super().begin(num_microbatches)
+        self._step = TrainStep(num_microbatches, True)
 
-        In eval_mode everything is computed and reported, and nothing is learned.
+    def loss(self, batch: Batch, term: LossTerm) -> tuple[Tensor, Report]:
+        """Return a micro-batch's share of the loss, and reports.
+
+        The head computes its gradients in the forward pass if the objective's are known early.
         """
-        first = terms[0]
-        count = sum(len(term.rows) for term in terms)
-        self.begin_train_step(first.objective, first.denominator, count, eval_mode=eval_mode)
+        self._open_step().batch = batch
+        gradients = local_gradients(term.objective, batch, term.denominator)
+        values, report = (term.forward or self.forward)(batch, gradients)
+        loss, more = term.objective(values, batch, term.denominator)
+        self.num_computed += batch.num_computed
+        self.num_learned += len(batch.learned_tokens)
+        return loss, more | report
 
-        for term in terms:
-            for micro_batch in micro_batches(term.batch, term.rows, self.strategy.to_device):
-                report = self.train_microbatch(micro_batch, term)
-                for name, entry in report.items():
-                    values, weight = (
-                        entry if isinstance(entry, Weighted) else (entry, self.weight(micro_batch))
-                    )
-                    # The suffix of a name says how several micro-batches and ranks are joined.
-                    add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
-                    add(name, values, weight)
+    def finish(self) -> tuple[Tensor, Tensor]:
+        result = super().finish()
+        self._step = None
+        return result
 
-        return self.finish_train_step()
+    # -- one optimizer step by hand
 
     def begin_train_step(
         self,
@@ -263,24 +218,16 @@ class Role(ABC):
         eval_mode: bool = False,
     ) -> None:
         """Begin an optimizer step of `num_microbatches` micro-batches, as many on every rank."""
-        if self._step is not None:
-            raise RuntimeError(
-                "a train step is open: call finish_train_step() or abort_train_step() first"
-            )
-        if not eval_mode and self.optimizer is None:
-            raise ValueError(
-                f"this {type(self).__name__} has no optimizer: create it with one, or pass"
-                " eval_mode=True"
-            )
-
-        self.strategy.enter(
-            Phase.LOGPROB if eval_mode else Phase.TRAIN,
-            self.module,
-            None if eval_mode else self.optimizer,
-        )
-        self.module.train(not eval_mode)
-        loss = torch.zeros((), device=self.strategy.device)
-        self._step = TrainStep(objective, denominator, num_microbatches, not eval_mode, loss)
+        if eval_mode:
+            self._refuse_open_step()
+            self.strategy.enter("logprob", self.module, None)
+            self.module.eval()
+            self.left = num_microbatches
+            self.total = torch.zeros((), device=self.strategy.device)
+            self._step = TrainStep(num_microbatches, False)
+        else:
+            self.begin(num_microbatches)
+        self._step.term = LossTerm(None, [], objective, denominator)
 
     def train_microbatch(self, batch: Batch, term: LossTerm | None = None) -> Report:
         """Add the gradients of one micro-batch on the device; return the reports, on the device.
@@ -288,33 +235,19 @@ class Role(ABC):
         It belongs to `term`; None: to the objective that the step was begun with.
         """
         step = self._open_step()
-        term = term or LossTerm(batch, [], step.objective, step.denominator, self.forward)
-        if step.num_started == step.num_microbatches:
+        if not self.left:
             raise RuntimeError(
                 f"the train step was begun with {step.num_microbatches} micro-batches, but got"
                 " another one"
             )
-
-        step.num_started = step.num_started + 1
-        step.batch = batch
-
-        # The head computes its gradients in the forward pass where those of the objective are known
-        # early.
-        gradients = local_gradients(term.objective, batch, term.denominator) if step.learn else None
-        with torch.set_grad_enabled(step.learn):
-            values, report = term.forward(batch, gradients)
-            loss, more = term.objective(values, batch, term.denominator)
-
         if step.learn:
-            self.strategy.backward(
-                loss, self.module, self.optimizer, last=step.num_started == step.num_microbatches
-            )
-            self.num_computed += batch.num_computed
-            self.num_learned += len(batch.learned_tokens)
+            return self.add_gradients(batch, term or step.term)
 
-        step.loss += loss.detach()
-        step.num_done += 1
-        return more | report
+        with torch.no_grad():
+            loss, report = super().loss(batch, term or step.term)
+        self.left -= 1
+        self.total += loss
+        return report
 
     def finish_train_step(self) -> tuple[Tensor, Tensor]:
         """Step the optimizer; return the global loss and the gradient norm before clipping.
@@ -322,22 +255,16 @@ class Role(ABC):
         Both are [] on the device.
         """
         step = self._open_step()
-        if step.num_done < step.num_microbatches:
+        if self.left:
             raise RuntimeError(
-                f"finish_train_step() after {step.num_done} of {step.num_microbatches}"
-                " micro-batches"
+                f"finish_train_step() after {step.num_microbatches - self.left} of"
+                f" {step.num_microbatches} micro-batches"
             )
+        if step.learn:
+            return self.finish()
 
         self._step = None
-        norm = torch.zeros_like(step.loss)
-        # The sum is on its way while the optimizer steps.
-        loss = self.strategy.begin_sum(step.loss)
-        if step.learn:
-            norm = self.strategy.optimizer_step(
-                self.optimizer, self.module, self.scheduler, name=self.NAME
-            )
-
-        return loss(), norm.to(step.loss.device)
+        return self.strategy.begin_sum(self.total)(), torch.zeros_like(self.total)
 
     def abort_train_step(self) -> None:
         """Discard the open step.
@@ -346,7 +273,7 @@ class Role(ABC):
         """
         step = self._open_step()
         self._step = None
-        if step.learn and step.num_started and step.num_done < step.num_microbatches:
+        if step.batch is not None and self.left:
             # Gradients that wait for the last micro-batch are inside the strategy: an empty one
             # flushes them.
             values, _ = self.forward(empty_microbatch(step.batch))
@@ -358,6 +285,12 @@ class Role(ABC):
             raise RuntimeError("no train step is open: call begin_train_step() first")
         return self._step
 
+    def _refuse_open_step(self) -> None:
+        if self._step is not None:
+            raise RuntimeError(
+                "a train step is open: call finish_train_step() or abort_train_step() first"
+            )
+
     def update_average(self, beta: float) -> None:
         """Update the average, if there is one.
 
@@ -368,8 +301,8 @@ class Role(ABC):
 
     # -- inference
 
-    def _infer(
-        self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: Rows
+    def infer(
+        self, forward: Forward, batch: Batch, rows: Rows, module: nn.Module | None = None
     ) -> Tensor:
         """Compute one value per token, in the batch's order: [T] float32 on the host.
 
@@ -378,15 +311,8 @@ class Role(ABC):
         """
         if self.max_logprob_tokens is not None:
             limits = {"max_tokens": self.max_logprob_tokens, "batching": self.batching}
-            rows = regroup(self.strategy.mesh.data, batch, **limits)
-        return self._infer_rows(module, forward, batch, rows)
-
-    def _infer_rows(
-        self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: Rows
-    ) -> Tensor:
-        self.strategy.enter(Phase.LOGPROB, module)
-        module.eval()
-        return infer(forward, batch, rows, self.strategy.to_device)
+            rows = regroup(self.strategy.data, batch, **limits)
+        return super().infer(forward, batch, rows, module)
 
     # -- padded batches, for loops of your own
 
@@ -424,7 +350,7 @@ class Role(ABC):
 
         # One transfer for all steps, so the host waits for the device only here.
         losses, norms = torch.stack(numbers).cpu().unbind(1)
-        metrics = reports.gather(self.strategy.mesh.data)
+        metrics = reports.gather(self.strategy.data)
         return {"loss": losses, "grad_norm": norms, "metrics": metrics, ALL_MB_METRICS: metrics}
 
     def redistribute(
@@ -435,23 +361,23 @@ class Role(ABC):
         The second result has the micro-batches of each optimizer step.
         """
         flattened = flatten_padded(
-            batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True
+            batch, self.strategy.data, required=self.TRAIN_KEYS, columns=True
         )
         return self.strategy.redistribute(flattened.batch, minibatch_size=gbs, **self.limits(mbs))
 
     def _answer(
         self,
         batch: Mapping[str, Any],
-        module: nn.Module,
-        forward: Callable[[Batch], Tensor],
+        forward: Forward,
         mbs: int | None,
+        module: nn.Module | None = None,
     ) -> Tensor:
         """Compute `forward` for each token of the caller's rows: [B, S, ...] float32 on the host.
 
         The padding is 0.
         """
-        flattened = flatten_padded(batch, self.strategy.mesh.data)
-        values = self._answer_flat(flattened.batch, flattened.owners, module, forward, mbs)
+        flattened = flatten_padded(batch, self.strategy.data)
+        values = self._answer_flat(flattened.batch, flattened.owners, forward, mbs, module)
         width = -(-flattened.width // self.width_multiple) * self.width_multiple  # rounded up
         return padded(values, flattened.batch.lengths, width)
 
@@ -459,9 +385,9 @@ class Role(ABC):
         self,
         batch: Batch,
         owners: list[list[int]],
-        module: nn.Module,
-        forward: Callable[[Batch], Tensor],
+        forward: Forward,
         mbs: int | None,
+        module: nn.Module | None = None,
     ) -> Tensor:
         """Compute `forward` for each token of a flat batch: [T, ...] on the host.
 
@@ -469,7 +395,8 @@ class Role(ABC):
         """
 
         def compute(part: Batch, steps: list[Rows]) -> dict[str, Tensor]:
-            return {"values": self._infer_rows(module, forward, part, steps[0] if steps else [])}
+            rows = steps[0] if steps else []
+            return {"values": Role.infer(self, forward, part, rows, module)}
 
         limits = self.limits(mbs, self.max_logprob_tokens)
         return self.strategy.compute_tokens(batch, owners, compute, **limits)["values"]

@@ -9,19 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.agents.episodes import Episodes, EpisodeState
 from lightrft.config.sections import RolloutSection
+from lightrft.core.engine import ABORTED, Ended, Request, derived_seed
 from lightrft.core.groups import Group
+from lightrft.core.sampler import GroupPart, Pending, RolloutLoop
 from lightrft.core.samples import Completion, Sample
-from lightrft.engine.loop import ABORTED
-from lightrft.engine.requests import Request, derived_seed
-from lightrft.rollout.sampler import (
-    GroupPart,
-    Requests,
-    RolloutLoop,
-    Sampler,
-    greedy_sampling,
-    sampling_of,
-)
-from lightrft.strategy.shared_session import Finished, SharedSession
+from lightrft.rollout.sampler import RunSampler, greedy_sampling
+from lightrft.strategy.shared_session import SharedSession
 from lightrft.strategy.strategy import StrategyBase
 
 TOOLS = 0.02
@@ -48,15 +41,12 @@ class EpisodeLoop(RolloutLoop):
         self.episodes = sampler.episodes
         self._plays: dict[int, EpisodeState] = {}
         """Index of a request -> episode."""
-        self._groups: dict[int, Group] = {}
-        """Group number -> group."""
-        sampler.generating = self._groups
         self._asked: list[EpisodeState] = []
         """Episodes that wait for a turn of the model that has not begun."""
 
-    def add(self, parts: list[GroupPart], prepared: Requests | None = None) -> None:
+    def add(self, parts: list[GroupPart]) -> None:
         """Begin this rank's share of the episodes of some groups."""
-        self._groups |= {group.number: group for group, _ in parts}
+        self.groups |= {group.number: group for group, _ in parts}
         samples = [
             (group.responses[place], group.number, place)
             for group, places in parts
@@ -69,12 +59,12 @@ class EpisodeLoop(RolloutLoop):
 
     def attach(self, group: Group, socket: Connection) -> None:
         """Begin a group of one episode with a program that sends requests over a socket."""
-        self._groups[group.number] = group
+        self.groups[group.number] = group
         self.episodes.attach(group.samples[0], socket, group.number, 0)
 
     def forget(self, group: Group) -> None:
         """Forget a complete group."""
-        del self._groups[group.number]
+        del self.groups[group.number]
 
     def steps(self, most: int | None = None) -> Iterator[Group]:
         for _ in count() if most is None else range(most):
@@ -88,7 +78,7 @@ class EpisodeLoop(RolloutLoop):
         """Start the turns that programs wait for; yield the groups whose last episode has ended."""
         turns = []
         for play in self._next():
-            request = self.sampler.next_turn(play, self._groups[play.sample.group], self.seed)
+            request = self.sampler.next_turn(play, self.groups[play.sample.group], self.seed)
             problem = self.sampler.strategy.engine.problem(request)
             if problem:
                 # The program gets the problem as an answer, so one long turn does not end the run.
@@ -99,11 +89,11 @@ class EpisodeLoop(RolloutLoop):
         indices = self.session.add_own([request for _, request in turns])
         for index, (play, request) in zip(indices, turns, strict=True):
             self._plays[index] = play
-            self._pending[index] = request, self._groups[play.sample.group], [play.seed_parts[1]]
+            self._pending[index] = request, self.groups[play.sample.group], [play.seed_parts[1]]
 
         for number in {sample.group for sample in self.episodes.take_ended()}:
-            if self._groups[number].complete:
-                yield self._groups[number]
+            if self.groups[number].complete:
+                yield self.groups[number]
 
     def _next(self) -> list[EpisodeState]:
         """Return the episodes whose next turn begins now."""
@@ -127,17 +117,17 @@ class EpisodeLoop(RolloutLoop):
         if self.session.model_parallel.size == 1:
             return
 
-        incomplete = [group for group in self._groups.values() if not group.complete]
+        incomplete = [group for group in self.groups.values() if not group.complete]
         own = {
             (group.number, place): sample
-            for group in self._groups.values()
+            for group in self.groups.values()
             for place, sample in enumerate(group.responses)
             if sample.finish_reason is not None
         }
         for others in self.session.model_parallel.gather(own):
             # Groups hold on to their samples, so the fields are copied into the existing objects.
             for (number, place), sample in others.items():
-                sample_of_rank = self._groups[number].responses[place]
+                sample_of_rank = self.groups[number].responses[place]
                 for each in fields(Sample):
                     setattr(sample_of_rank, each.name, getattr(sample, each.name))
 
@@ -151,7 +141,7 @@ class EpisodeLoop(RolloutLoop):
     def running(self) -> set[tuple[int, int]]:
         return {play.seed_parts for play in self.episodes.running}
 
-    def _extend(self, finished: Finished) -> Iterator[Group]:
+    def _extend(self, finished: Ended) -> Iterator[Group]:
         """Hand sampled turns to the episodes. It yields nothing: programs decide when to end."""
         for index, completions in finished:
             del self._pending[index]
@@ -163,13 +153,11 @@ class EpisodeLoop(RolloutLoop):
             return
         sample = play.conversation
         self.sampler.extend(sample, completion)
-        # extend() has ended the response, but the program may still ask for another turn.
-        sample.finish_reason = None
         if completion.finish_reason != ABORTED:
             self.episodes.generated(play, completion, sample.text)
 
 
-class EpisodeSampler(Sampler):
+class EpisodeSampler(RunSampler):
     """Generates responses of several turns."""
 
     divides_groups = False
@@ -193,25 +181,39 @@ class EpisodeSampler(Sampler):
         self.together = together
 
     def open(self, seed: int) -> EpisodeLoop:
-        session = self.strategy.open_generation(sampling_of(self.section), shared=True)
-        return EpisodeLoop(self, session, seed)
+        session = self.strategy.open_generation(self.sampling, shared=True)
+        self.loop = EpisodeLoop(self, session, seed)
+        return self.loop
 
-    def prepare(self, parts: list[GroupPart], seed: int) -> Requests:
-        """Return nothing: a turn is unknown until a program asks for it."""
-        return {}
+    def prepare(self, parts: list[GroupPart], seed: int) -> list[Pending] | None:
+        """Return None: a turn is unknown until a program asks for it."""
+        return None
 
     def next_turn(self, play: EpisodeState, group: Group, seed: int) -> Request:
         """Build the request for the next turn of an episode."""
         sample = play.conversation
         limits = [self.episodes.section.turn_max_len, play.max_tokens]
         longest = min((limit for limit in limits if limit is not None), default=None)
+        most = self.section.generate_max_len
+        if longest:
+            most = min(most, len(sample.token_ids) + longest)
 
         if any(play.sample is each for each in group.others):
-            return self.request(sample, greedy_sampling(self.section), (), longest=longest)
+            sampling = greedy_sampling(self.section, max_tokens=most)
+            return replace(self.request(sample, sampling, ()), group=None)
 
         # An episode of one turn draws exactly what a plain response would draw.
         turn = [len(play.turns)] if play.turns else []
         seeds = (derived_seed(seed, *play.seed_parts, *turn),)
-        sampling = replace(sampling_of(self.section, n=1), **play.sampling)
-        request = self.request(sample, sampling, seeds, longest=longest)
+        sampling = replace(self.sampling, n=1, **play.sampling)
+        request = self.request(sample, replace(sampling, max_tokens=most), seeds)
         return replace(request, group=group.number)
+
+    def extend(self, sample: Sample, completion: Completion) -> None:
+        """Append a turn; the program decides when the response ends.
+
+        The tokens of an episode include observations, and only the new turn is the model's answer.
+        """
+        sample.extend(completion)
+        if completion.finish_reason != ABORTED:
+            sample.text = self.decode(completion.token_ids)

@@ -13,11 +13,11 @@ from PIL import Image
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
+from lightrft.core.engine import Request
 from lightrft.core.samples import Expanded, Prompt
 from lightrft.data.media_files import AUDIOS, IMAGES, PART_TYPES, VIDEOS, media_of
 from lightrft.engine.media import Clip, MediaReader, Video
 from lightrft.engine.model_info import placeholders
-from lightrft.engine.requests import Request
 from lightrft.rollout.tower_work import TowerWork
 from lightrft.thinker import load_config
 

@@ -1,105 +1,44 @@
-"""Collect the samples of a step: a scheduler chooses the prompts, and the engine answers them.
+"""What a run adds to core/rollout.py: checkpoints, judges, and requests that are built ahead.
 
-The reward function is called for a group as soon as its last response has ended, and score() waits
-for the results. FixedBatch is the default scheduler: each step takes the next prompts of the data
-and learns from every response.
+FixedBatch is the default scheduler: each step takes the next prompts of the data and learns from
+every response.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import RolloutSection
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics, Untraced
-from lightrft.core.samples import Prompt, Sample
-from lightrft.data.loader import Blend, Order, fair_owners
-from lightrft.engine.requests import derived_seed
+from lightrft.core.order import Order, fair_owners
+from lightrft.core.rollout import NextPrompts, Rollout
+from lightrft.core.sampler import Pending, RolloutLoop
+from lightrft.core.samples import Prompt
+from lightrft.data.loader import Blend
 from lightrft.parallel.collectives import Axis
 from lightrft.registry import Registry
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import GroupOutcome, History
 from lightrft.rollout.media_expansion import Expander
-from lightrft.rollout.sampler import Requests, Sampler
+from lightrft.rollout.sampler import RunSampler
 
 schedulers = Registry("scheduler", flag="--scheduler")
 schedulers.register_deferred("rounds", "lightrft.schedulers.rounds:Rounds")
 
 
-class Scheduler(Protocol):
-    """Chooses a step's prompts and the groups to learn from, the same on all ranks.
+class ResumableRollout(Rollout):
+    """A rollout whose scheduler is a part of checkpoints.
 
-    FixedBatch is the default; the others are in lightrft/schedulers. A class of a user is called
-    with the sampler, the rewards and the prompts, and with those keywords of FixedBatch and fields
-    of the rollout section that it names.
+    The state has the place in the data, the groups that have begun, and the last outcome of each
+    prompt.
     """
-
-    def generate(self, step: int) -> Iterator[Group]:
-        """Draw prompts and let the engine answer them, until the step has enough groups.
-
-        Yield each of this rank's groups when the last response ends. All ranks generate together.
-        """
-        ...
-
-    def selected(self, metrics: Metrics) -> list[Group]:
-        """Return this rank's groups to learn from in this step, and measure how they were found.
-
-        It is called once, after generate(), while the engine is still awake: with --max_staleness
-        the responses of later steps begin here.
-        """
-        ...
-
-    def finish_rewards(self, groups: list[Group]) -> list[GroupOutcome]:
-        """Wait for the rewards of this rank's groups; return the outcomes of all ranks."""
-        ...
-
-    def preparing(self, step: int) -> AbstractContextManager[None]:
-        """Prepare the first round of a step in another thread during the context."""
-        ...
-
-    def snapshot(self) -> Callable[[], None]:
-        """Return a function that undoes whatever the scheduler does from now on."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Rollout:
-    """Collects the samples of each step and scores them.
-
-    A checkpoint holds the scheduler's state: the place in the data, the groups that have begun, and
-    the last outcome of each prompt.
-    """
-
-    def __init__(self, scheduler: Scheduler, rewards: RewardRunner):
-        self.scheduler = scheduler
-        self.rewards = rewards
-
-    def collect(self, step: int, metrics: Metrics) -> list[Group]:
-        """Return this rank's complete groups of a step. The engine must be awake.
-
-        All ranks together return `rollout_batch_size` groups. Raises ConfigError with
-        --dynamic_sampling if no group of any round has a signal.
-        """
-        for group in self.scheduler.generate(step):
-            # Rewards run in worker processes, so they cost no time while the engine decodes.
-            self.rewards.begin(group.responses)
-        return self.scheduler.selected(metrics)
-
-    def score(self, groups: list[Group], metrics: Metrics) -> list[Sample]:
-        """Wait for the rewards of groups, and return the samples."""
-        self.scheduler.finish_rewards(groups)
-        self.rewards.count_failures("rollout/reward_failures", metrics)
-        return [sample for group in groups for sample in group.samples]
 
     def state_dict(self) -> dict[str, Any]:
         return self.scheduler.state_dict() | {"kind": self._kind}
@@ -121,7 +60,7 @@ class Rollout:
         return cls.__name__
 
 
-class JudgedRollout(Rollout):
+class JudgedRollout(ResumableRollout):
     """A rollout whose responses a judge in the engine reads while the engine is awake."""
 
     def collect(self, step: int, metrics: Metrics) -> list[Group]:
@@ -163,16 +102,19 @@ class PreparedRequests:
     plan: RolloutPlan
     groups: dict[int, Group]
     """Group number -> group."""
-    requests: Requests
+    requests: list[Pending] | None
+    """None: what to ask is not known before the round begins."""
+    unreadable: dict[int, str] = field(default_factory=dict)
+    """Row -> reason for media that cannot be read; if there are any, nothing is prepared."""
 
 
 @schedulers.register("fixed_batch")
-class FixedBatch:
+class FixedBatch(NextPrompts):
     """Takes the next `rollout_batch_size` prompts of the data in each step."""
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: RunSampler,
         rewards: RewardRunner,
         prompts: Sequence[Prompt],
         *,
@@ -190,58 +132,53 @@ class FixedBatch:
         of the prompts; by default the seed shuffles them. `expander` expands prompts with media
         for the trained model; None for text. `trace` measures how long this rank waits for others.
         """
-        self.sampler = sampler
+        super().__init__(
+            sampler,
+            prompts,
+            data=data,
+            num_prompts=section.rollout_batch_size,
+            begin=partial(Group.begin, count=section.n_samples_per_prompt, others=greedy),
+            order=order,
+            seed=seed,
+            trace=trace,
+        )
         self.rewards = rewards
-        self.prompts = prompts
         self.section = section
-        self.data = data
-        self.seed = seed
         self.greedy = greedy
-        self.order = order or Order(len(prompts), seed)
         self.expander = expander
-        self.trace = trace or Untraced()
 
         self.history = History(len(prompts))
-        self.place = 0
-        """How many prompts have been drawn or passed over, in the order of the data."""
-        self.number = 0
-        """How many groups have begun."""
         self.deferred: list[tuple[int, int, int]] = []
         """(times deferred, group number, row) of groups that begin anew, the same on every rank."""
         self._prepared: PreparedRequests | None = None
-        self._groups: list[Group] = []
-        """This rank's groups of the step."""
 
     # -- a step
 
-    def generate(self, step: int) -> Iterator[Group]:
-        loop = self.sampler.open(self._seed(step, 0))
+    def _draw(self, loop: RolloutLoop) -> list[Group]:
         prepared, self._prepared = self._prepared, None
         plan = prepared.plan if prepared else self._plan()
-        groups = prepared.groups if prepared else self._local_groups(plan)
-        self._groups = list(groups.values())
+        groups = list((prepared.groups if prepared else self._local_groups(plan)).values())
 
         # The groups of the plan are drawn now.
         self.place = plan.place
         self.number = plan.number
         self.deferred = self.deferred[len(plan.drawn) :]
 
-        loop.add(
-            [(group, group.places) for group in self._groups], prepared.requests if prepared else {}
-        )
-        yield from loop.steps()
-
-        # Ranks wait here for the slowest one, where the trace counts the time as idle.
-        with self.trace.phase("wait", idle=True):
-            self.data.sum(torch.zeros(()))
-        yield from loop.finish()
+        if prepared and prepared.requests is not None:
+            loop.begin(prepared.requests)
+        else:
+            loop.add([(group, group.places) for group in groups])
+        return groups
 
     def selected(self, metrics: Metrics) -> list[Group]:
         metrics.max("rollout/groups_carried", 0)
-        return self._groups
+        return super().selected(metrics)
 
-    def finish_rewards(self, groups: list[Group]) -> list[GroupOutcome]:
-        self.rewards.finish([sample for group in groups for sample in group.responses])
+    def scored(self, groups: list[Group]) -> None:
+        self.record(groups)
+
+    def record(self, groups: list[Group]) -> list[GroupOutcome]:
+        """Record the outcomes of this rank's scored groups; return the outcomes of all ranks."""
         if self.greedy:
             for group in groups:
                 for sample in group.samples:
@@ -257,7 +194,7 @@ class FixedBatch:
 
     def _plan(self) -> RolloutPlan:
         """Choose the groups of a round and balance them over the ranks; nothing is drawn yet."""
-        size = self.section.rollout_batch_size
+        size = self.num_prompts
         again = [(number, row) for _, number, row in self.deferred[:size]]
         count = size - len(again)
         rows = self.order.rows(self.place, count) if count else []
@@ -275,11 +212,7 @@ class FixedBatch:
         }
 
     def _group(self, number: int, row: int) -> Group:
-        count = self.section.n_samples_per_prompt
-        return Group.begin(number, row, self.prompts[row], count, others=self.greedy)
-
-    def _seed(self, step: int, round: int) -> int:
-        return derived_seed(self.seed, step, round, 0)
+        return self.begin(number, row, self.prompts[row])
 
     # -- preparing
 
@@ -318,9 +251,7 @@ class FixedBatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, the same on all ranks. Every other scheduler can continue from it."""
-        return {
-            "place": self.place,
-            "number": self.number,
+        return super().state_dict() | {
             "parked": self.deferred,
             "history": self.history.state_dict(),
             "carried": [],

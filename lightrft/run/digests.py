@@ -19,7 +19,6 @@ import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
@@ -29,12 +28,10 @@ import torch
 from torch import Tensor
 
 from lightrft.backends.optim import BitSums
-from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows
-from lightrft.core.samples import Sample
+from lightrft.core.step import StepRecord
 from lightrft.observe.sinks import Writer, encode_row, truncate_rows
 from lightrft.parallel.mesh import Mesh
-from lightrft.roles.role import Role
+from lightrft.roles.role import DistributedRole
 
 FILE = "digests.jsonl"
 OF_SEQUENCES = ("prompts", "samples", "logprobs", "rewards", "outputs", "advantages")
@@ -51,22 +48,12 @@ NOT_OUTPUTS = tuple(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """Batch, samples and losses of a step on this rank."""
-
-    batch: Batch
-    minibatches: Sequence[Rows]
-    losses: Sequence[Tensor]
-    """Global loss of each optimizer step, [] on the device."""
-    samples: Sequence[Sample] = ()
-    """Samples that this rank's replica generated; none in supervised training."""
-
-
 class Digests:
     """The digests of a run. Nothing waits for the device before the end of a step."""
 
-    def __init__(self, roles: Mapping[str, Role], mesh: Mesh, folder: Path, writer: Writer):
+    def __init__(
+        self, roles: Mapping[str, DistributedRole], mesh: Mesh, folder: Path, writer: Writer
+    ):
         """Follow the optimizers of `roles`, by name. Rank 0 writes to the folder."""
         self.mesh = mesh
         self.path = folder / FILE

@@ -6,8 +6,8 @@ from itertools import chain
 import torch
 
 from lightrft.batching.sample_store import MemoryStore
+from lightrft.core.engine import ABORTED
 from lightrft.core.samples import Completion, Drafts, Sample
-from lightrft.engine.loop import ABORTED
 from lightrft.parallel.collectives import Axis
 
 REASONS = (None, "stop", "length")

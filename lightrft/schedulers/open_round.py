@@ -1,18 +1,52 @@
 """Rounds whose end and division among the ranks are decided while they run."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Untraced
+from lightrft.core.sampler import RolloutLoop
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.rollout import PreparedRequests
-from lightrft.rollout.sampler import RolloutLoop, Sampler
+from lightrft.rollout.rollout import PreparedRequests, RolloutPlan
+from lightrft.rollout.sampler import RunSampler
 from lightrft.schedulers.assignment import Assignment
 from lightrft.schedulers.divided import move_responses
 from lightrft.schedulers.overlap import CHUNKS, Overlap
+from lightrft.schedulers.partial import PartialGroup
+from lightrft.schedulers.tail_rounds import DeferredGroup
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPlan(RolloutPlan):
+    """The groups of a round, when ranks may be assigned only while it runs."""
+
+    times_deferred: list[int]
+    """How often each group has been deferred."""
+    assignment: Assignment
+    divided: bool
+    partial: list[PartialGroup]
+    """Groups that still wait to continue after this round."""
+    deferred: list[DeferredGroup]
+    """Groups that still wait to begin anew after this round."""
+
+    def parts_of(self, rank: int) -> Iterator[tuple[int, int, range]]:
+        for index in self.assignment.started:
+            if self.assignment.owners[index] == rank:
+                chunk = self.assignment.chunks[index]
+                yield *self.drawn[chunk.place], chunk.responses
+
+    @property
+    def owners(self) -> dict[int, int]:
+        """Return group number -> rank that has the responses at the end."""
+        return {number: rank for (number, _), rank in zip(self.drawn, self.ranks, strict=True)}
+
+    @property
+    def as_deferred(self) -> list[DeferredGroup]:
+        """Return the groups as entries of the list of deferred groups."""
+        return [(times, *each) for times, each in zip(self.times_deferred, self.drawn, strict=True)]
 
 
 class OpenRound:
@@ -26,32 +60,28 @@ class OpenRound:
     def __init__(
         self,
         loop: RolloutLoop,
-        drawn: list[tuple[int, int]],
-        owners: dict[int, int],
-        assignment: Assignment,
+        plan: OpenPlan,
+        prepared: PreparedRequests | None,
         *,
-        divided: bool,
         make_group: Callable[[int, int], Group],
-        sampler: Sampler,
+        sampler: RunSampler,
         replica: Axis,
         data: Axis,
         trace: Untraced,
         every: int,
         overlap: Overlap | None,
-        prepared: PreparedRequests | None = None,
     ):
         """Begin this rank's first responses.
 
-        `drawn`: (number, row) of each group of all ranks. `owners`: group number -> rank that has
-        the responses at the end. `make_group`: returns the group with a number and a row.
-        `replica`: ranks that generate the same responses. `every`: engine steps between two
-        exchanges. `overlap`: computes model outputs for complete groups meanwhile.
+        `make_group`: returns the group with a number and a row. `replica`: ranks that generate the
+        same responses. `every`: engine steps between two exchanges. `overlap`: computes model
+        outputs for complete groups meanwhile.
         """
         self.loop = loop
-        self.drawn = drawn
-        self.owners = owners
-        self.assignment = assignment
-        self.divided = divided
+        self.plan = plan
+        self.assignment = plan.assignment
+        self.divided = plan.divided
+        self.owners = plan.owners
         self.make_group = make_group
         self.sampler = sampler
         self.replica = replica
@@ -128,7 +158,7 @@ class OpenRound:
 
             chunk = self.assignment.chunks[index]
             if chunk.place not in self._local:
-                number, row = self.drawn[chunk.place]
+                number, row = self.plan.drawn[chunk.place]
                 group = prepared.groups[number] if prepared else self.make_group(number, row)
                 self._local[chunk.place] = group
                 # A group that continues from an earlier step may be complete already.
@@ -138,7 +168,10 @@ class OpenRound:
             self._chunks.append(index)
 
         self._num_taken = len(self.assignment.started)
-        self.loop.add(parts, prepared.requests if prepared else {})
+        if prepared and prepared.requests is not None:
+            self.loop.begin(prepared.requests)
+        else:
+            self.loop.add(parts)
 
     def _begin_exchange(self) -> Callable[[], Tensor]:
         """Start summing two counts of each chunk over all ranks: [2, chunks] int32.
@@ -165,7 +198,7 @@ class OpenRound:
         """Compute the model outputs of complete groups, a quarter of the round at a time."""
         # Only groups that are complete on all ranks count, so all ranks make the same calls.
         complete = self.assignment.complete - self._computed
-        if self.overlap is None or len(complete) * CHUNKS < len(self.drawn):
+        if self.overlap is None or len(complete) * CHUNKS < len(self.plan.drawn):
             return
         self._computed |= complete
         self.overlap.begin([self._local[place] for place in sorted(complete & self._local.keys())])
@@ -187,7 +220,7 @@ class OpenRound:
             if group.number not in groups:
                 sent |= {(group.number, place): group.responses[place] for place in chunk.responses}
 
-        rows = dict(self.drawn)
+        rows = dict(self.plan.drawn)
         received = move_responses(sent, self.owners, self.data, self.replica)
         for (number, place), completion in received.items():
             if number not in groups:

@@ -21,68 +21,26 @@ response ends first.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from heapq import heapify, heapreplace
 from itertools import chain
 from math import ceil, inf
 from typing import Any
 
 from lightrft.config.sections import RolloutSection
+from lightrft.core.engine import derived_seed
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
-from lightrft.data.loader import fair_owners
-from lightrft.engine.requests import derived_seed
-from lightrft.rollout.rollout import FixedBatch, PreparedRequests, RolloutPlan
-from lightrft.rollout.sampler import RolloutLoop
+from lightrft.core.order import fair_owners
+from lightrft.rollout.rollout import FixedBatch, PreparedRequests
 from lightrft.schedulers.assignment import Assignment
 from lightrft.schedulers.curriculum import Curriculum
 from lightrft.schedulers.dynamic import DynamicSampling
-from lightrft.schedulers.open_round import OpenRound
+from lightrft.schedulers.open_round import OpenPlan, OpenRound
 from lightrft.schedulers.overlap import Overlap
 from lightrft.schedulers.partial import PartialGroup, PartialGroups
 from lightrft.schedulers.readable import ReadableMedia
 from lightrft.schedulers.tail_rounds import DeferredGroup, defer, next_tail_round
-
-
-@dataclass(frozen=True, slots=True)
-class OpenPlan(RolloutPlan):
-    """The groups of a round, when ranks may be assigned only while it runs."""
-
-    times_deferred: list[int]
-    """How often each group has been deferred."""
-    assignment: Assignment
-    divided: bool
-    partial: list[PartialGroup]
-    """Groups that still wait to continue after this round."""
-    deferred: list[DeferredGroup]
-    """Groups that still wait to begin anew after this round."""
-
-    def parts_of(self, rank: int) -> Iterator[tuple[int, int, range]]:
-        for index in self.assignment.started:
-            if self.assignment.owners[index] == rank:
-                chunk = self.assignment.chunks[index]
-                yield *self.drawn[chunk.place], chunk.responses
-
-    @property
-    def as_deferred(self) -> list[DeferredGroup]:
-        """Return the groups as entries of the list of deferred groups."""
-        return [(times, *each) for times, each in zip(self.times_deferred, self.drawn, strict=True)]
-
-
-@dataclass(slots=True)
-class ActiveRound:
-    """A round whose first responses are being generated."""
-
-    plan: OpenPlan
-    round: OpenRound
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedMedia(PreparedRequests):
-    """A prepared round and the media that cannot be read. If there are any, nothing is prepared."""
-
-    unreadable: dict[int, str]
 
 
 def needs_rounds(section: RolloutSection) -> bool:
@@ -129,7 +87,7 @@ class Rounds(FixedBatch):
         if section.curriculum:
             self.curriculum = Curriculum(section.curriculum, section.curriculum_rest, self.history)
 
-        self._ahead: deque[ActiveRound] = deque()
+        self._ahead: deque[OpenRound] = deque()
         """First rounds of the next steps. Checkpoints do not contain the responses, so a resumed
         run begins these groups anew."""
         self._capacity = 1
@@ -154,14 +112,12 @@ class Rounds(FixedBatch):
         while selection.missing and self._num_rounds < self.section.dynamic_sampling_rounds:
             # With --max_staleness an earlier step has begun this step's first round.
             if self._ahead and not self._num_rounds:
-                active = self._ahead.popleft()
+                round = self._ahead.popleft()
             else:
-                active = self._start(
-                    step, self._num_rounds, selection.missing, selection.acceptance
-                )
+                round = self._start(step, self._num_rounds, selection.missing, selection.acceptance)
             self._num_rounds += 1
-            yield from active.round.generate()
-            self._take_groups(active.round.groups(), active.plan)
+            yield from round.generate()
+            self._take_groups(round.groups(), round.plan)
 
     def _new_selection(self) -> DynamicSampling:
         return DynamicSampling(
@@ -173,7 +129,8 @@ class Rounds(FixedBatch):
         selection = self._selection
         complete = [group for group in groups if group.complete]
         if self.section.dynamic_sampling:
-            outcomes = self.finish_rewards(complete)
+            self.rewards.finish([each for group in complete for each in group.responses])
+            outcomes = self.record(complete)
             usable = {each.number for each in outcomes if each.has_signal}
             selection.take(outcomes)
         else:
@@ -324,18 +281,18 @@ class Rounds(FixedBatch):
         # However often a tail round's group is repeated, it draws the same.
         return super()._seed(step, round) if not self.tail_rounds else derived_seed(self.seed, 0)
 
-    def _start(self, step: int, round: int, missing: int, acceptance: float) -> ActiveRound:
+    def _start(self, step: int, round: int, missing: int, acceptance: float) -> OpenRound:
         """Draw the groups of a round, and begin this rank's first responses."""
         loop = self.sampler.open(self._seed(step, round))
-        self._capacity = loop.capacity
+        self._capacity = self.sampler.capacity(loop)
         prepared, self._prepared = self._prepared, None
-        plan = prepared.plan if prepared else self._plan_round(missing, acceptance, loop.capacity)
+        plan = prepared.plan if prepared else self._plan_round(missing, acceptance, self._capacity)
 
         # Planning goes on until all media can be read: what is left out changes the next plan.
         if self.media is not None:
             found = prepared.unreadable if prepared else self._unreadable(plan)
             while self.media.leave_out(found):
-                plan = self._plan_round(missing, acceptance, loop.capacity)
+                plan = self._plan_round(missing, acceptance, self._capacity)
                 prepared = None
                 found = self._unreadable(plan)
 
@@ -343,18 +300,10 @@ class Rounds(FixedBatch):
         self.number = plan.number
         self.deferred = plan.deferred
         self.partial.of_all = plan.partial
-        return ActiveRound(plan, self._open(loop, plan, prepared))
-
-    def _open(
-        self, loop: RolloutLoop, plan: OpenPlan, prepared: PreparedRequests | None
-    ) -> OpenRound:
-        numbers = [number for number, _ in plan.drawn]
-        round = OpenRound(
+        opened = OpenRound(
             loop,
-            plan.drawn,
-            dict(zip(numbers, plan.ranks, strict=True)),
-            plan.assignment,
-            divided=plan.divided,
+            plan,
+            prepared,
             make_group=self._group,
             sampler=self.sampler,
             replica=self.rewards.model_parallel,
@@ -362,11 +311,9 @@ class Rounds(FixedBatch):
             trace=self.trace,
             every=self.section.early_stop_every,
             overlap=self.overlap,
-            prepared=prepared,
         )
-
-        self.partial.forget(set(numbers))
-        return round
+        self.partial.forget({number for number, _ in plan.drawn})
+        return opened
 
     def _group(self, number: int, row: int) -> Group:
         """Return a group of this rank, either continued or new."""
@@ -386,23 +333,17 @@ class Rounds(FixedBatch):
 
     # -- preparing
 
-    @contextmanager
-    def preparing(self, step: int) -> Iterator[None]:
+    def preparing(self, step: int) -> AbstractContextManager[None]:
         """Prepare the first round of a step, unless it runs already while this one is learned."""
-        if self.section.max_staleness:
-            yield
-            return
-        with super().preparing(step):
-            yield
+        return nullcontext() if self.section.max_staleness else super().preparing(step)
 
     def _plan(self) -> OpenPlan:
         return self._plan_round(self.section.rollout_batch_size, 1.0, self._capacity)
 
-    def _prepared_round(self, plan: OpenPlan, seed: int) -> PreparedMedia:
+    def _prepared_round(self, plan: OpenPlan, seed: int) -> PreparedRequests:
         if found := self._unreadable(plan):
-            return PreparedMedia(plan, {}, {}, found)
-        prepared = super()._prepared_round(plan, seed)
-        return PreparedMedia(prepared.plan, prepared.groups, prepared.requests, {})
+            return PreparedRequests(plan, {}, None, found)
+        return super()._prepared_round(plan, seed)
 
     # -- checkpoints
 
@@ -416,7 +357,7 @@ class Rounds(FixedBatch):
     @property
     def _all_deferred(self) -> list[DeferredGroup]:
         """Return the groups that a resumed run begins anew."""
-        begun = [each for active in self._ahead for each in active.plan.as_deferred]
+        begun = [each for round in self._ahead for each in round.plan.as_deferred]
         return sorted([*self.deferred, *begun])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightrft.algorithms.advantage import explained_variance, gae, teacher_advantages, whiten
 from lightrft.core.batch import Experience
 from lightrft.core.batches import Rows, TrainingPlan
+from lightrft.core.losses import Sum
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Sum
 from lightrft.core.stages import PolicyLogprobs, Stage
 from lightrft.roles.teacher import Teacher, TeacherOfTokens
 

@@ -10,8 +10,8 @@ from lightrft.algorithms.advantage import solved_share
 from lightrft.core.batch import Experience
 from lightrft.core.batches import TrainingPlan
 from lightrft.core.experience import LocalSamples
+from lightrft.core.losses import sequence_means
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import sequence_means
 from lightrft.core.stages import Stage
 
 

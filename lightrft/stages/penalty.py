@@ -8,8 +8,8 @@ from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, kl_estimat
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Experience
 from lightrft.core.batches import TrainingPlan
+from lightrft.core.losses import sequence_sums
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import sequence_sums
 from lightrft.core.stages import Stage
 from lightrft.parallel.collectives import Axis
 

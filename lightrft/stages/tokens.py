@@ -11,8 +11,8 @@ from lightrft.algorithms.selection import top_share
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Experience, token_index
 from lightrft.core.batches import TrainingPlan
+from lightrft.core.losses import Sum
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Sum
 from lightrft.core.stages import Stage
 
 

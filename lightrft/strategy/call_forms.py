@@ -6,8 +6,9 @@ from typing import Any
 
 from easydict import EasyDict
 
+from lightrft.core.engine import Request
 from lightrft.core.samples import Completion
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.requests import Sampling
 
 SAMPLING_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 PRESENTATION = tuple(

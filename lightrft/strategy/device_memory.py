@@ -101,9 +101,9 @@ class DeviceMemory:
         return self.phases.current
 
     def enter(
-        self, phase: Phase, model: nn.Module | None = None, optimizer: Optimizer | None = None
+        self, phase: Phase | str, model: nn.Module | None = None, optimizer: Optimizer | None = None
     ) -> None:
-        """Enter `phase`, and load the model and the optimizer that it needs to the device.
+        """Enter `phase`, also by name, and load the model and the optimizer that it needs to the device.
 
         TRAIN needs the model in training and its optimizer, LOGPROB the model that computes
         log-probs, REFIT the actor, and GENERATE nothing. With --offload_idle, everything else is
@@ -111,6 +111,7 @@ class DeviceMemory:
         PhaseError for an illegal transition. With --overlap, models compute log-probs while the
         engine generates, and the phase stays GENERATE.
         """
+        phase = phase if isinstance(phase, Phase) else Phase[phase.upper()]
         overlapping = (self.phases.current, phase) == (Phase.GENERATE, Phase.LOGPROB)
         # The engine keeps the device then; the models compute beside it.
         if overlapping and self.strategy.config.rollout.overlap:

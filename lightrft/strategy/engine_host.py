@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from lightrft.backends.base import Backend
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, EngineSection, longest_sequence
+from lightrft.core.engine import Request, derived_seed
 from lightrft.core.metrics import GB
 from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine, EngineError
-from lightrft.engine.loop import RequestLoop
+from lightrft.engine.loop import EngineLoop
 from lightrft.engine.remote.wire import ADAPTERS_KEY, PRETRAIN
-from lightrft.engine.requests import Request, Sampling, derived_seed
+from lightrft.engine.requests import Sampling
 from lightrft.models.lora import adapter_shapes, keep_adapters_apart
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import occupied_memory, release_cached_memory
@@ -393,7 +394,7 @@ class EngineHost:
 
     # -- generation
 
-    def open(self, sampling: Sampling, *, shared: bool = False) -> RequestLoop | SharedSession:
+    def open(self, sampling: Sampling, *, shared: bool = False) -> EngineLoop | SharedSession:
         """Return a loop for requests of this rank; a sleeping engine is woken, and stays awake.
 
         With `shared` a rank can add requests while others add none.

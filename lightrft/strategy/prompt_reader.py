@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from lightrft.core.engine import Request
 from lightrft.data.rendering.tokens import text_tokens
-from lightrft.engine.media import is_clip
+from lightrft.engine.media import MEDIA_NAMES, is_clip
 from lightrft.engine.model_info import Vocabulary
-from lightrft.engine.requests import MEDIA_NAMES, Request
 
 MediaItems = tuple[list | None, list[int] | None]
 """Items of one medium, and how many belong to each prompt if the list is flat."""

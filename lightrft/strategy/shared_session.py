@@ -2,14 +2,11 @@
 
 from collections.abc import Callable
 
+from lightrft.core.engine import Ended, Request
 from lightrft.core.samples import Completion
 from lightrft.data.loader import share_of
-from lightrft.engine.loop import RequestLoop
-from lightrft.engine.requests import Request
+from lightrft.engine.loop import EngineLoop
 from lightrft.parallel.collectives import Axis
-
-Finished = list[tuple[int, list[Completion]]]
-"""(index of a request, completions) of requests that have ended."""
 
 
 class SharedSession:
@@ -20,7 +17,7 @@ class SharedSession:
     of_other_ranks() returns the rest.
     """
 
-    def __init__(self, loop: RequestLoop, engine: Axis, model_parallel: Axis):
+    def __init__(self, loop: EngineLoop, engine: Axis, model_parallel: Axis):
         self.loop = loop
         self.engine = engine
         self.model_parallel = model_parallel
@@ -74,7 +71,7 @@ class SharedSession:
         self._places |= dict(zip(indices, range(first + start, first + count), strict=False))
         return range(first, first + count)
 
-    def step(self) -> Finished:
+    def step(self) -> Ended:
         """Let the engine do a step; return this rank's requests that have ended."""
         return self._own(self.loop.step())
 
@@ -82,7 +79,7 @@ class SharedSession:
         """End all requests in the engine; return this rank's with the completions so far."""
         return dict(self._own(list(self.loop.abort().items())))
 
-    def of_other_ranks(self) -> Finished:
+    def of_other_ranks(self) -> Ended:
         """Return what other ranks of the data replica have submitted, when all have ended."""
         return [
             (index, completions)
@@ -91,14 +88,14 @@ class SharedSession:
             if index not in self._answers
         ]
 
-    def to_the_end(self) -> Finished:
+    def to_the_end(self) -> Ended:
         """Return all requests of this rank, when all have ended."""
-        finished: Finished = []
+        finished: Ended = []
         while self.running:
             finished += self.step()
         return finished + self.of_other_ranks()
 
-    def _own(self, ended: Finished) -> Finished:
+    def _own(self, ended: Ended) -> Ended:
         own = [
             (self._places[index], completions)
             for index, completions in ended

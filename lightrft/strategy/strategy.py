@@ -30,11 +30,12 @@ from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import SUPERVISED, OptimSection, sequence_layout
 from lightrft.core.batch import Batch
 from lightrft.core.batches import Rows
+from lightrft.core.engine import Request
 from lightrft.core.metrics import Untraced
+from lightrft.core.order import Order
 from lightrft.core.samples import Completion
-from lightrft.data.loader import Order
 from lightrft.engine.base import Engine
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.requests import Sampling
 from lightrft.launch.heartbeat import COLLECTIVE_MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.models.lora import merge_adapters, split_adapters

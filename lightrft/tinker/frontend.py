@@ -22,7 +22,7 @@ from tinker import types
 
 from lightrft.agents.endpoint.server import RequestTooLarge, RequestTooSlow, content_of
 from lightrft.checkpoint.atomic import OLD, PART
-from lightrft.engine.requests import derived_seed
+from lightrft.core.engine import derived_seed
 from lightrft.tinker import protocol
 from lightrft.tinker.promises import Busy, Jobs, Promises
 from lightrft.tinker.protocol import RequestLimits

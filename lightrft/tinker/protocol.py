@@ -15,7 +15,8 @@ from tinker.proto import tinker_public_pb2 as wire
 from torch import Tensor
 
 from lightrft.checkpoint.atomic import OLD, PART
-from lightrft.engine.requests import Request, Sampling, derived_seed
+from lightrft.core.engine import Request, derived_seed
+from lightrft.engine.requests import Sampling
 from lightrft.tinker.losses import LOSSES, MISSING_LOSSES, Loss
 from lightrft.tinker.records import TARGET_TOKENS, Examples, Outputs, Sampled
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch
+from lightrft.core.engine import Request
 from lightrft.core.samples import Completion
-from lightrft.engine.requests import Request
 
 TARGET_TOKENS = "target_tokens"
 """Column of examples with the tokens to take the log-probs of in place of the inputs."""

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import Config
+from lightrft.core.engine import Request
 from lightrft.core.samples import Completion
 from lightrft.engine.model_info import never_sampled
 from lightrft.engine.probe import LOGITS, MAX_MISMATCH, Probe
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.requests import Sampling
 from lightrft.exact.install import make_actor_exact
 from lightrft.exact.products import LEAST
 from lightrft.models.heads import Actor, logit_scale, logit_softcap

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from lightrft.algorithms.policy_loss import policy_losses, reach
+from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.backends.zero_state import ZERO_BUCKET
 from lightrft.config.errors import ConfigError
 from lightrft.config.facts import EXPERT_FAMILIES
@@ -24,6 +24,7 @@ from lightrft.config.sections import (
     section_of_field,
 )
 from lightrft.config.summary import nodes_to_replicate, summary
+from lightrft.core.objective import reach_of
 from lightrft.parallel.peaks import DEVICES, Device
 from lightrft.parallel.tensor_parallel import model_problems
 from lightrft.tools.shapes import model_config
@@ -267,7 +268,7 @@ class Planner:
     def of_sequences(self) -> bool:
         """Return whether the loss knows gradients after whole sequences; see LocalGradients."""
         if self.command == "train_ppo":
-            return reach(policy_losses[self.config.algorithm.policy_loss]) == "sequence"
+            return reach_of(policy_losses[self.config.algorithm.policy_loss]) == "sequence"
         return self.command in ("train_dpo", "train_kto")
 
     def phases(self, step: StepBytes, tokens: int) -> dict[str, Bytes]:

@@ -29,6 +29,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.core.metrics import Metrics, Trace
 from lightrft.core.samples import Expand
+from lightrft.core.step import StepRecord
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.rendering.template import turn_end_ids
 from lightrft.models.weight_files import weights_of
@@ -39,8 +40,8 @@ from lightrft.observe.sinks import Observer, read_rows
 from lightrft.observe.timeline import extend_timeline
 from lightrft.parallel.device import device_name, machine
 from lightrft.roles.operations import count_parameters
-from lightrft.roles.role import Role
-from lightrft.run.digests import Digests, StepRecord
+from lightrft.roles.role import DistributedRole
+from lightrft.run.digests import Digests
 from lightrft.run.health import Health
 from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.run.model_card import held_out_results, push, write_card
@@ -81,7 +82,7 @@ class Trainer(ABC):
         self,
         config: Config,
         strategy: StrategyBase,
-        role: Role,
+        role: DistributedRole,
         training_data: TrainingData,
         *,
         observer: Observer,
@@ -213,7 +214,7 @@ class Trainer(ABC):
         return models
 
     @property
-    def learning_roles(self) -> dict[str, Role]:
+    def learning_roles(self) -> dict[str, DistributedRole]:
         """Return the roles that learn, by name of the model in checkpoints."""
         return {self.role_name: self.role}
 

@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
-from lightrft.algorithms.objectives import PolicyObjective, ValueObjective, sft
+from lightrft.algorithms.objectives import ValueObjective, policy_objective, sft
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
@@ -34,6 +33,9 @@ from lightrft.core.batch import RoutedShape
 from lightrft.core.experience import ExperienceMaker, flatten
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Untraced
+from lightrft.core.objective import PolicyObjective
+from lightrft.core.role import Learner
+from lightrft.core.rollout import Scheduler
 from lightrft.core.samples import Sample
 from lightrft.core.stages import CompareRewards
 from lightrft.core.table import keywords
@@ -49,8 +51,8 @@ from lightrft.roles.teacher import Teacher
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.experience import flatten_for_run
 from lightrft.rollout.media_expansion import Expander
-from lightrft.rollout.rollout import JudgedRollout, Rollout, Scheduler, schedulers
-from lightrft.rollout.sampler import Sampler, sampling_of
+from lightrft.rollout.rollout import JudgedRollout, ResumableRollout, schedulers
+from lightrft.rollout.sampler import RunSampler, sampling_of
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
 from lightrft.run.recorded_samples import RecordedSamples
@@ -79,7 +81,7 @@ from lightrft.trainer.build_roles import (
 )
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.held_out import HeldOut
-from lightrft.trainer.ppo import Learner, PPOTrainer, ReplayTrainer
+from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
 
 
@@ -142,13 +144,13 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     scheduler = build_scheduler(
         config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
     )
-    rollout = (Rollout if rewards.judge is None else JudgedRollout)(scheduler, rewards)
+    rollout = (ResumableRollout if rewards.judge is None else JudgedRollout)(scheduler, rewards)
     parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     if algorithm.entropy_target is not None:
         parts["entropy_coefficient"] = entropy_coefficient
     strategy.report_memory("models and engine are ready;")
 
-    objective = PolicyObjective(algorithm, kl_coefficient, entropy_coefficient)
+    objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
     learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
     options = {
         "observer": observer,
@@ -166,7 +168,10 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         options["dump"] = partial(dump.write, writer=observer.writer)
 
     if config.rollout.replay_rollouts:
-        return replay_trainer(original, strategy, policy, training_data, options)
+        recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
+        options["read"] = partial(
+            recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned
+        )
     return PPOTrainer(original, strategy, policy, training_data, **options)
 
 
@@ -413,11 +418,11 @@ def build_experience_maker(
 
 def build_sampler(
     config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
-) -> Sampler:
+) -> RunSampler:
     """Build what samples responses, or episodes if the run has environments or tools."""
     episodes = build_episodes(config, tokenizer)
     if episodes is None:
-        return Sampler(strategy, tokenizer, config.rollout)
+        return RunSampler(strategy, tokenizer, config.rollout)
     # On an accelerator, other kernels differ from run to run too, unless the user asks for it.
     together = strategy.device.type == "cpu" or config.strategy.deterministic
     if together:
@@ -476,7 +481,7 @@ def build_scheduler(
     config: Config,
     strategy: StrategyBase,
     training_data: TrainingData,
-    sampler: Sampler,
+    sampler: RunSampler,
     rewards: RewardRunner,
     *,
     trace: Untraced,
@@ -526,30 +531,17 @@ def build_learners(
     if draft is not None:
         learners.append(Learner("draft", draft, sft, "draft"))
 
+    by_prompt = config.algorithm.loss_agg_mode == "prompt-mean"
     actor = Learner(
         "actor",
         policy,
         objective,
         "train",
         first_step=config.train.freezing_actor_steps + 1,
-        ptx_loss=ptx_loss,
+        count=policy.with_prompts if by_prompt else None,
+        more_terms=[ptx_loss.next] if ptx_loss else [],
     )
     return [*learners, actor]
-
-
-def replay_trainer(
-    config: Config,
-    strategy: StrategyBase,
-    policy: Policy,
-    training_data: TrainingData,
-    options: dict[str, Any],
-) -> ReplayTrainer:
-    """Build the trainer of --replay_rollouts: it learns from samples that another run wrote."""
-    recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
-    read = partial(
-        recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned
-    )
-    return ReplayTrainer(config, strategy, policy, training_data, read=read, **options)
 
 
 # -- evaluation alone

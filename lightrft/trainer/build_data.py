@@ -14,7 +14,7 @@ from lightrft.config.references import teacher_terms
 from lightrft.config.sections import Config, has_episodes, media_columns
 from lightrft.core.samples import Answer, Prompt
 from lightrft.data.conversations import load_examples
-from lightrft.data.loader import Order
+from lightrft.data.loader import check_batch
 from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
 from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompt_set import PromptSet
@@ -220,7 +220,7 @@ def steps_of_epochs(config: Config, num_rows: int, *, generates: bool = False) -
     """
     train = config.train
     batch_size = _fitting_batch(config, num_rows, generates)
-    Order.check(num_rows, batch_size)
+    check_batch(num_rows, batch_size)
     rows = num_rows * train.num_episodes
     steps = rows // batch_size
     notices = []

@@ -12,7 +12,7 @@ from lightrft.data.step_labels import load_steps
 from lightrft.models.load import head_names, load_tokenizer
 from lightrft.roles.policy import Policy
 from lightrft.roles.reward_model import RewardModel
-from lightrft.roles.role import Role
+from lightrft.roles.role import DistributedRole
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
 from lightrft.run.run_folder import RunFolder
@@ -32,7 +32,7 @@ from lightrft.trainer.tasks.process_reward import ProcessRewardTask
 from lightrft.trainer.tasks.reward_model import RewardModelTask
 from lightrft.trainer.tasks.sft import SFTTask
 
-Learning = tuple[Role, Task, TrainingData]
+Learning = tuple[DistributedRole, Task, TrainingData]
 """The role that learns, the task it learns, and the data."""
 
 

@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from lightrft.config.sections import Config
+from lightrft.core.engine import derived_seed
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.data.loader import share_of
-from lightrft.engine.requests import derived_seed
 from lightrft.observe.sinks import encode_row
 from lightrft.observe.text import short
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import sample_rows
-from lightrft.rollout.sampler import Sampler
+from lightrft.rollout.sampler import RunSampler
 from lightrft.rollout.scores import Estimate
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
@@ -35,7 +35,7 @@ class Evaluation:
     """Scores responses to the prompts of --eval_data: a greedy one and --eval_n_samples others."""
 
     def __init__(
-        self, config: Config, strategy: StrategyBase, sets: list[HeldOut], sampler: Sampler
+        self, config: Config, strategy: StrategyBase, sets: list[HeldOut], sampler: RunSampler
     ):
         self.config = config
         self.strategy = strategy

@@ -40,7 +40,7 @@ def ask_judges(sets: Sequence[HeldOut], answered: Sequence[list[Group]]) -> None
 def evaluate(
     held_out: HeldOut, groups: list[Group], metrics: Metrics, data: Axis
 ) -> dict[str, Estimate]:
-    """Score this rank's groups from Sampler.answer(); return estimates over all ranks.
+    """Score this rank's groups from RunSampler.answer(); return estimates over all ranks.
 
     The means become metrics `eval/...`, or `eval/NAME/...` for a set with a name. The engine should
     be asleep if reward models score. All ranks call it. The numbers are the same to the last bit on

@@ -1,79 +1,76 @@
 """PPO, GRPO and the like: generate samples, score them, estimate advantages, update."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightrft.batching.micro_batches import put_batch
 from lightrft.config.sections import Config, moves_reference
 from lightrft.core.batches import TrainingPlan
+from lightrft.core.engine import derived_seed
 from lightrft.core.experience import ExperienceMaker
 from lightrft.core.groups import measure_samples
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import Learner
+from lightrft.core.rollout import Rollout
 from lightrft.core.samples import Sample
+from lightrft.core.step import Step, StepRecord
 from lightrft.data.prompt_set import PromptSet
-from lightrft.engine.requests import derived_seed
 from lightrft.roles.policy import Policy
-from lightrft.roles.role import Objective, Role
+from lightrft.roles.role import DistributedRole
 from lightrft.rollout.groups import measure_turns_and_drafts, sample_rows
-from lightrft.rollout.rollout import Rollout
-from lightrft.rollout.sampler import Sampler
-from lightrft.run.digests import StepRecord
-from lightrft.run.interruption import Interrupted
+from lightrft.rollout.rollout import FixedBatch
+from lightrft.rollout.sampler import RunSampler
+from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
-from lightrft.trainer.tasks.sft import PtxLoss
 
 SampleSink = Callable[[int, list[Sample], int], None]
 """Takes a step's number, the samples, and the version of the engine's newest weights."""
+Read = Callable[[int], tuple[list[Sample], int]]
+"""Returns the recorded samples of a step, and the version of the engine's weights then."""
 
 
-@dataclass(frozen=True, slots=True)
-class Learner:
-    """A role and the objective that it minimizes.
+class RunStep(Step):
+    """A step that can be interrupted between its samples and what is learned from them."""
 
-    The targets of one role do not depend on the updates of another.
-    """
+    def __init__(self, *args: Any, interruption: Interruption, **options: Any):
+        super().__init__(*args, **options)
+        self.interruption = interruption
 
-    name: str
-    """Name of the model in checkpoints."""
-    role: Role
-    objective: Objective
-    phase: str
-    """Name of the phase, and prefix of the metrics."""
-    first_step: int = 1
-    """First step in which the role learns."""
-    ptx_loss: PtxLoss | None = None
-    """Supervised loss that is added to the objective."""
+    def collect(self, number: int, metrics: Metrics) -> tuple[list[Sample], int]:
+        rollback = self.rollout.scheduler.snapshot()
+        before = metrics.state_dict()
+        version = self.strategy.weight_version
+        collected = super().collect(number, metrics)
+        self.rollout.rewards.count_failures("rollout/reward_failures", metrics)
 
-    def learn(self, plan: TrainingPlan, config: Config, metrics: Metrics) -> list[Tensor]:
-        """Take one optimizer step for each minibatch and epoch; return the losses."""
-        role = self.role
-        experience = plan.experience
-        losses = []
-        for number, rows in enumerate(plan.updates):
-            denominator = role.denominator(
-                experience,
-                rows,
-                length=config.rollout.generate_max_len,
-                by_prompt=config.algorithm.loss_agg_mode == "prompt-mean",
-            )
-            denominator = replace(denominator, updates_before=number)
-            metrics.mean(f"{self.phase}/learning_rate", role.scheduler.get_last_lr()[0])
+        # A checkpoint holds only finished steps, so an interrupted one is undone: the same prompts
+        # come again.
+        try:
+            self.interruption.safe_point()
+        except Interrupted:
+            rollback()
+            metrics.clear()
+            metrics.load_state_dict(before)
+            self.strategy.engine_lags(version)
+            raise
+        return collected
 
-            term = self.ptx_loss.next() if self.ptx_loss is not None else None
-            loss, norm = role.update(
-                experience, rows, self.objective, denominator, metrics, extra_term=term
-            )
-            metrics.mean(f"{self.phase}/loss", loss)
-            metrics.mean(f"{self.phase}/grad_norm", norm)
-            losses.append(loss)
-        return losses
+
+class ReplayedStep(Step):
+    """A step that learns from the samples that another run has recorded (--replay_rollouts)."""
+
+    def __init__(self, *args: Any, read: Read, **options: Any):
+        super().__init__(*args, **options)
+        self.read = read
+
+    def collect(self, number: int, metrics: Metrics) -> tuple[list[Sample], int]:
+        return self.read(number)
 
 
 class PPOTrainer(Trainer):
@@ -87,28 +84,40 @@ class PPOTrainer(Trainer):
         training_data: TrainingData,
         *,
         rollout: Rollout,
-        sampler: Sampler,
+        sampler: RunSampler,
         make_experience: ExperienceMaker,
         learners: Sequence[Learner],
         eval_sets: Sequence[HeldOut] = (),
         dump: SampleSink | None = None,
+        read: Read | None = None,
         **kwargs,
     ):
         """Set up the trainer.
 
         `learners` are the models that learn, in order; the policy is the last one. `dump` records
-        the samples of each step.
+        the samples of each step. `read` returns those of another run, which are learned instead.
         """
         super().__init__(config, strategy, policy, training_data, **kwargs)
         self.policy = policy
         self.rollout = rollout
         self.sampler = sampler
-        self.make_experience = make_experience
         self.learners = learners
         self.eval_sets = eval_sets
-        self.sample_sinks: list[SampleSink] = [] if dump is None else [dump]
+        self.dump = dump
+        self.read = read
         self.moves_reference = moves_reference(config.algorithm)
         self.has_readers = strategy.sample_store().is_outside
+
+        parts = (strategy, rollout, make_experience, learners)
+        options = {
+            "measures": [self._measure],
+            "around": self._around_learning,
+            "trace": self.trace,
+        }
+        if read is None:
+            self.learning_step = RunStep(*parts, interruption=self.interruption, **options)
+        else:
+            self.learning_step = ReplayedStep(*parts, read=read, **options)
 
         for each in learners:
             self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
@@ -116,87 +125,58 @@ class PPOTrainer(Trainer):
             self.models["reference"] = (policy.reference, None, None)
 
     def step(self, number: int) -> StepRecord:
-        samples, version = self._collect(number)
-        for sink in self.sample_sinks:
-            sink(number, samples, version)
-        self.show(number, samples)
-        measure_samples(samples, version, self.metrics)
-        measure_turns_and_drafts(samples, self.metrics)
+        return self.learning_step(number, self.metrics)
 
-        with self.trace.phase("experience"):
-            plan = self.make_experience(samples, self.metrics)
+    def _measure(self, number: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
+        """Record, show and measure the samples of a step."""
+        if self.dump is not None:
+            self.dump(number, samples, version)
+        # Samples of a group come together, so that responses can be compared.
+        if self.strategy.mesh.world.rank == 0:
+            shown = samples[: self.config.observe.num_trajectories_to_save]
+            self.observer.samples(number, sample_rows(shown))
+        measure_samples(samples, version, metrics)
+        measure_turns_and_drafts(samples, metrics)
+
+    @contextmanager
+    def _around_learning(self, number: int, plan: TrainingPlan) -> Iterator[None]:
+        """Let others read the experience, and prepare the next step, while models learn."""
         # Other programs read the experience in a store outside of this one.
         store = self.strategy.sample_store() if self.has_readers else None
         if store is not None:
             put_batch(store, plan.experience)
 
-        losses = []
         # Which prompts come next depends on the rewards of this step, and not on its updates.
         with self._preparing(number + 1):
-            for learner in self.learners:
-                if number >= learner.first_step:
-                    with self.trace.phase(learner.phase):
-                        losses += learner.learn(plan, self.config, self.metrics)
+            yield
 
         if self.moves_reference:
             self.policy.update_reference(number, self.config.algorithm)
-
         if store is not None:
             store.clear(plan.experience.rows.tolist())
-        return StepRecord(plan.experience, plan.minibatches, losses, samples)
+
+    def _preparing(self, number: int) -> AbstractContextManager[None]:
+        """Return a context that prepares a step in another thread, if there is one to prepare."""
+        scheduler = self.rollout.scheduler
+        last = self.total_steps if self.read is None else 0
+        if number > last or not isinstance(scheduler, FixedBatch):
+            return nullcontext()
+        return scheduler.preparing(number)
 
     def progress(self) -> str:
         """Add how many responses this rank has, and how many tokens a second."""
         where = super().progress()
-        if not self.trace.current.startswith("generate"):
+        loop = self.sampler.loop
+        if loop is None or not self.trace.current.startswith("generate"):
             return where
 
-        groups = list(self.sampler.generating.values())
-        responses = [each for group in groups for each in group.responses]
+        responses = [each for group in list(loop.groups.values()) for each in group.responses]
         done = sum(each.finish_reason is not None for each in responses)
         tokens = sum(len(each.token_ids) for each in responses)
         seconds = time.perf_counter() - self.trace.began
         rank = " of rank 0" if self.strategy.mesh.world.size > 1 else ""
         speed = f"{tokens / seconds:.0f} tokens/s"
         return f"{where}, {done:,} of {len(responses):,} responses{rank}, {speed}"
-
-    def _collect(self, number: int) -> tuple[list[Sample], int]:
-        """Generate and score this rank's samples; return them and the engine's weight version."""
-        rollback = self.rollout.scheduler.snapshot()
-        metrics = self.metrics.state_dict()
-        weight_version = self.strategy.weight_version
-
-        with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
-            groups = self.rollout.collect(number, self.metrics)
-
-        with self.trace.phase("reward"):
-            samples = self.rollout.score(groups, self.metrics)
-
-        # A checkpoint holds only finished steps, so an interrupted one is undone: the same prompts
-        # come again.
-        try:
-            self.interruption.safe_point()
-        except Interrupted:
-            rollback()
-            self.metrics.clear()
-            self.metrics.load_state_dict(metrics)
-            self.strategy.engine_lags(weight_version)
-            raise
-
-        return samples, self.strategy.weight_version
-
-    def _preparing(self, number: int) -> AbstractContextManager[None]:
-        """Return a context that prepares a step in another thread, if there is one."""
-        if number > self.total_steps:
-            return nullcontext()
-        return self.rollout.scheduler.preparing(number)
-
-    def show(self, number: int, samples: list[Sample]) -> None:
-        """Write some samples to the sinks, by group, so that responses can be compared."""
-        if self.strategy.mesh.world.rank == 0:
-            self.observer.samples(
-                number, sample_rows(samples[: self.config.observe.num_trajectories_to_save])
-            )
 
     def evaluate(self) -> None:
         """Add `eval/*` metrics of --eval_data.
@@ -221,7 +201,7 @@ class PPOTrainer(Trainer):
             evaluate(each, groups, self.metrics, self.strategy.mesh.data)
 
     @property
-    def learning_roles(self) -> dict[str, Role]:
+    def learning_roles(self) -> dict[str, DistributedRole]:
         return {each.name: each.role for each in self.learners}
 
     def models_to_save(self) -> dict[str, nn.Module]:
@@ -230,19 +210,5 @@ class PPOTrainer(Trainer):
 
     @property
     def learned_rows(self) -> PromptSet:
-        supervised = [each.ptx_loss.prompts for each in self.learners if each.ptx_loss is not None]
-        return sum(supervised, self.prompts)
-
-
-class ReplayTrainer(PPOTrainer):
-    """Learns from the samples that another run has recorded (--replay_rollouts)."""
-
-    def __init__(self, *args: Any, read: Callable[[int], tuple[list[Sample], int]], **kwargs):
-        super().__init__(*args, **kwargs)
-        self.read = read
-
-    def _collect(self, number: int) -> tuple[list[Sample], int]:
-        return self.read(number)
-
-    def _preparing(self, number: int) -> AbstractContextManager[None]:
-        return nullcontext()
+        mixin = self.parts.get("mixin")
+        return self.prompts if mixin is None else self.prompts + mixin.prompts

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Answer, Prompt
+from lightrft.core.step import StepRecord
 from lightrft.data.rendering.tokens import marked_texts
-from lightrft.roles.role import LossTerm
-from lightrft.run.digests import StepRecord
 from lightrft.trainer.base import Trainer
 
 MOST_EXAMPLES = 6

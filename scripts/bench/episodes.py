@@ -29,11 +29,12 @@ from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import EngineSection, RolloutSection
 from lightrft.config.sections import DataSection, EnvironmentSection
+from lightrft.core.engine import Request
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Trace
 from lightrft.core.samples import Prompt
 from lightrft.engine.build import build_engine
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.requests import Sampling
 from lightrft.parallel.mesh import Mesh
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.strategy.shared_session import SharedSession

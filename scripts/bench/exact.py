@@ -39,10 +39,11 @@ from torch import Tensor, nn
 from lightrft.algorithms.truncation import Truncation, without_padding
 from lightrft.config.sections import EngineSection, ModelSection
 from lightrft.core.batch import Batch
+from lightrft.core.engine import Request
 from lightrft.engine.base import Engine, EngineSetup
 from lightrft.engine.hf import HFEngine
 from lightrft.engine.model_info import never_sampled
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.requests import Sampling
 from lightrft.exact.hf import ExactHead, ExactHFEngine
 from lightrft.exact.install import make_actor_exact
 from lightrft.models.heads import Actor

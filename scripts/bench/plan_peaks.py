@@ -26,11 +26,12 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.config import Config, parse
 from lightrft.config.resolve import resolve
 from lightrft.core.batch import Experience
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm
 from lightrft.models import logprobs
 from lightrft.parallel.peaks import DEVICES
 from lightrft.roles.policy import Policy
@@ -127,14 +128,14 @@ def peak(policy: Policy, config: Config) -> int:
     AdamW makes its moments in the first one, which is short.
     """
     first = 2 * policy.strategy.mesh.data.rank
-    objective = PolicyObjective(config.algorithm)
+    objective = policy_objective(config.algorithm)
     tracker = Peak()
 
     def step(tokens: int) -> None:
         whole = experience(first, tokens)
         local, (rows,) = policy.strategy.redistribute(whole, minibatch_size=None, **policy.limits())
         denominator = policy.denominator(local, rows, length=len(local.input_ids))
-        policy.update(local, rows, objective, denominator, Metrics())
+        policy.learn([LossTerm(local, rows, objective, denominator)], Metrics())
         policy.finish_training()
 
     step(FIRST_TOKENS)

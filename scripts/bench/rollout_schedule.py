@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from lightrft.config import RolloutSection
-from lightrft.data.loader import fair_owners
+from lightrft.core.order import fair_owners
 from lightrft.schedulers.assignment import Assignment
 from lightrft.schedulers.tail_rounds import DeferredGroup, next_tail_round
 

@@ -85,8 +85,9 @@ def generate(arguments: argparse.Namespace, version: str) -> None:
     from transformers import AutoConfig
 
     from lightrft.config import EngineSection
+    from lightrft.core.engine import Request
     from lightrft.engine.build import build_engine
-    from lightrft.engine.requests import Request, Sampling
+    from lightrft.engine.requests import Sampling
     from lightrft.engine.vllm import adapter
     from lightrft.parallel.mesh import Mesh
 

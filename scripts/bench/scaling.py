@@ -74,7 +74,7 @@ from lightrft.observe.pending_metrics import PendingMetrics  # noqa: E402
 from lightrft.parallel.collectives import Axis  # noqa: E402
 from lightrft.parallel.mesh import Mesh  # noqa: E402
 from lightrft.rewards.runner import RewardRunner  # noqa: E402
-from lightrft.rollout.rollout import Rollout  # noqa: E402
+from lightrft.rollout.rollout import ResumableRollout  # noqa: E402
 from lightrft.schedulers.assignment import Assignment  # noqa: E402
 from lightrft.schedulers.rounds import Rounds  # noqa: E402
 from scripts.bench.harness import parser_of  # noqa: E402
@@ -237,6 +237,9 @@ class Invented:
     def open(self, seed: int) -> "InventedLoop":
         return InventedLoop(seed)
 
+    def capacity(self, loop: "InventedLoop") -> int:
+        return SAMPLES
+
     def extend(self, sample: Any, completion: Any) -> None:
         sample.token_ids += completion.token_ids
         sample.logprobs += completion.logprobs
@@ -252,9 +255,8 @@ def invented_length(row: int, place: int) -> int:
 class InventedLoop:
     seed: int
     parts: list[Any] = field(default_factory=list)
-    capacity: int = SAMPLES
 
-    def add(self, parts: Any, prepared: Any = None) -> None:
+    def add(self, parts: Any) -> None:
         self.parts += [part for part in parts if not part[0].complete]
 
     def running(self) -> set[tuple[int, int]]:
@@ -292,7 +294,7 @@ class InventedLoop:
         return iter(())
 
 
-def new_rollout(axis: Axis, exchange: Axis, rewards: RewardRunner, rows: int) -> Rollout:
+def new_rollout(axis: Axis, exchange: Axis, rewards: RewardRunner, rows: int) -> ResumableRollout:
     """Return a rollout of `rows` responses for each rank."""
     prompts = [
         Prompt(number, "", [1, 2, 3], {}) for number in range(2 * axis.size * rows // SAMPLES)
@@ -306,7 +308,7 @@ def new_rollout(axis: Axis, exchange: Axis, rewards: RewardRunner, rows: int) ->
     )
 
     scheduler = Rounds(Invented(exchange), rewards, prompts, section=section, data=axis, seed=0)
-    return Rollout(scheduler, rewards)
+    return ResumableRollout(scheduler, rewards)
 
 
 def invented_samples(rank: int, rows: int) -> list[Sample]:
@@ -399,7 +401,7 @@ def run_rank(
         rewards = RewardRunner(f"{__file__}:reward", section=RewardSection(reward_workers=0))
         rollout = new_rollout(axis, exchange, rewards, rows)
         with meter("collect"):
-            rollout.score(rollout.collect(1, Metrics()), Metrics())
+            rollout.score(rollout.collect(1, Metrics()))
 
     batch = experience(rows, rank * rows)
     store = MemoryStore(axis, alone)
@@ -430,7 +432,7 @@ def run_rank(
     return {"operations": meter.operations, "memory_mb": int(memory.split()[1]) / 1024}
 
 
-def checkpoint(meter: Meter, mesh: Mesh, rollout: Rollout, folder: Path) -> None:
+def checkpoint(meter: Meter, mesh: Mesh, rollout: ResumableRollout, folder: Path) -> None:
     model = nn.Sequential(*[nn.Linear(1, 1024, bias=False) for _ in range(8)])
     fully_shard(model, mesh=mesh.parameters)
     optimizer = torch.optim.AdamW(model.parameters())

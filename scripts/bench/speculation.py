@@ -75,8 +75,9 @@ def serve(kind: str, folder: str, temperature: float, tokens: int, commands: Con
     import torch.distributed as dist
 
     from lightrft.config import EngineSection
+    from lightrft.core.engine import Request
     from lightrft.engine.build import build_engine
-    from lightrft.engine.requests import Request, Sampling
+    from lightrft.engine.requests import Sampling
     from lightrft.parallel.mesh import Mesh
 
     torch.set_num_threads(1)

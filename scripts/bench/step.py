@@ -188,9 +188,9 @@ def train(flags: list[str]) -> list[dict[str, float]]:
 
 
 def watch(trainer: Any) -> Clock:
+    from lightrft.core.role import Learner
+    from lightrft.core.sampler import RolloutLoop
     from lightrft.core.stages import PolicyLogprobs
-    from lightrft.rollout.sampler import RolloutLoop
-    from lightrft.trainer.ppo import Learner
 
     clock = Clock()
     numbers = {}
@@ -207,14 +207,12 @@ def watch(trainer: Any) -> Clock:
     ):
         clock.charge(owner, method, phase)
 
-    def show(number: int, samples: list) -> None:
+    def measure(number: int, samples: list, *others: Any) -> None:
         numbers["gen_tokens"] = sum(len(sample.token_ids) for sample in samples)
         numbers["prompt_tokens"] = sum(len(sample.prompt.token_ids) for sample in samples)
         numbers["reward"] = sum(sample.reward for sample in samples) / len(samples)
-        original_show(number, samples)
 
-    original_show = trainer.show
-    trainer.show = show
+    trainer.learning_step.measures.append(measure)
     _after(trainer, "_report", lambda: clock.end_of_step(numbers))
 
     return clock

@@ -15,17 +15,19 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import EngineSection, RewardSection, RolloutSection
+from lightrft.core.engine import Ended, derived_seed
 from lightrft.core.groups import Group
+from lightrft.core.rollout import Rollout
+from lightrft.core.sampler import Pending
 from lightrft.core.samples import Prompt
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.build import build_engine
-from lightrft.engine.requests import derived_seed
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.rollout import FixedBatch, Rollout
-from lightrft.rollout.sampler import Pending, Sampler
+from lightrft.rollout.rollout import FixedBatch
+from lightrft.rollout.sampler import RunSampler
 from lightrft.schedulers.rounds import Rounds, needs_rounds
-from lightrft.strategy.shared_session import Finished, SharedSession
+from lightrft.strategy.shared_session import SharedSession
 
 VOCABULARY = 512
 END = 511
@@ -115,13 +117,13 @@ class TimedSession(SharedSession):
         super().__init__(*args)
         self.ranks = ranks
 
-    def step(self) -> Finished:
+    def step(self) -> Ended:
         finished = super().step()
         self.ranks.stamps.append(time.process_time())
         return finished
 
 
-class ForcedSampler(Sampler):
+class ForcedSampler(RunSampler):
     """Sampler whose responses have the given lengths [prompts, n]."""
 
     def __init__(self, ranks: Ranks, section: RolloutSection, lengths: np.ndarray):

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.means import MoreCounts, PromptTokens
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.config import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
-from lightrft.core.reduce import Denominator, PromptTokens
+from lightrft.core.losses import Denominator
 
 
 def make_batch(masks: list[str]) -> Batch:
@@ -65,14 +66,13 @@ def step_denominator(batch: Batch) -> Denominator:
     parts = batch.loss_mask.split(batch.lengths.tolist())
     for group, part in zip(batch.groups.tolist(), parts, strict=True):
         counts[group] = counts.get(group, 0.0) + float(part.sum())
-    return Denominator(
-        batch.num_loss_tokens, torch.tensor(float(sum(learned))), 7, PromptTokens.of(counts)
-    )
+    more = MoreCounts(7, PromptTokens.of(counts))
+    return Denominator(batch.num_loss_tokens, torch.tensor(float(sum(learned))), more=more)
 
 
 def loss_and_gradient(
     section: AlgorithmSection, batch: Experience, logprobs: Tensor, denominator: Denominator
 ) -> tuple:
     values = logprobs.clone().requires_grad_()
-    loss, report = PolicyObjective(section)(values, batch, denominator)
+    loss, report = policy_objective(section)(values, batch, denominator)
     return loss.item(), torch.autograd.grad(loss, values)[0], report

@@ -11,13 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.flat import (
-    actor_logprobs,
-    loss_and_gradient,
-    make_batch,
-    random_experience,
-    step_denominator,
-)
+from algorithms.flat import actor_logprobs, loss_and_gradient, random_experience, step_denominator
 from lightrft.algorithms.correction import (
     corrections,
     importance_ratios,
@@ -44,9 +38,9 @@ ENGINE = OLD - torch.tensor([5.0, LOG4, -LOG2, 5.0, LOG2])
     ],
 )
 def test_levels(level, expected):
-    batch = make_batch(MASKS)
+    batch = random_experience(MASKS, 0, engine_logprobs=ENGINE)
     old = OLD.clone().requires_grad_()
-    ratios = importance_ratios(old, ENGINE, batch, level)
+    ratios = importance_ratios(old, batch, level)
     assert ratios[batch.loss_mask].tolist() == pytest.approx(expected, rel=1e-6)
     assert not ratios.requires_grad
 
@@ -82,9 +76,9 @@ def test_whole_sequences_are_masked_and_tokens_keep_their_weights(level, bounds,
 
 
 def test_the_geometric_mean_masks_what_is_thousandths_away_by_default():
-    batch = make_batch([".xx", ".xx", ".xx"])
+    batch = random_experience([".xx", ".xx", ".xx"], 0, engine_logprobs=torch.zeros(9))
     difference = torch.tensor([0.0, 0.5, -0.5, 0.0, 0.002, 0.003, 0.0, -0.002, -0.0008])
-    kept = kept_sequences(difference, torch.zeros(9), batch, "geometric", None, None)
+    kept = kept_sequences(difference, batch, "geometric", None, None)
     assert kept[batch.loss_mask].tolist() == [True, True, False, False, False, False]
 
 
@@ -100,7 +94,7 @@ def test_bad_sequences_that_the_policy_left_are_masked():
     distance = torch.tensor([7.0, 0.0, 0.8, 7.0, 1.2, 0.0, 7.0, 0.6, 0.6, 7.0, 0.1])
     logprobs = (-1.0 - distance).requires_grad_()
     batch.old_logprobs = logprobs.detach()
-    masked = off_policy(logprobs, batch.engine_logprobs, batch.advantages, batch, 0.5)
+    masked = off_policy(logprobs, batch.advantages, batch, 0.5)
     assert masked.nonzero()[:, 0].tolist() == [4] and not masked.requires_grad
 
     chosen = section(off_policy_delta=0.5)

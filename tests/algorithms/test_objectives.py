@@ -14,24 +14,24 @@ from algorithms.flat import actor_logprobs, random_experience, step_denominator
 from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.objectives import (
     Balanced,
-    PolicyObjective,
     PtxObjective,
     ValueObjective,
-    local_gradients,
-    mismatch,
+    policy_objective,
     sft,
 )
-from lightrft.algorithms.policy_loss import policy_losses, reach
+from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.config import AlgorithmSection, ConfigError
 from lightrft.core.batch import Batch, Experience
-from lightrft.core.reduce import Denominator
+from lightrft.core.losses import Denominator
+from lightrft.core.objective import reach_of
+from lightrft.models.heads import local_gradients
 
 LOG2 = math.log(2)
 # two sequences, `p a b` and `p c`; learned are a, b, c
 MASK = [False, True, True, False, True]
 LOGPROBS = [0.0, -1.0, -2.0, 0.0, -0.5]
 ADVANTAGES = [0.0, 2.0, 2.0, 0.0, -1.0]
-DENOMINATOR = Denominator(torch.tensor(3.0), torch.tensor(2.0), 10)
+DENOMINATOR = Denominator(torch.tensor(3.0), torch.tensor(2.0))
 
 
 def experience(**columns: list[float]) -> Experience:
@@ -49,7 +49,7 @@ def experience(**columns: list[float]) -> Experience:
 
 def evaluate(section: AlgorithmSection, batch: Experience, logprobs: list[float] = LOGPROBS):
     values = torch.tensor(logprobs, requires_grad=True)
-    loss, report = PolicyObjective(section)(values, batch, DENOMINATOR)
+    loss, report = policy_objective(section)(values, batch, DENOMINATOR)
     return loss.item(), grad(loss, values)[0].tolist(), report
 
 
@@ -116,9 +116,7 @@ def test_mismatch_is_reported_between_engine_and_old_logprobs_and_has_no_gradien
             [1.0, math.exp(0.5), 1.0, 1.0, 2.0], abs=1e-6
         )
 
-    assert not mismatch(torch.zeros(2, requires_grad=True), torch.ones(2))[
-        "engine/logprob_mismatch"
-    ].requires_grad
+        assert not report["engine/logprob_mismatch"].requires_grad
 
 
 def test_mismatch_uses_the_trainers_log_probs_if_the_engines_serve_as_old_ones():
@@ -133,7 +131,7 @@ def test_mismatch_uses_the_trainers_log_probs_if_the_engines_serve_as_old_ones()
     )
     later = replace(DENOMINATOR, updates_before=1)
     section = AlgorithmSection(use_engine_logprobs=True)
-    _, report = PolicyObjective(section)(torch.tensor(LOGPROBS), batch, later)
+    _, report = policy_objective(section)(torch.tensor(LOGPROBS), batch, later)
     assert not any(name.startswith("engine/logprob_mismatch") for name in report), (
         "an update has moved the trainer's"
     )
@@ -158,13 +156,13 @@ def test_entropy_bonus():
     batch = experience()
     batch.entropy = torch.tensor([7.0, 1.0, 2.0, 7.0, 3.0], requires_grad=True)
     values = torch.tensor(LOGPROBS, requires_grad=True)
-    loss, _ = PolicyObjective(AlgorithmSection(entropy_coef=0.5))(values, batch, DENOMINATOR)
+    loss, _ = policy_objective(AlgorithmSection(entropy_coef=0.5))(values, batch, DENOMINATOR)
     assert loss.item() == pytest.approx((-3 - 0.5 * 6) / 3)
     assert grad(loss, batch.entropy)[0].tolist() == pytest.approx(
         [0.0, -1 / 6, -1 / 6, 0.0, -1 / 6]
     )
     with pytest.raises(ValueError, match="needs entropy in the batch"):
-        PolicyObjective(AlgorithmSection(entropy_coef=0.5))(values, experience(), DENOMINATOR)
+        policy_objective(AlgorithmSection(entropy_coef=0.5))(values, experience(), DENOMINATOR)
 
 
 def test_weights_of_tokens():
@@ -318,7 +316,7 @@ SECTIONS = [
 def test_gradients_are_known_before_the_log_probs_of_all_tokens_are(section):
     """Gradients of some tokens or sequences, from their log-probs alone, equal autograd's."""
     batch = random_experience(MASKS, 3)
-    objective = PolicyObjective(section)
+    objective = policy_objective(section)
     denominator = step_denominator(batch)
     logprobs = actor_logprobs(batch, 4).requires_grad_()
     entropy = batch.entropy.clone().requires_grad_()
@@ -328,7 +326,7 @@ def test_gradients_are_known_before_the_log_probs_of_all_tokens_are(section):
     )
     gradients = local_gradients(objective, batch, denominator)
     assert gradients.num_sequences == (
-        0 if reach(policy_losses[section.policy_loss]) == "token" else 1
+        0 if reach_of(policy_losses[section.policy_loss]) == "token" else 1
     )
 
     parts = [batch.loss_mask, batch.sequence_ids == 0, batch.sequence_ids != 0]
@@ -349,7 +347,7 @@ def depends_on(name: str, scope: str) -> bool:
     """
     batch = random_experience(MASKS, 5, weights=None)
     section = AlgorithmSection(policy_loss=name, eps_clip_low=0.9, eps_clip_high=9.0)
-    objective = PolicyObjective(section)
+    objective = policy_objective(section)
     denominator = step_denominator(batch)
     logprobs = actor_logprobs(batch, 6).requires_grad_()
     (first,) = grad(objective(logprobs, batch, denominator)[0], logprobs)
@@ -362,7 +360,7 @@ def depends_on(name: str, scope: str) -> bool:
 def test_losses_that_treat_tokens_or_sequences_alone():
     for name in policy_losses.names():
         found = (depends_on(name, "token"), depends_on(name, "sequence"))
-        assert found == ((reach(policy_losses[name]) == "sequence"), False)
+        assert found == ((reach_of(policy_losses[name]) == "sequence"), False)
 
 
 def test_objectives_that_are_known_token_by_token():
@@ -377,7 +375,7 @@ def test_objectives_that_are_known_token_by_token():
         assert known.num_sequences == 0
         assert of_entropy is None and (gradient[learned] < 0).all() and not gradient[~learned].any()
 
-    own = PolicyObjective(AlgorithmSection(policy_loss=f"{__name__}:double_loss"))
+    own = policy_objective(AlgorithmSection(policy_loss=f"{__name__}:double_loss"))
     for objective in (double_loss, ValueObjective(AlgorithmSection()), own):
         assert local_gradients(objective, batch, denominator) is None
 
@@ -398,7 +396,7 @@ def test_objectives_that_are_known_token_by_token():
 def test_corrections_by_the_current_log_probs_join_tokens_of_a_sequence(fields, num_sequences):
     """Without old log-probs the current ones stand for them."""
     batch = random_experience(MASKS, 3, old_logprobs=None)
-    objective = PolicyObjective(AlgorithmSection(**fields))
+    objective = policy_objective(AlgorithmSection(**fields))
     known = local_gradients(objective, batch, step_denominator(batch))
     assert (known and known.num_sequences) == num_sequences
     if known is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.algorithms.unread import unread_flags
 from lightrft.cli import train_ppo
@@ -83,19 +83,19 @@ def test_a_row_without_a_number_is_named_before_a_model_is_loaded(tmp_path, own,
 
 
 @pytest.mark.parametrize(
-    ("name", "sequences"), [("by_token", 0), ("by_sequence", 1), ("unknown", None)]
+    ("name", "depends"), [("by_token", "token"), ("by_sequence", "sequence"), ("unknown", "batch")]
 )
-def test_a_loss_of_a_user_says_what_it_depends_on(own, name, sequences):
+def test_a_loss_of_a_user_says_what_it_depends_on(own, name, depends):
     section = AlgorithmSection(policy_loss=f"{own}:{name}")
 
     class Batch:
         old_logprobs = object()
 
-    assert PolicyObjective(section).num_sequences(Batch()) == sequences
+    assert policy_objective(section).reach(Batch()) == depends
     notices = [line for line in unread_flags(section) if "gradients wait" in line]
-    assert len(notices) == (sequences is None)
+    assert len(notices) == (depends == "batch")
 
 
 def test_another_word_is_refused(own):
     with pytest.raises(ValueError, match="per='word' is none of token, sequence, batch"):
-        PolicyObjective(AlgorithmSection(policy_loss=f"{own}:wrong"))
+        policy_objective(AlgorithmSection(policy_loss=f"{own}:wrong"))

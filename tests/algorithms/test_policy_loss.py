@@ -96,6 +96,6 @@ def test_is_the_equation_everywhere(tokens, dual_clip):
 def test_registered_and_takes_its_bounds_by_name():
     assert policy_losses["ppo"] is ppo
     with pytest.raises(TypeError):
-        ppo(torch.zeros(1), torch.zeros(1), torch.zeros(1))
+        ppo(torch.zeros(1), torch.zeros(1), torch.zeros(1), 0.2, 0.2)
     with pytest.raises(ValueError, match="--policy_loss pqo: .*did you mean 'ppo'"):
         policy_losses["pqo"]

@@ -17,7 +17,7 @@ from algorithms.flat import (
     random_experience,
     step_denominator,
 )
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.options import options_of
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.config import AlgorithmSection
@@ -361,7 +361,7 @@ def test_no_split_into_micro_batches_changes_anything(name, mode, seed, parts, r
 def test_a_loss_that_needs_marks_says_so():
     batch = random_experience([".xx"], 0, marked=None)
     with pytest.raises(ValueError, match="needs marked in the batch"):
-        PolicyObjective(section("kl_cov"))(batch.old_logprobs, batch, step_denominator(batch))
+        policy_objective(section("kl_cov"))(batch.old_logprobs, batch, step_denominator(batch))
 
 
 def own_loss(logprobs, old_logprobs, advantages, *, temperature_of_mine):
@@ -372,7 +372,7 @@ def test_a_loss_that_asks_for_too_much_is_named():
     with pytest.raises(
         ValueError, match="own_loss needs temperature_of_mine, which this run does not compute"
     ):
-        PolicyObjective(section(f"{__file__}:own_loss"))
+        policy_objective(section(f"{__file__}:own_loss"))
 
 
 def test_every_field_of_a_loss_is_in_the_configuration():

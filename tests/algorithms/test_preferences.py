@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from lightrft.algorithms.objectives import local_gradients
 from lightrft.algorithms.preferences.dpo import DPOObjective, hinge, ipo, sigmoid
 from lightrft.algorithms.preferences.kto import KTOObjective, kto, reference_point
 from lightrft.algorithms.preferences.reward import (
@@ -19,7 +18,8 @@ from lightrft.algorithms.preferences.reward import (
 )
 from lightrft.config import PreferenceSection
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.reduce import Denominator
+from lightrft.core.losses import Denominator
+from lightrft.models.heads import local_gradients
 
 ONE = torch.ones(1)
 
@@ -81,7 +81,7 @@ def batch(lengths: list[int], learned: list[bool], **columns) -> JudgedBatch:
 
 
 EMPTY = batch([1], [False])
-DENOMINATOR = Denominator(torch.tensor(3.0), torch.tensor(2.0), 1)
+DENOMINATOR = Denominator(torch.tensor(3.0), torch.tensor(2.0))
 
 
 def test_an_empty_micro_batch_has_no_loss_and_zero_gradients():

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import grad
 
+from lightrft.algorithms.means import MoreCounts, PromptTokens, means
 from lightrft.core.batch import Experience
-from lightrft.core.reduce import Denominator, PromptTokens, sequence_sums, share_of_mean
+from lightrft.core.losses import Denominator, sequence_sums
 
 MODES = (
     *("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
@@ -34,8 +35,7 @@ GROUPS = [4, 9, 2, 4]
 DENOMINATOR = Denominator(
     tokens=torch.tensor(6.0),
     sequences=torch.tensor(3.0),
-    length=10,
-    prompts=PromptTokens.of({4: 5.0, 9: 1.0, 2: 0.0}),
+    more=MoreCounts(10, PromptTokens.of({4: 5.0, 9: 1.0, 2: 0.0})),
 )
 BY_HAND = {
     "token-mean": 15 / 6,
@@ -57,7 +57,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_by_hand(mode):
     values = torch.tensor(VALUES, requires_grad=True)
-    loss = share_of_mean(values, make_batch(MASKS, GROUPS), mode, DENOMINATOR)
+    loss = means[mode](values, make_batch(MASKS, GROUPS), DENOMINATOR)
     assert loss.dtype == torch.float32 and loss.shape == ()
     assert loss.item() == pytest.approx(BY_HAND[mode], rel=1e-6)
     a, b, c = GRADIENTS[mode]
@@ -71,7 +71,7 @@ def test_modes_by_hand(mode):
 def test_masked_tokens_do_not_count_whatever_they_hold(mode, unlearned):
     batch = make_batch(MASKS, GROUPS)
     values = torch.where(batch.loss_mask, torch.tensor(VALUES), unlearned).requires_grad_()
-    loss = share_of_mean(values, batch, mode, DENOMINATOR)
+    loss = means[mode](values, batch, DENOMINATOR)
     assert loss.item() == pytest.approx(BY_HAND[mode], rel=1e-6)
     assert grad(loss, values)[0][~batch.loss_mask].tolist() == [0.0] * 6
 
@@ -79,12 +79,9 @@ def test_masked_tokens_do_not_count_whatever_they_hold(mode, unlearned):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_learns_nothing_has_loss_zero(mode):
     values = torch.ones(3, requires_grad=True)
-    loss = share_of_mean(
-        values,
-        make_batch([[0, 0], [0]]),
-        mode,
-        Denominator(torch.tensor(0.0), torch.tensor(0.0), 10, PromptTokens.of({9: 0.0, 8: 0.0})),
-    )
+    more = MoreCounts(10, PromptTokens.of({9: 0.0, 8: 0.0}))
+    nothing = Denominator(torch.tensor(0.0), torch.tensor(0.0), more=more)
+    loss = means[mode](values, make_batch([[0, 0], [0]]), nothing)
     assert loss.item() == 0.0
     assert grad(loss, values)[0].tolist() == [0.0, 0.0, 0.0]
 
@@ -123,7 +120,9 @@ def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, parts, rando
     }[mode]
     counts = {group: float(len(s)) for group, s in of_group.items()}
     denominator = Denominator(
-        torch.tensor(float(tokens)), torch.tensor(float(len(present))), 7, PromptTokens.of(counts)
+        torch.tensor(float(tokens)),
+        torch.tensor(float(len(present))),
+        more=MoreCounts(7, PromptTokens.of(counts)),
     )
     share = [random.randrange(parts) for _ in sequences]
     total = 0.0
@@ -135,7 +134,7 @@ def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, parts, rando
             [[is_learned for is_learned, _ in sequence] for sequence in mine], of_mine
         )
         values = torch.tensor([float(value) for sequence in mine for _, value in sequence])
-        total += share_of_mean(values, batch, mode, denominator).item()
+        total += means[mode](values, batch, denominator).item()
 
     assert total == pytest.approx(plain, rel=1e-5, abs=1e-5)
 
@@ -146,12 +145,8 @@ def test_sequence_sums():
     ).tolist() == [1.0, 6.0, 8.0]
 
 
-def test_the_mean_over_prompts_needs_their_tokens():
-    denominator = Denominator(torch.tensor(1.0), torch.tensor(1.0), 10)
+@pytest.mark.parametrize("more", [None, MoreCounts(10)])
+def test_the_mean_over_prompts_needs_their_tokens(more):
+    denominator = Denominator(torch.tensor(1.0), torch.tensor(1.0), more=more)
     with pytest.raises(ValueError, match="prompt-mean needs the tokens of each prompt"):
-        share_of_mean(torch.zeros(2), make_batch([[0, 1]]), "prompt-mean", denominator)
-
-
-def test_unknown_mode():
-    with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'"):
-        share_of_mean(torch.zeros(2), make_batch([[0, 1]]), "mean", DENOMINATOR)
+        means["prompt-mean"](torch.zeros(2), make_batch([[0, 1]]), denominator)

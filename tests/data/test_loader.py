@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft.data.loader import DRAWS_AT_ONCE, Blend, Order, fair_owners, share_of
+from lightrft.core.order import Order, fair_owners
+from lightrft.data.loader import DRAWS_AT_ONCE, Blend, share_of
 
 
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 1000))

@@ -17,8 +17,8 @@ from loguru import logger
 from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
+from lightrft.core.order import Order
 from lightrft.core.samples import Prompt, TokenIds
-from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from lightrft.registry import OBJECTS

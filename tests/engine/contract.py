@@ -31,11 +31,11 @@ from transformers import (
 )
 
 from lightrft.config import EngineSection
+from lightrft.core.engine import derived_seed
 from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.build import build_engine
-from lightrft.engine.loop import RequestLoop
-from lightrft.engine.requests import derived_seed
+from lightrft.engine.loop import EngineLoop
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, select_device
 from lightrft.parallel.mesh import Mesh
@@ -900,7 +900,7 @@ def logits_over_one_cache(
     return stacked
 
 
-def _num_sampled_first(bench: Bench, loop: RequestLoop) -> int:
+def _num_sampled_first(bench: Bench, loop: EngineLoop) -> int:
     """Return how many tokens the first sample has; SGLang decodes by itself between two looks."""
     with bench.engine.between_steps(loop):
         return bench.engine._num_sampled(0)[0]

@@ -32,10 +32,9 @@ from lightrft.core.batch import concatenated_features
 from lightrft.core.samples import Completion
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.hf import has_positions_in_space
-from lightrft.engine.media import Clip, Video, digest, read
+from lightrft.engine.media import MEDIA_NAMES, Clip, Video, digest, read
 from lightrft.engine.model_info import Vocabulary, most_of_each, placeholder_token_ids
 from lightrft.engine.probe import Probe
-from lightrft.engine.requests import MEDIA_NAMES
 from lightrft.models.load import load_model
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import EngineStatus, FSDPStrategy

@@ -469,7 +469,8 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-    from lightrft.engine.requests import Request, Sampling
+    from lightrft.core.engine import Request
+    from lightrft.engine.requests import Sampling
     from lightrft.engine.vllm.adapter import VLLMEngine
     from lightrft.engine.vllm.shim import VLLMShim
 

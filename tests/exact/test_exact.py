@@ -19,9 +19,10 @@ from lightrft.attention.layout import Layout
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EngineSection
 from lightrft.core.batch import SharedPrefix
+from lightrft.core.engine import Request
 from lightrft.engine.base import Engine
 from lightrft.engine.build import EXACT_ENGINES, check_exact
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.requests import Sampling
 from lightrft.exact.attention import (
     AttentionScores,
     CachedRows,

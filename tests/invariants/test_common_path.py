@@ -13,7 +13,7 @@ import torch
 
 import lightrft
 from lightrft.config import parse
-from lightrft.run.digests import StepRecord
+from lightrft.core.step import StepRecord
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from flat_models import make_batch, make_model
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.means import MoreCounts, PromptTokens
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.layout import Layout
@@ -22,8 +23,8 @@ from lightrft.config import AlgorithmSection
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.core.batch import Batch, Experience
 from lightrft.core.batches import micro_batches
+from lightrft.core.losses import Denominator
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Denominator, PromptTokens
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
 from lightrft.models.recompute import recompute
@@ -86,13 +87,13 @@ def test_a_micro_batch_never_waits_for_the_device(fields):
     weight = on_device(V, H, grad=True)
     part = batch()
     metrics = Metrics()
-    objective = PolicyObjective(
+    objective = policy_objective(
         AlgorithmSection(**fields, use_kl_loss=True, dual_clip=3.0, entropy_coef=0.1)
     )
     logprobs, entropy = token_logprobs(hidden, weight, part.input_ids, temperature=0.7, chunk=5)
     part.entropy = entropy
     prompts = PromptTokens(on_device(2, dtype=torch.int64), on_device(2))
-    denominator = Denominator(on_device(), on_device(), 8, prompts)
+    denominator = Denominator(on_device(), on_device(), more=MoreCounts(8, prompts))
     loss, report = objective(logprobs, part, denominator)
     loss.backward()
     for name, values in (report | {"train/entropy": entropy.detach()}).items():

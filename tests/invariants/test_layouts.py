@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.config import Config
 from lightrft.core.batch import Experience
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm
 from lightrft.models import logprobs
 from lightrft.roles.policy import Policy
 from lightrft.rollout.sampler import sampling_of
@@ -185,8 +186,8 @@ def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[
     for _ in range(steps):
         by_prompt = config.algorithm.loss_agg_mode == "prompt-mean"
         denominator = policy.denominator(mine, rows, length=LONGEST, by_prompt=by_prompt)
-        update = policy.update(
-            mine, rows, PolicyObjective(config.algorithm), denominator, Metrics()
+        update = policy.learn(
+            [LossTerm(mine, rows, policy_objective(config.algorithm), denominator)], Metrics()
         )
         numbers.append([float(number) for number in update])
         policy.finish_training()

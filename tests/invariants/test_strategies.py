@@ -25,7 +25,7 @@ from invariants.test_layouts import (
     experience,
     sequence_loss,
 )
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.batching.micro_batches import get_batch, put_batch
 from lightrft.batching.planner import plan
 from lightrft.config import Config, ModelSection
@@ -148,7 +148,7 @@ def trained(folders: tuple[str, str], kind: str, args: dict[str, Any]) -> dict[s
         "critic": Critic(strategy, *critic),
     }
 
-    objectives = {"actor": PolicyObjective(config.algorithm), "critic": squared_errors}
+    objectives = {"actor": policy_objective(config.algorithm), "critic": squared_errors}
     courses = {name: TrainingRun() for name in roles}
     for _ in range(STEPS):
         for name, (loss, norm) in one_update(strategy, roles, objectives).items():

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from lightrft.core import metrics as module
 from lightrft.core.metrics import Trace
-from lightrft.observe import metrics as module
 from lightrft.observe.timeline import extend_timeline
 
 

@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from lightrft.algorithms.balance import Balance, routing
 from lightrft.algorithms.objectives import sft
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm
 from lightrft.models.routers import Routers
 from lightrft.roles.mixture import MixturePolicy
 from lightrft.strategy import get_strategy
@@ -67,7 +68,7 @@ def updated(folder: str, args: dict, limit: int):
     data = made.mesh.data
     batch, (members,) = policy.redistribute(rows.share(rows.whole(), data.rank, data.size))
     numbers = [
-        policy.update(batch, members, sft, policy.denominator(batch, members), metrics)
+        policy.learn([LossTerm(batch, members, sft, policy.denominator(batch, members))], metrics)
         for _ in range(2)
     ]
 

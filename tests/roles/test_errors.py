@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightrft.algorithms.objectives import PolicyObjective, sft
+from lightrft.algorithms.objectives import policy_objective, sft
 from lightrft.config import Config
 from ranks import run_ranks
 from roles import rows
@@ -157,7 +157,7 @@ def test_no_rows_is_an_error_and_no_learned_token_is_a_loss_of_zero(folder):
 def missing_column(folder: str):
     policy = rows.policy(rows.strategy(), folder)
     with pytest.raises(ValueError) as caught:
-        policy.train(rows.whole(), PolicyObjective(Config().algorithm))
+        policy.train(rows.whole(), policy_objective(Config().algorithm))
     policy.abort_train_step()
     return str(caught.value), policy.train(rows.whole(), sft)["loss"].item() > 0
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightrft.algorithms.objectives import local_gradients, sft
+from lightrft.algorithms.objectives import sft
 from lightrft.algorithms.truncation import ALL
 from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config.sections import ModelSection
 from lightrft.core.batch import Batch
-from lightrft.core.reduce import Denominator
-from lightrft.models.heads import Actor, Scorer, TokenLogprobs
+from lightrft.core.losses import Denominator
+from lightrft.models.heads import Actor, Scorer, TokenLogprobs, local_gradients
 from lightrft.models.load import load_model, load_scorer
 from lightrft.models.lora import freeze_parameters
 from lightrft.roles.operations import TrainingOperations
@@ -83,7 +83,7 @@ def test_operations_are_those_that_are_computed(tmp_path, name, shared):
     role = (Scorer if scorer else Actor)(model).train()
     batch = batch_of(shared)
 
-    denominator = Denominator(batch.num_loss_tokens, torch.tensor(3.0), 30)
+    denominator = Denominator(batch.num_loss_tokens, torch.tensor(3.0))
     others = {torch.ops.aten._grouped_mm: grouped, torch.ops.aten.addmm_: added}
     with FlopCounterMode(display=False, custom_mapping=others) as counter:
         if scorer:

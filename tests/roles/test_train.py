@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightrft.algorithms.objectives import PolicyObjective, sft
+from lightrft.algorithms.objectives import policy_objective, sft
 from lightrft.config import Config
-from lightrft.core.reduce import share_of_mean
-from lightrft.roles.role import Role
+from lightrft.core.losses import sequence_mean, token_mean
+from lightrft.core.objective import PolicyObjective
+from lightrft.roles.role import DistributedRole
 from ranks import run_ranks
 from roles import rows
 
@@ -51,16 +52,11 @@ def batch_of(kind: str) -> rows.Padded:
 def own_loss(logprobs, batch, denominator):
     """Read columns that only this test has: one per token, one per row."""
     values = batch.trust[batch.sequence_ids] * (logprobs - batch.teacher) ** 2
-    return share_of_mean(values, batch, "seq-mean-token-mean", denominator), {
-        "own/gap": values,
-        "own/gap_max": values,
-    }
+    return sequence_mean(values, batch, denominator), {"own/gap": values, "own/gap_max": values}
 
 
 def regression(values, batch, denominator):
-    return share_of_mean((values - batch.returns) ** 2, batch, "token-mean", denominator), {
-        "value": values
-    }
+    return token_mean((values - batch.returns) ** 2, batch, denominator), {"value": values}
 
 
 def grading(scores, batch, denominator):
@@ -74,7 +70,7 @@ def grading(scores, batch, denominator):
 def clipped(section_mode: str = "token-mean") -> PolicyObjective:
     section = Config().algorithm
     section.loss_agg_mode = section_mode
-    return PolicyObjective(section)
+    return policy_objective(section)
 
 
 LOSSES: dict[str, Callable] = {
@@ -86,7 +82,7 @@ LOSSES: dict[str, Callable] = {
 }
 
 
-def role_for(kind: str, made, folder: str, **options) -> Role:
+def role_for(kind: str, made, folder: str, **options) -> DistributedRole:
     return {"critic": rows.critic, "reward": rows.reward_model}.get(kind, rows.policy)(
         made, folder, **options
     )

@@ -6,6 +6,7 @@ import torch
 from lightrft.algorithms.objectives import sft
 from lightrft.core.batches import micro_batches
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm
 from lightrft.roles.policy import Policy
 from ranks import run_cases, run_ranks, whole
 from roles import rows
@@ -35,7 +36,7 @@ def by_hand(policy: Policy, batch: rows.Padded, *, stop_after: int | None = None
 
 def three_ways(folder: str):
     results = []
-    for way in ("train", "by hand", "update"):
+    for way in ("train", "by hand", "learn"):
         policy, batch = start(folder)
         for _ in range(2):
             if way == "train":
@@ -45,8 +46,8 @@ def three_ways(folder: str):
                 numbers = by_hand(policy, batch)
             else:
                 flat, (members,) = policy.redistribute(batch, mbs=1)
-                numbers = policy.update(
-                    flat, members, sft, policy.denominator(flat, members), Metrics()
+                numbers = policy.learn(
+                    [LossTerm(flat, members, sft, policy.denominator(flat, members))], Metrics()
                 )
 
         results.append((torch.stack(numbers), state(policy)))
@@ -56,9 +57,9 @@ def three_ways(folder: str):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_split_form_is_the_whole(folder, world_size):
-    for train, hand, update in run_ranks(world_size, three_ways, folder):
+    for train, hand, learned in run_ranks(world_size, three_ways, folder):
         torch.testing.assert_close(hand, train, rtol=0, atol=0)
-        torch.testing.assert_close(update, train, rtol=0, atol=0)
+        torch.testing.assert_close(learned, train, rtol=0, atol=0)
 
 
 def raising(logprobs, batch, denominator):

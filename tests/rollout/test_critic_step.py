@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.kl import KLCoefficient
-from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
+from lightrft.algorithms.objectives import ValueObjective, policy_objective
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, RewardSection, TrainSection
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Prompt, Sample
 from lightrft.stages.build import experience_maker
 from lightrft.stages.compare import compare_rewards
@@ -94,13 +95,15 @@ def step(folders: tuple[str, str, str], held: list[int]) -> dict[str, Any]:
     numbers = {}
     for name, role, objective in (
         ("critic", critic, ValueObjective(SECTION)),
-        ("actor", policy, PolicyObjective(SECTION, coefficient)),
+        ("actor", policy, policy_objective(SECTION, coefficient)),
     ):
         found = []
         for members in planned.minibatches:
             denominator = role.denominator(experience, members)
             found.append(
-                torch.stack(role.update(experience, members, objective, denominator, metrics))
+                torch.stack(
+                    role.learn([LossTerm(experience, members, objective, denominator)], metrics)
+                )
             )
         numbers[name] = torch.stack(found)
 

@@ -25,8 +25,9 @@ from lightrft.algorithms.objectives import sft
 from lightrft.batching.micro_batches import redistribute
 from lightrft.config import ConfigError, ModelSection
 from lightrft.core.batch import Batch
+from lightrft.core.losses import Denominator, token_mean
 from lightrft.core.metrics import Metrics
-from lightrft.core.reduce import Denominator, share_of_mean
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import IMAGES, ImageFile
 from lightrft.models.heads import Actor, Scorer
@@ -141,7 +142,7 @@ def learned(
             for part in data.gather(list(zip(batch.rows.tolist(), said, strict=True)))
             for pair in part
         )
-        policy.update(batch, rows, sft, policy.denominator(batch, rows, length=1), Metrics())
+        policy.learn([LossTerm(batch, rows, sft, policy.denominator(batch, rows))], Metrics())
         parameters = strategy.full_params(actor)
         if section.lora_rank:  # those are merged
             parameters = ((name, value.full_tensor()) for name, value in actor.hf_parameters())
@@ -399,7 +400,7 @@ def check_adapters(folder: str, by_rank: list[list[tuple[Tensor, dict[str, Tenso
 
 def squares(values: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, dict]:
     """Half of the squared distance from 1, mean over the learned tokens."""
-    return share_of_mean(0.5 * (values - 1) ** 2, batch, "token-mean", denominator), {}
+    return token_mean(0.5 * (values - 1) ** 2, batch, denominator), {}
 
 
 def valued(folder: str, saved: str, layout: dict) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -430,7 +431,7 @@ def valued(folder: str, saved: str, layout: dict) -> tuple[list[Tensor], dict[st
         for part in data.gather(list(zip(batch.rows.tolist(), parts, strict=True)))
         for pair in part
     )
-    critic.update(batch, rows, squares, critic.denominator(batch, rows, length=1), Metrics())
+    critic.learn([LossTerm(batch, rows, squares, critic.denominator(batch, rows))], Metrics())
 
     return [by_row[row] for row in sorted(by_row)], dict(strategy.full_params(critic.module))
 

@@ -12,16 +12,16 @@ from PIL import Image
 
 from lightrft.config import ConfigError, RewardSection, RolloutSection
 from lightrft.config.errors import DataError
+from lightrft.core.engine import ABORTED
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import IMAGES, ImageFile
-from lightrft.engine.loop import ABORTED
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import GroupOutcome, History, has_signal
-from lightrft.rollout.rollout import FixedBatch, Rollout
+from lightrft.rollout.groups import GroupOutcome, History, has_signal, state_of
+from lightrft.rollout.rollout import FixedBatch, ResumableRollout
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from ranks import run_cases, run_ranks
 
@@ -67,8 +67,11 @@ class Script:
         self.calls.append((seed, []))
         return ScriptedLoop(self, seed)
 
-    def prepare(self, parts, seed: int) -> dict:
-        return {(group.number, places): (seed, group) for group, places in parts}
+    def prepare(self, parts, seed: int) -> list:
+        return [(seed, part) for part in parts]
+
+    def capacity(self, loop) -> int:
+        return self.at_once
 
     def extend(self, sample, completion) -> None:
         sample.token_ids += completion.token_ids
@@ -84,15 +87,13 @@ class ScriptedLoop:
         self.script = script
         self.seed = seed
         self.parts = []
-        self.capacity = script.at_once
 
-    def add(self, parts, prepared) -> None:
-        assert all(
-            prepared[group.number, places] == (self.seed, group)
-            for group, places in parts
-            if prepared
-        )
+    def begin(self, prepared) -> None:
+        assert all(seed == self.seed for seed, _ in prepared)
         self.script.prepared += len(prepared)
+        self.add([part for _, part in prepared])
+
+    def add(self, parts) -> None:
         self.script.calls[-1][1].extend(group.number for group, _ in parts)
         self.parts += [part for part in parts if not part[0].complete]
 
@@ -148,7 +149,7 @@ def prompts(modes: str, lengths: list[int] | None = None) -> list[Prompt]:
 
 def new_rollout(
     data: list[Prompt], axis: Axis = ALONE, greedy: bool = False, *, skips: bool = False, **flags
-) -> Rollout:
+) -> ResumableRollout:
     section = RolloutSection(
         **{"rollout_batch_size": 4, "n_samples_per_prompt": 3, "generate_max_len": 100} | flags
     )
@@ -158,12 +159,12 @@ def new_rollout(
         scheduler = Rounds(Script(), rewards, data, skips_unreadable=skips, **given)
     else:
         scheduler = FixedBatch(Script(), rewards, data, **given)
-    return Rollout(scheduler, rewards)
+    return ResumableRollout(scheduler, rewards)
 
 
-def step(rollout: Rollout, number: int = 1, metrics: Metrics | None = None):
+def step(rollout: ResumableRollout, number: int = 1, metrics: Metrics | None = None):
     groups = rollout.collect(number, metrics or Metrics())
-    return groups, rollout.score(groups, Metrics())
+    return groups, rollout.score(groups)
 
 
 def test_a_plain_step_takes_the_next_prompts_of_the_order():
@@ -331,7 +332,7 @@ TAIL = {"rollout_schedule": "tail_rounds", "over_sampling": 1.5, "early_stop_eve
 MIXED = prompts("ssanssnassns" * 3, [7, 30, 12, 25, 9, 41, 3, 18, 22, 11, 36, 5] * 3)
 
 
-def course(rollout: Rollout, numbers: range) -> list:
+def course(rollout: ResumableRollout, numbers: range) -> list:
     """What each step has learned from, on this rank."""
     steps = [step(rollout, number)[0] for number in numbers]
     return [
@@ -354,13 +355,13 @@ def test_a_resumed_run_goes_on_alike(tmp_path):
     )
 
 
-def ahead_course(rollout: Rollout, numbers: range, last: int) -> list:
+def ahead_course(rollout: ResumableRollout, numbers: range, last: int) -> list:
     """What each step has learned from, while up to two later steps are generated."""
     found = []
     rollout.scheduler.total_steps = last
     for number in numbers:
         groups = rollout.collect(number, Metrics())
-        rollout.score(groups, Metrics())
+        rollout.score(groups)
         found.append(
             [(group.number, group.row, len(group.samples[0].token_ids)) for group in groups]
         )
@@ -532,7 +533,7 @@ def with_files(folder: str) -> tuple[list, list]:
     for number in range(1, 10):
         groups = rollout.collect(number, metrics)
         steps.append([(group.number, group.row) for group in groups])
-        rollout.score(groups, Metrics())
+        rollout.score(groups)
         Mesh("cpu").data.gather(None)  # all have chosen
         if number == 3:
             Path(folder, "7.png").write_bytes(b"not any more")
@@ -751,7 +752,7 @@ def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:
         for groups in steps
     ]
     partial = rollout.scheduler.partial.local if "partial_rollout" in flags else []
-    carried = [(group.number, group.state_dict()["responses"]) for group in partial]
+    carried = [(group.number, state_of(group)["responses"]) for group in partial]
 
     return (
         learned,

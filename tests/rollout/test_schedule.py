@@ -16,10 +16,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import Config
 from lightrft.core.metrics import Metrics
+from lightrft.core.rollout import Rollout
 from lightrft.core.samples import Prompt
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.rollout import Rollout
-from lightrft.rollout.sampler import Sampler
+from lightrft.rollout.sampler import RunSampler
 from lightrft.schedulers.rounds import Rounds
 from lightrft.strategy import get_strategy
 from ranks import run_cases
@@ -158,7 +158,7 @@ def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, i
         rewards = RewardRunner(
             f"{__name__}:without_marks", section=replace(config.reward, reward_workers=0)
         )
-        sampler = Sampler(strategy, byte_tokenizer(), config.rollout)
+        sampler = RunSampler(strategy, byte_tokenizer(), config.rollout)
         scheduler = Rounds(
             sampler, rewards, prompts, section=config.rollout, data=strategy.mesh.data, seed=4
         )
@@ -176,7 +176,7 @@ def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, i
             parked = len(state["parked"])
 
         groups = rollout.collect(step, Metrics())
-        rollout.score(groups, Metrics())
+        rollout.score(groups)
         learned += [
             (
                 step,

@@ -11,11 +11,12 @@ import torch
 from transformers import AutoTokenizer
 
 from lightrft.algorithms.kl import KLCoefficient
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, DataSection, ModelSection, RewardSection, TrainSection
 from lightrft.core.batch import Experience
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Sample
 from lightrft.models.load import check_vocabulary
 from lightrft.parallel.collectives import Axis
@@ -237,8 +238,8 @@ def distributions(
 
     (minibatch,) = plan.minibatches
     denominator = policy.denominator(experience, minibatch, length=10)
-    loss, norm = policy.update(
-        experience, minibatch, PolicyObjective(section), denominator, Metrics()
+    loss, norm = policy.learn(
+        [LossTerm(experience, minibatch, policy_objective(section), denominator)], Metrics()
     )
     return by_row, loss.item(), norm.item()
 

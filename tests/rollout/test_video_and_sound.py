@@ -24,6 +24,7 @@ from lightrft.batching.micro_batches import redistribute
 from lightrft.checkpoint.hf_export import export_whole
 from lightrft.config import ModelSection
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import (
     AUDIOS,
@@ -164,7 +165,7 @@ def learned(
             for part in data.gather(list(zip(batch.rows.tolist(), said, strict=True)))
             for pair in part
         )
-        policy.update(batch, rows, sft, policy.denominator(batch, rows, length=1), Metrics())
+        policy.learn([LossTerm(batch, rows, sft, policy.denominator(batch, rows))], Metrics())
         results.append(
             (torch.cat([by_row[row] for row in sorted(by_row)]), dict(strategy.full_params(actor)))
         )

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
+from lightrft.core.engine import derived_seed
 from lightrft.engine.base import EngineError, Request, Sampling
-from lightrft.engine.requests import derived_seed
 from lightrft.strategy import EngineStatus, FSDPStrategy
 from lightrft.weight_sync.stream import persistent_buffers
 from ranks import run_cases, run_ranks

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightrft.config import ModelSection, parse
-from lightrft.data.loader import Order
+from lightrft.core.order import Order
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from ranks import run_cases, run_ranks, whole

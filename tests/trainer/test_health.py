@@ -275,8 +275,8 @@ def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
     load_weights = strategy.engine.load_weights
     rounds = []
 
-    def rewarded(groups, metrics):
-        samples = score(groups, metrics)
+    def rewarded(groups):
+        samples = score(groups)
         if len(rounds) == step:
             for sample in samples:
                 sample.logprobs = [value - 0.5 for value in sample.logprobs]

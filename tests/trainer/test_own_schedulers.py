@@ -10,7 +10,6 @@ from runs import PPO, prepare
 
 OWN = """
 from collections import Counter
-from contextlib import nullcontext
 
 from lightrft.core.groups import Group
 from lightrft.rollout.groups import GroupOutcome
@@ -41,19 +40,15 @@ class FirstOnly:
         first = Group.begin(step, 0, self.prompts[0], self.count)
         self.groups = [first] if self.data.rank == 0 else []
         loop = self.sampler.open(self.seed + step)
-        loop.add([(group, group.places) for group in self.groups], {})
+        loop.add([(group, group.places) for group in self.groups])
         yield from loop.steps()
         yield from loop.finish()
 
     def selected(self, metrics):
         return self.groups
 
-    def finish_rewards(self, groups):
-        self.rewards.finish([sample for group in groups for sample in group.responses])
-        return [GroupOutcome.of(group) for group in groups]
-
-    def preparing(self, step):
-        return nullcontext()
+    def scored(self, groups):
+        pass
 
     def snapshot(self):
         steps = self.steps
@@ -127,8 +122,8 @@ def test_a_scheduler_from_nothing_trains_and_another_kind_is_refused(inputs, cap
 @pytest.mark.parametrize(
     ("scheduler", "flag", "said"),
     [
-        ("function", "--seed=1", "lacks generate, selected, finish_rewards, preparing, snapshot"),
-        ("Group", "--seed=1", "lacks generate, selected, finish_rewards, preparing, snapshot"),
+        ("function", "--seed=1", "lacks generate, selected, scored, snapshot"),
+        ("Group", "--seed=1", "lacks generate, selected, scored, snapshot"),
         ("absent", "--seed=1", "has no object 'absent'"),
         ("Backwards", "--dynamic_sampling", "only rounds, or a subclass of Rounds, knows flags"),
         ("fixed_batch", "--partial_rollout", "only rounds, or a subclass of Rounds, knows flags"),

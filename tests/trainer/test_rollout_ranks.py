@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.contract import logits_over_one_cache, reference_logprobs
 from lightrft.config import parse
 from lightrft.core.samples import Completion, Drafts
-from lightrft.engine.base import Engine, Request, RequestLoop, Sampling
+from lightrft.engine.base import Engine, EngineLoop, Request, Sampling
 from lightrft.engine.media import Clip, Video, digest
 from lightrft.engine.remote import door
 from lightrft.engine.remote.server import EngineServer
@@ -511,7 +511,7 @@ def while_responses_grow(
     return [completions[index] for index in range(len(PROMPTS))], aborted
 
 
-def begun_with(engine: Engine) -> RequestLoop:
+def begun_with(engine: Engine) -> EngineLoop:
     """Return a loop of long requests that have at least twenty tokens each.
 
     A later request of twenty tokens has ended meanwhile, so they have as many.

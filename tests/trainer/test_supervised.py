@@ -13,9 +13,10 @@ from torch import nn
 from lightrft.algorithms.objectives import sft
 from lightrft.config import AlgorithmSection, DataSection, TrainSection
 from lightrft.core.metrics import Metrics
+from lightrft.core.order import Order
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Prompt
 from lightrft.data.conversations import make_example
-from lightrft.data.loader import Order
 from lightrft.parallel.mesh import collectives_begun
 from lightrft.trainer.supervised import SupervisedTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
@@ -54,7 +55,7 @@ def updated(folder: str):
         denominator = policy.denominator(batch, members)
         numbers.append(
             torch.stack(
-                policy.update(batch, members, sft, denominator, metrics, extra_term=ptx_loss.next())
+                policy.learn([LossTerm(batch, members, sft, denominator), ptx_loss.next()], metrics)
             )
         )
 

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightrft.compat.command_line import parse
-from lightrft.engine.requests import Request, Sampling
+from lightrft.core.engine import Request
+from lightrft.engine.requests import Sampling
 from lightrft.parallel.device import local_part
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy

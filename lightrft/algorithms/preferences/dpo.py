@@ -4,10 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightrft.algorithms.means import Weighted
 from lightrft.algorithms.preferences.pairs import pair_report, split_pairs
 from lightrft.config.sections import PreferenceSection
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.reduce import Denominator, Report, Weighted, sequence_sums
+from lightrft.core.losses import Denominator, Report, sequence_sums
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
@@ -42,6 +43,10 @@ class DPOObjective:
 
     def __init__(self, section: PreferenceSection):
         self.section = section
+
+    def reach(self, batch: JudgedBatch) -> str:
+        """Return "pair": both answers of a pair determine the gradients of their tokens."""
+        return "pair"
 
     def __call__(
         self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.means import Weighted
 from lightrft.config.sections import PreferenceSection
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.reduce import Denominator, Report, Weighted, sequence_sums
+from lightrft.core.losses import Denominator, Report, sequence_sums
 
 
 def kto(
@@ -39,6 +40,10 @@ class KTOObjective:
         """Set up the objective of one step. `divergence` [] is the reference point."""
         self.section = section
         self.divergence = divergence
+
+    def reach(self, batch: JudgedBatch) -> str:
+        """Return "sequence": an answer alone determines the gradients of its tokens."""
+        return "sequence"
 
     def __call__(
         self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightrft.algorithms.means import Weighted
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.reduce import Denominator, Report, Weighted, share_of_mean
+from lightrft.core.losses import Denominator, Report, token_mean
 
 
 def step_objective(
@@ -26,4 +27,4 @@ def step_objective(
         "train/probability_right": Weighted(probability, torch.where(right, learned, 0.0)),
         "train/probability_wrong": Weighted(probability, torch.where(right, 0.0, learned)),
     }
-    return share_of_mean(losses, batch, "token-mean", denominator), report
+    return token_mean(losses, batch, denominator), report

@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.core.samples import Completion
+from lightrft.core.engine import Request
+from lightrft.core.samples import Completion, Expanded
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
-from lightrft.engine.loop import RequestLoop
+from lightrft.engine.loop import EngineLoop
 from lightrft.engine.model_info import (
     Vocabulary,
     draft_names,
@@ -33,7 +34,7 @@ from lightrft.engine.remote.wire import (
     Peer,
     connect,
 )
-from lightrft.engine.requests import Expanded, Request, Sampling
+from lightrft.engine.requests import Sampling
 from lightrft.parallel.device import grow_segments
 from lightrft.parallel.processes import RunProcesses
 from lightrft.thinker import load_config
@@ -99,7 +100,7 @@ class RemoteEngine(Engine):
         named_tensors: Iterable[tuple[str, Tensor]],
         version: int,
         *,
-        loop: RequestLoop | None = None,
+        loop: EngineLoop | None = None,
     ) -> None:
         """Send the weights to all engines; they check and verify the weights themselves.
 
@@ -225,7 +226,7 @@ class RemoteEngine(Engine):
             engine.close()
 
 
-class RemoteLoop(RequestLoop):
+class RemoteLoop(EngineLoop):
     """Loop of requests that run on other ranks.
 
     The training ranks call add() equally often, and abort together.

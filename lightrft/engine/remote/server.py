@@ -10,7 +10,7 @@ import torch
 
 from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine
-from lightrft.engine.loop import RequestLoop
+from lightrft.engine.loop import EngineLoop
 from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import (
     CAPACITY,
@@ -72,7 +72,7 @@ class EngineServer:
 
         self._broadcast = WeightBroadcast(processes, device)
         self._num_peers = processes.size - processes.rollout_ranks
-        self._loop: RequestLoop | None = None
+        self._loop: EngineLoop | None = None
         self._owners: dict[int, tuple[int, int, int]] = {}
         """Index in the loop -> (rank, call, index in the rank's call) of each running request."""
         self._calls: dict[int, dict[int, Generate]] = defaultdict(dict)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from lightrft.core.engine import Request
 from lightrft.core.samples import Completion, Drafts
 from lightrft.engine.media import Clip, Video
 from lightrft.engine.remote.codec import Codec
 from lightrft.engine.remote.door import STORE_PREFIX, Door, enter, own_address
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.requests import Sampling
 from lightrft.parallel.processes import RunProcesses
 
 PRETRAIN = f"{STORE_PREFIX}/pretrain"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from lightrft.core.samples import Completion
+from lightrft.core.engine import Request
+from lightrft.core.samples import Completion, Expanded
 from lightrft.engine.base import EngineError, EngineSetup, Part
 from lightrft.engine.media import MediaReader
-from lightrft.engine.requests import Expanded, Request
 from lightrft.engine.sglang.arguments import arguments
 from lightrft.engine.sglang.samples import Samples
 from lightrft.engine.sglang.shim import SGLangShim

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.algorithms.truncation import without_padding
+from lightrft.core.engine import ABORTED, Request
 from lightrft.core.samples import Completion
 from lightrft.engine.base import EngineError
-from lightrft.engine.loop import ABORTED
 from lightrft.engine.model_info import Vocabulary
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.requests import Sampling
 from lightrft.engine.sglang.sampling import Truncate
 from lightrft.engine.sglang.shim import SGLangShim
 from lightrft.engine.stops import StopStrings

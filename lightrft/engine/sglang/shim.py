@@ -17,8 +17,8 @@ from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGener
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
+from lightrft.core.engine import Request
 from lightrft.engine.base import EngineError
-from lightrft.engine.requests import Request
 from lightrft.engine.sglang.lifetime import (
     Loop,
     NoHandlers,

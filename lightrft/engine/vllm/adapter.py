@@ -19,11 +19,12 @@ from vllm.inputs import MultiModalInput, tokens_input
 from vllm.v1.engine import EngineCoreRequest
 
 from lightrft.algorithms.truncation import Truncation, without_padding
-from lightrft.core.samples import Completion
+from lightrft.core.engine import Request
+from lightrft.core.samples import Completion, Expanded
 from lightrft.engine.base import EngineError, EngineSetup, Part
 from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
-from lightrft.engine.requests import Expanded, Request, Sampling
+from lightrft.engine.requests import Sampling
 from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import loader  # noqa: F401  registered by its import
 from lightrft.engine.vllm.adapter_slots import slots_problem

@@ -39,10 +39,9 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 
+from lightrft.core.engine import ABORTED
 from lightrft.core.samples import Completion, Drafts
-from lightrft.engine.loop import ABORTED
-from lightrft.engine.media import Clip, Video, metadata
-from lightrft.engine.requests import MEDIA_NAMES
+from lightrft.engine.media import MEDIA_NAMES, Clip, Video, metadata
 from lightrft.engine.vllm.adapter_slots import AdapterSlots
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank

@@ -9,11 +9,11 @@ from torch import Tensor
 from lightrft.algorithms.preferences.dpo import DPOObjective
 from lightrft.batching.micro_batches import share
 from lightrft.config.sections import PreferenceSection, TrainSection
-from lightrft.core.reduce import sequence_sums
+from lightrft.core.losses import sequence_sums
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.preferences import CHOSEN, REJECTED
 from lightrft.roles.policy import Policy
-from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.pairs import local_pairs, pair_denominator
 
 PAIRS_AT_ONCE = 1024

@@ -6,7 +6,7 @@ from torch import Tensor
 from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
 from lightrft.core.batches import Rows
-from lightrft.core.reduce import Denominator
+from lightrft.core.losses import Denominator
 from lightrft.parallel.collectives import Axis
 
 
@@ -33,4 +33,4 @@ def plan_local_rows(
 def known_denominator(tokens: int, sequences: int, device: torch.device) -> Denominator:
     """Return a denominator of counts that every rank knows."""
     counts: Tensor = torch.tensor([tokens, sequences], dtype=torch.float32).to(device)
-    return Denominator(counts[0], counts[1], length=1)
+    return Denominator(*counts)

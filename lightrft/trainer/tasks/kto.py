@@ -12,11 +12,11 @@ from lightrft.batching.micro_batches import share
 from lightrft.config.sections import PreferenceSection, TrainSection
 from lightrft.core.batch import JudgedBatch
 from lightrft.core.batches import Rows
-from lightrft.core.reduce import sequence_sums
+from lightrft.core.losses import sequence_sums
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.preferences import judged_batch, mismatched
 from lightrft.roles.policy import Policy
-from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
 
 

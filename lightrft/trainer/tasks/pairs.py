@@ -7,7 +7,7 @@ import torch
 from lightrft.config.sections import TrainSection
 from lightrft.core.batch import JudgedBatch
 from lightrft.core.batches import Rows
-from lightrft.core.reduce import Denominator
+from lightrft.core.losses import Denominator
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.conversations import size_of_row
 from lightrft.data.preferences import CHOSEN, pair_batch

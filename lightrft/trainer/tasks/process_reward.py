@@ -2,10 +2,10 @@
 
 from lightrft.algorithms.preferences.process_reward import step_objective
 from lightrft.config.sections import TrainSection
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.step_labels import step_batch
 from lightrft.roles.reward_model import RewardModel
-from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
 
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from lightrft.algorithms.preferences.reward import RewardObjective
 from lightrft.config.sections import PreferenceSection, TrainSection
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
 from lightrft.roles.reward_model import RewardModel
-from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.pairs import local_pairs, pair_denominator
 
 

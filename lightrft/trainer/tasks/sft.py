@@ -5,16 +5,17 @@ It is a complete task, or a loss that PPO adds (PTX, InstructGPT).
 
 from collections.abc import Sequence
 
-from lightrft.algorithms.objectives import PtxDivergence, PtxObjective, sft
+from lightrft.algorithms.objectives import PtxObjective, sft
 from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.core.batch import Batch
 from lightrft.core.batches import Rows
-from lightrft.core.reduce import Denominator
+from lightrft.core.losses import Denominator
+from lightrft.core.order import Order
+from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.conversations import size_of_row, supervised_batch
-from lightrft.data.loader import Blend, Order
+from lightrft.data.loader import Blend, check_batch
 from lightrft.roles.policy import Policy
-from lightrft.roles.role import LossTerm
 from lightrft.roles.teacher import TeacherOfTokens
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
@@ -34,7 +35,7 @@ class SFTTask:
         batch, rows, denominator = supervised_part(
             prompts, self.policy.strategy, self.train, max_tokens=max_tokens, expand=self.expand
         )
-        return LossTerm(batch, rows, sft, denominator, self.policy.forward)
+        return LossTerm(batch, rows, sft, denominator)
 
 
 class PtxLoss:
@@ -64,13 +65,12 @@ class PtxLoss:
         self.prompts = prompts
         self.train = train
         self.expand = expand
-        Order.check(len(prompts), train.train_batch_size)
+        check_batch(len(prompts), train.train_batch_size)
         self.order = order or Order(len(prompts), train.seed)
         self.teacher = teacher
         self.num_candidates = min(algorithm.distill_top_k, policy.vocabulary_size)
-        self.objective = PtxObjective(algorithm.ptx_coef)
-        if teacher is not None:
-            self.objective = PtxDivergence(algorithm.ptx_coef, algorithm.distill_beta)
+        beta = None if teacher is None else algorithm.distill_beta
+        self.objective = PtxObjective(algorithm.ptx_coef, beta)
         self.num_batches = 0
 
     def next(self) -> LossTerm:

@@ -1,0 +1,87 @@
+"""Ways to take the mean of the loss over an optimizer step (--loss_agg_mode), and weighted reports.
+
+The means over tokens and over sequences are in core/losses.py.
+"""
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from lightrft.core.batch import Batch
+from lightrft.core.losses import Denominator, Mean, sequence_mean, sequence_sums, token_mean
+
+
+class Weighted(NamedTuple):
+    """Values to report, with a weight for each in the mean; both have the same shape."""
+
+    values: Tensor
+    weight: Tensor
+
+
+class PromptTokens(NamedTuple):
+    """Learned tokens of the optimizer step by prompt, over all ranks."""
+
+    groups: Tensor
+    """Groups with a learned token, ascending: [G] int64."""
+    tokens: Tensor
+    """Number of learned tokens of each: [G] float32."""
+
+    @classmethod
+    def of(cls, counts: dict[int, float]) -> Self:
+        """Take the number of learned tokens by group; groups without any are left out."""
+        present = {group: count for group, count in sorted(counts.items()) if count}
+        return cls(
+            torch.tensor(list(present), dtype=torch.int64),
+            torch.tensor(list(present.values()), dtype=torch.float32),
+        )
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on the device."""
+        return type(self)(self.groups.to(device), self.tokens.to(device))
+
+
+class MoreCounts(NamedTuple):
+    """What a denominator holds besides: the field `more` of Denominator."""
+
+    length: int
+    """Constant of seq-mean-token-sum-norm: the longest response in tokens."""
+    prompts: PromptTokens | None = None
+    """Only for prompt-mean."""
+
+
+def mean_of_sums(values: Tensor, batch: Batch, denominator: Denominator) -> Tensor:
+    """Sum per sequence, mean over sequences."""
+    loss_values = torch.where(batch.loss_mask, values, 0.0)
+    return loss_values.sum() / denominator.sequences.clamp(min=1)
+
+
+def mean_of_sums_by_length(values: Tensor, batch: Batch, denominator: Denominator) -> Tensor:
+    """Divide mean_of_sums() by a constant length (Dr. GRPO, arXiv 2503.20783)."""
+    return mean_of_sums(values, batch, denominator) / denominator.more.length
+
+
+def prompt_mean(values: Tensor, batch: Batch, denominator: Denominator) -> Tensor:
+    """Mean over all tokens of a prompt's responses, then over prompts (ScaleRL, arXiv 2510.13786).
+
+    Raises ValueError if the denominator does not have the tokens of each prompt.
+    """
+    if denominator.more is None or denominator.more.prompts is None:
+        raise ValueError("prompt-mean needs the tokens of each prompt: denominator(by_prompt=True)")
+
+    loss_values = torch.where(batch.loss_mask, values, 0.0)
+    groups, tokens = denominator.more.prompts
+    if not len(groups):
+        return loss_values.sum()
+    places = torch.searchsorted(groups, batch.groups).clamp(max=len(groups) - 1)
+    return (sequence_sums(loss_values, batch) / tokens[places]).sum() / len(groups)
+
+
+means: dict[str, Mean] = {
+    "token-mean": token_mean,
+    "seq-mean-token-mean": sequence_mean,
+    "seq-mean-token-sum": mean_of_sums,
+    "seq-mean-token-sum-norm": mean_of_sums_by_length,
+    "prompt-mean": prompt_mean,
+}
+"""--loss_agg_mode -> the function."""

@@ -1,0 +1,187 @@
+"""A model that learns, or only computes, in micro-batches that are planned over all ranks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightrft.core.batch import Batch
+from lightrft.core.batches import Rows, TrainingPlan, infer, micro_batches
+from lightrft.core.losses import Denominator, Report
+from lightrft.core.metrics import Metrics
+from lightrft.core.strategy import Strategy
+
+Forward = Callable[[Batch], Tensor]
+"""Function that computes one value per token of a micro-batch."""
+Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
+"""(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports
+by metric name.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """A term of the loss of an optimizer step: sequences in micro-batches, and an objective.
+
+    The objective computes each micro-batch's share of the term.
+    """
+
+    batch: Batch
+    rows: Rows
+    objective: Objective
+    denominator: Denominator
+    forward: Callable[..., tuple[Tensor, Report]] | None = None
+    """Function that computes the input of the objective, and further reports; None: the role's."""
+
+
+class Role(ABC):
+    """A model under a strategy. It learns if it has an optimizer. All ranks call it together."""
+
+    NAME: ClassVar[str] = "model"
+    """Name in warnings."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        module: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+    ):
+        self.strategy = strategy
+        self.module = module
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.left = 0
+        """Number of micro-batches of the optimizer step that are still to come."""
+        self.total = torch.zeros(())
+        """This rank's share of the loss so far, []."""
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
+        """Return the input of objectives, and further reports."""
+
+    def loss(self, batch: Batch, term: LossTerm) -> tuple[Tensor, Report]:
+        """Return a micro-batch's share of the loss, and reports.
+
+        A model whose head can compute its gradients in the forward pass overrides this.
+        """
+        values, report = (term.forward or self.forward)(batch)
+        loss, more = term.objective(values, batch, term.denominator)
+        return loss, more | report
+
+    def weighted(self, values: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return reported values, and the weight of each in a mean: 1 for learned tokens."""
+        return values, batch.loss_mask
+
+    def denominator(self, batch: Batch, rows: Rows) -> Denominator:
+        """Count the learned tokens and sequences of one optimizer step over all ranks.
+
+        It is one collective.
+        """
+        share = batch.select([row for members in rows for row in members])
+        learned = torch.zeros(len(share)).index_add(0, share.sequence_ids, share.loss_mask.float())
+        counts = torch.stack([share.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)])
+        return Denominator(*self.strategy.begin_sum(counts)().to(self.strategy.device))
+
+    # -- one optimizer step
+
+    def learn(self, terms: Sequence[LossTerm], metrics: Metrics) -> tuple[Tensor, Tensor]:
+        """Take one optimizer step on the sum of the terms.
+
+        Returns the loss over all ranks, and the gradient norm before clipping. Reports are averaged
+        over learned tokens; if the name ends in `_max` or `_min`, the extreme is taken.
+        """
+        self.begin(sum(len(term.rows) for term in terms))
+        for term in terms:
+            for batch in micro_batches(term.batch, term.rows, self.strategy.to_device):
+                self.record(self.add_gradients(batch, term), batch, metrics)
+        return self.finish()
+
+    def begin(self, num_microbatches: int) -> None:
+        """Begin an optimizer step of so many micro-batches, as many on every rank."""
+        self.strategy.enter("train", self.module, self.optimizer)
+        self.module.train()
+        self.left = num_microbatches
+        self.total = torch.zeros((), device=self.strategy.device)
+
+    def add_gradients(self, batch: Batch, term: LossTerm) -> Report:
+        """Add the gradients of one micro-batch on the device; return the reports."""
+        loss, report = self.loss(batch, term)
+        self.strategy.backward(loss, self.module, self.optimizer, last=self.left == 1)
+        self.left -= 1
+        self.total += loss.detach()
+        return report
+
+    def record(self, report: Report, batch: Batch, metrics: Metrics) -> None:
+        for name, entry in report.items():
+            # The suffix of a name says how several micro-batches and ranks are joined.
+            add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
+            add(name, *self.weighted(entry, batch))
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Step the optimizer; return the loss over all ranks, and the norm before clipping."""
+        # The sum is on its way while the optimizer steps.
+        wait = self.strategy.begin_sum(self.total)
+        norm = self.strategy.optimizer_step(
+            self.optimizer, self.module, self.scheduler, name=self.NAME
+        )
+        return wait(), norm.to(self.total.device)
+
+    # -- inference
+
+    def infer(
+        self, forward: Forward, batch: Batch, rows: Rows, module: nn.Module | None = None
+    ) -> Tensor:
+        """Compute one value per token, in the batch's order: [T] float32 on the host.
+
+        `module` is what `forward` runs, if it is not the role's own.
+        """
+        module = self.module if module is None else module
+        self.strategy.enter("logprob", module, None)
+        module.eval()
+        return infer(forward, batch, rows, self.strategy.to_device)
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """A role and the objective that it minimizes.
+
+    The targets of one role do not depend on the updates of another.
+    """
+
+    name: str
+    """Name of the model in checkpoints."""
+    role: Role
+    objective: Objective
+    phase: str = "train"
+    """Name of the phase, and prefix of the metrics."""
+    first_step: int = 1
+    """First step in which the role learns."""
+    count: Callable[[Denominator, Batch, Rows], Denominator] | None = None
+    """Adds to the denominator what another mean divides by."""
+    more_terms: Sequence[Callable[[], LossTerm]] = ()
+    """Each returns the next further term of the loss, such as a supervised one."""
+
+    def learn(self, plan: TrainingPlan, metrics: Metrics) -> list[Tensor]:
+        """Take one optimizer step for each minibatch and epoch; return the losses."""
+        role = self.role
+        batch = plan.experience
+        losses = []
+        for number, rows in enumerate(plan.updates):
+            denominator = replace(role.denominator(batch, rows), updates_before=number)
+            if self.count is not None:
+                denominator = self.count(denominator, batch, rows)
+            if role.scheduler is not None:
+                metrics.mean(f"{self.phase}/learning_rate", role.scheduler.get_last_lr()[0])
+
+            terms = [LossTerm(batch, rows, self.objective, denominator)]
+            loss, norm = role.learn([*terms, *(term() for term in self.more_terms)], metrics)
+            metrics.mean(f"{self.phase}/loss", loss)
+            metrics.mean(f"{self.phase}/grad_norm", norm)
+            losses.append(loss)
+        return losses
