@@ -95,6 +95,8 @@ LARGEST = 14
 
 Its __init__.py and the folders in it are not counted.
 """
+LARGEST_CORE = 20
+"""Files of the core, which is read as a whole."""
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
@@ -326,7 +328,8 @@ def test_no_folder_has_too_many_files():
     counts = Counter(
         file.parent.relative_to(ROOT).as_posix() for file in FILES if file.name != "__init__.py"
     )
-    assert {name: count for name, count in counts.items() if name != "." and count > LARGEST} == {}
+    most = {".": counts["."], "core": LARGEST_CORE}
+    assert {n: count for n, count in counts.items() if count > most.get(n, LARGEST)} == {}
 
 
 def test_optional_packages_stay_in_the_place_named_after_them():

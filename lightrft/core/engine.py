@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightrft.core.samples import Completion, Expanded
 
+MEDIA_NAMES = {"images": "image", "videos": "video", "audios": "audio"}
+"""Key of a medium in a request -> name in placeholders, flags, and prompts for one engine."""
 ABORTED = "abort"
 """Finish reason of a sample that was aborted."""
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EngineSection
-from lightrft.core.engine import Request, derived_seed
+from lightrft.core.engine import MEDIA_NAMES, Request, derived_seed
 from lightrft.core.samples import Completion, Expanded
 from lightrft.engine.loop import EngineLoop
-from lightrft.engine.media import MEDIA_NAMES, digest, read
+from lightrft.engine.media import digest, read
 from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import Sampling, out_of_vocabulary
 from lightrft.engine.stops import StopStrings

@@ -13,9 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lightrft.core.engine import ABORTED, Ended, Request, derived_seed
+from lightrft.core.engine import ABORTED, Decoding, Ended, Request, derived_seed
 from lightrft.core.samples import Completion
-from lightrft.engine.requests import Sampling
 
 
 class Completes(Protocol):
@@ -68,7 +67,7 @@ class EngineLoop:
     engine refuses other calls.
     """
 
-    def __init__(self, engine: Completes, sampling: Sampling):
+    def __init__(self, engine: Completes, sampling: Decoding):
         self.engine = engine
         self.sampling = sampling
         self.running: dict[int, _Running] = {}

@@ -17,11 +17,9 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor, ProcessorMixin
 
-from lightrft.core.engine import Request
+from lightrft.core.engine import MEDIA_NAMES, Request
 from lightrft.core.samples import Expanded
 
-MEDIA_NAMES = {"images": "image", "videos": "video", "audios": "audio"}
-"""Key of a medium in a request -> name in placeholders, flags, and prompts for one engine."""
 FRAMES_ALONE = ("Qwen2_5OmniProcessor",)
 """Processors of models that compute only the frames that a clip has. Clips are padded to the
 longest of them. Padding to the 300 s that such a model accepts would take a hundred times as long.

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from lightrft.config.sections import EngineSection
-from lightrft.engine.media import MEDIA_NAMES
+from lightrft.core.engine import MEDIA_NAMES
 from lightrft.thinker import generating_class, load_config, load_generation_config
 from lightrft.weight_sync.names import DRAFT, PublishedNames
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightrft.algorithms import policy_loss
 from lightrft.core.batch import Batch
+from lightrft.core.losses import PolicyLoss
 
 CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 """Bounds of the ratio, with the defaults; a datum may also have its own for each target."""
@@ -50,7 +51,7 @@ def dro(logprobs: Tensor, batch: Batch, *, beta: float) -> Tensor:
 
 
 def clipped(
-    loss: policy_loss.PolicyLoss,
+    loss: PolicyLoss,
     logprobs: Tensor,
     batch: Batch,
     *,

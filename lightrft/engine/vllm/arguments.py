@@ -10,8 +10,8 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import EngineArgs
 from vllm.triton_utils import HAS_TRITON
 
+from lightrft.core.engine import MEDIA_NAMES
 from lightrft.engine.base import EngineSetup
-from lightrft.engine.media import MEDIA_NAMES
 from lightrft.engine.model_info import has_recurrent_state
 from lightrft.engine.start import with_users_arguments
 from lightrft.thinker import OmniThinkerConfig
