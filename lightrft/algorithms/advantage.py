@@ -40,13 +40,6 @@ estimators.register("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "dr
 # The divergence in the reward is compared in the same way: rloo_penalty().
 estimators.register("rloo")(rloo)
 
-penalties = Registry("comparison of divergences", flag="--advantage_estimator")
-"""Functions by the name of an estimator: (penalties of responses by the divergence [N], groups [N],
-learned responses [N] bool) -> penalties of the advantages [N].
-
-None means a penalty of each token instead, as with all other estimators.
-"""
-
 
 @estimators.register("gdpo")
 def gdpo(
@@ -128,18 +121,13 @@ def turn_grpo(rewards: Tensor, groups: Tensor, *, responses: Tensor, eps: float 
     return advantages - following
 
 
-@penalties.register("rloo")
-def rloo_penalty(
-    penalty: Tensor, groups: Tensor, learned: Tensor, *, kl_after_baseline: bool
-) -> Tensor | None:
+def rloo_penalty(penalty: Tensor, groups: Tensor, learned: Tensor) -> Tensor:
     """P_i - mean of the other P_j of the group that are learned from; 0 where there are none.
 
     P_i is beta KL_i, of all tokens. With R_i - P_i in place of R_i the result is the advantage of
     the paper: the reward is penalised before it is compared. Ahmadian et al., arXiv 2402.14740,
     section 3.
     """
-    if kl_after_baseline:
-        return None
     counted = torch.where(learned, penalty, 0.0).double()
     total = group_sum(counted, groups)
     others = group_sum(learned.double(), groups) - 1

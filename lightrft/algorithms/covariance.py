@@ -26,9 +26,8 @@ def covariances(batch: Experience, total: Sum) -> Tensor:
     mask = batch.loss_mask
     columns = torch.stack([batch.old_logprobs, batch.advantages, mask.float()]).double()
     logprob, advantage, count = total(columns[:, mask].sum(1))
-    return (columns[0] - logprob / count.clamp(min=1)) * (
-        columns[1] - advantage / count.clamp(min=1)
-    )
+    count = count.clamp(min=1)
+    return (columns[0] - logprob / count) * (columns[1] - advantage / count)
 
 
 @marks.register("kl_cov")
@@ -45,9 +44,8 @@ def drawn(
     least, most = clip_cov_range
     covariance = covariances(batch, total)
     eligible = batch.loss_mask & (covariance >= least) & (covariance <= most)
-    return largest(
-        random_keys(batch), eligible, share_of_tokens(cov_ratio, batch, total), batch, total
-    )
+    count = share_of_tokens(cov_ratio, batch, total)
+    return largest(random_keys(batch), eligible, count, batch, total)
 
 
 def random_keys(batch: Experience) -> Tensor:

@@ -1,119 +1,22 @@
 """Training objectives: from the log-probs of one micro-batch to its share of the global loss.
 
 An objective is called with the values of a role, the batch, and the denominator of the whole
-optimizer step. `reach` says what determines the gradient of a token. policy_objective() builds the
-one of PPO, GRPO and the like from the losses in policy_loss.py and the options in terms.py.
+optimizer step. `reach` says what determines the gradient of a token. The objective of PPO, GRPO and
+the like is built in terms.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import wraps
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.balance import Balance
-from lightrft.algorithms.correction import corrections
-from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, generalized_jsd, kl_estimators
-from lightrft.algorithms.means import means
-from lightrft.algorithms.options import options_of, resolve
-from lightrft.algorithms.policy_loss import policy_losses
-from lightrft.algorithms.terms import (
-    CurrentMismatch,
-    EngineCorrection,
-    EntropyBonus,
-    OffPolicyMask,
-    ReferenceDivergence,
-    SequenceMask,
-    TeacherDivergence,
-    TokenWeights,
-)
-from lightrft.config.errors import ConfigError
+from lightrft.algorithms.kl import generalized_jsd
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
-from lightrft.core.losses import Denominator, PolicyLoss, Report, token_mean
-from lightrft.core.objective import (
-    Drift,
-    EngineMismatch,
-    PolicyObjective,
-    Term,
-    by_token,
-    check_tokens,
-)
-
-COLUMNS = {"batch", *(field.name for field in fields(Experience))}
-"""Options of a policy loss that come from the samples, not from the configuration."""
-
-
-def policy_objective(
-    section: AlgorithmSection,
-    kl_coefficient: KLCoefficient | None = None,
-    entropy_coefficient: EntropyCoefficient | None = None,
-) -> PolicyObjective:
-    """Build the policy gradient from the functions that the section names.
-
-    Without a coefficient the section's own is used. Raises ValueError for a function that does not
-    exist or needs data that the run does not have.
-    """
-    loss = resolve(policy_losses, section.policy_loss, extra=COLUMNS)
-    if ":" in section.policy_loss:
-        loss = checked(loss, f"--policy_loss {section.policy_loss}")
-    terms: list[Term] = [TokenWeights()]
-    if name := section.rollout_correction:
-        correct = resolve(corrections, name)
-        options = options_of(correct, section)
-        terms.append(EngineCorrection(correct, name, section.rollout_correction_level, **options))
-    if section.rollout_mask != "none":
-        bounds = section.rollout_mask_low, section.rollout_mask_high
-        terms.append(SequenceMask(section.rollout_mask, *bounds))
-    if section.off_policy_delta is not None:
-        terms.append(OffPolicyMask(section.off_policy_delta))
-
-    # Corrections come first: penalties and bonuses belong to the current policy.
-    terms.append(
-        ReferenceDivergence(
-            kl_estimators[section.kl_estimator],
-            kl_coefficient or KLCoefficient(section.init_kl_coef),
-            adds=section.use_kl_loss,
-        )
-    )
-    if section.distill_top_k:
-        terms.append(TeacherDivergence(section.distill_coef, section.distill_beta))
-    if section.entropy_coef or section.entropy_target is not None:
-        bonus = entropy_coefficient or EntropyCoefficient(section.entropy_coef)
-        terms.append(EntropyBonus(bonus))
-    mismatch = CurrentMismatch if section.use_engine_logprobs else EngineMismatch
-
-    return PolicyObjective(
-        loss,
-        [*terms, Drift(), mismatch()],
-        mean=means[section.loss_agg_mode],
-        **options_of(loss, section),
-    )
-
-
-def checked(loss: PolicyLoss, flag: str) -> PolicyLoss:
-    """Return a user's own loss, and refuse what is not one value for each token."""
-
-    @wraps(loss)
-    def call(logprobs: Tensor, *args: Tensor, **options: Any) -> tuple[Tensor, Report]:
-        result = loss(logprobs, *args, **options)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise ConfigError(
-                f"{flag} must return a pair: the losses of tokens, and a dictionary to report"
-            )
-
-        losses, report = result
-        for name, values in report.items():
-            check_tokens(f"{flag}: the reported {name!r}", values, logprobs, ConfigError)
-        check_tokens(f"{flag}: its loss", losses, logprobs, ConfigError)
-        return result
-
-    return call
-
-
-# -- other objectives
+from lightrft.core.losses import Denominator, Report, token_mean
+from lightrft.core.objective import by_token
 
 
 class ValueObjective:

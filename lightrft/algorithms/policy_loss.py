@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch
-from lightrft.core.losses import (
-    Report,
-    clipped_surrogate,
-    gspo,
-    pessimistic,
-    ppo,
-    reinforce,
-    sequence_means,
-)
+from lightrft.core.losses import Report, clipped_surrogate, gspo, ppo, reinforce, sequence_means
 from lightrft.registry import Registry
 
 policy_losses = Registry("policy loss", flag="--policy_loss")
@@ -52,7 +44,7 @@ def gspo_token(
     """
     ratio = sequence_means(logprobs - old, batch).exp()[batch.sequence_ids]
     ratio = ratio.detach() * (logprobs - logprobs.detach()).exp()
-    return clipped_surrogate(ratio, advantages, eps_clip_low, eps_clip_high)
+    return clipped_surrogate(ratio, ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high), advantages)
 
 
 @policy_losses.register("gmpo", per="sequence")
@@ -140,7 +132,7 @@ def cpgd(
     """
     log_ratio = logprobs - old
     bounded = log_ratio.clamp(math.log(1 - eps_clip_low), math.log(1 + eps_clip_high))
-    loss, report = pessimistic(log_ratio, bounded, advantages)
+    loss, report = clipped_surrogate(log_ratio, bounded, advantages)
     drift = log_ratio.expm1() - log_ratio
     report |= {"train/ratio": log_ratio.exp(), "train/policy_drift": drift}
     counted = drift if policy_drift_clip is None else drift.clamp(max=policy_drift_clip)
@@ -208,7 +200,8 @@ def stable_reinforce(
     outliers = advantages.abs() > STABLE_ADVANTAGE
     ratio = (logprobs - old).clamp(-limit, limit).exp()
     kept = torch.where(outliers, 0.0, advantages)
-    loss, report = clipped_surrogate(ratio, kept, eps_clip_low, eps_clip_high)
+    bounded = ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high)
+    loss, report = clipped_surrogate(ratio, bounded, kept)
     return loss, report | {"train/advantages_dropped": outliers}
 
 
@@ -243,7 +236,8 @@ def clip_cov(
     when nothing is clipped yet.
     """
     ratio = (logprobs - old).exp()
-    loss, report = clipped_surrogate(ratio, advantages, eps_clip_low, eps_clip_high)
+    bounded = ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high)
+    loss, report = clipped_surrogate(ratio, bounded, advantages)
     left_out = marked & ~(report["train/clip_low"] | report["train/clip_high"])
     return torch.where(left_out, 0.0, loss), report | {"train/cov_marked": left_out}
 

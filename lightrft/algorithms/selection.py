@@ -23,13 +23,9 @@ def top_share(values: Tensor, share: float, batch: Batch, total: Sum) -> Tensor:
     With the entropy as values these are the forking tokens of reasoning. Wang et al., arXiv
     2506.01939, use a fifth of all tokens.
     """
-    return largest(
-        rounded(values, batch.loss_mask, total),
-        batch.loss_mask,
-        share_of_tokens(share, batch, total),
-        batch,
-        total,
-    )
+    keys = rounded(values, batch.loss_mask, total)
+    count = share_of_tokens(share, batch, total)
+    return largest(keys, batch.loss_mask, count, batch, total)
 
 
 def rounded(values: Tensor, mask: Tensor, total: Sum) -> Tensor:

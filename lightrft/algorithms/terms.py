@@ -1,35 +1,47 @@
 """Options of the policy's loss, each a term that changes the losses of tokens.
 
-Their order is in policy_objective(), objectives.py.
+policy_objective() chooses the terms, in order, and the loss of policy_loss.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.correction import importance_ratios, kept_sequences, off_policy
-from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, generalized_jsd, k1, k3
+from lightrft.algorithms.correction import (
+    corrections,
+    importance_ratios,
+    kept_sequences,
+    off_policy,
+)
+from lightrft.algorithms.kl import (
+    EntropyCoefficient,
+    KLCoefficient,
+    generalized_jsd,
+    k1,
+    k3,
+    kl_estimators,
+)
+from lightrft.algorithms.means import means
+from lightrft.algorithms.options import options_of, resolve
+from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.config.errors import ConfigError
+from lightrft.config.sections import AlgorithmSection, needs_reference
 from lightrft.core.batch import Experience
-from lightrft.core.losses import Report
+from lightrft.core.losses import PolicyLoss, Report
 from lightrft.core.objective import (
+    Drift,
     EngineMismatch,
     PolicyInputs,
+    PolicyObjective,
     Reach,
     Term,
     check_tokens,
     reach_of,
 )
-
-
-class TokenWeights(Term):
-    """Multiplies the losses of tokens by the weights in the batch, if it has any."""
-
-    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
-        weights = inputs.batch.weights
-        return losses if weights is None else losses * weights, {}
 
 
 class EngineCorrection(Term):
@@ -160,3 +172,67 @@ class CurrentMismatch(EngineMismatch):
         if inputs.updates_before:
             return losses, {}
         return super().__call__(losses, replace(inputs, old=inputs.logprobs))
+
+
+COLUMNS = {"batch", *(field.name for field in fields(Experience))}
+"""Options of a policy loss that come from the samples, not from the configuration."""
+
+
+def policy_objective(
+    section: AlgorithmSection,
+    kl_coefficient: KLCoefficient | None = None,
+    entropy_coefficient: EntropyCoefficient | None = None,
+) -> PolicyObjective:
+    """Build the policy gradient from the functions that the section names.
+
+    Without a coefficient the section's own is used. Raises ValueError for a function that does not
+    exist or needs data that the run does not have.
+    """
+    loss = resolve(policy_losses, section.policy_loss, extra=COLUMNS)
+    if ":" in section.policy_loss:
+        loss = checked(loss, f"--policy_loss {section.policy_loss}")
+    terms: list[Term] = []
+    if name := section.rollout_correction:
+        correct = resolve(corrections, name)
+        options = options_of(correct, section)
+        terms.append(EngineCorrection(correct, name, section.rollout_correction_level, **options))
+    if section.rollout_mask != "none":
+        bounds = section.rollout_mask_low, section.rollout_mask_high
+        terms.append(SequenceMask(section.rollout_mask, *bounds))
+    if section.off_policy_delta is not None:
+        terms.append(OffPolicyMask(section.off_policy_delta))
+
+    # Corrections come first: penalties and bonuses belong to the current policy.
+    if needs_reference(section) or section.use_kl_loss:
+        estimate = kl_estimators[section.kl_estimator]
+        coefficient = kl_coefficient or KLCoefficient(section.init_kl_coef)
+        terms.append(ReferenceDivergence(estimate, coefficient, adds=section.use_kl_loss))
+    if section.distill_top_k:
+        terms.append(TeacherDivergence(section.distill_coef, section.distill_beta))
+    if section.entropy_coef or section.entropy_target is not None:
+        bonus = entropy_coefficient or EntropyCoefficient(section.entropy_coef)
+        terms.append(EntropyBonus(bonus))
+    terms += [Drift(), CurrentMismatch() if section.use_engine_logprobs else EngineMismatch()]
+
+    mean = means[section.loss_agg_mode]
+    return PolicyObjective(loss, terms, mean=mean, **options_of(loss, section))
+
+
+def checked(loss: PolicyLoss, flag: str) -> PolicyLoss:
+    """Return a user's own loss, and refuse what is not one value for each token."""
+
+    @wraps(loss)
+    def call(logprobs: Tensor, *args: Tensor, **options: Any) -> tuple[Tensor, Report]:
+        result = loss(logprobs, *args, **options)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ConfigError(
+                f"{flag} must return a pair: the losses of tokens, and a dictionary to report"
+            )
+
+        losses, report = result
+        for name, values in report.items():
+            check_tokens(f"{flag}: the reported {name!r}", values, logprobs, ConfigError)
+        check_tokens(f"{flag}: its loss", losses, logprobs, ConfigError)
+        return result
+
+    return call

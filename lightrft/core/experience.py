@@ -5,7 +5,7 @@ the ranks, and lets the stages of the run fill the other columns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -73,36 +73,25 @@ def flatten(
     )
 
 
+@dataclass(eq=False)
 class ExperienceMaker:
     """Turns this rank's samples into the experience that this rank will train on."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        compare: CompareRewards,
-        stages: Sequence[Stage],
-        *,
-        minibatch_size: int,
-        epochs: int = 1,
-        local_stages: Sequence[LocalStage] = (),
-        flatten: Callable[..., Experience] = flatten,
-        limits: Mapping[str, Any] | None = None,
-    ):
-        """Set up the experience maker.
-
-        `compare` finds the advantages. `local_stages` run in order on this rank's own samples,
-        before `compare`, and `stages` on the balanced experience, after it. An optimizer step has
-        `minibatch_size` samples, and a step uses each sample `epochs` times. `limits` on
-        micro-batches go to the strategy.
-        """
-        self.strategy = strategy
-        self.compare = compare
-        self.stages = stages
-        self.minibatch_size = minibatch_size
-        self.epochs = epochs
-        self.local_stages = local_stages
-        self.flatten = flatten
-        self.limits = limits or {}
+    strategy: Strategy
+    compare: CompareRewards
+    """Finds the advantages of rewards."""
+    stages: Sequence[Stage]
+    """Run in order on the balanced experience, when rewards have been compared."""
+    _: KW_ONLY
+    minibatch_size: int
+    """Number of samples of an optimizer step, over all ranks."""
+    epochs: int = 1
+    """How often a step uses each sample."""
+    local_stages: Sequence[LocalStage] = ()
+    """Run in order on this rank's own samples, before rewards are compared."""
+    flatten: Callable[..., Experience] = flatten
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """Limits on micro-batches, for the strategy."""
 
     def __call__(self, samples: list[Sample], metrics: Metrics) -> TrainingPlan:
         """Return this rank's share of the experience of all ranks' samples."""

@@ -128,23 +128,19 @@ class RewardTable:
         return rewards, self["group"].new_zeros(count).index_copy(0, row, self["group"])
 
 
-def data_column(name: str) -> RewardColumn:
-    """Return the column of a number in the rows of the data, the same for all rewards of a row."""
-    return lambda sample: [number_in(sample.prompt, name)] * len(sample.steps)
-
-
-def number_in(prompt: Prompt, column: str) -> float:
-    """Return the number in a column of the row of a prompt.
+def data_column(name: str, sample: Sample) -> list[float]:
+    """Return the number in a column of the data, the same for all rewards of a sample.
 
     Raises ValueError, with the row, if there is none.
     """
-    value = prompt.columns.get(column)
+    prompt = sample.prompt
+    value = prompt.columns.get(name)
     if isinstance(value, Real) and math.isfinite(value):
-        return float(value)
+        return [float(value)] * len(sample.steps)
     row = prompt.location or f"row {prompt.index}"
     raise ValueError(
-        f"the estimator asks for a number in the column {column!r}, and {row} has"
-        f" {value!r:.50}; its columns: {', '.join(prompt.columns)}"
+        f"the estimator asks for a number in the column {name!r}, and {row} has {value!r:.50}; its"
+        f" columns: {', '.join(prompt.columns)}"
     )
 
 

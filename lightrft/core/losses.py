@@ -40,7 +40,9 @@ def ppo(
     et al., arXiv 1912.09729, equation 5.
     """
     ratio = (logprobs - old).exp()
-    loss, report = clipped_surrogate(ratio, advantages, eps_clip_low, eps_clip_high)
+    loss, report = clipped_surrogate(
+        ratio, ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high), advantages
+    )
     if dual_clip is not None:
         bound = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
         report["train/clip_dual"] = loss > bound
@@ -62,7 +64,7 @@ def gspo(
     GSPO, arXiv 2507.18071.
     """
     ratio = sequence_means(logprobs - old, batch).exp()[batch.sequence_ids]
-    return clipped_surrogate(ratio, advantages, eps_clip_low, eps_clip_high)
+    return clipped_surrogate(ratio, ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high), advantages)
 
 
 def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor) -> tuple[Tensor, Report]:
@@ -74,14 +76,7 @@ def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor) -> tuple[Tensor
     return -advantages * logprobs, {"train/ratio": (logprobs - old).exp()}
 
 
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, low: float, high: float
-) -> tuple[Tensor, Report]:
-    """-min(r A, clip(r, 1 - low, 1 + high) A)."""
-    return pessimistic(ratio, ratio.clamp(1 - low, 1 + high), advantages)
-
-
-def pessimistic(ratio: Tensor, bounded: Tensor, advantages: Tensor) -> tuple[Tensor, Report]:
+def clipped_surrogate(ratio: Tensor, bounded: Tensor, advantages: Tensor) -> tuple[Tensor, Report]:
     """-min(r A, b A), with the bounded ratio b; report where b counts."""
     plain_loss = -ratio * advantages
     clipped_loss = -bounded * advantages

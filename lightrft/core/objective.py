@@ -65,7 +65,7 @@ class Term(ABC):
 
 
 class PolicyObjective:
-    """The loss of tokens, then each term in order, then the mean.
+    """The loss of tokens, times their weights, then each term in order, then the mean.
 
     PolicyObjective(ppo, eps_clip_high=0.28)
     """
@@ -124,6 +124,8 @@ class PolicyObjective:
         read = {name: batch if name == "batch" else getattr(batch, name) for name in self.columns}
         losses, report = self.loss(logprobs, old, advantages, **self.options, **read)
         check_tokens("the loss", losses, logprobs)
+        if batch.weights is not None:
+            losses = losses * batch.weights
         for term in self.terms:
             losses, more = term(losses, inputs)
             report = report | more

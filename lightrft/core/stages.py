@@ -7,6 +7,7 @@ An option of the algorithm is one more stage.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -33,7 +34,7 @@ class CompareRewards:
         given = {*options, "lengths", "responses"}
         names = [name for name, needed in keywords(estimator).items() if needed]
         self.columns: dict[str, RewardColumn] = {
-            name: data_column(name) for name in names if name not in given
+            name: partial(data_column, name) for name in names if name not in given
         }
         """Columns that the table of rewards has for the estimator."""
 

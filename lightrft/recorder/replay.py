@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
-from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.shaping import RewardShaper
+from lightrft.algorithms.terms import policy_objective
 from lightrft.backends.optim import own_settings
 from lightrft.checkpoint.manager import PARTS_FILE
 from lightrft.config.references import JUDGE, SERVER, reward_terms

@@ -128,23 +128,16 @@ class PolicyMethods(DistributedRole):
     def _generated(
         self, prompts: list[list[int]], completions: list[Completion]
     ) -> dict[str, Tensor]:
-        new = torch.tensor(
-            [len(completion.token_ids) for completion in completions], dtype=torch.int64
-        )
+        new = torch.tensor([len(each.token_ids) for each in completions], dtype=torch.int64)
         lengths = new + torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
         # Results have one width on all ranks.
-        longest = int(
-            self.strategy.mesh.data.max(
-                torch.tensor(max(lengths.tolist(), default=0), device=self.strategy.device)
-            )
-        )
+        longest = torch.tensor(max(lengths.tolist(), default=0), device=self.strategy.device)
+        longest = int(self.strategy.data.max(longest))
         width = -(-longest // self.width_multiple) * self.width_multiple
         pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None
         rows = list(zip(prompts, completions, strict=True))
-        ids = torch.tensor(
-            [token for prompt, each in rows for token in (*prompt, *each.token_ids)],
-            dtype=torch.int64,
-        )
+        ids = [token for prompt, each in rows for token in (*prompt, *each.token_ids)]
+        ids = torch.tensor(ids, dtype=torch.int64)
         logprobs = torch.tensor(
             [value for prompt, each in rows for value in (*[0.0] * len(prompt), *each.logprobs)]
         )

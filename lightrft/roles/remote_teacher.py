@@ -54,21 +54,15 @@ class RemoteTeacher:
 
         One request for each sequence with learned tokens.
         """
-        ids, masks = (
-            column.split(batch.lengths.tolist()) for column in (batch.input_ids, batch.loss_mask)
-        )
+        columns = batch.input_ids, batch.loss_mask
+        ids, masks = (column.split(batch.lengths.tolist()) for column in columns)
 
         # Ranks of one replica hold the same batch, so each asks for a part of the sequences.
         scored_places = [place for place, mask in enumerate(masks) if mask.any()]
         local = scored_places[self.model_parallel.rank :: self.model_parallel.size]
         with ThreadPoolExecutor(MAX_REQUESTS) as pool:
-            scored = dict(
-                zip(
-                    local,
-                    pool.map(lambda place: self._score(ids[place].tolist())[0], local),
-                    strict=True,
-                )
-            )
+            answers = pool.map(lambda place: self._score(ids[place].tolist())[0], local)
+            scored = dict(zip(local, answers, strict=True))
 
         values = torch.zeros(batch.num_tokens)
         for part in self.model_parallel.gather(scored):
@@ -90,9 +84,8 @@ class RemoteTeacher:
             "max_tokens": 0,
             "temperature": 1.0,
         }
-        logprobs = (
-            self._server.ask("POST", "completions", request)["choices"][0].get("logprobs") or {}
-        )
+        answer = self._server.ask("POST", "completions", request)
+        logprobs = answer["choices"][0].get("logprobs") or {}
         values, tokens = (
             (logprobs.get(name) or [])[: len(ids)] for name in ("token_logprobs", "tokens")
         )
@@ -111,11 +104,8 @@ class RemoteTeacher:
         Parts of a character and special tokens are printed in different ways.
         """
         step = max(len(tokenizer) // NUM_PROBED, 1)
-        ids = [
-            token
-            for token in range(0, len(tokenizer), step)
-            if token not in tokenizer.all_special_ids
-        ]
+        special = tokenizer.all_special_ids
+        ids = [token for token in range(0, len(tokenizer), step) if token not in special]
 
         _, server_tokens = self._score(ids)
         for token, server_token in zip(ids, server_tokens, strict=True):

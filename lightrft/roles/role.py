@@ -194,7 +194,7 @@ class DistributedRole(Role):
 
         The head computes its gradients in the forward pass if the objective's are known early.
         """
-        self._open_step().batch = batch
+        self._step.batch = batch
         gradients = local_gradients(term.objective, batch, term.denominator)
         values, report = (term.forward or self.forward)(batch, gradients)
         loss, more = term.objective(values, batch, term.denominator)

@@ -1,6 +1,7 @@
 """Choose the teacher of a sample and the prompt that it sees, from columns of the data."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightrft.data.rendering.forms import prompt_value
 from lightrft.data.rendering.tokens import text_tokens
 
 
+@dataclass
 class TeacherColumns:
     """Sets the columns of an experience that Teachers reads.
 
@@ -21,25 +23,19 @@ class TeacherColumns:
     the prompt that the teacher sees, a text or chat messages like the prompt itself.
     """
 
-    def __init__(
-        self,
-        section: DataSection,
-        tokenizer: PreTrainedTokenizerBase,
-        labels: Sequence[str],
-        *,
-        longest: int,
-    ):
-        """Set up the columns. `labels` name the teachers; a prompt has at most `longest` tokens."""
-        self.section = section
-        self.tokenizer = tokenizer
-        self.numbers = {label: number for number, label in enumerate(labels)}
-        self.longest = longest
+    section: DataSection
+    tokenizer: PreTrainedTokenizerBase
+    labels: Sequence[str]
+    """Names of the teachers, in order."""
+    _: KW_ONLY
+    longest: int
+    """Most tokens of a prompt."""
 
     @property
     def requirements(self) -> list[Any]:
         """Return the JSON value that problem() depends on, for --data_cache."""
         keys = [self.section.teacher_key, self.section.teacher_prompt_key]
-        return [*keys, list(self.numbers), self.longest]
+        return [*keys, list(self.labels), self.longest]
 
     def problem(self, prompt: Prompt) -> str | None:
         """Return why a row of the data cannot be used; None if it can."""
@@ -50,10 +46,10 @@ class TeacherColumns:
                 return f"no column {column!r} (--{flag}); it has {names}"
 
         key = self.section.teacher_key
-        if key is not None and prompt.columns[key] not in self.numbers:
+        if key is not None and prompt.columns[key] not in self.labels:
             return (
                 f"{key!r} is {prompt.columns[key]!r:.100}, but --teacher_pretrain names"
-                f" {', '.join(self.numbers)}"
+                f" {', '.join(self.labels)}"
             )
         if self.section.teacher_prompt_key is None:
             return None
@@ -85,9 +81,8 @@ class TeacherColumns:
         experience = local.experience
         samples = local.rows
         if self.section.teacher_key is not None:
-            numbers = [
-                self.numbers[each.prompt.columns[self.section.teacher_key]] for each in samples
-            ]
+            named = [each.prompt.columns[self.section.teacher_key] for each in samples]
+            numbers = [self.labels.index(label) for label in named]
             experience.teachers = torch.tensor(numbers, dtype=torch.int64)
         if self.section.teacher_prompt_key is None:
             return

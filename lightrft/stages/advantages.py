@@ -85,7 +85,12 @@ class GeneralizedAdvantages(Stage):
             lambd=self.lambd,
         )
         experience.returns = returns.float()
-        measure_values(experience, self.total, metrics)
+
+        # how well the critic's values before the step explain all ranks' returns
+        learned = experience.loss_mask
+        metrics.mean("critic/return", experience.returns, learned)
+        explained = explained_variance(experience.values, experience.returns, learned, self.total)
+        metrics.mean("critic/explained_variance", explained, explained.isfinite())
 
 
 class TeacherTerm(Stage):
@@ -148,11 +153,3 @@ class NormalizedAdvantages(Stage):
         if self.clip is not None:
             advantages = advantages.clamp(-self.clip, self.clip)
         experience.advantages = advantages
-
-
-def measure_values(experience: Experience, total: Sum, metrics: Metrics) -> None:
-    """Measure the critic's values before the step, and how well they explain all ranks' returns."""
-    learned = experience.loss_mask
-    metrics.mean("critic/return", experience.returns, learned)
-    explained = explained_variance(experience.values, experience.returns, learned, total)
-    metrics.mean("critic/explained_variance", explained, explained.isfinite())

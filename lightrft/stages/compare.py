@@ -71,8 +71,6 @@ class CompareShapedRewards(CompareRewards):
         return advantages
 
     def rewards(self, table: RewardTable) -> Tensor:
-        if not self.shaper.is_enabled:
-            return super().rewards(table)
         return self.shaper(table["reward"], table["group"].long(), table["response_length"])
 
     def gather(self, data: DataRanks, samples: Sequence[Sample], *, first_row: int) -> RewardTable:

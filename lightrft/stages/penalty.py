@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.advantage import penalties
+from lightrft.algorithms.advantage import rloo_penalty
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, kl_estimators
-from lightrft.algorithms.options import options_of
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Experience
 from lightrft.core.batches import TrainingPlan
@@ -31,10 +30,8 @@ class KLPenalty(Stage):
         self.coefficient = coefficient
         self.data = data
         self.kl = kl_estimators[section.kl_estimator]
-        self.compare = None
-        """How the estimator compares the penalties of responses, if it does."""
-        if section.advantage_estimator in penalties:
-            self.compare = penalties[section.advantage_estimator]
+        self.compares = section.advantage_estimator == "rloo" and not section.kl_after_baseline
+        """True if the penalties of responses are compared like their rewards."""
 
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
         experience = plan.experience
@@ -58,10 +55,10 @@ class KLPenalty(Stage):
     def _compared(self, experience: Experience, penalty: Tensor) -> Tensor:
         """Return the penalty of each token: [T].
 
-        Some estimators compare whole responses by penalty. The comparison then goes to the last
-        learned token of each response.
+        If whole responses are compared by penalty, the comparison goes to the last learned token of
+        each response.
         """
-        if self.compare is None:
+        if not self.compares:
             return penalty
 
         tokens = experience.learned_tokens
@@ -73,11 +70,7 @@ class KLPenalty(Stage):
 
         # Every rank compares all responses, because a group may lie on several ranks.
         sums, groups, counted = torch.cat(parts).unbind(1)
-        chosen = options_of(self.compare, self.section)
-        compared = self.compare(sums, groups, counted.bool(), **chosen)
-        if compared is None:
-            return penalty
-
+        compared = rloo_penalty(sums, groups, counted.bool())
         first = sum(map(len, parts[: self.data.rank]))
         local = compared[first : first + len(experience)][learned].to(penalty.dtype)
         return torch.zeros_like(penalty).index_put((last[learned],), local)

@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
-from lightrft.algorithms.objectives import ValueObjective, policy_objective, sft
+from lightrft.algorithms.objectives import ValueObjective, sft
 from lightrft.algorithms.shaping import RewardShaper
+from lightrft.algorithms.terms import policy_objective
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import (

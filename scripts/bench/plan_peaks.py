@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightrft.algorithms.objectives import policy_objective
+from lightrft.algorithms.terms import policy_objective
 from lightrft.config import Config, parse
 from lightrft.config.resolve import resolve
 from lightrft.core.batch import Experience

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.means import MoreCounts, PromptTokens
-from lightrft.algorithms.objectives import policy_objective
+from lightrft.algorithms.terms import policy_objective
 from lightrft.config import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
 from lightrft.core.losses import Denominator

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.shaping import RewardShaper
+from lightrft.algorithms.terms import policy_objective
 from lightrft.algorithms.unread import unread_flags
 from lightrft.cli import train_ppo
 from lightrft.config import AlgorithmSection, RewardSection

@@ -17,9 +17,9 @@ from algorithms.flat import (
     random_experience,
     step_denominator,
 )
-from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.options import options_of
 from lightrft.algorithms.policy_loss import policy_losses
+from lightrft.algorithms.terms import policy_objective
 from lightrft.config import AlgorithmSection
 from lightrft.core.table import keywords
 

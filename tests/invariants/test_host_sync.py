@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from flat_models import make_batch, make_model
 from lightrft.algorithms.means import MoreCounts, PromptTokens
-from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.policy_loss import policy_losses
+from lightrft.algorithms.terms import policy_objective
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.layout import Layout
 from lightrft.batching.micro_batches import with_shared_prefixes

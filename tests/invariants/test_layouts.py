@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrft.algorithms.objectives import policy_objective
+from lightrft.algorithms.terms import policy_objective
 from lightrft.config import Config
 from lightrft.core.batch import Experience
 from lightrft.core.metrics import Metrics

@@ -25,7 +25,7 @@ from invariants.test_layouts import (
     experience,
     sequence_loss,
 )
-from lightrft.algorithms.objectives import policy_objective
+from lightrft.algorithms.terms import policy_objective
 from lightrft.batching.micro_batches import get_batch, put_batch
 from lightrft.batching.planner import plan
 from lightrft.config import Config, ModelSection

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lightrft.algorithms.objectives import policy_objective, sft
+from lightrft.algorithms.objectives import sft
+from lightrft.algorithms.terms import policy_objective
 from lightrft.config import Config
 from ranks import run_ranks
 from roles import rows

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightrft.algorithms.objectives import policy_objective, sft
+from lightrft.algorithms.objectives import sft
+from lightrft.algorithms.terms import policy_objective
 from lightrft.config import Config
 from lightrft.core.losses import sequence_mean, token_mean
 from lightrft.core.objective import PolicyObjective

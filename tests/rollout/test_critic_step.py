@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.algorithms.kl import KLCoefficient
-from lightrft.algorithms.objectives import ValueObjective, policy_objective
+from lightrft.algorithms.objectives import ValueObjective
 from lightrft.algorithms.shaping import RewardShaper
+from lightrft.algorithms.terms import policy_objective
 from lightrft.config import AlgorithmSection, RewardSection, TrainSection
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import LossTerm

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoTokenizer
 
 from lightrft.algorithms.kl import KLCoefficient
-from lightrft.algorithms.objectives import policy_objective
 from lightrft.algorithms.shaping import RewardShaper
+from lightrft.algorithms.terms import policy_objective
 from lightrft.config import AlgorithmSection, DataSection, ModelSection, RewardSection, TrainSection
 from lightrft.core.batch import Experience
 from lightrft.core.metrics import Metrics
