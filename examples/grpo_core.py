@@ -59,7 +59,7 @@ class Engine:
         self.model.load_state_dict(dict(weights))
 
     def open(self, sampling: Decoding) -> WholeRequests:
-        return WholeRequests(self)
+        return WholeRequests(self.generate)
 
     @torch.no_grad()
     def generate(self, requests: list[Request]) -> list[list[Completion]]:

@@ -1,7 +1,7 @@
 """What a step needs of an engine: a loop that takes requests while others decode."""
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
@@ -111,22 +111,16 @@ class LocalEngine(Protocol):
         """Load all weights; completions carry the version."""
 
 
-class Generates(Protocol):
-    """The least that an engine can be."""
-
-    def generate(self, requests: list[Request]) -> list[list[Completion]]: ...
-
-
+@dataclass(eq=False)
 class WholeRequests:
     """The loop of an engine that answers all waiting requests in one call, and cannot be stopped.
 
     It is enough for an engine in this process that decodes a batch to the end.
     """
 
-    def __init__(self, engine: Generates):
-        self.engine = engine
-        self.running: dict[int, Request] = {}
-        self._added = 0
+    generate: Callable[[list[Request]], list[list[Completion]]]
+    running: dict[int, Request] = field(default_factory=dict, init=False)
+    _added: int = field(default=0, init=False)
 
     @property
     def unfinished(self) -> Collection[int]:
@@ -141,7 +135,7 @@ class WholeRequests:
     def step(self) -> Ended:
         indices, requests = list(self.running), list(self.running.values())
         self.running = {}
-        return list(zip(indices, self.engine.generate(requests), strict=True)) if requests else []
+        return list(zip(indices, self.generate(requests), strict=True)) if requests else []
 
     def abort(self) -> dict[int, list[Completion]]:
         ended, self.running = self.running, {}

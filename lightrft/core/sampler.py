@@ -1,7 +1,7 @@
 """Generate responses to prompts with the strategy's engine."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from lightrft.core.engine import ABORTED, Decoding, Ended, Request, RequestLoop, derived_seed
@@ -15,19 +15,19 @@ Pending = tuple[Request, Group, list[int]]
 """A request, the group that it extends, and the places of the extended responses."""
 
 
+@dataclass(eq=False)
 class Sampler:
     """Generates the responses of groups.
 
     Ranks that share a data replica make the same calls with the same groups.
     """
 
-    def __init__(self, strategy: Strategy, decode: Callable[[list[int]], str], sampling: Decoding):
-        """Set up the sampler. `decode` returns the text of tokens, without special ones."""
-        self.strategy = strategy
-        self.decode = decode
-        self.sampling = sampling
-        self.loop: RolloutLoop | None = None
-        """The loop that was opened last."""
+    strategy: Strategy
+    decode: Callable[[list[int]], str]
+    """Returns the text of tokens, without special ones."""
+    sampling: Decoding
+    loop: "RolloutLoop | None" = field(default=None, init=False)
+    """The loop that was opened last."""
 
     def open(self, seed: int) -> "RolloutLoop":
         """Open a loop for groups. All ranks open it together."""
@@ -66,6 +66,7 @@ class Sampler:
             sample.text = self.decode(sample.token_ids)
 
 
+@dataclass(eq=False)
 class RolloutLoop:
     """Generates the responses of groups, step by step.
 
@@ -73,14 +74,13 @@ class RolloutLoop:
     depends on `seed`, the group's number and the place in the group, but not on the rank.
     """
 
-    def __init__(self, sampler: Sampler, session: RequestLoop, seed: int):
-        self.sampler = sampler
-        self.session = session
-        self.seed = seed
-        self.groups: dict[int, Group] = {}
-        """Number -> group that has begun here."""
-        self._pending: dict[int, Pending] = {}
-        """Index of a request -> what it extends."""
+    sampler: Sampler
+    session: RequestLoop
+    seed: int
+    groups: dict[int, Group] = field(default_factory=dict, init=False)
+    """Number -> group that has begun here."""
+    _pending: dict[int, Pending] = field(default_factory=dict, init=False)
+    """Index of a request -> what it extends."""
 
     def add(self, parts: Sequence[GroupPart]) -> None:
         """Begin or continue unfinished responses of groups.

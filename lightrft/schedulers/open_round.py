@@ -1,7 +1,7 @@
 """Rounds whose end and division among the ranks are decided while they run."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class OpenPlan(RolloutPlan):
         return [(times, *each) for times, each in zip(self.times_deferred, self.drawn, strict=True)]
 
 
+@dataclass(eq=False)
 class OpenRound:
     """A round of groups that all ranks generate together.
 
@@ -57,63 +58,46 @@ class OpenRound:
     one of them.
     """
 
-    def __init__(
-        self,
-        loop: RolloutLoop,
-        plan: OpenPlan,
-        prepared: PreparedRequests | None,
-        *,
-        make_group: Callable[[int, int], Group],
-        sampler: RunSampler,
-        replica: Axis,
-        data: Axis,
-        trace: Untraced,
-        every: int,
-        overlap: Overlap | None,
-    ):
-        """Begin this rank's first responses.
+    loop: RolloutLoop
+    plan: OpenPlan
+    prepared: InitVar[PreparedRequests | None]
+    _: KW_ONLY
+    make_group: Callable[[int, int], Group]
+    """Returns the group with a number and a row."""
+    sampler: RunSampler
+    replica: Axis
+    """Ranks that generate the same responses."""
+    data: Axis
+    trace: Untraced
+    every: int
+    """Engine steps between two exchanges."""
+    overlap: Overlap | None
+    """Computes model outputs for complete groups meanwhile."""
 
-        `make_group`: returns the group with a number and a row. `replica`: ranks that generate the
-        same responses. `every`: engine steps between two exchanges. `overlap`: computes model
-        outputs for complete groups meanwhile.
-        """
-        self.loop = loop
-        self.plan = plan
-        self.assignment = plan.assignment
-        self.divided = plan.divided
-        self.owners = plan.owners
-        self.make_group = make_group
-        self.sampler = sampler
-        self.replica = replica
-        self.data = data
-        self.trace = trace
-        self.every = every
-        self.overlap = overlap
+    _local: dict[int, Group] = field(default_factory=dict, init=False)
+    """Place in `drawn` -> group that this rank generates responses for."""
+    _chunks: list[int] = field(default_factory=list, init=False)
+    """Indices of this rank's chunks."""
+    _num_taken: int = field(default=0, init=False)
+    """How many chunks of all ranks have begun."""
+    _computed: set[int] = field(default_factory=set, init=False)
+    """Places of groups whose outputs are computed or under way."""
+    _complete: list[Group] = field(default_factory=list, init=False)
+    """Groups that were complete from the start."""
+    _moved: list[Group] | None = field(default=None, init=False)
 
-        self._local: dict[int, Group] = {}
-        """Place in `drawn` -> group that this rank generates responses for."""
-        self._chunks: list[int] = []
-        """Indices of this rank's chunks."""
-        self._num_taken = 0
-        """How many chunks of all ranks have begun."""
-        self._computed: set[int] = set()
-        """Places of groups whose outputs are computed or under way."""
-        self._complete: list[Group] = []
-        """Groups that were complete from the start."""
-        self._moved: list[Group] | None = None
+    def __post_init__(self, prepared: PreparedRequests | None) -> None:
+        """Begin this rank's first responses."""
+        self.assignment = self.plan.assignment
+        self.owners = self.plan.owners
         self._take(prepared)
-
-    @property
-    def begun(self) -> set[int]:
-        """Return the numbers of the groups that this rank has begun."""
-        return {group.number for group in self._local.values()}
 
     def generate(self) -> Iterator[Group]:
         for group in self._generated():
-            if not self.divided or self.owners[group.number] == self.data.rank:
+            if not self.plan.divided or self.owners[group.number] == self.data.rank:
                 yield group
 
-        if self.divided:
+        if self.plan.divided:
             yield from self._move()
 
     def groups(self) -> list[Group]:

@@ -1,6 +1,7 @@
 """Leave out prompts whose media cannot be read any more (--bad_rows skip)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from loguru import logger
 
@@ -10,18 +11,18 @@ from lightrft.data.media_files import unreadable
 from lightrft.parallel.collectives import Axis
 
 
+@dataclass(eq=False)
 class ReadableMedia:
     """Keeps the list of prompts that were left out, the same on all ranks.
 
     Each rank checks the files of the prompts that it will read, and a share of the others.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], exchange: Axis, data: Axis):
-        self.prompts = prompts
-        self.exchange = exchange
-        self.data = data
-        self.left_out: set[int] = set()
-        """Rows of prompts that were left out. A resumed run finds them again."""
+    prompts: Sequence[Prompt]
+    exchange: Axis
+    data: Axis
+    left_out: set[int] = field(default_factory=set, init=False)
+    """Rows of prompts that were left out. A resumed run finds them again."""
 
     def problems(self, rows: list[int], own: set[int]) -> dict[int, str]:
         """Return row -> reason for the unreadable prompts that this rank checks.

@@ -1,6 +1,7 @@
 """Share requests: of several ranks in one engine, or of one data replica in several engines."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from lightrft.core.engine import Ended, Request
 from lightrft.core.samples import Completion
@@ -9,6 +10,7 @@ from lightrft.engine.loop import EngineLoop
 from lightrft.parallel.collectives import Axis
 
 
+@dataclass(eq=False)
 class SharedSession:
     """Gathers the requests of the ranks that share an engine, and sorts the completions.
 
@@ -17,15 +19,14 @@ class SharedSession:
     of_other_ranks() returns the rest.
     """
 
-    def __init__(self, loop: EngineLoop, engine: Axis, model_parallel: Axis):
-        self.loop = loop
-        self.engine = engine
-        self.model_parallel = model_parallel
-        self.num_requests = 0
-        self._places: dict[int, int] = {}
-        """Index in the loop -> index of this rank's request."""
-        self._answers: dict[int, list[Completion]] = {}
-        """Completions of this rank's part, if others need them."""
+    loop: EngineLoop
+    engine: Axis
+    model_parallel: Axis
+    num_requests: int = field(default=0, init=False)
+    _places: dict[int, int] = field(default_factory=dict, init=False)
+    """Index in the loop -> index of this rank's request."""
+    _answers: dict[int, list[Completion]] = field(default_factory=dict, init=False)
+    """Completions of this rank's part, if others need them."""
 
     @property
     def running(self) -> list[int]:

@@ -29,7 +29,7 @@ class Echo:
         self.version = 0
 
     def open(self, sampling):
-        return WholeRequests(self)
+        return WholeRequests(self.generate)
 
     def load_weights(self, named_tensors, version):
         self.version = version
