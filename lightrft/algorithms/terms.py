@@ -203,7 +203,7 @@ def policy_objective(
         terms.append(OffPolicyMask(section.off_policy_delta))
 
     # Corrections come first: penalties and bonuses belong to the current policy.
-    if needs_reference(section) or section.use_kl_loss:
+    if needs_reference(section):
         estimate = kl_estimators[section.kl_estimator]
         coefficient = kl_coefficient or KLCoefficient(section.init_kl_coef)
         terms.append(ReferenceDivergence(estimate, coefficient, adds=section.use_kl_loss))

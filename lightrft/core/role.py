@@ -99,7 +99,9 @@ class Role(ABC):
         self.begin(sum(len(term.rows) for term in terms))
         for term in terms:
             for batch in micro_batches(term.batch, term.rows, self.strategy.to_device):
-                self.record(self.add_gradients(batch, term), batch, metrics)
+                loss, report = self.loss(batch, term)
+                self.add_gradients(loss)
+                self.record(report, batch, metrics)
         return self.finish()
 
     def begin(self, num_microbatches: int) -> None:
@@ -109,13 +111,11 @@ class Role(ABC):
         self.left = num_microbatches
         self.total = torch.zeros((), device=self.strategy.device)
 
-    def add_gradients(self, batch: Batch, term: LossTerm) -> Report:
-        """Add the gradients of one micro-batch on the device; return the reports."""
-        loss, report = self.loss(batch, term)
+    def add_gradients(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch's share of the loss."""
         self.strategy.backward(loss, self.module, self.optimizer, last=self.left == 1)
         self.left -= 1
         self.total += loss.detach()
-        return report
 
     def record(self, report: Report, batch: Batch, metrics: Metrics) -> None:
         for name, entry in report.items():

@@ -240,11 +240,14 @@ class DistributedRole(Role):
                 f"the train step was begun with {step.num_microbatches} micro-batches, but got"
                 " another one"
             )
+        term = term or step.term
         if step.learn:
-            return self.add_gradients(batch, term or step.term)
+            loss, report = self.loss(batch, term)
+            self.add_gradients(loss)
+            return report
 
         with torch.no_grad():
-            loss, report = super().loss(batch, term or step.term)
+            loss, report = super().loss(batch, term)
         self.left -= 1
         self.total += loss
         return report

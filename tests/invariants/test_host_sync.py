@@ -88,7 +88,9 @@ def test_a_micro_batch_never_waits_for_the_device(fields):
     part = batch()
     metrics = Metrics()
     objective = policy_objective(
-        AlgorithmSection(**fields, use_kl_loss=True, dual_clip=3.0, entropy_coef=0.1)
+        AlgorithmSection(
+            **fields, use_kl_loss=True, init_kl_coef=0.1, dual_clip=3.0, entropy_coef=0.1
+        )
     )
     logprobs, entropy = token_logprobs(hidden, weight, part.input_ids, temperature=0.7, chunk=5)
     part.entropy = entropy
