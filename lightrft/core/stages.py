@@ -31,10 +31,12 @@ class CompareRewards:
     def __init__(self, estimator: Estimator, **options: Any):
         self.estimator = estimator
         self.options = chosen(estimator, options)
+        self.asked = keywords(estimator)
         given = {*options, "lengths", "responses"}
-        names = [name for name, needed in keywords(estimator).items() if needed]
         self.columns: dict[str, RewardColumn] = {
-            name: partial(data_column, name) for name in names if name not in given
+            name: partial(data_column, name)
+            for name, needed in self.asked.items()
+            if needed and name not in given
         }
         """Columns that the table of rewards has for the estimator."""
 
@@ -45,8 +47,8 @@ class CompareRewards:
     def __call__(self, table: RewardTable) -> Tensor:
         """Return the advantage of each reward: [M]."""
         rewards = self.rewards(table)
-        arguments = self.options | chosen(self.estimator, self.inputs(table))
-        advantages = self.estimator(rewards, table["group"].long(), **arguments)
+        inputs = {name: one for name, one in self.inputs(table).items() if name in self.asked}
+        advantages = self.estimator(rewards, table["group"].long(), **self.options, **inputs)
 
         # Estimators may be the user's own, and a NaN would only show up as a broken model.
         if advantages.shape != rewards.shape or not advantages.isfinite().all():

@@ -14,7 +14,6 @@ from lightrft.core.groups import RewardTable
 from lightrft.core.samples import Sample
 from lightrft.core.stages import CompareRewards
 from lightrft.core.strategy import DataRanks
-from lightrft.core.table import keywords
 
 COMPONENTS = "components"
 GREEDY = "greedy_rewards"
@@ -28,12 +27,10 @@ def compare_rewards(
     `weights` has the weight of each reward by label.
     """
     estimator = estimators[section.advantage_estimator]
-    asked = keywords(estimator)
-    if shaper.is_enabled or section.difficulty_weights or COMPONENTS in asked:
+    compare = CompareRewards(estimator, **options_of(estimator, section))
+    if shaper.is_enabled or section.difficulty_weights or COMPONENTS in compare.asked:
         compare = CompareShapedRewards(section, shaper, weights)
-    else:
-        compare = CompareRewards(estimator, **options_of(estimator, section))
-    if GREEDY in asked:
+    if GREEDY in compare.asked:
         compare.columns[GREEDY] = greedy_column
     return compare
 
@@ -58,7 +55,6 @@ class CompareShapedRewards(CompareRewards):
         self.shaper = shaper
         self.weights = weights
         self.difficulty_weights = section.difficulty_weights
-        self.reads_components = COMPONENTS in keywords(estimator)
         for name in (COMPONENTS, "component_weights"):
             self.columns.pop(name, None)
 
@@ -78,7 +74,7 @@ class CompareShapedRewards(CompareRewards):
 
         One more collective is for the names of the components.
         """
-        if not self.reads_components:
+        if COMPONENTS not in self.asked:
             return super().gather(data, samples, first_row=first_row)
         mine = {name for sample in samples for name in _components(sample, sample.reward)}
         names = sorted(set().union(*data.gather(mine)))
