@@ -20,12 +20,13 @@ from lightrft.core.losses import Report
 from lightrft.models.heads import Actor, Likeliest, LocalGradients, TokenLogprobs
 from lightrft.models.lora import adapted_layers, adapters_off
 from lightrft.roles.policy_methods import PolicyMethods
+from lightrft.roles.role import DistributedRole
 from lightrft.strategy.strategy import StrategyBase
 
 WITHOUT_ENTROPY = TokenLogprobs(entropy=False)
 
 
-class Policy(PolicyMethods):
+class Policy(DistributedRole, PolicyMethods):
     """Log-probs, updates and samples of the actor, and log-probs of the frozen reference.
 
     A run calls logprobs(), reference_logprobs() and update() with flat batches. Loops of your own

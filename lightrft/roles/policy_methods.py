@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import ALL, Truncation
@@ -20,25 +22,32 @@ from lightrft.models.heads import Actor, Likeliest
 from lightrft.models.lora import fold_adapters, plain_name
 from lightrft.observe.profiler import Profiler
 from lightrft.roles.padded import flatten_padded
-from lightrft.roles.role import DistributedRole
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.prompt_reader import PromptReader
+from lightrft.strategy.strategy import StrategyBase
 from lightrft.weight_sync.stream import hf_parameters, persistent_buffers, unwrap
 
 EVERYTHING = 2**62
 PROFILES = "profile"
 
 
-class PolicyMethods(DistributedRole):
+class PolicyMethods:
     """Methods that Policy has for loops of your own.
 
-    Batches are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded.
+    Batches are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded; see
+    DistributedRole.
     """
 
+    strategy: StrategyBase
     actor: Actor
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None
     tokenizer: PreTrainedTokenizerBase | None
     temperature: float
     truncation: Truncation
+    width_multiple: int
+    _refuse_open_step: Callable[[], None]
+    _answer: Callable[..., Tensor]
     _token_logprobs: Callable[[Actor, Batch], Tensor]
     _reference: Callable[[], AbstractContextManager[Actor]]
 

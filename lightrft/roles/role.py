@@ -78,6 +78,7 @@ class DistributedRole(Role):
         width_multiple: int = 1,
     ):
         super().__init__(strategy, module, optimizer, scheduler)
+
         self.average = average
         """Moving average of the parameters; update_average() keeps it up to date. It is not
         frozen."""
