@@ -41,7 +41,9 @@ def above_average(samples, **columns):
 '''
 FIXED = '''def letters(samples, **columns):
     """Reward letters; --reward_running_norm_minus_mean subtracts the average of all responses."""
-    return [sum(token < 128 for token in sample.token_ids) / len(sample.token_ids) for sample in samples]
+    return [
+        sum(token < 128 for token in sample.token_ids) / len(sample.token_ids) for sample in samples
+    ]
 '''
 UNREPAIRED = (
     FIXED

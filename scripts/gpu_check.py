@@ -277,7 +277,7 @@ CHECKS = [
         40,
     ),
     Check(
-        "buckets ahead: bits", "streams", tests("tests/parallel/test_device.py"), NONE_FAILS, 120
+        "buckets ahead: bits", "streams", tests("tests/parallel/test_device.py"), NONE_FAILS, 240
     ),
     Check(
         "buckets ahead: overlap",

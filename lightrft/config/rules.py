@@ -227,7 +227,6 @@ INPUTS = (
     ),
     Rule("{found}", _unusable_data, EVALUATED),
     Rule("{found}", lambda run: unreadable(report_names, run.report_to), TRAINING),
-    Rule("{found}", lambda run: _unknown_engine(run.config.engine.engine_type), WITH_ENGINE),
     *stated(
         "--overwrite with --load_checkpoint: one starts from the beginning, and the other"
         " resumes; set only one",
@@ -771,6 +770,7 @@ def _unusual_layers(run: RunFacts, experts: str, kinds: str) -> str:
 
 
 STRATEGY = (
+    Rule("{found}", lambda run: _unknown_engine(run.config.engine.engine_type)),
     Rule(
         "--cp_size {cp_size} is short for --sp_size {cp_size} --sp_impl zigzag and contradicts"
         " {found}: set only one",

@@ -71,7 +71,7 @@ def test_copies_and_pickles():
 @pytest.mark.parametrize(
     "values, says",
     [
-        ({"engine_type": "tgi"}, "engine_type: invalid choice 'tgi'; choose from auto"),
+        ({"engine_type": "tgi"}, "engine_type 'tgi': unknown"),
         ({"timeout_minutes": 0}, "above 0"),
         ({"arrival_minutes": 0}, "above 0"),
         ({"sp_impl": "ring"}, "sp_impl: invalid choice 'ring'; choose from auto, ulysses, zigzag"),

@@ -342,7 +342,7 @@ def sized(train, micro):
     [
         ({"dp_replicate": 3}, "dp_replicate 3"),
         ({"engine_tp_size": 3}, "engine_tp_size 3 does not divide"),
-        ({"engine_type": "tgi"}, "engine_type: invalid choice 'tgi'"),
+        ({"engine_type": "tgi"}, "engine_type 'tgi': unknown"),
     ],
 )
 def test_impossible_layouts_are_refused(args, says):
