@@ -31,6 +31,7 @@ from lightrft.config.sections import (
 )
 from lightrft.config.values import CommaSeparated
 from lightrft.data.benchmarks import benchmarks, with_own_columns
+from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
 from lightrft.observe.metrics import Untraced
@@ -103,6 +104,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     scheduler_class(config, training_data)  # what does not fit is said before models load
     tokenizer = training_data.tokenizer
     eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)
+    for each in eval_sets:
+        warn_of_learned_rows(training_data.prompts, each.prompts)
     config = with_token_ids(config, tokenizer)
 
     # models and engine

@@ -17,11 +17,12 @@ from loguru import logger
 from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
+from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from lightrft.registry import OBJECTS
-from lightrft.types import Prompt, TokenIds
+from lightrft.types import Answer, Prompt, TokenIds
 from tiny import BOS, byte_tokenizer
 
 ROWS = [{"input": "1+1=", "label": "2", "level": 1}, {"input": "2+3=", "label": "5", "level": 2}]
@@ -546,6 +547,39 @@ def test_duplicates_are_omitted_and_counted(tmp_path, infos):
         match="a.jsonl: no usable row .0 bad ones were skipped and 4 duplicates were omitted",
     ):
         load(f"{first},{first}", deduplicate="whitespace")
+
+
+@pytest.mark.parametrize(
+    ("learned", "held_out", "shared"),
+    [
+        (["a b", "c"], ["d"], None),
+        (["a b", "c"], ["a  b", "d", "c"], "2 of 3"),
+        (["a b", "c"], ["c", "c"], "1 of 1"),
+        (["begin", "begin", "c"], ["begin", "d"], None),  # episodes that begin alike
+        (["a"], [], None),
+    ],
+)
+def test_held_out_rows_of_other_files_that_are_learned_are_counted(
+    learned, held_out, shared, warnings
+):
+    rows = [
+        [Prompt(index, text, [1], {"id": index}) for index, text in enumerate(texts)]
+        for texts in (learned, held_out)
+    ]
+    warn_of_learned_rows(*rows)
+    found = [message.split(" prompts")[0] for message in warnings]
+    assert found == ([f"--eval_data: {shared}"] if shared else [])
+
+
+def test_the_same_question_with_another_answer_is_another_row(warnings):
+    learned, other = (
+        [Prompt(0, "a", [1], {"answer": Answer(token_ids=[token], learned=[True])})]
+        for token in (5, 6)
+    )
+    warn_of_learned_rows(learned, other, str)
+    assert not warnings
+    warn_of_learned_rows(learned, learned, str)
+    assert "1 of 1 prompts are in --prompt_data too" in warnings[0]
 
 
 # -- columns and templates
