@@ -142,7 +142,7 @@ def test_the_files_of_a_split_are_its_parts_and_the_log_names_them(tmp_path, inf
 PARTLY = {
     "train-00000-of-00002": "parts of the split 'train' are missing",
     "train-1 train-1-of-2": "parts of the split 'train' are missing",
-    "train train.json": "are there in two formats: train.json, train.jsonl",
+    "train train.json": "there in two formats: train.json, train.jsonl",
     "data/train-00000-of-00001": "no .* file; its folders data do: give one of these",
 }
 
