@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, Literal
 
 from loguru import logger
 
 from lightrft.core.samples import Answer, Prompt
 from lightrft.data.readers import is_first_rank
+
+MOST_COMPARED = 200_000
+"""Learned rows that are compared with held-out ones: more would take longer than a step."""
 
 
 class Duplicates:
@@ -34,20 +38,23 @@ class Duplicates:
         if self.mode == "none":
             return False
 
-        media = [
-            (medium, item.name, item.source)
-            for medium, items in sorted(prompt.multi_modal.items())
-            for item in items
-        ]
-        key = [self._text(prompt.text), media, self._answers(prompt) if self.decode else None]
-        # A digest takes 16 bytes for each row; the texts would stay in memory.
-        digest = blake2b(repr(key).encode(), digest_size=16).digest()
+        digest = self.digest(prompt)
         if digest in self._seen:
             self.count += 1
             return True
 
         self._seen.add(digest)
         return False
+
+    def digest(self, prompt: Prompt) -> bytes:
+        """Return 16 bytes that duplicates have in common; the texts would stay in memory."""
+        media = [
+            (medium, item.name, item.source)
+            for medium, items in sorted(prompt.multi_modal.items())
+            for item in items
+        ]
+        key = [self._text(prompt.text), media, self._answers(prompt) if self.decode else None]
+        return blake2b(repr(key).encode(), digest_size=16).digest()
 
     def report(self, flag: str, num_rows: int) -> None:
         """Log on the first rank how many rows of a data set were omitted, and begin to count anew.
@@ -70,3 +77,28 @@ class Duplicates:
         if self.mode == "whitespace" and self.decode is not None:
             return [self._text(self.decode(answer.token_ids)) for answer in answers]
         return answers
+
+
+def warn_of_learned_rows(
+    learned: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> None:
+    """Warn on the first rank of held-out rows that are learned too; see Duplicates.
+
+    A prompt that several learned rows have, such as the opening of an episode, says nothing.
+    """
+    if not held_out or not is_first_rank():
+        return
+    duplicates = Duplicates("whitespace", decode)
+    counts = {duplicates.digest(prompt): 0 for prompt in held_out}
+    for prompt in islice(learned, MOST_COMPARED):
+        digest = duplicates.digest(prompt)
+        if digest in counts:
+            counts[digest] += 1
+
+    if shared := sum(count == 1 for count in counts.values()):
+        logger.warning(
+            f"--eval_data: {shared:,} of {len(counts):,} prompts are in --prompt_data too: an"
+            " evaluation on rows that are learned does not show what the model does on others"
+        )

@@ -314,10 +314,20 @@ def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> 
 
 
 def is_adapter_folder(folder: Path | str) -> bool:
-    """Return True if a folder has an adapter in peft's format and no whole model."""
-    return (Path(folder) / ADAPTER_CONFIG_FILE).is_file() and not (
-        Path(folder) / "config.json"
-    ).is_file()
+    """Return True if a folder has an adapter in peft's format; some also have a config.json.
+
+    Raise ConfigError for a folder that has the weights of a whole model too.
+    """
+    folder = Path(folder)
+    if not (folder / ADAPTER_CONFIG_FILE).is_file():
+        return False
+    whole = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    if whole and (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has a whole model ({whole[0].name}) and an adapter ({ADAPTER_CONFIG_FILE}):"
+            " leave only the one that you mean in the folder"
+        )
+    return True
 
 
 def base_model_of_adapter(folder: Path | str) -> str:

@@ -41,6 +41,7 @@ from lightrft.core.samples import Sample
 from lightrft.core.stages import CompareRewards
 from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_own_columns
+from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
 from lightrft.rewards.engine_judge import EngineJudge
@@ -111,6 +112,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     scheduler_class(config, training_data)  # what does not fit is said before models load
     tokenizer = training_data.tokenizer
     eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)
+    for each in eval_sets:
+        warn_of_learned_rows(training_data.prompts, each.prompts)
     config = with_token_ids(config, tokenizer)
 
     # models and engine

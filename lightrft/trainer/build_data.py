@@ -14,6 +14,7 @@ from lightrft.config.references import teacher_terms
 from lightrft.config.sections import Config, has_episodes, media_columns
 from lightrft.core.samples import Answer, Prompt
 from lightrft.data.conversations import load_examples
+from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.loader import check_batch
 from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
 from lightrft.data.preferences import load_answers, load_pairs
@@ -54,6 +55,7 @@ def load_training_data(config: Config, *, rewards: RewardRunner | None = None) -
     held_out = config.data.eval_data and rewards is None
     prompts = load()
     eval_prompts = load(source="eval_data") if held_out else PromptSet([])
+    warn_of_learned_rows(prompts, eval_prompts, tokenizer.decode)
 
     return TrainingData(
         tokenizer,

@@ -9,7 +9,8 @@ from multiprocessing import Pipe
 
 import pytest
 
-from lightrft.agents.endpoint.protocol import EndpointModel
+from lightrft.agents.endpoint.protocol import EndpointModel, chat_reply
+from lightrft.agents.messages import ToolCall, Turn
 from lightrft.agents.session import Session
 from lightrft.rewards.functions import environment
 from malformed import MALFORMED, NO_JSON
@@ -377,3 +378,11 @@ def test_an_agent_that_raises_loses_only_its_sample(play):
         and "OSError: no network, at " in sample.episode.problem
         and "agents.py:" in sample.episode.problem
     )
+
+
+@pytest.mark.parametrize(("ended", "says"), [("stop", "tool_calls"), ("length", "length")])
+def test_a_turn_that_was_cut_after_a_call_says_so(ended, says):
+    turn = Turn("", [1], ended, tool_calls=[ToolCall("add", {})], logprobs=[0.0])
+    reply = chat_reply(turn, 0, EndpointModel("any", 99, {}), {"tools": [{}]})
+    (choice,) = reply["choices"]
+    assert choice["message"]["tool_calls"] and choice["finish_reason"] == says

@@ -228,6 +228,31 @@ def test_turns_end_with_the_mark_of_the_next_one(last):
     assert set(reader.convert_tokens_to_ids(marks)) <= turn_end_ids(SECTION, reader)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe"])
+def test_results_of_calls_in_one_turn_are_rendered_together(name):
+    """These templates put successive results into one turn, in data and between an agent's turns."""
+    reader = tokenizer(name)
+    call = {"function": {"name": "add", "arguments": {"a": 6, "b": 1}}}
+    results = [turn("tool", "7"), turn("tool", "8")]
+    messages = [
+        turn("user", QUESTION),
+        turn("assistant", "", tool_calls=[call, call]),
+        *results,
+        turn("assistant", ANSWER),
+    ]
+    row = make_example(SECTION, reader, {"messages": messages}, index=0)
+    whole = reader.decode([*row.token_ids, *row.columns["label"].token_ids])
+    end = end_of_turn(name)
+    assert (
+        whole.removesuffix(end)
+        == reference(name, *messages, answer_follows=False).rpartition(ANSWER)[0] + ANSWER
+    )
+    format = TurnFormat(SECTION, reader, turn_end_ids(SECTION, reader))
+    ended = "<|observation|>" if name == "glm4moe" else end
+    between = format.tokens(TurnRequest(results), reader.convert_tokens_to_ids(ended))
+    assert reader.decode(between) in whole
+
+
 TEXT_OF_THOUGHTS = {
     "qwen3": "<think>\nSix and one.\n</think>\n\nIt is 7.<|im_end|>",
     "qwen3_8": "Six and one.\n</think>\n\nIt is 7.<|im_end|>",

@@ -18,7 +18,8 @@ from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
 from lightrft.core.order import Order
-from lightrft.core.samples import Prompt, TokenIds
+from lightrft.core.samples import Answer, Prompt, TokenIds
+from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from lightrft.registry import OBJECTS
@@ -141,7 +142,7 @@ def test_the_files_of_a_split_are_its_parts_and_the_log_names_them(tmp_path, inf
 PARTLY = {
     "train-00000-of-00002": "parts of the split 'train' are missing",
     "train-1 train-1-of-2": "parts of the split 'train' are missing",
-    "train train.json": "are there in two formats: train.json, train.jsonl",
+    "train train.json": "there in two formats: train.json, train.jsonl",
     "data/train-00000-of-00001": "no .* file; its folders data do: give one of these",
 }
 
@@ -546,6 +547,39 @@ def test_duplicates_are_omitted_and_counted(tmp_path, infos):
         match="a.jsonl: no usable row .0 bad ones were skipped and 4 duplicates were omitted",
     ):
         load(f"{first},{first}", deduplicate="whitespace")
+
+
+@pytest.mark.parametrize(
+    ("learned", "held_out", "shared"),
+    [
+        (["a b", "c"], ["d"], None),
+        (["a b", "c"], ["a  b", "d", "c"], "2 of 3"),
+        (["a b", "c"], ["c", "c"], "1 of 1"),
+        (["begin", "begin", "c"], ["begin", "d"], None),  # episodes that begin alike
+        (["a"], [], None),
+    ],
+)
+def test_held_out_rows_of_other_files_that_are_learned_are_counted(
+    learned, held_out, shared, warnings
+):
+    rows = [
+        [Prompt(index, text, [1], {"id": index}) for index, text in enumerate(texts)]
+        for texts in (learned, held_out)
+    ]
+    warn_of_learned_rows(*rows)
+    found = [message.split(" prompts")[0] for message in warnings]
+    assert found == ([f"--eval_data: {shared}"] if shared else [])
+
+
+def test_the_same_question_with_another_answer_is_another_row(warnings):
+    learned, other = (
+        [Prompt(0, "a", [1], {"answer": Answer(token_ids=[token], learned=[True])})]
+        for token in (5, 6)
+    )
+    warn_of_learned_rows(learned, other, str)
+    assert not warnings
+    warn_of_learned_rows(learned, learned, str)
+    assert "1 of 1 prompts are in --prompt_data too" in warnings[0]
 
 
 # -- columns and templates

@@ -406,6 +406,17 @@ def with_bos():
     return made
 
 
+def test_tools_have_no_parameters_of_others():
+    """Arrow gives each tool of a column the fields of all, and fills them with nulls."""
+    fields = {"x": {"type": "integer", "enum": None}, "of_another": None}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": fields}, "strict": None}
+    template = CHAT.replace("tool.function.name", "tool.function | tojson")
+    begun, _, _ = text([ASK], template, tools=[tool]).partition(";")
+    properties = {"x": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties}
+    assert json.loads(begun) == {"name": "f", "parameters": parameters}
+
+
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("begin", ["", "<bos>"])
 def test_one_bos(chat, begin):

@@ -22,6 +22,7 @@ from lightrft.models.lora import (
     fold_adapters,
     freeze_parameters,
     is_adapter,
+    is_adapter_folder,
     merge_adapter,
     merge_adapters,
     own_layers,
@@ -367,6 +368,31 @@ def test_an_adapter_without_a_base_is_one_message(tmp_path, content):
     (tmp_path / "adapter_config.json").write_text(content)
     with pytest.raises(ConfigError, match=f"{tmp_path}/adapter_config.json names no base model"):
         base_model_of_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "answer"),
+    [
+        ("", False),
+        ("config.json model.safetensors", False),
+        ("adapter_config.json adapter_model.safetensors", True),
+        ("adapter_config.json adapter_model.safetensors config.json", True),
+    ],
+)
+def test_an_adapter_may_lie_beside_a_configuration(tmp_path, files, answer):
+    for name in files.split():
+        (tmp_path / name).touch()
+    assert is_adapter_folder(tmp_path) is answer
+
+
+@pytest.mark.parametrize(
+    "weights", ["model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin"]
+)
+def test_a_folder_with_a_whole_model_and_an_adapter_is_refused(tmp_path, weights):
+    for name in ("adapter_config.json", "config.json", weights):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"whole model .{weights}. and an adapter"):
+        load_model(ModelSection(pretrain=str(tmp_path)))
 
 
 def test_two_adapters_are_not_merged_wrongly(folder):

@@ -218,10 +218,12 @@ def chat_reply(turn: Turn, number: int, served: EndpointModel, body: Body) -> Bo
     message = {"role": "assistant", "content": turn.content if calls else turn.text} | (
         {"tool_calls": written} if calls else {}
     )
+    # A turn that was cut after a call says so, as it does to clients of other servers.
+    ended = turn.finish_reason == "stop"
     choice = {
         "index": 0,
         "message": message,
-        "finish_reason": "tool_calls" if calls else turn.finish_reason,
+        "finish_reason": "tool_calls" if calls and ended else turn.finish_reason,
         "logprobs": {"content": _logprobs(turn)} if body.get("logprobs") else None,
     }
 
