@@ -52,6 +52,11 @@ LONGEST = (
     "engine/test_hybrids.py",
     "engine/test_experts.py",
     "trainer/test_resume.py",
+    "tools/test_planning.py",
+    "trainer/test_collecting.py",
+    "trainer/test_hybrids.py",
+    "trainer/test_router_replay.py",
+    "trainer/test_critic.py",
 )
 """Files that begin first, so that the last minutes of a run have short ones for all processes."""
 

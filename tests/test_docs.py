@@ -208,14 +208,14 @@ def test_a_browser_shows_the_whole_site(site, tmp_path):
             f"--screenshot={tmp_path}/page.png",
             f"{address}/algorithms/",
         ]
-        subprocess.run(picture, capture_output=True, timeout=60, check=True)
+        subprocess.run(picture, capture_output=True, timeout=200, check=True)
 
         port = [*common, "--remote-debugging-port=0", f"{address}/measure.html"]
         with subprocess.Popen(
             port, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as browser:
             try:
-                found = Site.found.get(timeout=90)
+                found = Site.found.get(timeout=300)
             finally:
                 browser.terminate()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from typing import Any, Literal
 from weakref import WeakSet
@@ -61,12 +61,18 @@ class Verb:
     """Method of a strategy that one of its parts does, with the signature of the part's method."""
 
     def __init__(self, part: str, method: Callable[..., Any]):
+        @wraps(method)
+        def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(getattr(strategy, part), *args, **kwargs)
+
         self.part = part
         self.method = method
+        self.call = call
+        """The method as a class has it, whose first argument is the strategy."""
 
     def __get__(self, strategy: Any, owner: type | None = None) -> Callable[..., Any]:
         if strategy is None:
-            return self.method
+            return self.call
         return self.method.__get__(getattr(strategy, self.part))
 
 
