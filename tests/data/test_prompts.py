@@ -553,7 +553,7 @@ def test_duplicates_are_omitted_and_counted(tmp_path, infos):
     ("learned", "held_out", "shared"),
     [
         (["a b", "c"], ["d"], None),
-        (["a b", "c"], ["a  b", "d", "c"], "2 of 3"),
+        (["a b", "c"], ["a b", "d", "c"], "2 of 3"),
         (["a b", "c"], ["c", "c"], "1 of 1"),
         (["begin", "begin", "c"], ["begin", "d"], None),  # episodes that begin alike
         (["a"], [], None),

@@ -33,7 +33,7 @@ NEWEST = Path(__file__).parent / "sglang_newest.json"
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tiny_model(tmp_path_factory.mktemp("tied"), seed=2, tie=True)
     return in_sglang_environment(
-        partial(run_ranks, 2, course, folder, timeout=270), timeout=580, spawns=True
+        partial(run_ranks, 2, course, folder, timeout=400), timeout=850, spawns=True
     )
 
 

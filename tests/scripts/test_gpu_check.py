@@ -262,7 +262,7 @@ def test_every_measurement_runs_on_a_cpu(check, monkeypatch):
     ("program", "note"),
     [
         ("import os; os.kill(os.getpid(), 9)", "ended with -9"),
-        ("import time; print('{\"failed\": 0}', flush=True); time.sleep(60)", "not done after 3 s"),
+        ("import time; print('{\"failed\": 0}', flush=True); time.sleep(60)", "not done after 1 s"),
         ("raise MemoryError('no room')", "MemoryError: no room"),
     ],
 )
@@ -326,7 +326,7 @@ def test_the_script_on_a_cpu(tmp_path):
         *names,
     ]
     environment = os.environ | {"PYTHON": warm_python(), STARTS_WARM: warm_python()}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     result = json.loads(ran.stdout.splitlines()[-1])
     assert (

@@ -181,6 +181,7 @@ def test_a_model_that_fits_on_every_device_is_advised_not_to_be_sharded():
         )
 
     assert any("--dp_replicate 0" in line for line in advice("Qwen/Qwen2.5-0.5B"))
+    assert advice("Qwen/Qwen2.5-0.5B", "--dp_replicate=0") == []
     assert not any("--dp_replicate 0" in line for line in advice("Qwen/Qwen2.5-7B"))
 
 

@@ -31,7 +31,7 @@ def test_a_hybrid_learns(tmp_path: Path, world_size: int) -> None:
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
 
 
-@pytest.mark.parametrize("engine_tp_size", [2])
+@pytest.mark.parametrize("engine_tp_size", [1, 2])
 def test_a_hybrid_learns_with_vllm(tmp_path: Path, engine_tp_size: int) -> None:
     """Kernels in bfloat16 round differently, by a hundredth on average."""
     flags = ["--engine_type=vllm", "--bf16", f"--engine_tp_size={engine_tp_size}"]

@@ -185,7 +185,7 @@ def test_a_killed_run_continues_with_biases_and_unfinished_groups(
     assert (after[BIAS] - before[BIAS]).abs().max() > 0.005
 
 
-@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_vllm_returns_what_its_routers_chose(tmp_path: Path, ranks: int) -> None:
     """Its runner V2 is interpreted on a CPU; samples find prompts in the cache, and are cut.
 
