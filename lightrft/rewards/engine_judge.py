@@ -37,7 +37,7 @@ class EngineJudge:
         self.strategy = strategy
         self.tokenizer = tokenizer
         self.data = strategy.mesh.data
-        self.settings = JudgeSettings.of(config.reward)
+        self.settings = JudgeSettings(config.reward)
         self.settings.check()
         self._replies: dict[int, tuple[Sample, str]] = {}
         """id() of a sample -> the sample, and the judge's last reply."""
@@ -90,12 +90,12 @@ class EngineJudge:
         """Return a reply for each sample; empty if the request is too long for the engine."""
         texts = [self.settings.text(sample, sample.prompt.columns) for sample in samples]
         prompts = [self._tokens(text) for text in texts]
-        most = longest_sequence(self.config) - self.settings.max_tokens
+        most = longest_sequence(self.config) - self.config.reward.judge_max_tokens
         ends = tuple(
             turn_end_ids(replace(self.config.data, apply_chat_template=True), self.tokenizer)
         )
         sampling = Sampling(
-            max_tokens=self.settings.max_tokens,
+            max_tokens=self.config.reward.judge_max_tokens,
             temperature=1.0 if attempt else 0.0,
             stop_token_ids=ends,
         )

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lightrft.config.references import JUDGE_KEY
+from lightrft.config.sections import RewardSection
 from lightrft.core.samples import Sample
 from lightrft.rewards.judge_settings import ATTEMPTS, JudgeSettings
 from lightrft.roles.endpoint import Endpoint
@@ -18,17 +19,14 @@ class Judge:
     Raises ValueError for a server that stays away, and for a response that no reply scores.
     """
 
-    def __init__(self, settings: JudgeSettings, *, seconds: float, patience: float):
-        """Set up the judge.
+    def __init__(self, section: RewardSection, **limits: float):
+        """Set up the judge. `limits` go to Endpoint().
 
-        A request takes at most `seconds`, and the server may be away for `patience` seconds. Raises
-        ValueError for settings that cannot be used.
+        Raises ValueError for settings that cannot be used.
         """
-        settings.check()
-        self.settings = settings
-        self._server = Endpoint(
-            "--judge_url", settings.url, JUDGE_KEY, seconds=seconds, patience=patience
-        )
+        self.settings = JudgeSettings(section)
+        self.settings.check()
+        self._server = Endpoint("--judge_url", section.judge_url, JUDGE_KEY, **limits)
 
     def __call__(self, samples: list[Sample], **columns: list[Any]) -> list[float]:
         rows = [
@@ -42,10 +40,10 @@ class Judge:
         reply = ""
         for attempt in range(ATTEMPTS):
             request = {
-                "model": self.settings.model,
+                "model": self.settings.section.judge_model,
                 "messages": messages,
                 "temperature": 1.0 if attempt else 0.0,
-                "max_tokens": self.settings.max_tokens,
+                "max_tokens": self.settings.section.judge_max_tokens,
             }
             reply = _content(self._server.ask("POST", "chat/completions", request))
             score = self.settings.score(reply)

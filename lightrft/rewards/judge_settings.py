@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from lightrft.config.references import ENGINE
 from lightrft.config.sections import RewardSection
 from lightrft.core.samples import Sample
 from lightrft.rewards.functions import as_text
@@ -30,70 +29,46 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Address of the judge, the template, and the pattern of the score.
+    """Template of the judge's requests, and the pattern and the range of its scores."""
 
-    These are fields of the configuration.
-    """
-
-    url: str
-    model: str
-    template: str
-    pattern: str
-    low: float
-    high: float
-    max_tokens: int
-
-    @classmethod
-    def of(cls, section: RewardSection) -> Self:
-        low, high = section.judge_range
-        return cls(
-            section.judge_url,
-            section.judge_model,
-            section.judge_template,
-            section.judge_pattern,
-            low,
-            high,
-            section.judge_max_tokens,
-        )
-
-    @property
-    def in_engine(self) -> bool:
-        """Return True if the model that is trained judges its own responses."""
-        return self.url == ENGINE
+    section: RewardSection
 
     def check(self) -> None:
         """Raise ValueError for a template without {response}, or a pattern without one group."""
-        _template(self.template)
-        _compile(self.pattern)
+        _template(self.section.judge_template)
+        _compile(self.section.judge_pattern)
 
     def text(self, sample: Sample, columns: Mapping[str, Any]) -> str:
         """Return the text that asks for a score of the sample; `columns` has the row's columns."""
+        low, high = self.section.judge_range
         own = {
             "prompt": sample.prompt.text,
             "response": sample.text,
-            "low": f"{self.low:g}",
-            "high": f"{self.high:g}",
+            "low": f"{low:g}",
+            "high": f"{high:g}",
         }
-        return fill_template(_template(self.template), {**columns, **own})
+        return fill_template(_template(self.section.judge_template), {**columns, **own})
 
     def score(self, reply: str) -> float | None:
         """Return the last score of a reply, scaled to 0 to 1.
 
         None if there is none within the range.
         """
-        for match in reversed(list(_compile(self.pattern).finditer(reply))):
+        low, high = self.section.judge_range
+        for match in reversed(list(_compile(self.section.judge_pattern).finditer(reply))):
             try:
                 score = float(match[1])
             except (TypeError, ValueError):
                 continue
-            if math.isfinite(score) and self.low <= score <= self.high:
-                return (score - self.low) / (self.high - self.low)
+            if math.isfinite(score) and low <= score <= high:
+                return (score - low) / (high - low)
         return None
 
     def no_score(self, reply: str) -> str:
         """Return a message for a response that no reply scores; `reply` is the last one."""
+        low, high = self.section.judge_range
         return (
-            f"no score from {self.low:g} to {self.high:g} (--judge_pattern, --judge_range) in"
+            f"no score from {low:g} to {high:g} (--judge_pattern, --judge_range) in"
             f" {ATTEMPTS} replies of the judge, the last of which is {reply!r:.300}"
         )
 

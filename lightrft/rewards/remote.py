@@ -21,12 +21,9 @@ class RemoteReward:
     Raises ValueError for a server that stays away, or returns something else.
     """
 
-    def __init__(self, url: str, *, seconds: float, patience: float):
-        """Connect to the server.
-
-        A request takes at most `seconds`, and the server may be away for `patience` seconds.
-        """
-        self._server = Endpoint("--reward", url, REWARD_KEY, seconds=seconds, patience=patience)
+    def __init__(self, url: str, **limits: float):
+        """Connect to the server. `limits` go to Endpoint()."""
+        self._server = Endpoint("--reward", url, REWARD_KEY, **limits)
 
     def __call__(
         self, samples: list[Sample], label: list[Any] | None = None, **_: Any

@@ -27,7 +27,6 @@ from lightrft.parallel.collectives import Axis
 from lightrft.registry import OBJECTS, kept_alive
 from lightrft.rewards.conventions import RewardFunction, as_number, num_rewards
 from lightrft.rewards.functions import FAST_REWARDS, rewards
-from lightrft.rewards.judge_settings import JudgeSettings
 from lightrft.rewards.pool import (
     CallFailed,
     Calls,
@@ -109,7 +108,7 @@ class RewardRunner:
         self.model_parallel = model_parallel or Axis("model_parallel", 1, 0, None)
         self.section = section or RewardSection()
         self.fail = fail
-        setup = self._setup(chat, tuple(models))
+        setup = Setup(name, self.section, tuple(models), chat)
         self.function = setup.function()
         self.models: ModelScores | None = None
         """Reward models that score in addition to the function. They run while the engine sleeps,
@@ -131,22 +130,6 @@ class RewardRunner:
     @trace.setter
     def trace(self, trace: Untraced) -> None:
         self._calls.trace = trace
-
-    def _setup(self, chat: bool, models: tuple[str, ...]) -> Setup:
-        section = self.section
-        limits = {"seconds": 60 * section.reward_minutes, "patience": 60 * section.server_minutes}
-        memory = int(section.reward_memory_gb * 1e9)
-        judge = JudgeSettings.of(section)
-
-        return Setup(
-            self.name,
-            key=section.reward_key,
-            models=models,
-            chat=chat,
-            memory=memory,
-            judge=judge,
-            **limits,
-        )
 
     def _make_calls(self, setup: Setup) -> Calls:
         terms = reward_terms(self.name)

@@ -5,16 +5,16 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import dropwhile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from lightrft.config.references import JUDGE, SERVER, reward_terms
+from lightrft.config.sections import RewardSection
 from lightrft.rewards.conventions import RewardFunction
-from lightrft.rewards.functions import Reward, rewards
-from lightrft.rewards.judge_settings import JudgeSettings
+from lightrft.rewards.functions import rewards
 from lightrft.rewards.weighted import WeightedRewards
 
 SKIPPED_FOLDERS = (
@@ -38,27 +38,24 @@ class Setup:
 
     name: str
     """Name of the function, or terms of several, as in --reward."""
-    key: str | None = None
-    """Column that names the rewards of a row, as in --reward_key."""
+    section: RewardSection = field(default_factory=RewardSection)
     models: tuple[str, ...] = ()
-    """Labels of reward models; the column may name these, too."""
+    """Labels of reward models; the column --reward_key may name these, too."""
     chat: bool = False
     """True if prompts are chats."""
-    memory: int = 0
-    """Number of bytes that a call may allocate; 0 for no limit."""
-    seconds: float = 0.0
-    """Longest time of a request to a server, in seconds."""
-    patience: float = 0.0
-    """Longest time that a server may be away, in seconds."""
-    judge: JudgeSettings | None = None
-    """Settings of the reward `judge`."""
+
+    @property
+    def memory(self) -> int:
+        """Return the number of bytes that a call may allocate; 0 for no limit."""
+        return int(self.section.reward_memory_gb * 1e9)
 
     def function(self) -> RewardFunction | WeightedRewards:
         """Import the function, or all of them. Raises ValueError if one cannot be imported."""
         functions = [(term, self._function(term.name)) for term in reward_terms(self.name)]
         (term, function), *others = functions
-        if others or self.key or term.weight != 1:
-            return WeightedRewards(functions, self.key, self.models)
+        key = self.section.reward_key
+        if others or key or term.weight != 1:
+            return WeightedRewards(functions, key, self.models)
         return function
 
     def prepare(self) -> Callable[[Connection], None]:
@@ -66,11 +63,16 @@ class Setup:
         return partial(_work, function=self.function())
 
     def _function(self, name: str) -> RewardFunction:
-        limits = {"seconds": self.seconds, "patience": self.patience}
-        if name == JUDGE and self.judge is not None:
-            function = _judge(self.judge, **limits)
+        section = self.section
+        limits = {"seconds": 60 * section.reward_minutes, "patience": 60 * section.server_minutes}
+        if name == JUDGE:
+            from lightrft.rewards.judge import Judge
+
+            function = Judge(section, **limits)
         elif name.startswith(SERVER):
-            function = _on_server(name, **limits)
+            from lightrft.rewards.remote import RemoteReward
+
+            function = RemoteReward(name, **limits)
         else:
             function = rewards[name]
         return RewardFunction(function, chat=self.chat)
@@ -112,15 +114,3 @@ def place(error: BaseException) -> str:
     frames = list(dropwhile(lambda one: Path(one.filename).parent in SKIPPED_FOLDERS, frames))
     own = [one for one in frames if one.filename == frames[0].filename]
     return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""
-
-
-def _on_server(url: str, **limits: float) -> Reward:
-    from lightrft.rewards.remote import RemoteReward
-
-    return RemoteReward(url, **limits)
-
-
-def _judge(settings: JudgeSettings, **limits: float) -> Reward:
-    from lightrft.rewards.judge import Judge
-
-    return Judge(settings, **limits)

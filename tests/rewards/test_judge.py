@@ -213,7 +213,7 @@ def test_the_engine_judges_as_transformers_generates(tmp_path):
     compared = 0
 
     for text, (reward, parts) in one.items():
-        asked = JudgeSettings.of(RewardSection(**DIGIT)).text(
+        asked = JudgeSettings(RewardSection(**DIGIT)).text(
             Sample(Prompt(0, text, [1], {}), 0, [], [], "yes", "stop"), {}
         )
         chat = tokenizer.apply_chat_template(
