@@ -8,6 +8,7 @@ import selectors
 import time
 import weakref
 from collections import deque
+from dataclasses import InitVar, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -48,35 +49,25 @@ CHECK_SECONDS = 0.1
 """Time between two looks at the limits of time."""
 
 
+@dataclass(eq=False)
 class Episodes:
     """Runs the programs of episodes.
 
     A program that fails, dies or takes too long loses only one sample: nothing is learned from it.
     """
 
-    def __init__(
-        self,
-        setup: ProgramSetup,
-        section: EnvironmentSection,
-        format: TurnFormat,
-        parse: Parse,
-        *,
-        longest: int,
-        other_rewards: str = "",
-    ):
-        """Set up the episodes of a rank.
+    setup: InitVar[ProgramSetup]
+    section: EnvironmentSection
+    format: TurnFormat
+    parse: Parse
+    longest: int
+    """Largest number of tokens of a response, observations included."""
+    other_rewards: str = ""
+    """Rewards of the run if none of them is the environment's."""
 
-        `longest` is the largest number of tokens of a response, observations included.
-        `other_rewards` names the rewards of the run if none of them is the environment's.
-        """
-        self.other_rewards = other_rewards
-        self.section = section
-
-        self.format = format
-        self.parse = parse
-        self.longest = longest
+    def __post_init__(self, setup: ProgramSetup) -> None:
         self._max_message_bytes = MESSAGE_BYTES + MESSAGE_BYTES_PER_TOKEN * (
-            longest + format.section.prompt_max_len
+            self.longest + self.format.section.prompt_max_len
         )
         self._forks = Forks(setup)
         weakref.finalize(self, self._forks.close)

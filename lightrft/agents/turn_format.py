@@ -5,8 +5,8 @@ rendered or tokenized again, since that can give other tokens than were sampled.
 two turns is what the chat template writes between a short stand-in for the turn and the next one.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
@@ -32,25 +32,16 @@ Long observations seldom come again.
 """
 
 
+@dataclass(eq=False)
 class TurnFormat:
     """Renders observations. Without a chat template they are plain text."""
 
-    def __init__(
-        self,
-        section: DataSection,
-        tokenizer: PreTrainedTokenizerBase,
-        end_token_ids: frozenset[int],
-        placeholder_token_ids: Collection[int] = (),
-    ):
-        """Set up the rendering.
-
-        `placeholder_token_ids` represent media in prompts; observations cannot have them.
-        """
-        self.section = section
-        self.tokenizer = tokenizer
-        self.end_token_ids = end_token_ids
-        self.placeholder_token_ids = frozenset(placeholder_token_ids)
-        self._known: dict[str, list[int]] = {}
+    section: DataSection
+    tokenizer: PreTrainedTokenizerBase
+    end_token_ids: frozenset[int]
+    placeholder_token_ids: frozenset[int] = frozenset()
+    """Tokens that represent media in prompts; observations cannot have them."""
+    _known: dict[str, list[int]] = field(default_factory=dict)
 
     def prompt(self, prompt: Prompt, request: TurnRequest) -> Prompt:
         """Return the prompt of a conversation.

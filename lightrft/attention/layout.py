@@ -128,6 +128,7 @@ def _copy_numbers(index: np.ndarray) -> np.ndarray:
     return numbers
 
 
+@dataclass(eq=False)
 class AttentionCall:
     """One call of attention: concatenated runs of queries, each with a run of keys.
 
@@ -137,25 +138,14 @@ class AttentionCall:
     Neither: every query of a run attends to all keys of the run.
     """
 
-    def __init__(
-        self,
-        queries: Selection,
-        keys: Selection,
-        query_lengths: np.ndarray,
-        key_lengths: np.ndarray,
-        device: torch.device,
-        *,
-        causal: bool = False,
-        window: int | None = None,
-    ):
-        self.queries = queries
-        self.keys = keys
-        """Queries among this rank's t tokens, and keys among the U tokens of all ranks."""
-        self.query_lengths: list[int] = query_lengths.tolist()
-        self.key_lengths: list[int] = key_lengths.tolist()
-        self.device = device
-        self.causal = causal
-        self.window = window
+    queries: Selection
+    keys: Selection
+    """Queries among this rank's t tokens, and keys among the U tokens of all ranks."""
+    query_lengths: list[int]
+    key_lengths: list[int]
+    device: torch.device
+    causal: bool = False
+    window: int | None = None
 
     @cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:
@@ -303,15 +293,16 @@ class Layout:
         index[~is_before] = ranges(self.pieces.begins, own)
         queries = Selection(np.arange(int(own.sum())), self.device)
 
-        return AttentionCall(
-            queries, Selection(index, self.device), own, before + own, self.device, window=window
-        )
+        keys = Selection(index, self.device)
+        lengths = own.tolist(), (before + own).tolist()
+        return AttentionCall(queries, keys, *lengths, self.device, window=window)
 
     def _own(self) -> AttentionCall:
         sizes = self.pieces.sizes
         queries = Selection(np.arange(int(sizes.sum())), self.device)
         keys = Selection(ranges(self.pieces.begins, sizes), self.device)
-        return AttentionCall(queries, keys, sizes, sizes, self.device, causal=True)
+        lengths = sizes.tolist()
+        return AttentionCall(queries, keys, lengths, lengths, self.device, causal=True)
 
     def _prefixes(self) -> Iterator[AttentionCall]:
         """Yield a call for each level of the prefix tree.
@@ -340,13 +331,13 @@ class Layout:
             # first reader of each node
             first = np.r_[True, np.diff(begins[at_level]) != 0].nonzero()[0]
             readers_at_level = piece[at_level]
-            query_lengths = np.add.reduceat(pieces.sizes[readers_at_level], first)
+            query_lengths = np.add.reduceat(pieces.sizes[readers_at_level], first).tolist()
             queries = Selection(
                 ranges(local[readers_at_level], pieces.sizes[readers_at_level]), self.device
             )
             nodes = at_level[first]
             keys = Selection(ranges(begins[nodes], sizes[nodes]), self.device)
-            yield AttentionCall(queries, keys, query_lengths, sizes[nodes], self.device)
+            yield AttentionCall(queries, keys, query_lengths, sizes[nodes].tolist(), self.device)
 
     @cached_property
     def _following(self) -> list[AttentionCall]:
@@ -386,7 +377,8 @@ class Layout:
         else:
             kind = {"window": int(key_sizes.max())}
         selections = (Selection(np.concatenate(index), self.device) for index in (queries, keys))
-        return [AttentionCall(*selections, sizes, key_sizes, self.device, **kind)]
+        lengths = sizes.tolist(), key_sizes.tolist()
+        return [AttentionCall(*selections, *lengths, self.device, **kind)]
 
     @cached_property
     def run_ids(self) -> Tensor:

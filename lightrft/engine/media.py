@@ -3,7 +3,7 @@
 import hashlib
 import wave
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from numbers import Real
@@ -182,28 +182,21 @@ def _array(item: Image.Image | Video | Clip) -> tuple[np.ndarray, *tuple[float, 
     return (item.frames, item.fps) if isinstance(item, Video) else (np.asarray(item),)
 
 
+@dataclass(eq=False)
 class MediaReader:
     """Reads media with the processor of a model's folder, and leaves the prompt's tokens alone.
 
     The text is not tokenized again, because a second tokenization can give different tokens.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        placeholders: Mapping[str, frozenset[int]],
-        *,
-        trust_remote_code: bool = False,
-        media_alone: bool = False,
-    ):
-        """Create a reader; `placeholders` by medium, as in Vocabulary."""
-        self.model_path = model_path
-        self.placeholders = placeholders
-        self.trust_remote_code = trust_remote_code
-        self.media_alone = media_alone
-        """True for an engine that computes token_type_ids itself and drops the processor's."""
-        self._lock = Lock()
-        """Held while the processor runs: the tokenizer in it fails when two threads call it."""
+    model_path: str
+    placeholders: Mapping[str, frozenset[int]]
+    """Placeholders by medium, as in Vocabulary."""
+    trust_remote_code: bool = False
+    media_alone: bool = False
+    """True for an engine that computes token_type_ids itself and drops the processor's."""
+    _lock: Any = field(default_factory=Lock)
+    """Held while the processor runs: the tokenizer in it fails when two threads call it."""
 
     @cached_property
     def processor(self) -> ProcessorMixin:

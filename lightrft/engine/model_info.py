@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Self
 
 import torch
@@ -40,7 +41,7 @@ class Vocabulary:
     size: int
     """Rows of the output embedding."""
     end_token_ids: frozenset[int]
-    placeholder_token_ids: tuple[int, ...]
+    placeholder_token_ids: frozenset[int]
     """Tokens that stand for media in prompts. A response that contains one cannot be processed as
     input."""
     model_path: str
@@ -216,13 +217,10 @@ def never_sampled(
     return tuple(sorted({*placeholder_token_ids(config), *unknown}))
 
 
-def placeholder_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
+def placeholder_token_ids(config: PretrainedConfig) -> frozenset[int]:
     """Return the tokens that stand for media, expanded or not; none for a text-only model."""
-    return tuple(
-        sorted(
-            frozenset().union(*placeholders(config).values(), *_expanded_tokens(config).values())
-        )
-    )
+    tokens = placeholders(config).values(), _expanded_tokens(config).values()
+    return frozenset().union(*chain(*tokens))
 
 
 def placeholders(config: PretrainedConfig) -> dict[str, frozenset[int]]:

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from lightrft.launch.connection import (
@@ -67,36 +67,27 @@ class RankStatus:
         }
 
 
+@dataclass(eq=False)
 class Monitor:
     """Thread of rank 0 that hears one line from each rank per heartbeat, and is idle otherwise."""
 
-    def __init__(
-        self,
-        world_size: int,
-        *,
-        address: str | None,
-        limit: float,
-        phase_limit: float,
-        beat: float,
-        token: str,
-    ):
-        """Start the monitor.
+    world_size: int
+    address: InitVar[str | None]
+    """Address that ranks connect to; None listens on all addresses of this machine."""
+    limit: float
+    """Longest wait of a collective, in seconds."""
+    phase_limit: float
+    """Longest time that all ranks may be in a phase, in seconds."""
+    beat: float
+    """Time between two checks, in seconds."""
+    token: str
 
-        Ranks connect to `address`; None listens on all addresses of this machine.
-
-        In seconds: `limit` is the longest wait of a collective, `phase_limit` the longest time that
-        all ranks may be in a phase, `beat` the time between two checks.
-        """
-        self.world_size = world_size
-        self.limit = limit
-        self.phase_limit = phase_limit
-        self.beat = beat
-        self.token = token
+    def __post_init__(self, address: str | None) -> None:
         self.statuses: dict[int, RankStatus] = {}
         self._senders: dict[Connection, RankStatus] = {}
         self._strangers: dict[Connection, float] = {}
         """Connections that have not said who they are -> when they were accepted."""
-        self._listening = listening_socket(address, max(world_size, CONNECTION_BACKLOG))
+        self._listening = listening_socket(address, max(self.world_size, CONNECTION_BACKLOG))
         keep_from_children(self._listening)
         self.port: int = self._listening.getsockname()[1]
         self._began = time.monotonic()

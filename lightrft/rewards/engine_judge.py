@@ -4,7 +4,7 @@ It runs in the engine that generated them.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,26 +21,24 @@ from lightrft.rewards.models import add_score
 from lightrft.strategy.strategy import StrategyBase
 
 
+@dataclass(eq=False)
 class EngineJudge:
-    """Scores of the judge; add() adds them to the rewards, and until then they are kept."""
+    """Scores of the judge; add() adds them to the rewards, and until then they are kept.
 
-    def __init__(
-        self,
-        term: RewardTerm,
-        config: Config,
-        strategy: StrategyBase,
-        tokenizer: PreTrainedTokenizerBase,
-    ):
-        """Set up the judge. Raises ValueError for settings that cannot be used."""
-        self.term = term
-        self.config = config
-        self.strategy = strategy
-        self.tokenizer = tokenizer
-        self.data = strategy.mesh.data
-        self.settings = JudgeSettings(config.reward)
+    Raises ValueError for settings that cannot be used.
+    """
+
+    term: RewardTerm
+    config: Config
+    strategy: StrategyBase
+    tokenizer: PreTrainedTokenizerBase
+    _replies: dict[int, tuple[Sample, str]] = field(default_factory=dict)
+    """id() of a sample -> the sample, and the judge's last reply."""
+
+    def __post_init__(self) -> None:
+        self.data = self.strategy.mesh.data
+        self.settings = JudgeSettings(self.config.reward)
         self.settings.check()
-        self._replies: dict[int, tuple[Sample, str]] = {}
-        """id() of a sample -> the sample, and the judge's last reply."""
 
     def ask(self, samples: Sequence[Sample]) -> None:
         """Generate replies about samples that have none yet.

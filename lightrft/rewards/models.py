@@ -4,7 +4,7 @@ They are added to the rewards of the reward function.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,27 +34,18 @@ class ScoringModel:
     """
 
 
+@dataclass(eq=False)
 class ModelRewards:
     """Reward models that score prompt and response, as tokens."""
 
-    def __init__(
-        self,
-        models: Sequence[ScoringModel],
-        *,
-        key: str | None = None,
-        expand: Expand | None = None,
-    ):
-        """Set up the models.
-
-        `key` is the column that names the models of the row, by label; None: all models score every
-        row. `expand` is for prompts with media.
-        """
-        self.models = models
-        self.key = key
-        self.expand = expand
-        self._early: dict[tuple[str, int], tuple[Sample, Tensor]] = {}
-        """(label of a model, id() of a sample) -> the sample and the scores. While the sample is
-        kept, no other object gets its id."""
+    models: Sequence[ScoringModel]
+    key: str | None = None
+    """Column that names the models of the row, by label; None: all models score every row."""
+    expand: Expand | None = None
+    """Function for prompts with media."""
+    _early: dict[tuple[str, int], tuple[Sample, Tensor]] = field(default_factory=dict)
+    """(label of a model, id() of a sample) -> the sample and the scores. While the sample is
+    kept, no other object gets its id."""
 
     def __call__(self, samples: list[Sample]) -> None:
         """Add the scores of every model to the rewards of samples.

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -424,31 +424,22 @@ class RewardRunner:
 # -- calls in this process
 
 
+@dataclass(eq=False)
 class InProcess:
     """Calls in this process, made when the results are needed.
 
     The function shares memory, devices and globals with the run.
     """
 
-    def __init__(
-        self,
-        function: RewardFunction,
-        *,
-        limit: float | None,
-        too_late: Callable[[list[Sample], int], None],
-        around: Callable[[], AbstractContextManager[None]] = kept_alive,
-    ):
-        """Set up the calls. `too_late` ends the process.
-
-        It is called in a thread, with the samples and the thread of a call that takes more than
-        `limit` s. `around` returns a context for each call: code of the user must not end the
-        process.
-        """
-        self.function = function
-        self.around = around
-        self.limit = limit
-        self.too_late = too_late
-        self.trace = Untraced()
+    function: RewardFunction
+    limit: float | None
+    """Longest time of a call, in seconds."""
+    too_late: Callable[[list[Sample], int], None]
+    """Function that ends the process. It is called in a thread, with the samples and the thread of
+    a call that takes longer."""
+    around: Callable[[], AbstractContextManager[None]] = kept_alive
+    """Function that returns a context for each call: code of the user must not end the process."""
+    trace: Untraced = field(default_factory=Untraced)
 
     def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
         return DeferredCall(partial(self._call, samples))

@@ -5,6 +5,7 @@ They score all rows, or a column chooses the functions for each row.
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config.errors import ConfigError
@@ -13,23 +14,18 @@ from lightrft.core.samples import Prompt, Sample
 from lightrft.rewards.conventions import RewardFunction, as_number, num_rewards
 
 
+@dataclass(eq=False)
 class WeightedRewards:
     """Reward functions with weights; they are called one after the other, as one function."""
 
-    def __init__(
-        self,
-        functions: list[tuple[RewardTerm, RewardFunction]],
-        key: str | None = None,
-        models: Collection[str] = (),
-    ):
-        """Set up the functions.
+    functions: list[tuple[RewardTerm, RewardFunction]]
+    key: str | None = None
+    """Column that names the functions of the row, by label; None: all score every row."""
+    models: Collection[str] = ()
+    """Labels of reward models; the column may name these, too."""
 
-        `key` is the column that names the functions of the row, by label; None: all score every
-        row. `models` are the labels of reward models; the column may name these, too.
-        """
-        self.functions = functions
-        self.key = key
-        self.labels = {term.label for term, _ in functions} | set(models)
+    def __post_init__(self) -> None:
+        self.labels = {term.label for term, _ in self.functions}.union(self.models)
 
     def judge(self, samples: list[Sample]) -> list[Any]:
         """Return the rewards of samples: named parts for each, or a list of numbers for the tokens.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +37,22 @@ ACTOR = "actor"
 """Name of the model in checkpoints, as train_ppo writes it."""
 
 
+@dataclass(eq=False)
 class TinkerWorker:
     """Does the work of requests. All ranks call every method together, with the same arguments."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        train: TrainSection,
-        folder: Path,
-        *,
-        identity: dict[str, Any],
-        num_snapshots: int,
-    ):
-        """Set up the work; `identity` of the run is written into checkpoints (resume_check.py)."""
-        self.policy = policy
-        self.strategy = policy.strategy
-        self.train = train
-        self.folder = folder
-        self.identity = identity
-        self.models = Models(policy, num_snapshots=num_snapshots)
-        self._engine_has: Hashable = None
-        """Key of the weights that the engine got last; None: the weights of --pretrain."""
+    policy: Policy
+    train: TrainSection
+    folder: Path
+    identity: dict[str, Any]
+    """What checkpoints say about the run (resume_check.py)."""
+    num_snapshots: InitVar[int]
+    _engine_has: Hashable = None
+    """Key of the weights that the engine got last; None: the weights of --pretrain."""
+
+    def __post_init__(self, num_snapshots: int) -> None:
+        self.strategy = self.policy.strategy
+        self.models = Models(self.policy, num_snapshots=num_snapshots)
 
     # -- models
 

@@ -103,36 +103,29 @@ class RunPlan:
         }
 
 
+@dataclass
 class Planner:
     """Bytes of one resolved configuration on `ranks` devices."""
 
-    def __init__(
-        self,
-        config: Config,
-        command: str,
-        ranks: int,
-        device: Device,
-        *,
-        ranks_per_node: int,
-        shape: PretrainedConfig,
-    ):
-        self.config = config
-        self.command = command
-        self.ranks = ranks
-        self.device = device
-        self.ranks_per_node = ranks_per_node
+    config: Config
+    command: str
+    ranks: int
+    device: Device
+    ranks_per_node: int
+    shape: PretrainedConfig
 
+    def __post_init__(self) -> None:
+        config = self.config
         strategy = config.strategy
-        rollout = config.rollout
-        self.generates = command == "train_ppo"
-        self.training = ranks - (rollout.rollout_ranks if self.generates else 0)
+        generating = config.rollout.rollout_ranks
+        self.generates = self.command == "train_ppo"
+        self.training = self.ranks - (generating if self.generates else 0)
         self.tp = strategy.tp_size
         self.ep = strategy.ep_size
         self.sp = max(strategy.sp_size, strategy.cp_size)
         self.shards = self.training // (self.tp * strategy.dp_replicate)
         self.replicas = self.training // (self.sp * self.tp)
-        self.engines = max((rollout.rollout_ranks or ranks) // config.engine.engine_tp_size, 1)
-        self.shape = shape
+        self.engines = max((generating or self.ranks) // config.engine.engine_tp_size, 1)
         self.local = of_tensor_parallel(self.shape, self.tp) if self.tp > 1 else self.shape
         self.parameters, self.active = parameter_counts(self.shape)
         self.of_rank = num_parameters(self.local)
@@ -145,7 +138,7 @@ class Planner:
         accumulates_bf16 = config.model.bf16 and strategy.reduce_dtype == "bf16"
         self.gradient_width = 2 if accumulates_bf16 and strategy.strategy == "deepspeed" else 4
         """Bytes of a gradient under DeepSpeed."""
-        self.capacity = device.memory * USABLE
+        self.capacity = self.device.memory * USABLE
 
     def plan(self) -> RunPlan:
         tokens = self.config.train.max_tokens_per_microbatch
@@ -605,14 +598,7 @@ class Planner:
         config = deepcopy(self.config)
         for name, value in changes.items():
             getattr(config, section_of_field()[name]).put(name, value)
-        other = Planner(
-            config,
-            self.command,
-            self.ranks,
-            self.device,
-            ranks_per_node=self.ranks_per_node,
-            shape=self.shape,
-        )
+        other = replace(self, config=config)
         tokens = config.train.max_tokens_per_microbatch
         phases = other.phases(other.step(tokens), tokens)
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
@@ -659,9 +645,7 @@ def plan_of(
     if type(shape) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{unplanned}, only those of text")
 
-    planner = Planner(
-        config, command, ranks, DEVICES[device], ranks_per_node=ranks_per_node, shape=shape
-    )
+    planner = Planner(config, command, ranks, DEVICES[device], ranks_per_node, shape)
     if planner.active < planner.parameters and not config.model.bf16:
         raise ConfigError(
             f"{unplanned} without --bf16: torch has no shapes of their experts' products in float32"

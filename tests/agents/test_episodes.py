@@ -401,7 +401,9 @@ def test_observations_have_no_placeholders_of_media():
     reader.add_special_tokens({"additional_special_tokens": ["<image>"]})
     reader.chat_template = TEMPLATE
     image = reader.convert_tokens_to_ids("<image>")
-    format = TurnFormat(DataSection(apply_chat_template=True), reader, frozenset({EOS}), [image])
+    format = TurnFormat(
+        DataSection(apply_chat_template=True), reader, frozenset({EOS}), frozenset({image})
+    )
     assert format.tokens(TurnRequest([{"role": "tool", "content": "an <image>"}]), EOS) == ids(
         "\nt:an <image>$\na:"
     )

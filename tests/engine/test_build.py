@@ -155,7 +155,7 @@ def test_placeholders_of_media_are_known_from_the_configuration() -> None:
         audio_token_index=7,
         vision_start_token_id=5,
     )
-    assert placeholder_token_ids(plain) == () and placeholder_token_ids(media) == (3, 4, 7)
+    assert placeholder_token_ids(plain) == set() and placeholder_token_ids(media) == {3, 4, 7}
     assert Sampling(banned_token_ids=(8, 3)).resolved(
         placeholder_token_ids(media)
     ).banned_token_ids == (3, 4, 7, 8)
