@@ -21,7 +21,7 @@ from transformers import (
 from lightrft.cli import doctor, evaluate, export
 from lightrft.config import DataSection
 from lightrft.data.conversations import make_example
-from lightrft.data.prompts import make_prompt
+from lightrft.data.prompts import RowContext, make_prompt
 from lightrft.models.weight_files import WeightFiles
 from runs import train
 from with_vllm import load_vllm
@@ -143,7 +143,7 @@ def test_tokens_are_those_of_the_published_tokenizer(tokenizer):
 
 
 def test_a_prompt_begins_with_the_default_system_message(tokenizer):
-    prompt = make_prompt(CHAT, tokenizer, {"messages": QUESTION}, index=0)
+    prompt = make_prompt(RowContext(CHAT, tokenizer), {"messages": QUESTION})
     assert prompt.text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert list(prompt.token_ids) == tokenizer.apply_chat_template(
         QUESTION, add_generation_prompt=True, return_dict=False
@@ -151,7 +151,7 @@ def test_a_prompt_begins_with_the_default_system_message(tokenizer):
 
 
 def test_a_conversation_has_the_tokens_of_its_template(tokenizer):
-    example = make_example(CHAT, tokenizer, {"messages": TURNS}, index=0)
+    example = make_example(RowContext(CHAT, tokenizer), {"messages": TURNS})
     answer = example.columns["label"]
     whole = tokenizer.apply_chat_template(TURNS, return_dict=False)
     ids = [*example.token_ids, *answer.token_ids]

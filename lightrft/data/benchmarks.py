@@ -8,14 +8,11 @@ import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection
 from lightrft.core.samples import Prompt
-from lightrft.data.prompts import Make, make_prompt
+from lightrft.data.prompts import RowContext, make_prompt
 
 INPUT_FORM = "input"
 LABEL = "label"
@@ -37,10 +34,11 @@ class Benchmark:
     reward: str
     """Name of the verifier among the rewards; it gives 1 to a right response and 0 to another."""
 
-    @property
-    def make(self) -> Make:
-        """Return the function that builds a prompt from a row, as make_prompt() does."""
-        return partial(_make_prompt, self)
+    def make(self, context: RowContext, row: dict[str, Any]) -> Prompt:
+        """Build a prompt from a row, as make_prompt() does."""
+        question, answer = self.read(row)
+        text = f"{question}\n\n{self.instruction}"
+        return make_prompt(context, row | {INPUT_FORM: text, LABEL: answer})
 
 
 def with_own_columns(section: DataSection) -> DataSection:
@@ -55,22 +53,6 @@ def with_own_columns(section: DataSection) -> DataSection:
         "images_key": None,
     }
     return replace(section, **keys, input_template=None)
-
-
-def _make_prompt(
-    benchmark: Benchmark,
-    section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
-    row: dict[str, Any],
-    **options: Any,
-) -> Prompt:
-    question, answer = benchmark.read(row)
-    return make_prompt(
-        section,
-        tokenizer,
-        row | {INPUT_FORM: f"{question}\n\n{benchmark.instruction}", LABEL: answer},
-        **options,
-    )
 
 
 def _text(row: dict[str, Any], *names: str) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from lightrft.core.samples import Answer, Expand, Expanded, Prompt, TokenIds
 from lightrft.data.chats import conversation_tokens
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import (
-    HERE,
-    MediaTokenCounter,
+    RowContext,
     built_prompt,
     chat_of,
     complete_chat,
@@ -68,47 +66,36 @@ def size_of_row(prompt: Prompt) -> int:
     return sum(prompt.num_tokens + len(answer.token_ids) for answer in answers)
 
 
-def make_example(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **options: Any
-) -> Prompt:
+def make_example(context: RowContext, row: dict[str, Any]) -> Prompt:
     """Build a prompt whose `label` is the Answer that is learned.
 
-    The prompt of a conversation ends where the first learned turn begins. `options` go to
-    built_prompt(). Raise ValueError for a bad row.
+    The prompt of a conversation ends where the first learned turn begins. Raise ValueError for a
+    bad row.
     """
-    reading = learned(section, row)
+    reading = learned(context.section, row)
     (answer,) = reading.answers or (None,)
     if reading.answers and not can_be_learned(answer):
         raise ValueError(
             f"no text to train on in the answer column (--label_key): {answer!r:.100}; the row has"
             f" {', '.join(row)}"
         )
-    return learned_example(section, tokenizer, row, reading.prompt, answer, **options)
+    return learned_example(context, row, reading.prompt, answer)
 
 
 def learned_example(
-    section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
-    row: Mapping[str, Any],
-    prompt: Any,
-    answer: str | list[Message] | None,
-    *,
-    index: int,
-    folder: Path = HERE,
-    measure: MediaTokenCounter | None = None,
+    context: RowContext, row: Mapping[str, Any], prompt: Any, answer: str | list[Message] | None
 ) -> Prompt:
     """Build a prompt whose `label` is learned, from text or messages and the answer to them.
 
     Without an answer, the turns of the assistant in the prompt are learned. Raise ValueError for a
     bad row.
     """
+    section = context.section
     if not section.apply_chat_template:
         if isinstance(answer, list):
             raise ValueError("the answer is a list of messages, which need --apply_chat_template")
-        example = built_prompt(
-            section, tokenizer, row, prompt, {}, index=index, folder=folder, measure=measure
-        )
-        example.columns["label"] = text_answer(section, tokenizer, example.text, answer)
+        example = built_prompt(context, row, prompt, {})
+        example.columns["label"] = text_answer(context, example.text, answer)
         return example
 
     turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer or []
@@ -118,16 +105,14 @@ def learned_example(
             f"the answer ends with a message of role {messages[-1]['role']!r}, not of the assistant"
         )
 
-    media = row_media(section, row, folder, messages)
+    media = row_media(context, row, messages)
     text, token_ids, label = conversation_tokens(
-        chat_template(section, tokenizer),
+        chat_template(section, context.tokenizer),
         complete_chat(section, row, messages, media),
         sum(map(is_answer, turns or messages)),
         only_last=section.learned_turns == "last",
     )
-    example = Prompt(index, text, token_ids, {"label": label}, media)
-
-    return with_media_tokens(example, section, measure)
+    return with_media_tokens(Prompt(0, text, token_ids, {"label": label}, media), context)
 
 
 def can_be_learned(answer: Any) -> bool:
@@ -137,13 +122,13 @@ def can_be_learned(answer: Any) -> bool:
     return isinstance(answer, list) and bool(answer) and isinstance(answer[0], dict)
 
 
-def text_answer(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str
-) -> Answer:
+def text_answer(context: RowContext, prompt: str, answer: str) -> Answer:
     """Return the tokens of an answer as they follow the text of a prompt, with what ends a turn.
 
     All of them are learned.
     """
+    section = context.section
+    tokenizer = context.tokenizer
     ends = [tokenizer.eos_token]
     closing = ""
     if section.apply_chat_template:

@@ -18,7 +18,7 @@ from lightrft.core.batch import JudgedBatch
 from lightrft.core.samples import Answer, Expand, Prompt, TokenIds
 from lightrft.data.conversations import can_be_learned, flat_columns, learned_example, too_long
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.prompts import Make, load_prompts
+from lightrft.data.prompts import Make, RowContext, load_prompts
 from lightrft.data.rendering.forms import Reading, column, is_conversation, judged, pair
 from lightrft.data.rendering.messages import DIALOGUE, Message, is_answer, turns_in_text
 
@@ -78,21 +78,13 @@ def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make
     `heads` has the names of the heads if there are several.
     """
 
-    def make_pair(
-        section: DataSection,
-        tokenizer: PreTrainedTokenizerBase,
-        row: dict[str, Any],
-        **options: Any,
-    ) -> Prompt:
-        reading = pair(section, row, preference)
+    def make_pair(context: RowContext, row: dict[str, Any]) -> Prompt:
+        reading = pair(context.section, row, preference)
         if reading.answers[0] == reading.answers[1]:
             raise ValueError("the chosen and the rejected answer are the same")
 
-        prompt, chosen, rejected = _parts(section, row, reading)
-        examples = [
-            _example(section, tokenizer, row, prompt, answer, **options)
-            for answer in (chosen, rejected)
-        ]
+        prompt, *answers = _parts(context.section, row, reading)
+        examples = [_example(context, row, prompt, answer) for answer in answers]
         judgement = {
             MARGIN: _margin(preference, row),
             TIE: _tie(preference, row),
@@ -131,13 +123,8 @@ def load_answers(
 ) -> PromptSet:
     """Load prompts with an Answer that is good or bad, as load_judged() does."""
 
-    def make(
-        section: DataSection,
-        tokenizer: PreTrainedTokenizerBase,
-        row: dict[str, Any],
-        **options: Any,
-    ) -> Prompt:
-        reading = judged(section, row, preference)
+    def make(context: RowContext, row: dict[str, Any]) -> Prompt:
+        reading = judged(context.section, row, preference)
         prompt = reading.prompt
         (answer,) = reading.answers
         # The answer is what follows the last message of somebody else.
@@ -148,7 +135,7 @@ def load_answers(
             _check_prompt(reading, prompt)
 
         desirable = _bool(reading.label, reading.names[1], "label_key")
-        example = _example(section, tokenizer, row, prompt, answer, **options)
+        example = _example(context, row, prompt, answer)
         return replace(example, columns={ANSWER: example.columns["label"], DESIRABLE: desirable})
 
     return load_judged(section, preference, tokenizer, make=make, read=judged, **options)
@@ -243,14 +230,7 @@ def _parts_of_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
     return chosen[: ends[-1]], chosen[ends[-1] :], rejected[ends[-1] :]
 
 
-def _example(
-    section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
-    row: dict[str, Any],
-    prompt: Any,
-    answer: Any,
-    **options: Any,
-) -> Prompt:
+def _example(context: RowContext, row: dict[str, Any], prompt: Any, answer: Any) -> Prompt:
     """Return the prompt of a row with one Answer as the label.
 
     Raise ValueError if it cannot be learned.
@@ -262,7 +242,7 @@ def _example(
         )
     if not can_be_learned(answer):
         raise ValueError("one of the answers is empty, or neither text nor messages")
-    return learned_example(section, tokenizer, row, prompt, answer, **options)
+    return learned_example(context, row, prompt, answer)
 
 
 def _pair(chosen: Prompt, rejected: Prompt, judgement: dict[str, Any]) -> Prompt:

@@ -44,8 +44,6 @@ from lightrft.registry import OBJECTS
 
 RowProblem = Callable[[Prompt], str | None]
 """Function that returns the reason why a prompt cannot be used; None if it can."""
-Make = Callable[..., Prompt]
-"""make_prompt(), or another function with its signature."""
 Read = Callable[[DataSection, Mapping[str, Any]], Reading]
 """Function that returns what a row means to `make`, such as scored()."""
 MediaTokenCounter = Callable[[Prompt], int]
@@ -72,6 +70,21 @@ DATA_FIELDS = {
     "pretrain_data": ("pretrain_split", None),
 }
 """Field with the name of the data -> fields with the split and the maximum number of rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """What the rows of a data set are read with."""
+
+    section: DataSection
+    tokenizer: PreTrainedTokenizerBase
+    measure: MediaTokenCounter | None = None
+    folder: Path = HERE
+    """Folder of the file, where the media of rows are."""
+
+
+Make = Callable[[RowContext, dict[str, Any]], Prompt]
+"""make_prompt(), or another function with its signature."""
 
 
 def load_prompts(
@@ -110,14 +123,14 @@ def load_prompts(
     if source == "eval_data":
         _check_held_out(section, names)
 
-    build = partial(make or make_prompt, section, tokenizer, measure=measure)
+    context = RowContext(section, tokenizer, measure)
     mode = "none" if source == "eval_data" else section.deduplicate
     # rows of another `make` are learned
     duplicates = Duplicates(mode, None if make is None else tokenizer.decode)
     read = scored if make is None else read
     description: list[str] = []
-    shared = (build, read, row_problem, duplicates, count(), keep_input, description)
-    parts = [_Rows(section, source, name, *shared).usable() for name in names]
+    shared = (read, row_problem, duplicates, count(), keep_input, description)
+    parts = [_Rows(context, source, name, make or make_prompt, *shared).usable() for name in names]
     if section.data_cache:
         split, most = DATA_FIELDS[source]
         limit = most and getattr(section, most)
@@ -179,7 +192,7 @@ def _probabilities(section: DataSection, source: str) -> list[float | None]:
 class _Rows:
     """Rows of one data set, and what is made of them."""
 
-    section: DataSection
+    context: RowContext
     source: str
     name: str
     make: Make
@@ -196,6 +209,10 @@ class _Rows:
     known: dict[tuple[str, ...], str] = field(default_factory=dict)
     """Columns with a value -> the form of such rows."""
     files: set[str] = field(default_factory=set)
+
+    @property
+    def section(self) -> DataSection:
+        return self.context.section
 
     def usable(self) -> Iterator[Prompt]:
         """Yield the usable prompts. Raise DataError if there is none."""
@@ -235,11 +252,11 @@ class _Rows:
     def _built(self, split: str, bad: BadRows) -> Iterator[tuple[str, Prompt]]:
         """Yield the prompts of rows that are not bad, with the places of the rows."""
         place = Path(self.name).expanduser()
-        folder = place.parent if place.is_file() else place
+        context = replace(self.context, folder=place.parent if place.is_file() else place)
         for location, row in read_rows(self.name, split, bad):
             try:
                 row = plain_row(row, leave=media_columns(self.section).values())
-                prompt = self.make(row, index=0, folder=folder)
+                prompt = self.make(context, row)
             except (ValueError, RecursionError) as error:
                 bad.add(location, str(error))
                 continue
@@ -324,35 +341,23 @@ def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
         )
 
 
-def make_prompt(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **options: Any
-) -> Prompt:
-    """Build a prompt from the columns of a row. `options` go to built_prompt().
-
-    Raise ValueError for a bad row.
-    """
-    reading = scored(section, row)
-    columns = reward_columns(section, row, reading)
-    return built_prompt(section, tokenizer, row, reading.prompt, columns, **options)
+def make_prompt(context: RowContext, row: dict[str, Any]) -> Prompt:
+    """Build a prompt from the columns of a row. Raise ValueError for a bad row."""
+    reading = scored(context.section, row)
+    columns = reward_columns(context.section, row, reading)
+    return built_prompt(context, row, reading.prompt, columns)
 
 
 def built_prompt(
-    section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
-    row: Mapping[str, Any],
-    value: Any,
-    columns: dict[str, Any],
-    *,
-    index: int,
-    folder: Path = HERE,
-    measure: MediaTokenCounter | None = None,
+    context: RowContext, row: Mapping[str, Any], value: Any, columns: dict[str, Any]
 ) -> Prompt:
     """Build a prompt from its text or messages, and give it `columns`.
 
-    Media and what a chat template reads are in the row, of a file in `folder`. Raise ValueError for
-    a bad one.
+    Media and what a chat template reads are in the row. Raise ValueError for a bad one.
     """
-    media = row_media(section, row, folder, value if isinstance(value, list) else None)
+    section = context.section
+    tokenizer = context.tokenizer
+    media = row_media(context, row, value if isinstance(value, list) else ())
     text = prompt_text(section, tokenizer, row, value, media=media)
 
     # a chat template writes its own special tokens
@@ -360,26 +365,27 @@ def built_prompt(
     if not token_ids:
         raise ValueError("the prompt is empty")
 
-    return with_media_tokens(Prompt(index, text, token_ids, columns, media), section, measure)
+    return with_media_tokens(Prompt(0, text, token_ids, columns, media), context)
 
 
 def row_media(
-    section: DataSection, row: Mapping[str, Any], folder: Path, messages: Sequence[Message] | None
+    context: RowContext, row: Mapping[str, Any], messages: Sequence[Message]
 ) -> dict[str, list[MediaFile]]:
-    """Return the media of a row of a file in `folder`.
+    """Return the media of a row.
 
     They come from the row's columns, or else from the parts of the messages. Raise ValueError for
     values that are none.
     """
+    section = context.section
     root = Path(section.media_root).expanduser() if section.media_root else None
-    places = Places(folder, root, round(section.media_max_mb * 1e6), section.media_urls)
+    places = Places(context.folder, root, round(section.media_max_mb * 1e6), section.media_urls)
     of_item = {
         IMAGES: places.image,
         AUDIOS: partial(places.audio, rate=section.audio_sampling_rate),
         VIDEOS: partial(places.video, fps=section.video_fps, most=section.video_max_frames),
     }
     items = {
-        medium: items_of(medium, row.get(column)) or items_in(medium, messages or ())
+        medium: items_of(medium, row.get(column)) or items_in(medium, messages)
         for medium, column in media_columns(section).items()
     }
     media = {medium: [of_item[medium](item) for item in found] for medium, found in items.items()}
@@ -387,18 +393,16 @@ def row_media(
     return {medium: items for medium, items in media.items() if items}
 
 
-def with_media_tokens(
-    prompt: Prompt, section: DataSection, measure: MediaTokenCounter | None
-) -> Prompt:
+def with_media_tokens(prompt: Prompt, context: RowContext) -> Prompt:
     """Set the number of tokens of the prompt's media, and return the prompt.
 
     Raise ValueError if it is too long.
     """
-    prompt.media_tokens = measure(prompt) if measure else 0
-    if prompt.num_tokens > section.prompt_max_len:
+    prompt.media_tokens = context.measure(prompt) if context.measure else 0
+    limit = context.section.prompt_max_len
+    if prompt.num_tokens > limit:
         raise ValueError(
-            f"the prompt has {prompt.num_tokens} tokens, more than --prompt_max_len"
-            f" {section.prompt_max_len}"
+            f"the prompt has {prompt.num_tokens} tokens, more than --prompt_max_len {limit}"
         )
     return prompt
 

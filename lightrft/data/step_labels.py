@@ -13,7 +13,7 @@ from lightrft.core.samples import Answer, Expand, Prompt, TokenIds
 from lightrft.data.conversations import flat_columns, text_answer
 from lightrft.data.preferences import ANSWER, load_judged
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.prompts import built_prompt
+from lightrft.data.prompts import RowContext, built_prompt
 from lightrft.data.rendering.forms import Reading, judged_steps
 from lightrft.data.step_ends import StepEnds
 
@@ -35,21 +35,16 @@ def load_steps(
     separator = section.step_separator
     step_ends = StepEnds(tokenizer, separator)
 
-    def make(
-        section: DataSection,
-        tokenizer: PreTrainedTokenizerBase,
-        row: dict[str, Any],
-        **options: Any,
-    ) -> Prompt:
-        reading = judged_steps(section, row, preference)
+    def make(context: RowContext, row: dict[str, Any]) -> Prompt:
+        reading = judged_steps(context.section, row, preference)
         steps = _steps(reading)
         targets = _labels(reading)
         if len(steps) != len(targets):
             raise ValueError(f"the row has {len(steps)} steps but {len(targets)} labels")
 
-        prompt = built_prompt(section, tokenizer, row, reading.prompt, {}, **options)
+        prompt = built_prompt(context, row, reading.prompt, {})
         text = separator.join(step.removesuffix(separator) for step in steps)
-        token_ids = text_answer(section, tokenizer, prompt.text, text).token_ids
+        token_ids = text_answer(context, prompt.text, text).token_ids
 
         # A label belongs to a step, so the search that scores responses must find the same steps.
         ends = step_ends(token_ids)

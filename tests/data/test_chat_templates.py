@@ -18,7 +18,7 @@ from lightrft.config import DataSection, PreferenceSection
 from lightrft.core.samples import Prompt
 from lightrft.data.conversations import make_example
 from lightrft.data.preferences import pair_maker
-from lightrft.data.prompts import make_prompt
+from lightrft.data.prompts import RowContext, make_prompt
 from lightrft.data.rendering.template import turn_end_ids
 from tiny import byte_tokenizer
 
@@ -76,13 +76,13 @@ NEEDS_PARTS = ("idefics3", "llava_next", "smolvlm")
 
 def asked(name: str, value, section: DataSection = SECTION, **columns) -> Prompt:
     """Return the prompt of a row."""
-    return make_prompt(section, tokenizer(name), {"input": value} | columns, index=0)
+    return make_prompt(RowContext(section, tokenizer(name)), {"input": value} | columns)
 
 
 def learned(name: str, row: dict, section: DataSection = SECTION) -> str:
     """Return what is learned from a row."""
     reader = tokenizer(name)
-    token_ids, flags = make_example(section, reader, row, index=0).columns["label"]
+    token_ids, flags = make_example(RowContext(section, reader), row).columns["label"]
     return reader.decode([token for token, on in zip(token_ids, flags, strict=True) if on])
 
 
@@ -160,7 +160,7 @@ def test_rows_in_all_forms(name):
     )
 
     row = {"prompt": QUESTION, "chosen": ANSWER, "rejected": [turn("assistant", OTHER)]}
-    pair = pair_maker(PreferenceSection())(section, reader, row, index=0).columns
+    pair = pair_maker(PreferenceSection())(RowContext(section, reader), row).columns
     chosen, rejected = (reader.decode(pair[column].token_ids) for column in ("chosen", "rejected"))
     assert chosen.endswith(
         ANSWER[-2:] + expected.rpartition(ANSWER)[2]
@@ -240,7 +240,7 @@ def test_results_of_calls_in_one_turn_are_rendered_together(name):
         *results,
         turn("assistant", ANSWER),
     ]
-    row = make_example(SECTION, reader, {"messages": messages}, index=0)
+    row = make_example(RowContext(SECTION, reader), {"messages": messages})
     whole = reader.decode([*row.token_ids, *row.columns["label"].token_ids])
     end = end_of_turn(name)
     assert (
@@ -318,7 +318,7 @@ def test_messages_of_anthropic_are_those_of_openai(name):
     result = turn("tool", "7", tool_call_id="call1")
     plain = [turn("user", QUESTION), thinks, result, turn("assistant", ANSWER)]
     rows = [{"messages": messages} for messages in (ANTHROPIC, plain)]
-    first, second = (make_example(SECTION, tokenizer(name), row, index=0) for row in rows)
+    first, second = (make_example(RowContext(SECTION, tokenizer(name)), row) for row in rows)
     assert first == second and "add" in learned(name, rows[0])
 
 

@@ -8,12 +8,13 @@ import pytest
 from lightrft.config import DataSection
 from lightrft.core.samples import Prompt
 from lightrft.data.conversations import make_example, supervised_batch, too_long
+from lightrft.data.prompts import RowContext
 from tiny import EOS, byte_tokenizer
 
 
 def prompt(text: str, label) -> Prompt:
     section = DataSection()
-    return make_example(section, byte_tokenizer(), {"input": text, "label": label}, index=0)
+    return make_example(RowContext(section, byte_tokenizer()), {"input": text, "label": label})
 
 
 def test_answer_and_end_token_are_learned():

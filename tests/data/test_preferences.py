@@ -6,6 +6,7 @@ import pytest
 
 from lightrft.config import DataSection, PreferenceSection
 from lightrft.data.preferences import judged_batch, load_answers, mismatched, pair_batch, pair_maker
+from lightrft.data.prompts import RowContext
 from lightrft.data.readers import DataError
 from scripts.prepare_quickstart import byte_tokenizer
 
@@ -20,7 +21,7 @@ def said(text: str) -> dict[str, str]:
 
 def made(row: dict, heads=(), chat: bool = True, **preference):
     section = DataSection(apply_chat_template=chat)
-    return pair_maker(PreferenceSection(**preference), heads)(section, TOKENIZER, row, index=3)
+    return pair_maker(PreferenceSection(**preference), heads)(RowContext(section, TOKENIZER), row)
 
 
 def texts(pair) -> list[tuple[str, str]]:
@@ -87,7 +88,7 @@ def test_columns_of_the_batch():
     names = {"margin_key": "gap", "tie_key": "same", "head_key": "kind"}
     section = DataSection(input_key="p")
     pairs = [
-        pair_maker(PreferenceSection(**names), ("x", "y"))(section, TOKENIZER, row, index=0)
+        pair_maker(PreferenceSection(**names), ("x", "y"))(RowContext(section, TOKENIZER), row)
         for row in rows
     ]
     batch = pair_batch(pairs, [4, 1])

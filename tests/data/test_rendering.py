@@ -21,7 +21,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.core.samples import Answer, Prompt
 from lightrft.data.conversations import load_examples, make_example
 from lightrft.data.preferences import load_answers, load_pairs, pair_maker
-from lightrft.data.prompts import load_prompts, make_prompt
+from lightrft.data.prompts import RowContext, load_prompts, make_prompt
 from lightrft.data.readers import DataError
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.step_labels import load_steps
@@ -104,13 +104,13 @@ TOOL_CHAT = [ASK, call('{"a": 6, "b": [1]}'), turn("tool", "7"), turn("assistant
 
 
 def text(value, template: str = CHAT, section: DataSection = SECTION, **columns) -> str:
-    return make_prompt(section, tokenizer(template), {"input": value} | columns, index=0).text
+    return make_prompt(RowContext(section, tokenizer(template)), {"input": value} | columns).text
 
 
 def shown(row: dict, template: str = CHAT, section: DataSection = SECTION) -> str:
     """Return a sequence with what is learned in brackets."""
     reader = tokenizer(template)
-    prompt = make_example(section, reader, row, index=0)
+    prompt = make_example(RowContext(section, reader), row)
     answer = prompt.columns["label"]
     flags = [False] * len(prompt.token_ids) + answer.learned
     ids = [*prompt.token_ids, *answer.token_ids]
@@ -388,7 +388,7 @@ def test_nulls_of_arrow(tmp_path):
     assert first.columns == third.columns and second.text == "<|user|>q<|end|>\n<|assistant|>"
     asked = [turn("user", "q", tool_calls=None)]
     assert (
-        make_prompt(SECTION, reader, {"input": asked}, index=0).text
+        make_prompt(RowContext(SECTION, reader), {"input": asked}).text
         == "<|user|>q<|end|>\n<|assistant|>"
     )
 
@@ -423,9 +423,9 @@ def test_one_bos(chat, begin):
     section = replace(
         SECTION, apply_chat_template=chat, input_template=None if chat else begin + "{}"
     )
-    prompt = make_prompt(section, with_bos(), {"input": "q"}, index=0)
+    prompt = make_prompt(RowContext(section, with_bos()), {"input": "q"})
     assert list(prompt.token_ids).count(BOS) == 1 and EOS not in prompt.token_ids
-    example = make_example(section, with_bos(), {"input": "q", "label": "A<eos>"}, index=0)
+    example = make_example(RowContext(section, with_bos()), {"input": "q", "label": "A<eos>"})
     answer = example.columns["label"]
     assert [*example.token_ids, *answer.token_ids].count(BOS) == 1
     assert list(answer.token_ids).count(EOS) == (0 if chat else 1), (
@@ -453,7 +453,7 @@ def test_answers_have_the_tokens_of_the_whole_text(tmp_path):
         file.write_text(json.dumps(row))
         return next(iter(load(section, *rest, spaced, longest=99))).columns
 
-    made = make_example(section, spaced, {"input": "1+1=", "label": "2"}, index=0)
+    made = make_example(RowContext(section, spaced), {"input": "1+1=", "label": "2"})
     assert made.columns["label"] == Answer([ord("2"), EOS], [True, True])
     pair = written(load_pairs, PreferenceSection(), prompt="1+1=", chosen="2", rejected="3")
     assert pair["chosen"].token_ids == [ord("2"), EOS] and pair["rejected"].token_ids == [
@@ -563,12 +563,12 @@ HH = "\n\nHuman: q\n\nAssistant: a\n\nHuman: r\n\nAssistant: "
 
 def test_pairs_of_texts_without_a_prompt():
     row = {"chosen": HH + "good", "rejected": HH + "bad"}
-    plain = pair_maker(PreferenceSection())(DataSection(), tokenizer(), row, index=0)
+    plain = pair_maker(PreferenceSection())(RowContext(DataSection(), tokenizer()), row)
     assert (
         plain.text == HH[:-1]
         and tokenizer().decode(plain.columns["chosen"].token_ids) == " good<eos>"
     )
-    chat = pair_maker(PreferenceSection())(SECTION, tokenizer(), row, index=0)
+    chat = pair_maker(PreferenceSection())(RowContext(SECTION, tokenizer()), row)
     assert chat.text.startswith("<|user|>q<|end|>\n<|assistant|>a<|end|>\n<|user|>r<|end|>")
     assert tokenizer().decode(chat.columns["rejected"].token_ids) == "bad<|end|>"
 

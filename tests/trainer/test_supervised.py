@@ -17,6 +17,7 @@ from lightrft.core.order import Order
 from lightrft.core.role import LossTerm
 from lightrft.core.samples import Prompt
 from lightrft.data.conversations import make_example
+from lightrft.data.prompts import RowContext
 from lightrft.parallel.mesh import collectives_begun
 from lightrft.trainer.supervised import SupervisedTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
@@ -36,7 +37,7 @@ def given() -> list[Prompt]:
     tokenizer = byte_tokenizer()
     rows = [{"input": f"{number}?", "label": answer} for number, answer in enumerate(ANSWERS)]
     return [
-        make_example(DataSection(), tokenizer, row, index=place) for place, row in enumerate(rows)
+        make_example(RowContext(DataSection(), tokenizer), row) for place, row in enumerate(rows)
     ]
 
 
