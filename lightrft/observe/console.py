@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from lightrft.observe.sinks import Sink
+from lightrft.observe.sinks import Settings, Sink
 from lightrft.observe.text import duration, short, visible
 
 HEADLINES = {
@@ -101,9 +101,7 @@ class Console(Sink):
         self._columns: dict[str, str] = {}
         self._since_header = 0
 
-    def start(
-        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
-    ) -> None:
+    def start(self, config: Settings, total_steps: int, resume_step: int | None = None) -> None:
         self._progress = _progress(self._console)
         self._task = self._progress.add_task(
             "", total=total_steps, completed=resume_step or 0, phase="starting"
@@ -167,9 +165,7 @@ class LiveConsole(Console):
         self._history: dict[str, list[float]] = {}
         self._sample: dict[str, Any] = {}
 
-    def start(
-        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
-    ) -> None:
+    def start(self, config: Settings, total_steps: int, resume_step: int | None = None) -> None:
         super().start(config, total_steps, resume_step)
         self._live = Live(self._view(), console=self._console, refresh_per_second=2)
         self._live.start()

@@ -30,6 +30,8 @@ TAIL_BYTES = 2**24
 """Bytes at the end of a long file that are read to find the last rows."""
 WRITER_BACKLOG = 16
 """Most calls that wait for a writer, so that a slow disk does not fill the memory."""
+Settings = dict[str, Any]
+"""Sections of a run's configuration as plain values."""
 
 
 class Writer:
@@ -84,9 +86,7 @@ class Sink:
     in_background = False
     """True if an observer calls log() and samples() in the writer's thread."""
 
-    def start(
-        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
-    ) -> None:
+    def start(self, config: Settings, total_steps: int, resume_step: int | None = None) -> None:
         """Start, once, before anything else.
 
         `resume_step` is the last step that a resumed run keeps; None for a fresh run.
@@ -121,9 +121,7 @@ class Observer(Sink):
         self.writer = Writer()
         """Writes the files of this rank."""
 
-    def start(
-        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
-    ) -> None:
+    def start(self, config: Settings, total_steps: int, resume_step: int | None = None) -> None:
         for sink in self._sinks:
             sink.start(config, total_steps, resume_step)
             self._started.append(sink)
@@ -170,9 +168,7 @@ class JsonLines(Sink):
         self._paths = [Path(folder) / "metrics.jsonl", Path(folder) / "samples.jsonl"]
         self._files: list[IO[bytes]] = []
 
-    def start(
-        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
-    ) -> None:
+    def start(self, config: Settings, total_steps: int, resume_step: int | None = None) -> None:
         for path in self._paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
@@ -207,9 +203,7 @@ class TensorBoard(Sink):
     def __init__(self, folder: Path | str):
         self._folder = Path(folder) / "tensorboard"
 
-    def start(
-        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
-    ) -> None:
+    def start(self, config: Settings, total_steps: int, resume_step: int | None = None) -> None:
         # This import takes a second, and only this sink needs it.
         from torch.utils.tensorboard import SummaryWriter
 

@@ -22,7 +22,7 @@ from loguru import logger
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ObserveSection
-from lightrft.observe.sinks import Sink, readable
+from lightrft.observe.sinks import Settings, Sink, readable
 
 TRACKER_START_SECONDS = 300.0
 CLOSE_SECONDS = 120.0
@@ -81,9 +81,7 @@ class Tracker(Sink):
         self._calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
         self._failed = False
 
-    def start(
-        self, config: dict[str, Any], total_steps: int, resume_step: int | None = None
-    ) -> None:
+    def start(self, config: Settings, total_steps: int, resume_step: int | None = None) -> None:
         """Start the tracker and wait for it.
 
         Raises ConfigError if it cannot start, for example without a login.

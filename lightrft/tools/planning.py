@@ -120,6 +120,7 @@ class Planner:
         generating = config.rollout.rollout_ranks
         self.generates = self.command == "train_ppo"
         self.training = self.ranks - (generating if self.generates else 0)
+
         self.tp = strategy.tp_size
         self.ep = strategy.ep_size
         self.sp = max(strategy.sp_size, strategy.cp_size)

@@ -25,10 +25,7 @@ QWEN2 = {
     "32B": (5120, 27648, 64, 40, 8),
     "72B": (8192, 29568, 80, 64, 8),
 }
-"""Size of Qwen2.5 -> hidden size, intermediate size, layers, attention heads, key-value heads.
-
-The numbers come from their config.json.
-"""
+"""Size of Qwen2.5 -> the numbers that SHAPE names. They come from their config.json."""
 QWEN3 = {
     "0.6B": (1024, 3072, 28, 16, 8),
     "1.7B": (2048, 6144, 28, 16, 8),
@@ -37,12 +34,24 @@ QWEN3 = {
     "14B": (5120, 17408, 40, 40, 8),
     "32B": (5120, 25600, 64, 64, 8),
 }
-QWEN3_MOE = {"30B-A3B": (2048, 6144, 48, 32, 4), "235B-A22B": (4096, 12288, 94, 64, 4)}
-EXPERT_SIZE = {"30B-A3B": 768, "235B-A22B": 1536}
-"""Intermediate size of each of the 128 experts of a layer; a token has 8."""
+QWEN3_MOE = {"30B-A3B": (2048, 6144, 48, 32, 4, 768), "235B-A22B": (4096, 12288, 94, 64, 4, 1536)}
+"""The last number is the intermediate size of an expert."""
 LLAMA = {"8B": (4096, 14336, 32, 32, 8), "70B": (8192, 28672, 80, 64, 8)}
 TIED = ("0.5B", "1.5B", "3B", "0.6B", "1.7B", "4B")
 """Sizes whose head is the embedding."""
+SHAPE = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "moe_intermediate_size"),
+)
+OF_QWEN3 = {"vocab_size": 151936, "head_dim": 128}
+OF_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
+FAMILIES = (
+    ("Qwen/Qwen2.5-", Qwen2Config, QWEN2, {"vocab_size": 152064}),
+    ("Qwen/Qwen3-", Qwen3Config, QWEN3, OF_QWEN3),
+    ("Qwen/Qwen3-", Qwen3MoeConfig, QWEN3_MOE, OF_QWEN3 | OF_EXPERTS),
+    ("meta-llama/Llama-3.1-", LlamaConfig, LLAMA, {"vocab_size": 128256}),
+)
+"""Beginning of a name, class, sizes, and what models of all sizes have in common."""
 
 
 def model_config(name: str, file: str = "") -> PretrainedConfig:
@@ -72,57 +81,14 @@ def known_config(name: str) -> PretrainedConfig | None:
 
     None for others.
     """
-    size = next(
-        (
-            part
-            for part in name.split("/")[-1].split("-")
-            if part[:1].isdigit() and part.endswith("B")
-        ),
-        "",
-    )
-    if name.startswith("Qwen/Qwen3-") and (size := name.removeprefix("Qwen/Qwen3-")) in QWEN3_MOE:
-        hidden, intermediate, layers, heads, kv_heads = QWEN3_MOE[size]
-        return Qwen3MoeConfig(
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            vocab_size=151936,
-            head_dim=128,
-            tie_word_embeddings=False,
-            moe_intermediate_size=EXPERT_SIZE[size],
-            num_experts=128,
-            num_experts_per_tok=8,
-        )
-
-    families = {
-        "Qwen/Qwen2.5-": (Qwen2Config, QWEN2),
-        "Qwen/Qwen3-": (Qwen3Config, QWEN3),
-        "meta-llama/Llama-3.1-": (LlamaConfig, LLAMA),
-    }
     # Coder and Math have the same shapes.
     name = name.replace("Qwen2.5-Coder-", "Qwen2.5-").replace("Qwen2.5-Math-", "Qwen2.5-")
-
-    for prefix, (kind, sizes) in families.items():
-        if size in sizes and name in [
-            f"{prefix}{size}{ending}" for ending in ("", "-Instruct", "-Base")
-        ]:
-            hidden, intermediate, layers, heads, kv_heads = sizes[size]
-            if kind is LlamaConfig:
-                vocabulary = 128256
-            else:
-                vocabulary = 151936 if kind is Qwen3Config or size in TIED else 152064
-
-            return kind(
-                hidden_size=hidden,
-                intermediate_size=intermediate,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=kv_heads,
-                vocab_size=vocabulary,
-                tie_word_embeddings=size in TIED,
-                **({"head_dim": 128} if kind is Qwen3Config else {}),
-            )
+    for prefix, kind, sizes, values in FAMILIES:
+        for size, numbers in sizes.items():
+            if name in [f"{prefix}{size}{ending}" for ending in ("", "-Instruct", "-Base")]:
+                tied = size in TIED
+                own = {"vocab_size": 151936} if kind is Qwen2Config and tied else {}
+                shape = dict(zip(SHAPE, numbers, strict=False))
+                return kind(**shape, **values | own, tie_word_embeddings=tied)
 
     return None
