@@ -3,12 +3,11 @@
 Settings that the user writes take precedence.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 Recipe = dict[str, Any]
 
-PPO_PRESET: Recipe = {"policy_loss": "ppo", "eps_clip_low": 0.2, "eps_clip_high": 0.2}
-SAPO: Recipe = {"policy_loss": "sapo", "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}
 CRITIC_PRESET: Recipe = {"gamma": 1.0, "lambd": 0.95, "value_clip": 0.2, "advantages_norm": True}
 NO_KL: Recipe = {"use_kl_loss": False, "init_kl_coef": 0.0}
 
@@ -17,93 +16,80 @@ def kl(coefficient: float, estimator: str, *, in_loss: bool) -> Recipe:
     return {"use_kl_loss": in_loss, "init_kl_coef": coefficient, "kl_estimator": estimator}
 
 
-def aggregate(mode: str) -> Recipe:
-    return {"loss_agg_mode": mode}
+def preset(
+    loss: str,
+    aggregation: str,
+    penalty: Recipe = NO_KL,
+    *,
+    clip: Collection[float] = (0.2, 0.2),
+    **others: Any,
+) -> Recipe:
+    """Return a recipe; `clip` has the lower and the upper bound, or none if the loss has none."""
+    bounds = dict(zip(("eps_clip_low", "eps_clip_high"), clip, strict=False))
+    return {"policy_loss": loss, **bounds, "loss_agg_mode": aggregation} | penalty | others
 
 
 PRESETS: dict[str, Recipe] = {
     # arXiv 1707.06347, as InstructGPT (arXiv 2203.02155) and before it arXiv 2009.01325 use it for
     # language models
-    "ppo": PPO_PRESET | aggregate("token-mean") | kl(0.02, "k1", in_loss=False) | CRITIC_PRESET,
+    "ppo": preset("ppo", "token-mean", kl(0.02, "k1", in_loss=False), **CRITIC_PRESET),
     # DeepSeekMath, arXiv 2402.03300
-    "grpo": PPO_PRESET | aggregate("seq-mean-token-mean") | kl(0.04, "k3", in_loss=True),
+    "grpo": preset("ppo", "seq-mean-token-mean", kl(0.04, "k3", in_loss=True)),
     # arXiv 2503.14476; the penalty begins a fifth before the longest response and is at most 1
     # where rewards are 1 and -1: with rewards of 1 and 0, --overlong_buffer_penalty_factor 0.5 has
     # the same weight
-    "dapo": PPO_PRESET
-    | {"eps_clip_high": 0.28, "dynamic_sampling": True, "overlong_buffer": True}
-    | aggregate("token-mean")
-    | NO_KL,
+    "dapo": preset(
+        "ppo", "token-mean", clip=(0.2, 0.28), dynamic_sampling=True, overlong_buffer=True
+    ),
     # arXiv 2503.20783
-    "dr_grpo": PPO_PRESET | aggregate("seq-mean-token-sum-norm") | NO_KL,
+    "dr_grpo": preset("ppo", "seq-mean-token-sum-norm"),
     # arXiv 2507.18071
-    "gspo": {"policy_loss": "gspo", "eps_clip_low": 3e-4, "eps_clip_high": 4e-4}
-    | aggregate("seq-mean-token-mean")
-    | NO_KL,
+    "gspo": preset("gspo", "seq-mean-token-mean", clip=(3e-4, 4e-4)),
     # arXiv 2507.20673, for one advantage per sequence
-    "gmpo": {"policy_loss": "gmpo", "eps_clip_low": 0.4, "eps_clip_high": 0.4}
-    | aggregate("seq-mean-token-mean")
-    | NO_KL,
+    "gmpo": preset("gmpo", "seq-mean-token-mean", clip=(0.4, 0.4)),
     # arXiv 2402.14740; the coefficient depends on the task there
-    "rloo": {"policy_loss": "reinforce"}
-    | aggregate("seq-mean-token-sum")
-    | kl(0.05, "k1", in_loss=False),
+    "rloo": preset("reinforce", "seq-mean-token-sum", kl(0.05, "k1", in_loss=False), clip=()),
     # arXiv 2310.10505; one response per prompt is enough, and the coefficient depends on the task
-    "remax": {"policy_loss": "reinforce"}
-    | aggregate("seq-mean-token-sum")
-    | kl(0.05, "k1", in_loss=False),
+    "remax": preset("reinforce", "seq-mean-token-sum", kl(0.05, "k1", in_loss=False), clip=()),
     # arXiv 2501.03262; the coefficients depend on the task there
-    "reinforce++": PPO_PRESET
-    | aggregate("token-mean")
-    | kl(0.01, "k1", in_loss=False)
-    | {"advantages_norm": True},
-    "reinforce++_baseline": PPO_PRESET
-    | aggregate("token-mean")
-    | kl(0.001, "k2", in_loss=True)
-    | {"advantages_norm": True},
+    "reinforce++": preset("ppo", "token-mean", kl(0.01, "k1", in_loss=False), advantages_norm=True),
+    "reinforce++_baseline": preset(
+        "ppo", "token-mean", kl(0.001, "k2", in_loss=True), advantages_norm=True
+    ),
     # arXiv 2505.23585: exactly on policy
-    "opo": {"policy_loss": "reinforce"} | aggregate("token-mean") | NO_KL,
+    "opo": preset("reinforce", "token-mean", clip=()),
     # arXiv 2506.13585: no lower bound; the upper one, a weight of 5, from ScaleRL, arXiv 2510.13786
-    "cispo": {"policy_loss": "cispo", "eps_clip_low": 1.0, "eps_clip_high": 4.0}
-    | aggregate("token-mean")
-    | NO_KL,
+    "cispo": preset("cispo", "token-mean", clip=(1.0, 4.0)),
     # arXiv 2511.20347
-    "sapo": SAPO | aggregate("seq-mean-token-mean") | NO_KL,
+    "sapo": preset(
+        "sapo", "seq-mean-token-mean", clip=(), sapo_tau_positive=1.0, sapo_tau_negative=1.05
+    ),
     # arXiv 2505.12504; the clip of the drift is from the authors' code
-    "cpgd": PPO_PRESET
-    | {"policy_loss": "cpgd", "policy_drift_coef": 0.01, "policy_drift_clip": 0.2}
-    | aggregate("token-mean")
-    | NO_KL,
+    "cpgd": preset("cpgd", "token-mean", policy_drift_coef=0.01, policy_drift_clip=0.2),
     # arXiv 2602.04879 with binary TV; the threshold is from the authors' code
-    "dppo": {"policy_loss": "dppo_tv", "eps_clip_low": 0.15, "eps_clip_high": 0.15}
-    | aggregate("token-mean")
-    | NO_KL,
+    "dppo": preset("dppo_tv", "token-mean", clip=(0.15, 0.15)),
     # arXiv 2405.19107 in the form of arXiv 2501.12599; the coefficient is from Tinker's example
-    "dro": {"policy_loss": "dro", "policy_drift_coef": 0.05}
-    | aggregate("seq-mean-token-sum")
-    | NO_KL,
+    "dro": preset("dro", "seq-mean-token-sum", clip=(), policy_drift_coef=0.05),
     # arXiv 2505.02835, with the divergence of REINFORCE++
-    "stable_reinforce": PPO_PRESET
-    | {"policy_loss": "stable_reinforce", "advantages_norm": True}
-    | aggregate("seq-mean-token-mean")
-    | kl(0.01, "k1", in_loss=False),
+    "stable_reinforce": preset(
+        "stable_reinforce",
+        "seq-mean-token-mean",
+        kl(0.01, "k1", in_loss=False),
+        advantages_norm=True,
+    ),
     # arXiv 2601.05242
-    "gdpo": PPO_PRESET | aggregate("token-mean") | NO_KL,
+    "gdpo": preset("ppo", "token-mean"),
     # arXiv 2602.02710: the sum over the tokens of a response
-    "maxrl": PPO_PRESET | aggregate("seq-mean-token-sum") | NO_KL,
+    "maxrl": preset("ppo", "seq-mean-token-sum"),
     # arXiv 2508.08221
-    "lite_ppo": PPO_PRESET | aggregate("token-mean") | NO_KL,
+    "lite_ppo": preset("ppo", "token-mean"),
     # arXiv 2504.02546: exactly on policy
-    "gpg": {"policy_loss": "reinforce"} | aggregate("token-mean") | NO_KL,
+    "gpg": preset("reinforce", "token-mean", clip=()),
     # arXiv 2306.13649 with samples of the actor only and the reverse divergence
-    "distill": PPO_PRESET | aggregate("token-mean") | NO_KL | {"distill_coef": 1.0},
+    "distill": preset("ppo", "token-mean", distill_coef=1.0),
     # the same paper with the divergence of its main experiments over whole distributions
-    "gkd": PPO_PRESET
-    | aggregate("token-mean")
-    | NO_KL
-    | {"distill_coef": 1.0, "distill_top_k": 64},
+    "gkd": preset("ppo", "token-mean", distill_coef=1.0, distill_top_k=64),
 }
-"""--advantage_estimator name -> configuration fields."""
 PRESETS["group_norm"] = PRESETS["grpo"]
 PRESETS["reinforce_baseline"] = PRESETS["reinforce++_baseline"]
 
