@@ -313,22 +313,13 @@ GENERATION_RULES = (
         _other_vocabulary,
     ),
     Rule("{found}", _sglang_media),
-    Rule(
-        "--rollout_quantization {rollout_quantization} needs --engine_type vllm: the hf engine"
-        " computes with transformers' layers, which have no products of eight bits",
-        lambda run: run.rollout_quantization != "none" and run.engine_type == "hf",
-    ),
-    Rule(
-        "--rollout_quantization {rollout_quantization} needs --engine_type vllm: SGLang packs"
-        " weights of eight bits when it starts, and takes no new ones",
-        lambda run: run.rollout_quantization != "none" and run.engine_type == "sglang",
-    ),
-    Rule(
-        "--rollout_quantization {rollout_quantization} with --speculative {speculative}: the model"
-        " that drafts is not quantised; use --speculative group or ngram",
-        lambda run: (
-            run.rollout_quantization != "none" and run.speculative in ("draft", "eagle3", "mtp")
-        ),
+    *stated(
+        "--rollout_quantization {rollout_quantization} does not support --engine_type hf, which"
+        " computes with transformers' layers: they have no products of eight bits; use vllm",
+        "--rollout_quantization {rollout_quantization} does not support --engine_type sglang:"
+        " SGLang packs weights of eight bits when it starts, and takes no new ones; use vllm",
+        "--rollout_quantization {rollout_quantization} does not support --speculative draft or"
+        " eagle3 or mtp: the model that drafts is not quantised; use --speculative group or ngram",
     ),
     Rule(
         "--reward environment is the reward of an environment or an agent: set --environment or"
@@ -373,11 +364,6 @@ def _shaping(run: RunFacts, estimator: str) -> str:
 
 ALGORITHM = (
     Rule(
-        "--advantage_estimator distill learns only from the teacher: --distill_coef must be above"
-        " 0",
-        lambda run: run.advantage_estimator == "distill" and run.distill_coef <= 0,
-    ),
-    Rule(
         "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url",
         lambda run: (
             run.distill_coef > 0
@@ -387,6 +373,11 @@ ALGORITHM = (
     ),
     Rule("{found}", lambda run: unreadable(teacher_terms, run.teacher_pretrain)),
     *stated(
+        "--advantage_estimator distill needs --distill_coef: it learns only from the teacher",
+        "--advantage_estimator turn_grpo needs --gamma 1.0: it compares sums of rewards without a"
+        " discount",
+        "--use_kl_loss does not support --kl_estimator k1, which is for rewards: as a loss its"
+        " gradient is zero on average; use k2, k3 or k3+",
         "--teacher_pretrain with --teacher_url, which both name a teacher: set only one",
         "--self_teacher actor needs --teacher_prompt_key: the actor agrees with itself unless it"
         " sees another prompt",
@@ -468,11 +459,6 @@ ALGORITHM = (
         lambda run: run.policy_loss == "cpgd" and run.eps_clip_low >= 1,
     ),
     Rule(
-        "--kl_estimator k1 is for rewards: as a loss its gradient is zero on average; use k2, k3 or"
-        " k3+",
-        lambda run: run.use_kl_loss and run.kl_estimator == "k1",
-    ),
-    Rule(
         "--freezing_actor_steps needs a critic, which nothing else would train: use"
         " --advantage_estimator ppo or gae",
         lambda run: run.freezing_actor_steps > 0 and not run.has_critic,
@@ -494,11 +480,6 @@ ALGORITHM = (
         "--advantage_estimator remax compares with the unshaped reward of the greedy response:"
         " remove {found}",
         lambda run: _shaping(run, "remax"),
-    ),
-    Rule(
-        "--advantage_estimator turn_grpo compares sums of rewards without a discount: --gamma must"
-        " be 1",
-        lambda run: run.advantage_estimator == "turn_grpo" and run.gamma != 1,
     ),
     Rule(
         "--advantage_estimator gdpo normalises each reward before the sum, and {found} changes the"
@@ -561,6 +542,10 @@ ROLLOUT = (
         " engine generates",
         "--overlap does not support --deterministic: log-probs are computed while the engine"
         " samples, which needs nondeterministic algorithms",
+        "--rollout_schedule tail_rounds needs --over_sampling, such as 1.25: it starts more prompts"
+        " than a step needs",
+        "--dynamic_sampling does not support --n_samples_per_prompt 1: it compares the responses to"
+        " a prompt",
         "--dump_rollouts with --replay_rollouts: samples that are read need not be written; omit"
         " one of them",
     ),
@@ -592,19 +577,9 @@ ROLLOUT = (
         lambda run: run.partial_rollout and run.over_sampling > 1 and run.stop,
     ),
     Rule(
-        "--rollout_schedule tail_rounds starts more prompts than a step needs: set --over_sampling"
-        " above 1, such as 1.25",
-        lambda run: run.rollout_schedule == "tail_rounds" and run.over_sampling == 1,
-    ),
-    Rule(
         "--rollout_schedule tail_rounds begins unfinished prompts anew and learns from each once in"
         " a pass over the data: remove {found}",
         _against_tail_rounds,
-    ),
-    Rule(
-        "--dynamic_sampling compares the responses to a prompt: set --n_samples_per_prompt 2 or"
-        " more",
-        lambda run: run.dynamic_sampling and run.n_samples_per_prompt == 1,
     ),
     Rule(
         "--dynamic_sampling needs rewards while the engine is awake, and reward models compute"
@@ -841,9 +816,8 @@ STRATEGY = (
         " results that selective would keep",
         _overwritten,
     ),
-    Rule(
-        "--offload_idle has nothing to move with --fsdp_cpu_offload: set only one of them",
-        lambda run: run.offload_idle and run.fsdp_cpu_offload,
+    *stated(
+        "--offload_idle with --fsdp_cpu_offload, which leaves nothing to move: set only one of them"
     ),
 )
 """What no strategy can do, on any number of ranks."""

@@ -66,10 +66,16 @@ SEVERAL_SETS = "several --prompt_data, joined by commas"
 OWN_FORMATS = "--eval_data in other formats than those of benchmarks"
 REWARDED = {"evaluate": OWN_FORMATS}
 UNLESS_GREEDY = {"evaluate": "--eval_n_samples"}
+CHAT_TEMPLATE = "--apply_chat_template"
+DIVERGENCE = "--init_kl_coef or --measure_kl"
+A_TEACHER = "--distill_coef"
 EARLY_OUTPUTS = "--init_kl_coef, --max_epochs 2, a critic, or a reward model"
 """What several fields need."""
 
 CLIP = POSITIVE.hint("; omit it to disable clipping")
+NO_EMPTY_TEXT = Bound("must not contain an empty text", bool)
+NO_NEGATIVE_ID = Bound("must not contain a negative number", NOT_NEGATIVE.holds)
+A_SHARE = SHARE.hint(", because it is a share")
 BELOW_1 = Bound("must be at least 0 and below 1", lambda value: 0 <= value < 1)
 RANGE = Bound(
     "takes two numbers: the minimum and the maximum",
@@ -108,18 +114,16 @@ class ModelSection(Section, commands=LEARNING):
     """Process reward models, in the same form: the score at the end of each step of a response is
     the logit of the probability that the step is correct. --step_separator ends a step, and
     --step_rewards converts the probabilities to rewards."""
-    teacher_pretrain: CommaSeparated = option(
-        CommaSeparated(""), needs="--distill_coef", commands=PPO
-    )
+    teacher_pretrain: CommaSeparated = option(CommaSeparated(""), needs=A_TEACHER, commands=PPO)
     """Teacher model for --distill_coef, frozen, with the tokenizer of --pretrain: a folder or hub
     name. Several teachers have labels, LABEL=PATH,LABEL=PATH, and --teacher_key selects one for
     each prompt."""
-    teacher_url: str = option("", needs="--distill_coef", commands=PPO)
+    teacher_url: str = option("", needs=A_TEACHER, commands=PPO)
     """Teacher model for --distill_coef on an OpenAI-compatible server that returns the log-probs of
     the prompt (echo), such as http://host:8000/v1. If the server needs a key, set the environment
     variable TEACHER_API_KEY."""
     self_teacher: Literal["none", "actor", "average"] = option(
-        "none", needs="--distill_coef", commands=PPO
+        "none", needs=A_TEACHER, commands=PPO
     )
     """Teacher for --distill_coef that is the model itself, with the prompt of --teacher_prompt_key:
     the actor before the update, or its moving average (--enable_ema, --ema_beta)."""
@@ -245,23 +249,21 @@ class DataSection(Section, commands=EVALUATED):
     apply_chat_template: bool = False
     """Render prompts with the tokenizer's chat template. A response then also stops at the token
     that ends a turn of the template."""
-    system_prompt: str | None = option(None, needs="--apply_chat_template")
+    system_prompt: str | None = option(None, needs=CHAT_TEMPLATE)
     """System message for the chat template. A row with a system message of its own uses that one.
     """
     chat_template_kwargs: str | None = option(
-        None, needs="--apply_chat_template", commands=ALL_BUT_SERVE_REWARD
+        None, needs=CHAT_TEMPLATE, commands=ALL_BUT_SERVE_REWARD
     )
     """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'.
     The column `chat_template_kwargs` of a row replaces them."""
-    chat_template_date: str = option(
-        "", needs="--apply_chat_template", commands=ALL_BUT_SERVE_REWARD
-    )
+    chat_template_date: str = option("", needs=CHAT_TEMPLATE, commands=ALL_BUT_SERVE_REWARD)
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also
     after it is resumed."""
     teacher_key: str | None = option(None, needs="--teacher_pretrain", commands=PPO)
     """Column with the label of the teacher in --teacher_pretrain that scores the samples of a
     prompt."""
-    teacher_prompt_key: str | None = option(None, needs="--distill_coef", commands=PPO)
+    teacher_prompt_key: str | None = option(None, needs=A_TEACHER, commands=PPO)
     """Column of the prompt that the teacher sees in place of the actor's, in the same form, such as
     the prompt with a reference solution. The teacher scores the same responses."""
     prompt_max_len: int = option(1024, COUNT, commands=WITH_PRETRAIN)
@@ -495,30 +497,20 @@ class RolloutSection(Section, commands=PPO):
     )
     """Sample only from the k most likely tokens; all log-probs are computed over these tokens. 0:
     all tokens."""
-    min_p: float = option(
-        0.0, SHARE.hint(", because it is a share"), needs=UNLESS_GREEDY, commands=GENERATING
-    )
+    min_p: float = option(0.0, A_SHARE, needs=UNLESS_GREEDY, commands=GENERATING)
     """Sample only from tokens with at least this share of the probability of the most likely one;
     all log-probs are computed over these tokens. 0: all tokens."""
-    stop: list[Verbatim] = option(
-        [], Bound("must not contain an empty text", bool), commands=GENERATING
-    )
+    stop: list[Verbatim] = option([], NO_EMPTY_TEXT, commands=GENERATING)
     """Texts that end a response, including special tokens; the token that completes one is the last
     of the response. As texts may contain commas, several are separated by spaces, or are a list in
     YAML."""
-    stop_token_ids: list[int] = option(
-        [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
-    )
+    stop_token_ids: list[int] = option([], NO_NEGATIVE_ID, commands=GENERATING)
     """Tokens that end a response, in addition to the model's end tokens."""
-    bad_words: list[Verbatim] = option(
-        [], Bound("must not contain an empty text", bool), commands=GENERATING
-    )
+    bad_words: list[Verbatim] = option([], NO_EMPTY_TEXT, commands=GENERATING)
     """Words that are never sampled as one token, also after a space; all log-probs are computed
     accordingly. A word of several tokens is refused. As words may contain commas, several are
     separated by spaces, or are a list in YAML."""
-    banned_token_ids: list[int] = option(
-        [], Bound("must not contain a negative number", NOT_NEGATIVE.holds), commands=GENERATING
-    )
+    banned_token_ids: list[int] = option([], NO_NEGATIVE_ID, commands=GENERATING)
     """Tokens that are never sampled; all log-probs are computed without them."""
     min_tokens: int = option(0, NOT_NEGATIVE, commands=GENERATING)
     """Minimum length of a response in tokens: before it, no token is sampled that would end the
@@ -749,14 +741,14 @@ class AlgorithmSection(Section, commands=PPO):
     policy_drift_clip: float | None = option(None, POSITIVE)
     """Upper limit of a token's divergence in cpgd, before the coefficient; above it the gradient is
     zero."""
-    cov_ratio: float = option(2e-4, SHARE.hint(", because it is a share"))
+    cov_ratio: float = option(2e-4, A_SHARE)
     """Share of the tokens of an optimizer step that kl_cov and clip_cov select by high covariance
     of log-prob and advantage."""
     kl_cov_coef: float = option(1.0, NOT_NEGATIVE)
     """Coefficient of the |log ratio| that kl_cov adds to the loss of the selected tokens."""
     clip_cov_range: list[float] = option([1.0, 5.0], RANGE)
     """clip_cov draws the tokens that it masks from this range of the covariance: two numbers."""
-    high_entropy_token_ratio: float = option(0.0, SHARE.hint(", because it is a share"))
+    high_entropy_token_ratio: float = option(0.0, A_SHARE)
     """Train only on the tokens with the highest entropy: this share of the tokens of an optimizer
     step (0.2 in the paper); 0: all tokens."""
     entropy_coef: float = 0.0
@@ -833,7 +825,7 @@ class AlgorithmSection(Section, commands=PPO):
     """On-policy distillation: coefficient of the log p_teacher - log p_actor that is added to the
     advantage of each token; 0: no teacher. With --distill_top_k, coefficient of the divergence from
     the teacher in the loss."""
-    distill_top_k: int = option(0, NOT_NEGATIVE, needs="--distill_coef")
+    distill_top_k: int = option(0, NOT_NEGATIVE, needs=A_TEACHER)
     """Distil the teacher's distribution over this number of its likeliest tokens, with one more
     probability for all others (64 is usual; as many as the vocabulary has: the whole distribution);
     0: only the log-prob of the sampled token."""
@@ -868,9 +860,7 @@ class AlgorithmSection(Section, commands=PPO):
     model."""
     measure_kl: bool = False
     """Keep a reference model and report the KL divergence from it, even with --init_kl_coef 0."""
-    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option(
-        "k3", needs="--init_kl_coef or --measure_kl"
-    )
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = option("k3", needs=DIVERGENCE)
     """Estimator of the KL divergence: k1 is unbiased, k2 has the right gradient, k3 is unbiased and
     positive, k3+ is k3 with the gradient of k2."""
     kl_after_baseline: bool = option(False, needs="--advantage_estimator rloo")
@@ -880,9 +870,9 @@ class AlgorithmSection(Section, commands=PPO):
     """Adapt the coefficient so that the KL divergence per token approaches this value."""
     kl_horizon: int = option(10000, POSITIVE, needs="--kl_target")
     """The adapted coefficient changes by at most a fifth within this number of samples."""
-    ref_refresh_steps: int = option(0, NOT_NEGATIVE, needs="--init_kl_coef or --measure_kl")
+    ref_refresh_steps: int = option(0, NOT_NEGATIVE, needs=DIVERGENCE)
     """The reference becomes a copy of the actor after every N steps; 0: never."""
-    ref_ema: float = option(1.0, SHARE, needs="--init_kl_coef or --measure_kl")
+    ref_ema: float = option(1.0, SHARE, needs=DIVERGENCE)
     """The reference follows the actor: after each step it is this times itself plus the rest times
     the actor (0.99 is slow); 1: it does not move."""
 

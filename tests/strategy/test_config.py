@@ -79,7 +79,10 @@ def test_copies_and_pickles():
             {"cp_size": 2, "sp_impl": "ulysses"},
             "--cp_size 2 is short for .* contradicts --sp_impl ulysses: set only one",
         ),
-        ({"offload_idle": True, "fsdp_cpu_offload": True}, "--offload_idle has nothing to move"),
+        (
+            {"offload_idle": True, "fsdp_cpu_offload": True},
+            "--offload_idle with --fsdp_cpu_offload, which leaves nothing to move",
+        ),
     ],
 )
 def test_check(values, says):

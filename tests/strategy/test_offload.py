@@ -175,7 +175,7 @@ def test_what_lives_in_host_memory_stays(folder):
 def test_two_flags_for_the_same_memory():
     made = FSDPStrategy(args={"fsdp": True, "offload_idle": True, "fsdp_cpu_offload": True})
     with pytest.raises(
-        ValueError, match="--offload_idle has nothing to move with --fsdp_cpu_offload"
+        ValueError, match="--offload_idle with --fsdp_cpu_offload, which leaves nothing to move"
     ):
         made.setup_distributed()
 
