@@ -35,6 +35,7 @@ from lightrft.core.groups import Group
 from lightrft.core.samples import Prompt
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.run.interruption import SERVER_STOPS, Interruption
+from lightrft.run.listener import listener_of_rank_0
 from lightrft.strategy.strategy import StrategyBase
 
 T = TypeVar("T")
@@ -241,7 +242,6 @@ class ModelServer:
         self.sampler = sampler
         self.served = served
         self.seed = seed
-        problem = ""
         format = copy(sampler.episodes.format)
         format.tokenizer = deepcopy(format.tokenizer)  # another thread uses this one
         rollout = sampler.section
@@ -251,15 +251,7 @@ class ModelServer:
         self.sessions = ClientSessions(
             format, in_pieces=not for_whole_turns and episodes.parse is hermes
         )
-
-        if strategy.is_rank_0():
-            try:
-                self._listener = listening(section.host, section.port)
-            except OSError as error:
-                problem = f"--host {section.host} --port {section.port}: {error.strerror or error}"
-
-        if problem := strategy.mesh.world.broadcast(problem):
-            raise ValueError(problem)
+        self._listener = listener_of_rank_0(listening, section, strategy.mesh.world)
 
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""

@@ -35,6 +35,7 @@ from lightrft.rewards.steps import StepRewards
 from lightrft.roles.padded import IDS, LENGTHS
 from lightrft.roles.reward_model import RewardModel
 from lightrft.run.interruption import SERVER_STOPS, Interruption
+from lightrft.run.listener import listener_of_rank_0
 from lightrft.strategy.strategy import StrategyBase
 
 POLL_SECONDS = 0.5
@@ -151,17 +152,9 @@ class RewardServer:
         self.strategy = strategy
         self.models = models
         self._waiting: Waiting = queue.Queue()
-        self._http = None
-        problem = ""
-
-        if strategy.is_rank_0():
-            try:
-                self._http = _Listener((section.host, section.port), self._waiting, models)
-            except OSError as error:
-                problem = f"--host {section.host} --port {section.port}: {error.strerror or error}"
-
-        if problem := strategy.mesh.world.broadcast(problem):
-            raise ValueError(problem)
+        self._http = listener_of_rank_0(
+            lambda *address: _Listener(address, self._waiting, models), section, strategy.mesh.world
+        )
 
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""

@@ -14,6 +14,7 @@ from lightrft.agents.endpoint.server import listening, server_settings
 from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.config.sections import ServerSection
 from lightrft.run.interruption import SERVER_STOPS, Interruption
+from lightrft.run.listener import listener_of_rank_0
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.tinker.frontend import Frontend
 from lightrft.tinker.promises import Job
@@ -42,16 +43,7 @@ class TinkerServer:
         self.world = strategy.mesh.world
         self._prompts: dict[int, Future[Any]] = {}
         """Number of a prompt that is sampled -> the answer, on rank 0."""
-        problem = ""
-
-        if strategy.is_rank_0():
-            try:
-                self._listener = listening(section.host, section.port)
-            except OSError as error:
-                problem = f"--host {section.host} --port {section.port}: {error.strerror or error}"
-
-        if problem := self.world.broadcast(problem):
-            raise ValueError(problem)
+        self._listener = listener_of_rank_0(listening, section, self.world)
 
     def serve(self) -> None:
         """Do requests; raise Interrupted on all ranks when one of them is asked to stop."""
