@@ -9,24 +9,25 @@ import os
 
 STARTED_BY = os.getppid()
 
+import argparse  # noqa: E402
 import atexit  # noqa: E402
 import faulthandler  # noqa: E402
 import gc  # noqa: E402
 import sys  # noqa: E402
 import traceback  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
+from collections.abc import Callable, Iterator, Sequence  # noqa: E402
+from contextlib import contextmanager  # noqa: E402
 from functools import partial  # noqa: E402
+from typing import Any  # noqa: E402
 
 from loguru import logger  # noqa: E402
 
 from lightrft.compat.command_line import parse  # noqa: E402
-from lightrft.config.errors import ConfigError  # noqa: E402
+from lightrft.config.errors import USER_ERROR, ConfigError  # noqa: E402
 from lightrft.config.paths import check_paths  # noqa: E402
 from lightrft.config.sections import Config  # noqa: E402
 from lightrft.run.logs import set_up_logging  # noqa: E402
 
-USER_ERROR = 2
-"""Exit code for errors that the user can correct: configuration and data."""
 LONGEST_MESSAGE = 20_000
 """Number of letters of an error that are logged."""
 INTERRUPTED = 130
@@ -46,6 +47,26 @@ def command(name: str, description: str | None, module: str) -> Callable[..., No
     if module == "__main__":
         main()
     return main
+
+
+def command_parser(name: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Return a parser for `lightrft NAME` that prints the description as it is written."""
+    return argparse.ArgumentParser(
+        f"lightrft {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
+    )
+
+
+@contextmanager
+def user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Print an error of these kinds, and exit with the code for what the user can correct."""
+    try:
+        yield
+    except kinds as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(USER_ERROR) from None
 
 
 def run_command(command: str, description: str | None, argv: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ lightrft selfcheck Qwen/Qwen2.5-0.5B-Instruct --config run.yaml
 import argparse
 import sys
 
-from lightrft.cli import USER_ERROR
+from lightrft.cli import command_parser, user_errors
 from lightrft.compat.command_line import load
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import strategy_name
@@ -20,11 +20,8 @@ from lightrft.run.logs import set_up_logging
 
 def main(argv: list[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
-    try:
+    with user_errors(ConfigError):
         _read_recipe(arguments)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(USER_ERROR)
 
     from lightrft.cli.debug.examination import examine
 
@@ -50,9 +47,7 @@ def _read_recipe(arguments: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("doctor", __doc__)
     parser.add_argument("name", nargs="?", default="", metavar="MODEL", help="the same as --model")
     texts = {
         "config": "recipe of a run: its model, precision, strategy, engine, unless given here",

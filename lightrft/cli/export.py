@@ -12,7 +12,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from lightrft.cli import USER_ERROR
+from lightrft.cli import USER_ERROR, command_parser
 from lightrft.run.logs import set_up_logging
 
 EXPORTED_MODELS = ("actor", "ema", "critic", "draft", "reward_model", "reward_model_ema")
@@ -65,9 +65,7 @@ def _export(arguments: argparse.Namespace) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lightrft export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("export", __doc__)
     kinds = (
         "a checkpoint, a run's folder or a folder of checkpoints (the newest is used), an adapter's"
         " folder, a GGUF file, or a folder in FP8 or MXFP4"

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightrft.cli import USER_ERROR
+from lightrft.cli import USER_ERROR, command_parser, user_errors
 from lightrft.compat.command_line import parse
 from lightrft.config.command_line import answer_word
 from lightrft.config.errors import ConfigError
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         flags.insert(0, "--config")
 
     set_up_logging()
-    try:
+    with user_errors(ConfigError):
         if min(own.ranks, own.ranks_per_node) < 1:
             raise ConfigError("--ranks and --ranks_per_node must be at least 1")
 
@@ -63,9 +63,6 @@ def main(argv: list[str] | None = None) -> None:
                 elsewhere=True,
             )
         )
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(USER_ERROR)
 
 
 def show_plan(
@@ -261,13 +258,8 @@ def amount(number: int) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="plan [CONFIG.yaml] --ranks N [flags]",
-        allow_abbrev=False,
-    )
+    usage = "lightrft plan [CONFIG.yaml] --ranks N [flags]"
+    parser = command_parser("plan", __doc__, usage=usage, allow_abbrev=False)
     used = "the command that the run uses"
     parser.add_argument("--command", choices=TRAINING, default="train_ppo", help=used)
     ranks = "number of devices, each with one process"

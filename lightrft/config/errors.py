@@ -2,6 +2,9 @@
 
 from collections.abc import Collection
 
+USER_ERROR = 2
+"""Exit code for errors that the user can correct: configuration and data."""
+
 
 class ConfigError(ValueError):
     """Raised when the user's configuration cannot work; the message says why, and how to correct

@@ -13,14 +13,14 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from lightrft.cli import command_parser
 from lightrft.compat.command_line import parse
 from lightrft.config.command_line import answer_word
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import TRAINING, Config, fields_read
 from lightrft.run.logs import set_up_logging
 
-USER_ERROR = 2
 TRIED_ROWS = 8
 
 
@@ -92,13 +92,8 @@ def _concluded(problems: list[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line, beside the flags of the run."""
-    flags = argparse.ArgumentParser(
-        prog="lightrft check",
-        usage="lightrft check [COMMAND] [CONFIG.yaml] [flags]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = "lightrft check [COMMAND] [CONFIG.yaml] [flags]"
+    flags = command_parser("check", __doc__, usage=usage, allow_abbrev=False)
 
     used = "the command that the run uses"
     flags.add_argument("--command", choices=TRAINING, default="train_ppo", help=used)

@@ -17,13 +17,12 @@ from typing import Any
 
 import yaml
 
+from lightrft.cli import command_parser
 from lightrft.compat import command_line
 from lightrft.compat.counterparts import Translation, defaults, table, translate
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.sections import Config, aliases, fields_read
 from lightrft.extras.foreign_files import ForeignFile, read
-
-USER_ERROR = 2
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -37,11 +36,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    flags = argparse.ArgumentParser(
-        prog="lightrft migrate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    flags = command_parser("migrate", __doc__)
     flags.add_argument(
         "file", type=Path, help="a Python script, a notebook, a shell script or YAML"
     )

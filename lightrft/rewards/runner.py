@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from loguru import logger
 
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.references import JUDGE, SERVER, RewardTerm, reward_terms
 from lightrft.config.sections import RewardSection
 from lightrft.core.metrics import Metrics, Untraced
@@ -49,8 +49,6 @@ LOGGED = 5
 """Number of failed calls to log in each step; others are only counted."""
 MAX_QUOTED = 8
 """Number of responses that a message quotes if it is not known which of them failed."""
-USER_ERROR = 2
-"""Exit code, the same as for other mistakes in a user's code."""
 WORKERS = 2
 """Number of worker processes of a rank if --reward_workers is unset."""
 

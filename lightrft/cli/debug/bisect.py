@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrft.cli.debug import command_parser
+from lightrft.cli import command_parser
 
 if TYPE_CHECKING:
     from lightrft.recorder.differences import Difference

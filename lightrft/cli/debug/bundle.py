@@ -12,8 +12,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from lightrft.cli import USER_ERROR
-from lightrft.cli.debug import command_parser
+from lightrft.cli import USER_ERROR, command_parser
 from lightrft.run.logs import set_up_logging
 
 

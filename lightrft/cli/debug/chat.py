@@ -25,8 +25,7 @@ from lightrft.agents.messages import Message
 from lightrft.agents.programs import ProgramSetup
 from lightrft.agents.tool_calls import read_call
 from lightrft.agents.tools import Tools, answers, schemas
-from lightrft.cli import USER_ERROR
-from lightrft.cli.debug import command_parser
+from lightrft.cli import command_parser, user_errors
 from lightrft.config.command_line import answer_word
 from lightrft.config.references import MODEL_KEY
 from lightrft.launch.forks import end_with
@@ -44,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         sys.exit(f"lightrft chat needs {error.name}: pip install '.[agents]'")
 
-    try:
+    with user_errors(ValueError, APIError):
         names = tuple(name for text in arguments.tools for name in text.split(","))
         tools = ProgramSetup("", names, tool_seconds=arguments.tool_seconds).program().all_tools
         # Whoever writes the next line may take a day.
@@ -54,9 +53,6 @@ def main(argv: list[str] | None = None) -> None:
                 base_url=url, api_key=key, default_headers={"x-session-id": "chat"}, max_retries=0
             )
             asyncio.run(talk(client, arguments.system_prompt, tools, arguments.tool_seconds))
-    except (ValueError, APIError) as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(USER_ERROR)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from lightrft.cli.debug import command_parser
+from lightrft.cli import command_parser
 from lightrft.observe.curves import read_history
 from lightrft.observe.symptoms import SYMPTOM_STEPS, find_symptoms
 from lightrft.run.logs import set_up_logging

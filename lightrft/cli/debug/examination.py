@@ -133,8 +133,12 @@ def _config(arguments: argparse.Namespace) -> Config:
     )
 
 
+def _table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, box=box.SIMPLE, title_justify="left")
+
+
 def _checks(checks: list[Check]) -> Table:
-    table = Table("", "Found", "To do", title="This machine", box=box.SIMPLE, title_justify="left")
+    table = _table("This machine", "", "Found", "To do")
     for check in checks:
         colour = "green" if not check.problem else "red" if check.fatal else "yellow"
         table.add_row(f"[{colour}]{check.name}[/]", check.finding, check.problem)
@@ -143,8 +147,7 @@ def _checks(checks: list[Check]) -> Table:
 
 def _copies(comparisons: list[Comparison], resumed: float | None) -> Table:
     title = "A small copy with random weights, against transformers and each sequence alone"
-    columns = ("Computed", "Log-probs", "Gradients", "First difference")
-    table = Table(*columns, title=title, box=box.SIMPLE, title_justify="left")
+    table = _table(title, "Computed", "Log-probs", "Gradients", "First difference")
     for each in comparisons:
         table.add_row(
             each.name,
@@ -168,17 +171,7 @@ def _gaps(diagnosis: Diagnosis, strategy: str) -> Table:
         f"Log-probs of {diagnosis.engine} and trainer ({strategy}),"
         f" {str(diagnosis.dtype).removeprefix('torch.')}"
     )
-    table = Table(
-        "Responses",
-        "Tokens",
-        "Mean gap",
-        "Largest",
-        "Mean of exp",
-        "At",
-        title=title,
-        box=box.SIMPLE,
-        title_justify="left",
-    )
+    table = _table(title, "Responses", "Tokens", "Mean gap", "Largest", "Mean of exp", "At")
 
     for name, gap in diagnosis.gaps.items():
         allowed = 0.0 if diagnosis.exact else MAX_MISMATCH[diagnosis.dtype]
@@ -206,14 +199,7 @@ def _parts(diagnosis: Diagnosis) -> Table:
         f"Parts of the model, {start + 1} to {min(start + PARTS_SHOWN, len(diagnosis.parts))} of"
         f" {len(diagnosis.parts)}"
     )
-    table = Table(
-        "Part",
-        "Relative difference",
-        "Explained by rounding",
-        title=title,
-        box=box.SIMPLE,
-        title_justify="left",
-    )
+    table = _table(title, "Part", "Relative difference", "Explained by rounding")
 
     for part in diagnosis.parts[start : start + PARTS_SHOWN]:
         mark = " [bold red]<- first difference[/]" if part is diagnosis.first else ""

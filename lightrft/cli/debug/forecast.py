@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightrft.cli.debug import command_parser
+from lightrft.cli import command_parser
 from lightrft.observe.curves import read_history
 from lightrft.run.logs import set_up_logging
 from lightrft.tools.forecast import Forecast, Interval

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
-from lightrft.cli import USER_ERROR
-from lightrft.cli.debug import command_parser
+from lightrft.cli import command_parser, user_errors
 from lightrft.recorder.phases import STAGES
 from lightrft.run.logs import set_up_logging
 
@@ -37,21 +36,18 @@ def main(argv: list[str] | None = None) -> None:
     logger.disable("lightrft")
     quiet_libraries()
 
-    try:
-        with tempfile.TemporaryDirectory(prefix="lightrft-replay-") as folder:
-            bundle = Bundle.unpack(arguments.bundle, Path(folder))
-            chosen = range(len(bundle.samples))
-            if arguments.sample is not None:
-                if arguments.sample not in chosen:
-                    raise ValueError(
-                        f"--sample {arguments.sample}: there are {len(chosen)} samples"
-                    )
-                chosen = [arguments.sample]
-            explained = list(chosen) if arguments.explain or arguments.sample is not None else []
-            result = replay(bundle, build, arguments.stage, explained)
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        raise SystemExit(USER_ERROR) from None
+    with (
+        user_errors(ValueError, OSError),
+        tempfile.TemporaryDirectory(prefix="lightrft-replay-") as folder,
+    ):
+        bundle = Bundle.unpack(arguments.bundle, Path(folder))
+        chosen = range(len(bundle.samples))
+        if arguments.sample is not None:
+            if arguments.sample not in chosen:
+                raise ValueError(f"--sample {arguments.sample}: there are {len(chosen)} samples")
+            chosen = [arguments.sample]
+        explained = list(chosen) if arguments.explain or arguments.sample is not None else []
+        result = replay(bundle, build, arguments.stage, explained)
 
     lines = comparison(bundle, result)
     for number in explained:

@@ -7,12 +7,12 @@ lightrft report runs/one runs/other --out comparison.html
 lightrft report runs/quickstart --csv
 """
 
-import argparse
 import csv
 from pathlib import Path
 
 from loguru import logger
 
+from lightrft.cli import command_parser
 from lightrft.observe.report import write_report
 from lightrft.observe.sinks import read_rows
 from lightrft.run.logs import set_up_logging
@@ -20,9 +20,7 @@ from lightrft.tools.comparison import write_comparison
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        "lightrft report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("report", __doc__)
     parser.add_argument(
         "folders", type=Path, nargs="+", metavar="folder", help="the save_path of a run"
     )

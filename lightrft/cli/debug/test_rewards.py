@@ -14,9 +14,8 @@ import sys
 from rich.console import Console
 from rich.markup import escape
 
-from lightrft.cli import USER_ERROR
-from lightrft.cli.debug import command_parser
-from lightrft.config.errors import ConfigError, DataError
+from lightrft.cli import command_parser, user_errors
+from lightrft.config.errors import DataError
 from lightrft.config.sections import CommaSeparated, DataSection
 from lightrft.run.logs import set_up_logging
 
@@ -36,15 +35,12 @@ def main(argv: list[str] | None = None) -> None:
         label_key=own.label_key,
         apply_chat_template=True,  # rows may be chats
     )
-    try:
+    with user_errors(ValueError):
         prompts = read_prompts(section, own.rows)
         if not prompts:
             raise DataError(f"{own.data} has no rows")
         test = RewardTest(own.reward, prompts, own.response_key, slow=own.slow)
         findings = test.run()
-    except (ConfigError, DataError, ValueError) as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(USER_ERROR)
 
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
