@@ -87,7 +87,7 @@ def torch_varlen(
         key, value = (
             x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value)
         )
-    return _varlen(function, query, key, value, layout, window, scale=scaling, **grouped)
+    return _varlen(function, layout, window, query, key, value, scale=scaling, **grouped)
 
 
 def package_varlen(
@@ -105,29 +105,19 @@ def package_varlen(
 
     query [T, H, D], key and value [T, H_kv, D] -> [T, H, D].
     """
-    return _varlen(
-        function,
-        query,
-        key,
-        value,
-        layout,
-        window,
-        dropout_p=dropout,
-        softmax_scale=scaling,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    options = {"dropout_p": dropout, "softmax_scale": scaling, "causal": True}
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    return _varlen(function, layout, window, query, key, value, **options)
 
 
 def _varlen(
     function: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     layout: Layout,
     window: int | None,
+    *inputs: Tensor,
     **options: Any,
 ) -> Tensor:
+    query, key, value = inputs
     value, columns = pad_values(value, query)
     ends = (layout.offsets, layout.offsets, layout.longest, layout.longest)
     output = function(query, key, value, *ends, window_size=_sides(window), **options)

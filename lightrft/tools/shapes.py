@@ -45,7 +45,7 @@ SHAPE = (
 )
 OF_QWEN3 = {"vocab_size": 151936, "head_dim": 128}
 OF_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
-FAMILIES = (
+KNOWN_FAMILIES = (
     ("Qwen/Qwen2.5-", Qwen2Config, QWEN2, {"vocab_size": 152064}),
     ("Qwen/Qwen3-", Qwen3Config, QWEN3, OF_QWEN3),
     ("Qwen/Qwen3-", Qwen3MoeConfig, QWEN3_MOE, OF_QWEN3 | OF_EXPERTS),
@@ -83,7 +83,7 @@ def known_config(name: str) -> PretrainedConfig | None:
     """
     # Coder and Math have the same shapes.
     name = name.replace("Qwen2.5-Coder-", "Qwen2.5-").replace("Qwen2.5-Math-", "Qwen2.5-")
-    for prefix, kind, sizes, values in FAMILIES:
+    for prefix, kind, sizes, values in KNOWN_FAMILIES:
         for size, numbers in sizes.items():
             if name in [f"{prefix}{size}{ending}" for ending in ("", "-Instruct", "-Base")]:
                 tied = size in TIED
