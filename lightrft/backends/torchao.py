@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lightrft.config.errors import ConfigError
+from lightrft.models.load import repeated_blocks
 from lightrft.parallel.device import compute_capability
 
 MULTIPLE = 16
@@ -51,7 +51,7 @@ def use_float8(module: nn.Module, device: torch.device) -> list[str]:
         converted.extend([name] if chosen else [])
         return chosen
 
-    for block in _blocks(module):
+    for block in repeated_blocks(module):  # not embeddings and heads
         convert_to_float8_training(block, module_filter_fn=is_chosen, config=config)
     if not converted:
         raise ConfigError(
@@ -59,14 +59,3 @@ def use_float8(module: nn.Module, device: torch.device) -> list[str]:
             f" {MULTIPLE}"
         )
     return converted
-
-
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated modules of the model, so that embeddings and heads are left out."""
-    names = {
-        name
-        for part in module.modules()
-        if isinstance(part, PreTrainedModel)
-        for name in part._no_split_modules or ()
-    }
-    return [part for part in module.modules() if type(part).__name__ in names]

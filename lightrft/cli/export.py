@@ -12,7 +12,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from lightrft.cli import USER_ERROR, command_parser
+from lightrft.cli import command_parser, user_errors
 from lightrft.run.logs import set_up_logging
 
 EXPORTED_MODELS = ("actor", "ema", "critic", "draft", "reward_model", "reward_model_ema")
@@ -26,11 +26,8 @@ def main(argv: list[str] | None = None) -> None:
 
     set_up_logging()
     quiet_libraries()
-    try:
+    with user_errors(ValueError, CheckpointError, OSError):
         logger.info("exported: {}", _export(arguments))
-    except (ValueError, CheckpointError, OSError) as error:
-        logger.error("{}", error)
-        raise SystemExit(USER_ERROR) from None
 
 
 def _export(arguments: argparse.Namespace) -> Path:

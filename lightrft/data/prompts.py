@@ -58,12 +58,6 @@ NO_MEDIA: Mapping[str, list[MediaFile]] = {}
 INPUT = "prompt"
 """Column with the input of a row, as environments receive it."""
 
-TEMPLATE_COLUMNS = (*SYSTEMS, "tools", "chat_template_kwargs")
-"""Columns for the chat template: a system message, schemas of tools, and variables.
-
-The variables replace the run's.
-"""
-
 DATA_FIELDS = {
     "prompt_data": ("prompt_split", "max_samples"),
     "eval_data": ("eval_split", "max_eval_samples"),
@@ -462,8 +456,9 @@ def complete_chat(
 ) -> Conversation:
     """Return the conversation of a row, ready to render.
 
-    That is the messages, the system prompt if there is none, media where they belong, and tools.
-    The columns of TEMPLATE_COLUMNS are used, too. Raise ValueError if one of them cannot be read,
+    That is the messages, the system prompt if there is none, media where they belong, and tools. A
+    row may have columns for the chat template: those of SYSTEMS, `tools`, and
+    `chat_template_kwargs`, which replace the run's. Raise ValueError if one of them cannot be read,
     and for an empty message of the user.
     """
     own = [row[name] for name in SYSTEMS if row.get(name)]

@@ -567,3 +567,14 @@ def _check_name(name: str, source: str) -> str:
             ) from error
 
     return str(folder)
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks of every transformers model inside `module`, as the models name them."""
+    names = {
+        name
+        for part in module.modules()
+        if isinstance(part, PreTrainedModel)
+        for name in part._no_split_modules or ()
+    }
+    return [part for part in module.modules() if type(part).__name__ in names]

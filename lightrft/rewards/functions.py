@@ -247,16 +247,13 @@ def f1(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
     ]
 
 
-rewards.register_deferred(
-    "math", "lightrft.rewards.verifiers.math_verify:equal_in_mathematics", "math-verify"
-)
-rewards.register_deferred(
-    "json_schema", "lightrft.rewards.verifiers.jsonschema:satisfies_schema", "jsonschema"
-)
-rewards.register_deferred("code", "lightrft.rewards.verifiers.code:passes_tests")
-rewards.register_deferred(
-    "reasoning_gym", "lightrft.rewards.verifiers.reasoning_gym:score_of_task", "reasoning-gym"
-)
+for _name, _function, *_package in (
+    ("math", "math_verify:equal_in_mathematics", "math-verify"),
+    ("json_schema", "jsonschema:satisfies_schema", "jsonschema"),
+    ("code", "code:passes_tests"),
+    ("reasoning_gym", "reasoning_gym:score_of_task", "reasoning-gym"),
+):
+    rewards.register_deferred(_name, f"lightrft.rewards.verifiers.{_function}", *_package)
 
 
 @rewards.register("none")

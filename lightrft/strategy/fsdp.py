@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 
 from lightrft.backends.materialize import materialize
 from lightrft.backends.offload import OffloadedModel
@@ -27,6 +26,7 @@ from lightrft.backends.optim import follow, parameter_names
 from lightrft.backends.replicas import Replicas
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.models.empty import empty_parameters
+from lightrft.models.load import repeated_blocks
 from lightrft.models.lora import adapter_parameters
 from lightrft.parallel.device import local_part
 from lightrft.parallel.tensor_parallel import parallelize
@@ -241,14 +241,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     that shares a parameter with the rest of the model (tied embeddings) is left to the root, where
     it stays tied.
     """
-    names = {
-        name
-        for part in module.modules()
-        if isinstance(part, PreTrainedModel)
-        for name in part._no_split_modules or ()
-    }
-    candidates = [part for part in module.modules() if type(part).__name__ in names]
-
+    candidates = repeated_blocks(module)
     if not candidates:
         candidates = [
             child for part in module.modules() if isinstance(part, nn.ModuleList) for child in part

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from lightrft.cli import USER_ERROR, command_parser
+from lightrft.cli import command_parser, user_errors
 from lightrft.run.logs import set_up_logging
 
 
@@ -25,11 +25,8 @@ def main(argv: list[str] | None = None) -> None:
     quiet_libraries()
 
     path = arguments.out or arguments.folder / f"step{arguments.step}.zip"
-    try:
+    with user_errors(ValueError, OSError):
         write_bundle(arguments.folder, arguments.step, path)
-    except (ValueError, OSError) as error:
-        logger.error("{}", error)
-        raise SystemExit(USER_ERROR) from None
     logger.info("bundle: {}, {:.1f} MB", path, path.stat().st_size / 1e6)
 
 
