@@ -33,6 +33,7 @@ PROJECTS = {
     "modelscope/ms-swift": "ms-swift",
     "unslothai/unsloth": "Unsloth",
     "unslothai/unsloth-zoo": "Unsloth Zoo",
+    "OpenPipe/ART": "ART",
     "thinking-machines-lab/tinker-cookbook": "Tinker Cookbook",
     "vllm-project/vllm": "vLLM",
     "sgl-project/sglang": "SGLang",

@@ -124,7 +124,10 @@ def run_apart(function: Callable[..., Any], calls: list[tuple], timeout: float =
     """
     with tempfile.TemporaryDirectory() as folder:
         folders = [tempfile.mkdtemp(dir=folder) for _ in calls]
-        started = [_start(1, own, function, args) for own, args in zip(folders, calls, strict=True)]
+        started = [
+            _start(1, own, function, args, timeout)
+            for own, args in zip(folders, calls, strict=True)
+        ]
         deadline = time.monotonic() + timeout
         try:
             for processes, own in zip(started, folders, strict=True):
@@ -164,7 +167,7 @@ def exit_codes(
     Each ends by itself within `timeout` seconds; None for one that did not.
     """
     with tempfile.TemporaryDirectory() as folder:
-        processes = _start(world_size, folder, function, args)
+        processes = _start(world_size, folder, function, args, timeout)
         deadline = time.monotonic() + timeout
         try:
             while (
@@ -179,7 +182,7 @@ def exit_codes(
 
 def _run(world_size: int, function: Callable[..., Any], args: tuple, timeout: float) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        processes = _start(world_size, folder, function, args)
+        processes = _start(world_size, folder, function, args, timeout)
         try:
             _join(processes, folder, time.monotonic() + timeout)
         finally:
@@ -205,11 +208,13 @@ def import_packages() -> None:
     installed_versions()  # reads the metadata of all packages
 
 
-def _start(world_size: int, folder: str, function: Callable[..., Any], args: tuple) -> list:
+def _start(
+    world_size: int, folder: str, function: Callable[..., Any], args: tuple, timeout: float
+) -> list:
     import_packages()
     context = multiprocessing.get_context("fork")
     processes = [
-        context.Process(target=_rank, args=(rank, world_size, folder, function, args))
+        context.Process(target=_rank, args=(rank, world_size, folder, function, args, timeout))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -226,7 +231,12 @@ def keep_inherited_objects() -> None:
 
 
 def _rank(
-    rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple
+    rank: int,
+    world_size: int,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple,
+    timeout: float,
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -247,7 +257,9 @@ def _rank(
         backend = "cpu:gloo" if device.type == "cpu" else collective_backend(device)
         share_gloo_device()
         meeting = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world_size}
-        dist.init_process_group(backend, **meeting, timeout=timedelta(seconds=120))
+        # A collective that waits for a dead rank ends while there is time for its traceback.
+        patience = timedelta(seconds=max(timeout * 2 / 3, 120))
+        dist.init_process_group(backend, **meeting, timeout=patience)
         result = function(*args)
         (Path(folder) / f"result{rank}.part").write_bytes(pickle.dumps(result))
         os.rename(Path(folder) / f"result{rank}.part", Path(folder) / f"result{rank}")

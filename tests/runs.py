@@ -1,6 +1,9 @@
 """Small but real training runs: a tiny model, a few prompts, forked gloo ranks."""
 
+import hashlib
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 from lightrft.config import Config, parse
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
+from lightrft.tools.selfcheck import passed
 from lightrft.trainer.build import ppo_trainer
 from lightrft.trainer.build_supervised import (
     dpo_trainer,
@@ -27,6 +31,8 @@ def share_of_ascii(samples, label, **columns):
     assert len(label) == len(samples)
     return [sum(token < 128 for token in sample.token_ids) / len(sample.token_ids) for sample in samples]
 '''
+CHECKED = Path(os.environ.get("TEST_RUN") or tempfile.mkdtemp(), "checked_models")
+"""Folder that names the small copies of models that runs have checked, of all test processes."""
 NOT_REPEATABLE = ("time/", "memory/", "perf/")
 """Metrics that depend on how busy the machine is."""
 
@@ -106,6 +112,10 @@ def run_here(entrypoint: str, flags: list[str], seed: int = 0) -> None:
 
 
 def build(entrypoint: str, config: Config, strategy: Any) -> Any:
+    """Return a command's trainer.
+
+    A model's small copy is checked in the first run that has it, because each check takes a second.
+    """
     trainers = {
         "train_ppo": ppo_trainer,
         "train_sft": sft_trainer,
@@ -114,4 +124,10 @@ def build(entrypoint: str, config: Config, strategy: Any) -> Any:
         "train_kto": kto_trainer,
         "train_prm": prm_trainer,
     }
-    return trainers[entrypoint](config, strategy)
+    CHECKED.mkdir(exist_ok=True)
+    known = [file.read_text() for file in CHECKED.iterdir()]
+    passed.update(strategy.mesh.world.broadcast(known))  # ranks check a model together or not
+    trainer = trainers[entrypoint](config, strategy)
+    for key in passed:
+        (CHECKED / hashlib.sha256(key.encode()).hexdigest()).write_text(key)
+    return trainer

@@ -38,7 +38,7 @@ def test_each_passes_where_its_package_is(name: str) -> None:
     command += FILES[name]
     environment = os.environ | {"PYTHONPATH": SEARCHED, "RAY_prestart_worker_first_driver": "0"}
     run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
     )
     passed = re.search(r"^\d+ passed(, \d+ warnings?)? in", run.stdout, re.MULTILINE)
     assert run.returncode == 0 and passed, run.stdout[-9000:] + run.stderr[-9000:]

@@ -75,11 +75,13 @@ class TinkerWorker:
         )
 
     def load(self, name: str, tag: str, *, optimizer: bool) -> None:
-        """Replace the weights of the model, and with `optimizer` the moments."""
+        """Replace the weights of the model, and the moments: without `optimizer` they begin anew."""
         self.models.models[name].problem = ""  # the load replaces whatever was broken
         model = self.models.take(name)
         self.models.changes(model)
         self._load(tag, optimizer=optimizer)
+        if not optimizer:
+            self.policy.optimizer.state.clear()
         model.gradients = [None] * len(model.gradients)
         self.models.check(model, f"the load of {tag}")
 

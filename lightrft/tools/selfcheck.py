@@ -97,7 +97,7 @@ class Computed:
     classes: dict[str, str]
 
 
-_passed: set[str] = set()
+passed: set[str] = set()
 """Small configurations that this process has checked already."""
 SCORES_LABEL = "scores "
 NO_BEHAVIOUR = ("_name_or_path", "architectures", "id2label", "label2id", "dtype", "num_labels")
@@ -132,7 +132,7 @@ def check_model(
     try:
         key = _behaviour(small_config(config), mesh.sp.size, mesh.tp.size)
         # What generates correctly also scores correctly.
-        if key in _passed or (scores and SCORES_LABEL + key in _passed):
+        if key in passed or (scores and SCORES_LABEL + key in passed):
             return
         layout["scores"] = scores
         different = differences(config, trust_remote_code=section.trust_remote_code, **layout)
@@ -152,7 +152,7 @@ def check_model(
             f" {different[0].finding}. Use another version of transformers or another model;"
             f" `lightrft selfcheck {name}` shows all comparisons"
         )
-    _passed.add(SCORES_LABEL + key if scores else key)
+    passed.add(SCORES_LABEL + key if scores else key)
 
 
 def _behaviour(config: PretrainedConfig, *sizes: int) -> str:

@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     MinPLogitsWarper,
     PreTrainedModel,
     TopKLogitsWarper,
@@ -105,6 +106,7 @@ def run_contract(
 
         engine = start(engine_type, path, mesh.engine(tp), **options)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(current_device())
+        model.generation_config = GenerationConfig.from_model_config(model.config)
         bench = Bench(engine, model, mesh.engine(tp), mesh.world.rank)
         for case in cases:
             results[case.__name__] = outcome(case, bench)

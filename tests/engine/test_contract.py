@@ -2,6 +2,7 @@
 SGLang) cut over two ranks.
 """
 
+import json
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -36,6 +37,16 @@ class Layout(NamedTuple):
     make: Callable[..., str] = tiny_model
 
 
+SAMPLING_DEFAULTS = {
+    "do_sample": True,
+    "temperature": 0.3,
+    "top_k": 2,
+    "top_p": 0.5,
+    "min_p": 0.2,
+    "repetition_penalty": 1.5,
+}
+"""What a model's folder advises for chats. If an engine took it, log-probs and responses of all
+cases would be others: training says how it samples."""
 ALL = CASES + STREAM_ONLY_CASES + BFLOAT16_CASES
 LONG = one_wrong_element_is_named, swapped_weights_are_named, later_syncs_verify_samples
 NOT_LONG = [case for case in CASES if case not in LONG]
@@ -68,6 +79,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str
         models = model(folder / "plain", seed=1), model(folder / "tied", seed=2, tie=True)
         for path in models:
             byte_tokenizer(300).save_pretrained(path)
+            advice = Path(path, "generation_config.json")
+            advice.write_text(json.dumps(json.loads(advice.read_text()) | SAMPLING_DEFAULTS))
         return models
 
     return make

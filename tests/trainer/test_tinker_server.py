@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import time
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -275,6 +276,34 @@ def test_checkpoints_are_listed_loaded_and_deleted(adapters, client):
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
         service.create_training_client_from_state(path).result()
+
+
+def test_moments_come_with_the_state_of_the_optimizer_and_begin_anew_without(adapters, client):
+    """A step depends on the moments. After a load it is that of a client with the same ones."""
+    data = [datum(SENTENCE[::-1], weights=[1.0] * 4)]
+
+    def learned(model: tinker.TrainingClient) -> float:
+        """Return the loss after one step more, and leave the model changed."""
+        model.forward_backward(data, "cross_entropy")
+        model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        return model.forward(data, "cross_entropy").result().metrics["loss:sum"]
+
+    for _ in range(2):
+        client.forward_backward([datum(SENTENCE, weights=[1.0] * 4)], "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    path = client.save_state("moments").result().path
+    service = tinker.ServiceClient(base_url=adapters.url)
+
+    goes_on = learned(client)
+    restored = service.create_training_client_from_state_with_optimizer(path).result()
+    assert learned(restored) == goes_on
+    new = service.create_training_client_from_state(path).result()
+    anew = learned(new)
+    assert anew != goes_on
+
+    with warnings.catch_warnings(action="ignore"):  # the client advises new clients in place of it
+        client.load_state(path).result()
+    assert learned(client) == anew
 
 
 def test_adamw_may_be_named(client):
