@@ -10,7 +10,7 @@ shares is the same for every way of splitting the step.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,16 @@ from lightrft.core.batch import Batch
 Sum = Callable[[Tensor], Tensor]
 """Function that returns the sum of a tensor over all ranks."""
 Report = dict[str, Any]
-"""Metric name -> values [T] to average over learned tokens; `_max` and `_min` take the extreme."""
+"""Metric name -> values [T] to average over learned tokens, or Weighted ones; `_max` and `_min` take
+the extreme."""
 PolicyLoss = Callable[..., tuple[Tensor, Report]]
+
+
+class Weighted(NamedTuple):
+    """Values to report, with a weight for each in the mean; both have the same shape."""
+
+    values: Tensor
+    weight: Tensor
 
 
 def ppo(
