@@ -46,9 +46,9 @@ class CompareRewards:
 
     def __call__(self, table: RewardTable) -> Tensor:
         """Return the advantage of each reward: [M]."""
-        rewards = self.rewards(table)
-        inputs = {name: one for name, one in self.inputs(table).items() if name in self.asked}
-        advantages = self.estimator(rewards, table["group"].long(), **self.options, **inputs)
+        rewards, named = self.inputs(table)
+        named = {name: one for name, one in named.items() if name in self.asked}
+        advantages = self.estimator(rewards, table["group"].long(), **self.options, **named)
 
         # Estimators may be the user's own, and a NaN would only show up as a broken model.
         if advantages.shape != rewards.shape or not advantages.isfinite().all():
@@ -58,14 +58,11 @@ class CompareRewards:
             )
         return advantages
 
-    def rewards(self, table: RewardTable) -> Tensor:
-        """Return the rewards to compare: [M] float32."""
-        return table["reward"].float()
-
-    def inputs(self, table: RewardTable) -> dict[str, Tensor]:
-        """Return what an estimator may name."""
+    def inputs(self, table: RewardTable) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the rewards to compare, [M] float32, and what an estimator may name."""
         named = {name: table[name].float() for name in self.columns}
-        return {"lengths": table["length"], "responses": table["row"]} | named
+        named |= {"lengths": table["length"], "responses": table["row"]}
+        return table["reward"].float(), named
 
 
 class Stage(ABC):

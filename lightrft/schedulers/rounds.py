@@ -277,7 +277,7 @@ class Rounds(FixedBatch):
 
     # -- generating
 
-    def _seed(self, step: int, round: int) -> int:
+    def _seed(self, step: int, round: int = 0) -> int:
         # However often a tail round's group is repeated, it draws the same.
         return super()._seed(step, round) if not self.tail_rounds else derived_seed(self.seed, 0)
 

@@ -52,8 +52,9 @@ from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.experience import flatten_for_run
+from lightrft.rollout.measures import measure_turns_and_drafts
 from lightrft.rollout.media_expansion import Expander
-from lightrft.rollout.rollout import ResumableRollout, schedulers
+from lightrft.rollout.rollout import JudgedRollout, ResumableRollout, schedulers
 from lightrft.rollout.sampler import RunSampler, sampling_of
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
@@ -148,7 +149,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     scheduler = build_scheduler(
         config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
     )
-    rollout = ResumableRollout(scheduler, rewards)
+    rollout = (JudgedRollout if rewards.judge else ResumableRollout)(scheduler, rewards)
     parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     if algorithm.entropy_target is not None:
         parts["entropy_coefficient"] = entropy_coefficient
@@ -167,11 +168,14 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         "eval_sets": eval_sets,
         "parts": parts | ({"mixin": ptx_loss} if ptx_loss else {}),
     }
+    replays = bool(config.rollout.replay_rollouts)
+    if has_episodes(config.environment) or config.engine.speculative != "none" or replays:
+        options["measures"] = [measure_turns_and_drafts]
     if config.rollout.dump_rollouts:
         dump = RecordedSamples(config.rollout.dump_rollouts, strategy.mesh)
         options["dump"] = partial(dump.write, writer=observer.writer)
 
-    if config.rollout.replay_rollouts:
+    if replays:
         recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
         options["read"] = partial(
             recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned

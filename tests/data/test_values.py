@@ -25,7 +25,7 @@ from lightrft.data.readers import DataError
 from lightrft.observe.sample_table import sample_table
 from lightrft.observe.sinks import encode_row
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import sample_rows
+from lightrft.observe.sinks import sample_rows
 from tiny import byte_tokenizer
 
 DAY = datetime.datetime(2024, 5, 1, 12, 30, 15)

@@ -185,7 +185,7 @@ def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[
     numbers = []
     for _ in range(steps):
         by_prompt = config.algorithm.loss_agg_mode == "prompt-mean"
-        denominator = replace(policy.denominator(mine, rows), more=MoreCounts(LONGEST))
+        denominator = policy.denominator(mine, rows)
         if by_prompt:
             denominator = policy.with_prompts(denominator, mine, rows)
         update = policy.learn(

@@ -23,7 +23,7 @@ from lightrft.observe.curves import curves, smooth
 from lightrft.observe.report import PAGE_TEMPLATE, write_report
 from lightrft.observe.scoreboard import scoreboard
 from lightrft.observe.sinks import JsonLines, read_rows, readable
-from lightrft.rollout.groups import sample_rows
+from lightrft.observe.sinks import sample_rows
 
 ATTACK = "<script>alert(1)</script>"
 
