@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lightrft.batching.planner import Batching, plan
 from lightrft.batching.sample_store import SampleStore
-from lightrft.core.batch import Batch, Features, SharedPrefix
-from lightrft.core.batches import Rows
+from lightrft.core.batch import Batch, Features, Rows, SharedPrefix
 from lightrft.parallel.collectives import Axis
 
 B = TypeVar("B", bound=Batch)

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.core.batch import Experience
-from lightrft.core.batches import TrainingPlan
+from lightrft.core.advantages import CompareRewards, Stage
+from lightrft.core.batch import Experience, TrainingPlan
 from lightrft.core.groups import RewardTable, measure_groups
 from lightrft.core.losses import sequence_sums
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
-from lightrft.core.stages import CompareRewards, Stage
 from lightrft.core.strategy import DataRanks, Strategy
 
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows, TrainingPlan, infer, micro_batches
+from lightrft.core.batch import Batch, Rows, TrainingPlan, infer, micro_batches
 from lightrft.core.losses import Denominator, Report, Weighted
 from lightrft.core.metrics import Metrics
 from lightrft.core.strategy import Strategy

@@ -15,8 +15,7 @@ from torch import Tensor
 from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.objectives import Balanced
 from lightrft.algorithms.truncation import ALL
-from lightrft.core.batch import Batch, Routing
-from lightrft.core.batches import Rows, micro_batches
+from lightrft.core.batch import Batch, Routing, Rows, micro_batches
 from lightrft.core.losses import Report
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import LossTerm

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.config.sections import AlgorithmSection
-from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows
+from lightrft.core.batch import Batch, Rows
 from lightrft.core.losses import Report
 from lightrft.core.role import LossTerm
 from lightrft.models.heads import Actor, Likeliest, LocalGradients, TokenLogprobs, local_gradients

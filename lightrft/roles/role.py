@@ -16,8 +16,7 @@ from lightrft.algorithms.means import MoreCounts, PromptTokens
 from lightrft.batching.micro_batches import regroup
 from lightrft.batching.planner import Batching
 from lightrft.config.sections import TrainSection
-from lightrft.core.batch import Batch, padded
-from lightrft.core.batches import Rows, empty_microbatch, micro_batches
+from lightrft.core.batch import Batch, Rows, empty_microbatch, micro_batches, padded
 from lightrft.core.losses import Denominator, Report, sequence_sums
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import Forward, LossTerm, Objective, Role

@@ -10,9 +10,9 @@ from lightrft.algorithms.advantage import estimators, solved_share, weighted_by_
 from lightrft.algorithms.options import options_of
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection
+from lightrft.core.advantages import CompareRewards
 from lightrft.core.groups import RewardTable
 from lightrft.core.samples import Sample
-from lightrft.core.stages import CompareRewards
 from lightrft.core.strategy import DataRanks
 
 COMPONENTS = "components"

@@ -30,15 +30,15 @@ from lightrft.config.sections import (
     needs_reference,
 )
 from lightrft.config.values import CommaSeparated
+from lightrft.core.advantages import CompareRewards
 from lightrft.core.batch import RoutedShape
 from lightrft.core.experience import ExperienceMaker, flatten
 from lightrft.core.groups import Group
+from lightrft.core.losses import PolicyObjective
 from lightrft.core.metrics import Untraced
-from lightrft.core.objective import PolicyObjective
 from lightrft.core.role import Learner
 from lightrft.core.rollout import Scheduler
 from lightrft.core.samples import Sample
-from lightrft.core.stages import CompareRewards
 from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.duplicates import warn_of_learned_rows

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightrft.batching.micro_batches import put_batch
 from lightrft.config.sections import Config, moves_reference
-from lightrft.core.batches import TrainingPlan
+from lightrft.core.batch import TrainingPlan
 from lightrft.core.engine import derived_seed
 from lightrft.core.experience import ExperienceMaker
 from lightrft.core.groups import measure_samples

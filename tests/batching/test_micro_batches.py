@@ -5,8 +5,7 @@ from dataclasses import replace
 import torch
 
 from lightrft.batching.micro_batches import find_shared_prefixes
-from lightrft.core.batch import Batch, Experience
-from lightrft.core.batches import infer, micro_batches
+from lightrft.core.batch import Batch, Experience, infer, micro_batches
 
 
 def experience() -> Experience:

@@ -22,8 +22,7 @@ from lightrft.attention.layout import Layout
 from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config import AlgorithmSection
 from lightrft.config.facts import EXPERT_FAMILIES
-from lightrft.core.batch import Batch, Experience
-from lightrft.core.batches import micro_batches
+from lightrft.core.batch import Batch, Experience, micro_batches
 from lightrft.core.losses import Denominator
 from lightrft.core.metrics import Metrics
 from lightrft.models.heads import Actor, Scorer
