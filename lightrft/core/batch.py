@@ -165,11 +165,6 @@ class Batch:
         return len(self.shared.computed) if self.shared else self.num_tokens
 
     @property
-    def num_loss_tokens(self) -> Tensor:
-        """Return the number of tokens in the loss: [] float32."""
-        return self.loss_mask.sum(dtype=torch.float32)
-
-    @property
     def learned_tokens(self) -> Tensor:
         """Return the positions of the loss tokens, ascending, [M] int64.
 
@@ -379,7 +374,7 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 def unpadded(values: Tensor, lengths: Tensor) -> Tensor:
     """Convert right-padded rows [B, S] to the concatenated tokens: [T]."""
-    return values[_is_token(lengths, values.shape[1])]
+    return values[torch.arange(values.shape[1], device=lengths.device) < lengths[:, None]]
 
 
 def padded(values: Tensor, lengths: Tensor, width: int, *, fill: float = 0) -> Tensor:
@@ -388,13 +383,8 @@ def padded(values: Tensor, lengths: Tensor, width: int, *, fill: float = 0) -> T
     The padding is `fill`.
     """
     rows = values.new_full((len(lengths), width, *values.shape[1:]), fill)
-    rows[_is_token(lengths, width)] = values
+    rows[torch.arange(width, device=lengths.device) < lengths[:, None]] = values
     return rows
-
-
-def _is_token(lengths: Tensor, width: int) -> Tensor:
-    """Return a mask [B, width] bool, False in the padding."""
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
 def token_index(offsets: Tensor, rows: Tensor) -> Tensor:

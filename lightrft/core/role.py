@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.core.batch import Batch, Rows, TrainingPlan, infer, micro_batches
-from lightrft.core.losses import Denominator, Report, Weighted
+from lightrft.core.losses import Denominator, Report, Weighted, sequence_sums
 from lightrft.core.metrics import Metrics
 from lightrft.core.strategy import Strategy
 
@@ -96,8 +96,8 @@ class Role(ABC):
         It is one collective.
         """
         share = batch.select([row for members in rows for row in members])
-        learned = torch.zeros(len(share)).index_add(0, share.sequence_ids, share.loss_mask.float())
-        counts = torch.stack([share.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)])
+        learned = sequence_sums(share.loss_mask.float(), share)
+        counts = torch.stack([learned.sum(), (learned > 0).sum(dtype=torch.float32)])
         tokens, sequences = self.strategy.begin_sum(counts)().to(self.strategy.device)
         return Denominator(tokens, sequences, more=self.more)
 

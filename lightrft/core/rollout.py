@@ -37,7 +37,7 @@ class Scheduler(Protocol):
         """
         ...
 
-    def scored(self, groups: list[Group]) -> None:
+    def scored(self, groups: list[Group]) -> Any:
         """Take note of the rewards of this rank's selected groups. All ranks call it together."""
         ...
 

@@ -261,10 +261,7 @@ class FixedBatch(NextPrompts):
         metrics.max("rollout/groups_carried", 0)
         return super().selected(metrics)
 
-    def scored(self, groups: list[Group]) -> None:
-        self.record(groups)
-
-    def record(self, groups: list[Group]) -> list[GroupOutcome]:
+    def scored(self, groups: list[Group]) -> list[GroupOutcome]:
         """Record the outcomes of this rank's scored groups; return the outcomes of all ranks."""
         if self.greedy:
             for group in groups:

@@ -130,7 +130,7 @@ class Rounds(FixedBatch):
         complete = [group for group in groups if group.complete]
         if self.section.dynamic_sampling:
             self.rewards.finish([each for group in complete for each in group.responses])
-            outcomes = self.record(complete)
+            outcomes = self.scored(complete)
             usable = {each.number for each in outcomes if each.has_signal}
             selection.take(outcomes)
         else:

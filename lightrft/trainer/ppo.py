@@ -83,13 +83,15 @@ class PPOTrainer(Trainer):
         self.has_readers = strategy.sample_store().is_outside
 
         parts = (strategy, rollout, make_experience, learners)
-        options = {"around": self._around_learning, "trace": self.trace}
-        measures = [self._measure, *measures]
+        options = {
+            "measures": [self._measure, *measures],
+            "around": self._around_learning,
+            "trace": self.trace,
+        }
         if read is None:
-            measures = [self._stop_safely, *measures]
-            self.learning_step = Step(*parts, measures=measures, **options)
+            self.learning_step = Step(*parts, **options)
         else:
-            self.learning_step = ReplayedStep(*parts, read=read, measures=measures, **options)
+            self.learning_step = ReplayedStep(*parts, read=read, **options)
 
         for each in learners:
             self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
@@ -111,15 +113,11 @@ class PPOTrainer(Trainer):
             self.strategy.engine_lags(version)
             raise
 
-    def _stop_safely(
-        self, number: int, samples: list[Sample], version: int, metrics: Metrics
-    ) -> None:
-        """Stop a run that was interrupted, between the samples and what is learned from them."""
-        self.rollout.rewards.count_failures("rollout/reward_failures", metrics)
-        self.interruption.safe_point()
-
     def _measure(self, number: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
-        """Record, show and measure the samples of a step."""
+        """Record, show and measure the samples of a step, unless the run was asked to stop."""
+        if self.read is None:
+            self.rollout.rewards.count_failures("rollout/reward_failures", metrics)
+            self.interruption.safe_point()
         if self.dump is not None:
             self.dump(number, samples, version)
         # Samples of a group come together, so that responses can be compared.
