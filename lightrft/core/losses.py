@@ -22,8 +22,8 @@ from lightrft.core.table import chosen, keywords
 Sum = Callable[[Tensor], Tensor]
 """Function that returns the sum of a tensor over all ranks."""
 Report = dict[str, Any]
-"""Metric name -> values [T] to average over learned tokens, or Weighted ones; `_max` and `_min` take
-the extreme."""
+"""Metric name -> values [T] to average over learned tokens, or Weighted; `_max`, `_min` take the
+extreme."""
 PolicyLoss = Callable[..., tuple[Tensor, Report]]
 
 

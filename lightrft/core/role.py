@@ -60,7 +60,7 @@ class Role(ABC):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.left: int | None = None
-        """Number of micro-batches of the open step that are still to come; None: no step is open."""
+        """Number of micro-batches of the open step still to come; None: no step is open."""
         self.batch: Batch | None = None
         """The newest micro-batch of the open step."""
         self.total = torch.zeros(())

@@ -39,6 +39,7 @@ from lightrft.core.metrics import Untraced
 from lightrft.core.role import Learner
 from lightrft.core.rollout import Scheduler
 from lightrft.core.samples import Sample
+from lightrft.core.step import Measure
 from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.duplicates import warn_of_learned_rows
@@ -157,6 +158,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
     objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
     learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
+    measures: list[Measure] = []
     options = {
         "observer": observer,
         "trace": trace,
@@ -166,14 +168,15 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         "make_experience": make_experience,
         "learners": learners,
         "eval_sets": eval_sets,
+        "measures": measures,
         "parts": parts | ({"mixin": ptx_loss} if ptx_loss else {}),
     }
     replays = bool(config.rollout.replay_rollouts)
     if has_episodes(config.environment) or config.engine.speculative != "none" or replays:
-        options["measures"] = [measure_turns_and_drafts]
+        measures.append(measure_turns_and_drafts)
     if config.rollout.dump_rollouts:
         dump = RecordedSamples(config.rollout.dump_rollouts, strategy.mesh)
-        options["dump"] = partial(dump.write, writer=observer.writer)
+        measures.append(partial(dump.write, writer=observer.writer))
 
     if replays:
         recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)

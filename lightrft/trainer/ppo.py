@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 from torch import nn
 
@@ -29,8 +30,6 @@ from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
 
-SampleSink = Callable[[int, list[Sample], int], None]
-"""Takes a step's number, the samples, and the version of the engine's newest weights."""
 Read = Callable[[int], tuple[list[Sample], int]]
 """Returns the recorded samples of a step, and the version of the engine's weights then."""
 
@@ -62,14 +61,13 @@ class PPOTrainer(Trainer):
         learners: Sequence[Learner],
         eval_sets: Sequence[HeldOut] = (),
         measures: Sequence[Measure] = (),
-        dump: SampleSink | None = None,
         read: Read | None = None,
         **kwargs,
     ):
         """Set up the trainer.
 
         `learners` are the models that learn, in order; the policy is the last one. `measures` see
-        the samples of each step, and `dump` records them. `read` returns those of another run, which are learned instead.
+        the samples of each step. `read` returns those of another run, which are learned instead.
         """
         super().__init__(config, strategy, policy, training_data, **kwargs)
         self.policy = policy
@@ -77,21 +75,19 @@ class PPOTrainer(Trainer):
         self.sampler = sampler
         self.learners = learners
         self.eval_sets = eval_sets
-        self.dump = dump
         self.read = read
         self.moves_reference = moves_reference(config.algorithm)
         self.has_readers = strategy.sample_store().is_outside
 
-        parts = (strategy, rollout, make_experience, learners)
-        options = {
-            "measures": [self._measure, *measures],
-            "around": self._around_learning,
-            "trace": self.trace,
-        }
-        if read is None:
-            self.learning_step = Step(*parts, **options)
-        else:
-            self.learning_step = ReplayedStep(*parts, read=read, **options)
+        self.learning_step = (Step if read is None else partial(ReplayedStep, read=read))(
+            strategy,
+            rollout,
+            make_experience,
+            learners,
+            measures=[self._measure, *measures],
+            around=self._around_learning,
+            trace=self.trace,
+        )
 
         for each in learners:
             self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
@@ -114,12 +110,10 @@ class PPOTrainer(Trainer):
             raise
 
     def _measure(self, number: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
-        """Record, show and measure the samples of a step, unless the run was asked to stop."""
+        """Show and measure the samples of a step, unless the run was asked to stop."""
         if self.read is None:
             self.rollout.rewards.count_failures("rollout/reward_failures", metrics)
             self.interruption.safe_point()
-        if self.dump is not None:
-            self.dump(number, samples, version)
         # Samples of a group come together, so that responses can be compared.
         if self.strategy.mesh.world.rank == 0:
             shown = samples[: self.config.observe.num_trajectories_to_save]
