@@ -11,20 +11,18 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from lightrft.core.advantages import CompareRewards, PolicyLogprobs, RewardToGo, grpo
 from lightrft.core.batch import Batch
 from lightrft.core.engine import Decoding, Request, WholeRequests
-from lightrft.core.estimators import grpo
 from lightrft.core.experience import ExperienceMaker
-from lightrft.core.losses import ppo
+from lightrft.core.losses import PolicyObjective, ppo
 from lightrft.core.metrics import Metrics
-from lightrft.core.objective import PolicyObjective
 from lightrft.core.policy import LogitsPolicy
 from lightrft.core.rewards import CallFunction
 from lightrft.core.role import Learner
 from lightrft.core.rollout import NextPrompts, Rollout
 from lightrft.core.sampler import Sampler
 from lightrft.core.samples import Completion, Prompt, Sample
-from lightrft.core.stages import CompareRewards, PolicyLogprobs, RewardToGo
 from lightrft.core.strategy import OneProcess
 
 VOCABULARY = "0123456789>"

@@ -230,8 +230,7 @@ def train_steps(
 
     from lightrft.algorithms.truncation import ALL
     from lightrft.attention.flat import ATTENTION
-    from lightrft.core.batch import Batch
-    from lightrft.core.batches import micro_batches
+    from lightrft.core.batch import Batch, micro_batches
     from lightrft.models.heads import Actor, LocalGradients, TokenLogprobs
     from lightrft.parallel.device import peak_memory, synchronize
     from lightrft.parallel.peaks import DEVICES, known_device

@@ -1,6 +1,6 @@
 """Registers the advantage estimators of --advantage_estimator, and what spreads them over tokens.
 
-core/estimators.py has the estimators of plain runs, and says what an estimator is. Some of these
+core/advantages.py has the estimators of plain runs, and says what an estimator is. Some of these
 here read more columns: `greedy_rewards` [M], the reward of the greedy response to the same prompt,
 0 for all steps of a response but the last; `components` [M, R], the named parts of each reward
 before shaping, with their weights, and `component_weights` [R].
@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.core.batch import Batch
-from lightrft.core.estimators import (
+from lightrft.core.advantages import (
     discounted_sums,
     dr_grpo,
     from_rows,
@@ -22,6 +21,7 @@ from lightrft.core.estimators import (
     rloo,
     to_rows,
 )
+from lightrft.core.batch import Batch
 from lightrft.core.groups import RIGHT
 from lightrft.core.losses import Sum
 from lightrft.registry import Registry

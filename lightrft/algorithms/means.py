@@ -1,4 +1,4 @@
-"""Ways to take the mean of the loss over an optimizer step (--loss_agg_mode), and weighted reports.
+"""Ways to take the mean of the loss over an optimizer step (--loss_agg_mode).
 
 The means over tokens and over sequences are in core/losses.py.
 """
@@ -10,13 +10,6 @@ from torch import Tensor
 
 from lightrft.core.batch import Batch
 from lightrft.core.losses import Denominator, Mean, sequence_mean, sequence_sums, token_mean
-
-
-class Weighted(NamedTuple):
-    """Values to report, with a weight for each in the mean; both have the same shape."""
-
-    values: Tensor
-    weight: Tensor
 
 
 class PromptTokens(NamedTuple):
@@ -67,7 +60,7 @@ def prompt_mean(values: Tensor, batch: Batch, denominator: Denominator) -> Tenso
     Raises ValueError if the denominator does not have the tokens of each prompt.
     """
     if denominator.more is None or denominator.more.prompts is None:
-        raise ValueError("prompt-mean needs the tokens of each prompt: denominator(by_prompt=True)")
+        raise ValueError("prompt-mean needs the tokens of each prompt: use Role.with_prompts()")
 
     loss_values = torch.where(batch.loss_mask, values, 0.0)
     groups, tokens = denominator.more.prompts

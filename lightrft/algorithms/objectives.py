@@ -15,8 +15,7 @@ from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.kl import generalized_jsd
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
-from lightrft.core.losses import Denominator, Report, token_mean
-from lightrft.core.objective import by_token
+from lightrft.core.losses import Denominator, Report, by_token, token_mean
 
 
 class ValueObjective:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightrft.config.sections import RewardSection
-from lightrft.core.estimators import grpo
+from lightrft.core.advantages import grpo
 
 
 def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, factor: float) -> Tensor:

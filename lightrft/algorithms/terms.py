@@ -31,13 +31,14 @@ from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import AlgorithmSection, needs_reference
 from lightrft.core.batch import Experience
-from lightrft.core.losses import PolicyLoss, Report
-from lightrft.core.objective import (
+from lightrft.core.losses import (
     Drift,
     EngineMismatch,
     PolicyInputs,
+    PolicyLoss,
     PolicyObjective,
     Reach,
+    Report,
     Term,
     check_tokens,
     reach_of,

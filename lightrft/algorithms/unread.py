@@ -7,7 +7,7 @@ from lightrft.algorithms.options import FIELDS
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.config.resolve import BOTH_BOUNDS
 from lightrft.config.sections import AlgorithmSection
-from lightrft.core.objective import reach_of
+from lightrft.core.losses import reach_of
 from lightrft.core.table import keywords
 from lightrft.registry import Registry
 

@@ -8,7 +8,6 @@ micro-batch with a common prefix therefore compute it only once, and the gradien
 Work and memory shrink by nearly the prompts' share of the tokens.
 """
 
-from dataclasses import replace
 from typing import TypeVar
 from zlib import crc32
 
@@ -16,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.batching.planner import MIN_SAVING, Batching, plan
+from lightrft.batching.planner import Batching, plan
 from lightrft.batching.sample_store import SampleStore
-from lightrft.core.batch import Batch, Features, SharedPrefix
-from lightrft.core.batches import Rows
+from lightrft.core.batch import Batch, Features, Rows, SharedPrefix
 from lightrft.parallel.collectives import Axis
 
 B = TypeVar("B", bound=Batch)
@@ -162,14 +160,6 @@ def share(axis: Axis, values: Tensor) -> Tensor:
 
 
 # -- prefixes that sequences share
-
-
-def with_shared_prefixes(batch: B) -> B:
-    """Return a micro-batch whose common prefixes are computed once, where that saves enough."""
-    shared = find_shared_prefixes(
-        batch.input_ids, batch.lengths, batch.media, min_saving=MIN_SAVING
-    )
-    return replace(batch, shared=shared)
 
 
 def find_shared_prefixes(

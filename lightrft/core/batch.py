@@ -1,10 +1,11 @@
-"""Tensors of training: Batch, and what it is made of.
+"""Tensors of training: Batch, what it is made of, and its micro-batches.
 
 Shapes: T tokens of all sequences, concatenated without padding; N sequences.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -162,11 +163,6 @@ class Batch:
     def num_computed(self) -> int:
         """Return the number of tokens that a model computes: all, or each shared prefix once."""
         return len(self.shared.computed) if self.shared else self.num_tokens
-
-    @property
-    def num_loss_tokens(self) -> Tensor:
-        """Return the number of tokens in the loss: [] float32."""
-        return self.loss_mask.sum(dtype=torch.float32)
 
     @property
     def learned_tokens(self) -> Tensor:
@@ -378,7 +374,7 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 def unpadded(values: Tensor, lengths: Tensor) -> Tensor:
     """Convert right-padded rows [B, S] to the concatenated tokens: [T]."""
-    return values[_is_token(lengths, values.shape[1])]
+    return values[torch.arange(values.shape[1], device=lengths.device) < lengths[:, None]]
 
 
 def padded(values: Tensor, lengths: Tensor, width: int, *, fill: float = 0) -> Tensor:
@@ -387,13 +383,8 @@ def padded(values: Tensor, lengths: Tensor, width: int, *, fill: float = 0) -> T
     The padding is `fill`.
     """
     rows = values.new_full((len(lengths), width, *values.shape[1:]), fill)
-    rows[_is_token(lengths, width)] = values
+    rows[torch.arange(width, device=lengths.device) < lengths[:, None]] = values
     return rows
-
-
-def _is_token(lengths: Tensor, width: int) -> Tensor:
-    """Return a mask [B, width] bool, False in the padding."""
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
 def token_index(offsets: Tensor, rows: Tensor) -> Tensor:
@@ -407,3 +398,91 @@ def token_index(offsets: Tensor, rows: Tensor) -> Tensor:
         ends - lengths, lengths
     )
     return torch.repeat_interleave(offsets[rows], lengths) + within
+
+
+# -- micro-batches
+
+
+Rows = list[list[int]]
+"""[m]: the sequences of micro-batch m, as positions in a batch."""
+
+
+@dataclass(slots=True)
+class TrainingPlan:
+    """This rank's share of the experience, and the micro-batches of each optimizer step.
+
+    minibatches[k][m] are the rows of micro-batch m of optimizer step k.
+    """
+
+    experience: Experience
+    minibatches: list[Rows]
+    epochs: int = 1
+    """How often a step learns from each of them."""
+
+    @property
+    def updates(self) -> list[Rows]:
+        """Return the micro-batches of all optimizer steps of all epochs."""
+        return self.minibatches * self.epochs
+
+    @property
+    def microbatches(self) -> Rows:
+        """Return the micro-batches of one epoch."""
+        return [members for minibatch in self.minibatches for members in minibatch]
+
+
+def consecutive(lengths: list[int], minibatch_size: int | None, max_tokens: int) -> list[Rows]:
+    """Divide sequences, in their order, into optimizer steps and these into micro-batches: [k][m].
+
+    A micro-batch has at most `max_tokens` tokens. `batching/planner.py` balances several ranks.
+    """
+    size = minibatch_size or max(len(lengths), 1)
+    steps = []
+    for first, stop in pairwise([*range(0, len(lengths), size), len(lengths)]):
+        rows: Rows = []
+        room = -1
+        for row in range(first, stop):
+            room -= lengths[row]
+            if room < 0:
+                rows.append([])
+                room = max_tokens - lengths[row]
+            if room < 0:
+                raise ValueError(f"a sequence of {lengths[row]} tokens exceeds {max_tokens}")
+            rows[-1].append(row)
+        steps.append(rows)
+    return steps
+
+
+def micro_batches(batch: Batch, rows: Rows, to_device: Callable[[Batch], Batch]) -> Iterator[Batch]:
+    """Yield the micro-batches on the device.
+
+    An empty one becomes a single unlearned token, so that ranks stay in step.
+    """
+    for members in rows:
+        yield to_device(batch.select(members) if members else empty_microbatch(batch))
+
+
+def infer(
+    forward: Callable[[Batch], Tensor],
+    batch: Batch,
+    rows: Rows,
+    to_device: Callable[[Batch], Batch],
+) -> Tensor:
+    """Run `forward` on all micro-batches without gradients.
+
+    It returns [t, ...] for each; the result is [T, ...] on the host, in the batch's order.
+    """
+    with torch.no_grad():
+        values = [forward(micro_batch) for micro_batch in micro_batches(batch, rows, to_device)]
+    result = torch.zeros(batch.num_tokens, *(values[0].shape[1:] if values else ()))
+    for members, value in zip(rows, values, strict=True):
+        if members:
+            result[token_index(batch.offsets, torch.tensor(members))] = value.cpu()
+    return result
+
+
+def empty_microbatch(batch: Batch) -> Batch:
+    """Return a batch of one token that is not learned, with the columns of `batch`."""
+    tensors = batch.columns("token") | batch.columns("sequence")
+    zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in tensors.items()}
+    absent = {"media": None, "experts": None}
+    return batch.with_columns(zeros | absent | {"lengths": batch.lengths.new_ones(1)})

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.core.batch import Experience
-from lightrft.core.batches import TrainingPlan
+from lightrft.core.advantages import CompareRewards, Stage
+from lightrft.core.batch import Experience, TrainingPlan
 from lightrft.core.groups import RewardTable, measure_groups
 from lightrft.core.losses import sequence_sums
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
-from lightrft.core.stages import CompareRewards, Stage
 from lightrft.core.strategy import DataRanks, Strategy
 
 
@@ -173,18 +172,17 @@ def place_at_tokens(values: Tensor, rows: Sequence[Sample], experience: Experien
         dtype=torch.int64,
     )
     values = values.float()[places >= 0]
-    places = _latest_learned(experience)[places[places >= 0]]
+    places = places[places >= 0]
     result = torch.zeros(experience.num_tokens)
-    return result.index_add(0, places[places >= 0], values[places >= 0])
+    if not len(places):
+        return result
 
-
-def _latest_learned(experience: Experience) -> Tensor:
-    """Return, for each token, the latest learned token so far in the sequence: [T] int64, or -1."""
+    # for each token, the latest learned token so far in the sequence, or -1
     tokens = torch.arange(experience.num_tokens)
-    if not len(tokens):
-        return tokens
     latest = torch.where(experience.loss_mask, tokens, -1).cummax(0).values
-    return torch.where(latest >= experience.offsets[experience.sequence_ids], latest, -1)
+    latest = torch.where(latest >= experience.offsets[experience.sequence_ids], latest, -1)
+    places = latest[places]
+    return result.index_add(0, places[places >= 0], values[places >= 0])
 
 
 def measure_experience(experience: Experience, metrics: Metrics) -> None:

@@ -64,6 +64,7 @@ RewardColumn = Callable[[Sample], Sequence[float]]
 """Function that returns a number for each reward of a sample."""
 
 
+@dataclass(frozen=True, slots=True)
 class RewardTable:
     """The rewards of all ranks in rank order, in columns [M] float64.
 
@@ -78,10 +79,9 @@ class RewardTable:
     and the columns that an estimator asks for.
     """
 
-    def __init__(self, columns: Mapping[str, Tensor], local: slice):
-        self.columns = columns
-        self.local = local
-        """Rewards of this rank."""
+    columns: Mapping[str, Tensor]
+    local: slice
+    """Rewards of this rank."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 GB = 1e9
-GB = 1e9
 """Bytes of a gigabyte, in every message and metric."""
 Number = float | int
 Row = tuple[float, float, float]

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows
+from lightrft.core.batch import Batch, Rows
 from lightrft.core.losses import Report
 from lightrft.core.role import Role
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows, TrainingPlan, infer, micro_batches
-from lightrft.core.losses import Denominator, Report
+from lightrft.core.batch import Batch, Rows, TrainingPlan, infer, micro_batches
+from lightrft.core.losses import Denominator, Report, Weighted, sequence_sums
 from lightrft.core.metrics import Metrics
 from lightrft.core.strategy import Strategy
 
@@ -22,6 +21,8 @@ Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
 """(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports
 by metric name.
 """
+OPEN = "a train step is open: call finish_train_step() or abort_train_step() first"
+"""What begin() says while another step is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class Role(ABC):
 
     NAME: ClassVar[str] = "model"
     """Name in warnings."""
+    more: Any = None
+    """Counts that every denominator holds besides; see Denominator."""
 
     def __init__(
         self,
@@ -56,10 +59,16 @@ class Role(ABC):
         self.module = module
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.left = 0
-        """Number of micro-batches of the optimizer step that are still to come."""
+        self.left: int | None = None
+        """Number of micro-batches of the open step still to come; None: no step is open."""
+        self.batch: Batch | None = None
+        """The newest micro-batch of the open step."""
         self.total = torch.zeros(())
         """This rank's share of the loss so far, []."""
+        self.num_computed = 0
+        """Number of tokens that micro-batches of training have computed so far."""
+        self.num_learned = 0
+        """Number of tokens among them that the head predicted."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, Report]:
@@ -74,9 +83,12 @@ class Role(ABC):
         loss, more = term.objective(values, batch, term.denominator)
         return loss, more | report
 
-    def weighted(self, values: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return reported values, and the weight of each in a mean: 1 for learned tokens."""
-        return values, batch.loss_mask
+    def weight(self, batch: Batch) -> Tensor:
+        """Return the weight of each element of forward()'s values and of reports in a mean.
+
+        It is [T], the learned tokens.
+        """
+        return batch.loss_mask
 
     def denominator(self, batch: Batch, rows: Rows) -> Denominator:
         """Count the learned tokens and sequences of one optimizer step over all ranks.
@@ -84,9 +96,10 @@ class Role(ABC):
         It is one collective.
         """
         share = batch.select([row for members in rows for row in members])
-        learned = torch.zeros(len(share)).index_add(0, share.sequence_ids, share.loss_mask.float())
-        counts = torch.stack([share.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)])
-        return Denominator(*self.strategy.begin_sum(counts)().to(self.strategy.device))
+        learned = sequence_sums(share.loss_mask.float(), share)
+        counts = torch.stack([learned.sum(), (learned > 0).sum(dtype=torch.float32)])
+        tokens, sequences = self.strategy.begin_sum(counts)().to(self.strategy.device)
+        return Denominator(tokens, sequences, more=self.more)
 
     # -- one optimizer step
 
@@ -99,29 +112,48 @@ class Role(ABC):
         self.begin(sum(len(term.rows) for term in terms))
         for term in terms:
             for batch in micro_batches(term.batch, term.rows, self.strategy.to_device):
-                loss, report = self.loss(batch, term)
-                self.add_gradients(loss)
-                self.record(report, batch, metrics)
+                self.record(self.add_gradients(batch, term), batch, metrics)
         return self.finish()
 
-    def begin(self, num_microbatches: int) -> None:
-        """Begin an optimizer step of so many micro-batches, as many on every rank."""
-        self.strategy.enter("train", self.module, self.optimizer)
-        self.module.train()
+    def begin(self, num_microbatches: int, *, learn: bool = True) -> None:
+        """Begin an optimizer step of so many micro-batches, as many on every rank.
+
+        Without `learn` the loss is only measured. Raises RuntimeError if a step is open already,
+        and ValueError without an optimizer.
+        """
+        if self.left is not None:
+            raise RuntimeError(OPEN)
+        if learn and self.optimizer is None:
+            raise ValueError(
+                f"this {type(self).__name__} has no optimizer: create it with one, or pass"
+                " eval_mode=True"
+            )
+
+        phase = "train" if learn else "logprob"
+        self.strategy.enter(phase, self.module, self.optimizer if learn else None)
+        self.module.train(learn)
         self.left = num_microbatches
         self.total = torch.zeros((), device=self.strategy.device)
 
-    def add_gradients(self, loss: Tensor) -> None:
-        """Add the gradients of a micro-batch's share of the loss."""
+    def add_gradients(self, batch: Batch, term: LossTerm) -> Report:
+        """Add the gradients of a micro-batch on the device, and return the reports."""
+        self.batch = batch
+        loss, report = self.loss(batch, term)
+        self.num_computed += batch.num_computed
+        self.num_learned += len(batch.learned_tokens)
+
         self.strategy.backward(loss, self.module, self.optimizer, last=self.left == 1)
         self.left -= 1
         self.total += loss.detach()
+        return report
 
     def record(self, report: Report, batch: Batch, metrics: Metrics) -> None:
+        weight = self.weight(batch)
         for name, entry in report.items():
+            values, own = entry if isinstance(entry, Weighted) else (entry, weight)
             # The suffix of a name says how several micro-batches and ranks are joined.
             add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
-            add(name, *self.weighted(entry, batch))
+            add(name, values, own)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Step the optimizer; return the loss over all ranks, and the norm before clipping."""
@@ -130,6 +162,7 @@ class Role(ABC):
         norm = self.strategy.optimizer_step(
             self.optimizer, self.module, self.scheduler, name=self.NAME
         )
+        self.left = self.batch = None
         return wait(), norm.to(self.total.device)
 
     # -- inference

@@ -37,7 +37,7 @@ class Scheduler(Protocol):
         """
         ...
 
-    def scored(self, groups: list[Group]) -> None:
+    def scored(self, groups: list[Group]) -> Any:
         """Take note of the rewards of this rank's selected groups. All ranks call it together."""
         ...
 
@@ -109,7 +109,7 @@ class NextPrompts:
         """This rank's groups of the step."""
 
     def generate(self, step: int) -> Iterator[Group]:
-        loop = self.sampler.open(self._seed(step, 0))
+        loop = self.sampler.open(derived_seed(self.seed, step, 0, 0))
         self._groups = self._draw(loop)
         yield from loop.steps()
 
@@ -139,9 +139,6 @@ class NextPrompts:
         ]
         loop.add([(group, range(len(group.responses))) for group in groups])
         return groups
-
-    def _seed(self, step: int, round: int) -> int:
-        return derived_seed(self.seed, step, round, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, the same on all ranks."""

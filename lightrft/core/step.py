@@ -6,8 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from torch import Tensor
 
-from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows, TrainingPlan
+from lightrft.core.batch import Batch, Rows, TrainingPlan
 from lightrft.core.metrics import Metrics, Untraced
 from lightrft.core.role import Learner
 from lightrft.core.rollout import Rollout

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows, consecutive
+from lightrft.core.batch import Batch, Rows, consecutive
 from lightrft.core.engine import Decoding, LocalEngine, RequestLoop
 
 

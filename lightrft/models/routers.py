@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from lightrft.algorithms.balance import routing
-from lightrft.algorithms.means import Weighted
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.core.batch import (
     Batch,
@@ -21,7 +20,7 @@ from lightrft.core.batch import (
     pad_to_multiple,
     to_device,
 )
-from lightrft.core.losses import Report, sequence_sums
+from lightrft.core.losses import Report, Weighted, sequence_sums
 from lightrft.parallel.expert_parallel import routers
 from lightrft.parallel.sequence_parallel import SequenceParallel
 

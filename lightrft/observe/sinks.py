@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from loguru import logger
 
+from lightrft.core.samples import Episode, Sample
 from lightrft.observe.text import is_number
 
 PROMPT_IDS = "prompt_token_ids"
@@ -311,3 +312,52 @@ def truncate_rows(path: Path, last_step: int) -> None:
 def _code_block(text: str) -> str:
     """Return Markdown that shows the text verbatim: four spaces before every line."""
     return "\n".join("    " + line for line in text.split("\n"))
+
+
+# -- samples as rows
+
+
+def sample_rows(samples: list[Sample]) -> list[dict[str, Any]]:
+    """Return a row of samples.jsonl for each sample, for people and for programs.
+
+    Thumbnails and sound of a prompt are in the first row of the group.
+    """
+    rows = []
+    groups = set()
+    for sample in samples:
+        prompt = sample.prompt
+        media = {} if sample.group in groups else prompt.multi_modal
+        groups.add(sample.group)
+        shown = [*media.get("images", ()), *media.get("videos", ())]
+        pictures = [item.thumbnail() for item in shown]
+        sounds = [item.player() for item in media.get("audios", ())]
+
+        rows.append(
+            {
+                "group": sample.group,
+                "prompt": prompt.text,
+                **{
+                    medium: [item.name for item in items]
+                    for medium, items in prompt.multi_modal.items()
+                },
+                "response": sample.text,
+                "label": prompt.columns.get("label"),
+                "reward": sample.reward,
+                "finish_reason": sample.finish_reason,
+                "length": len(sample.token_ids),
+                PROMPT_IDS: list(prompt.token_ids),
+                RESPONSE_IDS: sample.token_ids,
+                **(_episode(sample.episode) if sample.episode else {}),
+                **({THUMBNAILS: pictures} if pictures else {}),
+                **({SOUNDS: sounds} if sounds else {}),
+            }
+        )
+
+    return rows
+
+
+def _episode(episode: Episode) -> dict[str, Any]:
+    branches = [branch.episode.messages for branch in episode.branches]
+    return {"messages": episode.messages, "problem": episode.problem} | (
+        {BRANCHES: branches} if branches else {}
+    )

@@ -20,9 +20,8 @@ from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import moves_reference
 from lightrft.core.batch import Experience
 from lightrft.core.experience import flatten, numbers_of_rows
-from lightrft.core.losses import Denominator, Report
+from lightrft.core.losses import Denominator, PolicyObjective, Report
 from lightrft.core.metrics import Metrics
-from lightrft.core.objective import PolicyObjective
 from lightrft.core.samples import Prompt, Sample
 from lightrft.core.step import StepRecord
 from lightrft.data.prompt_set import PromptSet

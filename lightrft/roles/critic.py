@@ -6,10 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows
+from lightrft.core.batch import Batch, Rows
 from lightrft.core.losses import Report
-from lightrft.models.heads import LocalGradients
 from lightrft.roles.role import DistributedRole
 
 
@@ -30,9 +28,7 @@ class Critic(DistributedRole):
         """Return the same values for a flat batch: [T] float32 on the host."""
         return self.infer(lambda part: self.forward(part)[0], batch, rows)
 
-    def forward(
-        self, batch: Batch, gradients: LocalGradients | None = None
-    ) -> tuple[Tensor, Report]:
+    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
         """Return the values of all tokens [T]; objectives use the learned ones."""
         scores = self.module(batch)
         return torch.where(batch.position_ids > 0, scores.roll(1), 0.0), {}

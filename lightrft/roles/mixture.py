@@ -15,8 +15,7 @@ from torch import Tensor
 from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.objectives import Balanced
 from lightrft.algorithms.truncation import ALL
-from lightrft.core.batch import Batch, Routing
-from lightrft.core.batches import Rows, micro_batches
+from lightrft.core.batch import Batch, Routing, Rows, micro_batches
 from lightrft.core.losses import Report
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import LossTerm
@@ -32,6 +31,9 @@ class MixturePolicy(Policy):
         super().__init__(*args, **options)
         self.routers = routers
         """Routers of the actor if a loss balances the load of the experts, else None."""
+        self._load: Tensor | None = None
+        """How many of this rank's tokens of the open step chose each expert so far, [layers, E], if
+        it is measured."""
         self._load_report: Report = {}
         """Reports of the load of the experts in the newest optimizer step, if it is measured."""
 
@@ -49,15 +51,18 @@ class MixturePolicy(Policy):
     def _measured_choices(self, choices: RouterChoices) -> Report:
         """Add the load of the experts to the open step; report the choices that replay changed."""
         sequence = self.actor.sequence
-        if self._step is not None and self._step.learn:
+        if self.left is not None and self.module.training:
             load = choices.load(sequence)
-            before = self._step.expert_load
-            self._step.expert_load = load if before is None else before + load
+            self._load = load if self._load is None else self._load + load
         return choices.report(sequence)
+
+    def begin(self, num_microbatches: int, *, learn: bool = True) -> None:
+        super().begin(num_microbatches, learn=learn)
+        self._load = None
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Step the optimizer, and balance the load of the experts if it was measured; see Role."""
-        load = self._open_step().expert_load
+        load = self._load
         if load is None:
             return super().finish()
 

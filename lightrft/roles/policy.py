@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.config.sections import AlgorithmSection
-from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows
+from lightrft.core.batch import Batch, Rows
 from lightrft.core.losses import Report
-from lightrft.models.heads import Actor, Likeliest, LocalGradients, TokenLogprobs
+from lightrft.core.role import LossTerm
+from lightrft.models.heads import Actor, Likeliest, LocalGradients, TokenLogprobs, local_gradients
 from lightrft.models.lora import adapted_layers, adapters_off
 from lightrft.roles.policy_methods import PolicyMethods
 from lightrft.roles.role import DistributedRole
@@ -136,6 +136,16 @@ class Policy(DistributedRole, PolicyMethods):
         read = TokenLogprobs(targets=targets, gradients=gradients)
         logprobs, batch.entropy = self.actor(batch, self.temperature, self.truncation, read)
         return logprobs, {"train/entropy": batch.entropy.detach()}
+
+    def loss(self, batch: Batch, term: LossTerm) -> tuple[Tensor, Report]:
+        """Return a micro-batch's share of the loss, and reports.
+
+        The head computes its gradients in the forward pass if the objective's are known early.
+        """
+        gradients = local_gradients(term.objective, batch, term.denominator)
+        values, report = (term.forward or self.forward)(batch, gradients)
+        loss, more = term.objective(values, batch, term.denominator)
+        return loss, more | report
 
     def update_reference(self, step: int, section: AlgorithmSection) -> None:
         """Move the reference after a step, on each rank for its part.

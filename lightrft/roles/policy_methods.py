@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.core.batch import Batch, padded
+from lightrft.core.role import OPEN
 from lightrft.core.samples import Completion
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Likeliest
@@ -46,7 +47,7 @@ class PolicyMethods:
     temperature: float
     truncation: Truncation
     width_multiple: int
-    _refuse_open_step: Callable[[], None]
+    left: int | None
     _answer: Callable[..., Tensor]
     _token_logprobs: Callable[[Actor, Batch], Tensor]
     _reference: Callable[[], AbstractContextManager[Actor]]
@@ -193,7 +194,8 @@ class PolicyMethods:
 
     def finish_training(self) -> None:
         """Move actor and optimizer off the device with --offload_idle."""
-        self._refuse_open_step()
+        if self.left is not None:
+            raise RuntimeError(OPEN)
         self.strategy.enter(Phase.LOGPROB)
 
     def finish_inference(self) -> None:

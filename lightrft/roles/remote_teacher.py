@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows
+from lightrft.core.batch import Batch, Rows
 from lightrft.parallel.collectives import Axis
 from lightrft.roles.endpoint import AWAY_SECONDS, Endpoint
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lightrft.core.batch import Batch, JudgedBatch, to_device
 from lightrft.core.losses import Report, sequence_sums
-from lightrft.models.heads import LocalGradients
 from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
 from lightrft.roles.role import DistributedRole
 
@@ -52,22 +51,16 @@ class RewardModel(DistributedRole):
         """Return `scores` [B]: get_rewards() by the name that NeMo-RL has for it."""
         return {"scores": self.get_rewards(data, micro_batch_size)}
 
-    def forward(
-        self, batch: Batch, gradients: LocalGradients | None = None
-    ) -> tuple[Tensor, Report]:
+    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
         """Return the scores [N]."""
         return _mean(self._last(batch)), {}
 
-    def scores_of_heads(
-        self, batch: JudgedBatch, gradients: LocalGradients | None = None
-    ) -> tuple[Tensor, Report]:
+    def scores_of_heads(self, batch: JudgedBatch) -> tuple[Tensor, Report]:
         """Return for each sequence the score of the head that `batch.heads` names: [N]."""
         scores = self._last(batch)
         return scores if scores.ndim == 1 else scores.gather(1, batch.heads[:, None])[:, 0], {}
 
-    def scores_of_tokens(
-        self, batch: Batch, gradients: LocalGradients | None = None
-    ) -> tuple[Tensor, Report]:
+    def scores_of_tokens(self, batch: Batch) -> tuple[Tensor, Report]:
         """Return the score at each token, [T], for a model with one head.
 
         A process reward model is read after each step.

@@ -1,6 +1,5 @@
 """Base of the roles of a run: what options and loops of your own add to a role of the core."""
 
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.algorithms.means import MoreCounts, PromptTokens, Weighted
+from lightrft.algorithms.means import MoreCounts, PromptTokens
 from lightrft.batching.micro_batches import regroup
 from lightrft.batching.planner import Batching
 from lightrft.config.sections import TrainSection
-from lightrft.core.batch import Batch, padded
-from lightrft.core.batches import Rows, empty_microbatch, micro_batches
+from lightrft.core.batch import Batch, Rows, empty_microbatch, micro_batches, padded
 from lightrft.core.losses import Denominator, Report, sequence_sums
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import Forward, LossTerm, Objective, Role
-from lightrft.models.heads import LocalGradients, local_gradients
 from lightrft.roles.operations import TrainingOperations
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten_padded
 from lightrft.roles.reports import MicroBatchReports
@@ -30,21 +27,18 @@ from lightrft.strategy.strategy import StrategyBase
 
 ALL_MB_METRICS = "all_mb_metrics"
 """NeMo-RL's name for the metrics of all micro-batches."""
+NO_STEP = "no train step is open: call begin_train_step() first"
 MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
 
 
 @dataclass(slots=True)
 class TrainStep:
-    """An optimizer step that has begun."""
+    """An optimizer step by hand that has begun."""
 
     num_microbatches: int
     learn: bool
-    batch: Batch | None = None
-    """The newest micro-batch."""
-    expert_load: Tensor | None = None
-    """How many of this rank's tokens chose each expert so far, [layers, E], if it is measured."""
-    term: LossTerm | None = None
-    """Objective and denominator of a step by hand."""
+    term: LossTerm
+    """Objective and denominator."""
 
 
 class DistributedRole(Role):
@@ -90,31 +84,7 @@ class DistributedRole(Role):
         """Method of grouping rows into micro-batches; see planner.plan."""
         self.width_multiple = width_multiple
         """The width S of results is a multiple of this number."""
-        self.num_computed = 0
-        """Number of tokens that micro-batches of training have computed so far."""
-        self.num_learned = 0
-        """Number of tokens among them that the head predicted."""
         self._step: TrainStep | None = None
-
-    @abstractmethod
-    def forward(
-        self, batch: Batch, gradients: LocalGradients | None = None
-    ) -> tuple[Tensor, Report]:
-        """Return the input of objectives, and further reports.
-
-        `gradients` computes the gradients of the objective, if they are known before it is
-        computed.
-        """
-
-    def weight(self, batch: Batch) -> Tensor:
-        """Return the weight of each element of forward()'s values and of reports in a mean.
-
-        It is [T], the learned tokens.
-        """
-        return batch.loss_mask
-
-    def weighted(self, values: Tensor | Weighted, batch: Batch) -> tuple[Tensor, Tensor]:
-        return values if isinstance(values, Weighted) else (values, self.weight(batch))
 
     @property
     def operations(self) -> float:
@@ -128,6 +98,11 @@ class DistributedRole(Role):
     def _training_operations(self) -> TrainingOperations:
         return TrainingOperations.of(self.module.hf_model, self.strategy.full_shape)
 
+    @cached_property
+    def more(self) -> MoreCounts:
+        """Return what denominators hold besides: the constant of seq-mean-token-sum-norm."""
+        return MoreCounts(self.strategy.config.rollout.generate_max_len)
+
     # -- planning rows over all ranks
 
     def limits(
@@ -139,19 +114,6 @@ class DistributedRole(Role):
             "max_sequences": max_sequences,
             "batching": self.batching,
         }
-
-    def denominator(
-        self, batch: Batch, rows: Rows, *, length: int | None = None, by_prompt: bool = False
-    ) -> Denominator:
-        """Count the learned tokens and sequences of one optimizer step over all ranks.
-
-        It is one collective. `length` is the constant of seq-mean-token-sum-norm:
-        --generate_max_len when None. `by_prompt`: see with_prompts().
-        """
-        if length is None:
-            length = self.strategy.config.generate_max_len
-        counted = replace(super().denominator(batch, rows), more=MoreCounts(length))
-        return self.with_prompts(counted, batch, rows) if by_prompt else counted
 
     def with_prompts(self, counted: Denominator, batch: Batch, rows: Rows) -> Denominator:
         """Count the tokens of each prompt too, for prompt-mean, in one more collective."""
@@ -179,35 +141,6 @@ class DistributedRole(Role):
             self.record(measured, batch, metrics)
         return self.finish_train_step()[0]
 
-    def begin(self, num_microbatches: int) -> None:
-        """Begin an optimizer step; raise an error if one is open, or without an optimizer."""
-        self._refuse_open_step()
-        if self.optimizer is None:
-            raise ValueError(
-                f"this {type(self).__name__} has no optimizer: create it with one, or pass"
-                " eval_mode=True"
-            )
-        super().begin(num_microbatches)
-        self._step = TrainStep(num_microbatches, True)
-
-    def loss(self, batch: Batch, term: LossTerm) -> tuple[Tensor, Report]:
-        """Return a micro-batch's share of the loss, and reports.
-
-        The head computes its gradients in the forward pass if the objective's are known early.
-        """
-        self._step.batch = batch
-        gradients = local_gradients(term.objective, batch, term.denominator)
-        values, report = (term.forward or self.forward)(batch, gradients)
-        loss, more = term.objective(values, batch, term.denominator)
-        self.num_computed += batch.num_computed
-        self.num_learned += len(batch.learned_tokens)
-        return loss, more | report
-
-    def finish(self) -> tuple[Tensor, Tensor]:
-        result = super().finish()
-        self._step = None
-        return result
-
     # -- one optimizer step by hand
 
     def begin_train_step(
@@ -219,16 +152,9 @@ class DistributedRole(Role):
         eval_mode: bool = False,
     ) -> None:
         """Begin an optimizer step of `num_microbatches` micro-batches, as many on every rank."""
-        if eval_mode:
-            self._refuse_open_step()
-            self.strategy.enter("logprob", self.module, None)
-            self.module.eval()
-            self.left = num_microbatches
-            self.total = torch.zeros((), device=self.strategy.device)
-            self._step = TrainStep(num_microbatches, False)
-        else:
-            self.begin(num_microbatches)
-        self._step.term = LossTerm(None, [], objective, denominator)
+        self.begin(num_microbatches, learn=not eval_mode)
+        term = LossTerm(None, [], objective, denominator)
+        self._step = TrainStep(num_microbatches, not eval_mode, term)
 
     def train_microbatch(self, batch: Batch, term: LossTerm | None = None) -> Report:
         """Add the gradients of one micro-batch on the device; return the reports, on the device.
@@ -243,9 +169,7 @@ class DistributedRole(Role):
             )
         term = term or step.term
         if step.learn:
-            loss, report = self.loss(batch, term)
-            self.add_gradients(loss)
-            return report
+            return self.add_gradients(batch, term)
 
         with torch.no_grad():
             loss, report = super().loss(batch, term)
@@ -264,10 +188,11 @@ class DistributedRole(Role):
                 f"finish_train_step() after {step.num_microbatches - self.left} of"
                 f" {step.num_microbatches} micro-batches"
             )
+        self._step = None
         if step.learn:
             return self.finish()
 
-        self._step = None
+        self.left = None
         return self.strategy.begin_sum(self.total)(), torch.zeros_like(self.total)
 
     def abort_train_step(self) -> None:
@@ -275,25 +200,20 @@ class DistributedRole(Role):
 
         Parameters, optimizer and schedule are unchanged, and no gradient is left.
         """
-        step = self._open_step()
-        self._step = None
-        if step.batch is not None and self.left:
+        if self.left is None:
+            raise RuntimeError(NO_STEP)
+        if self.batch is not None and self.left:
             # Gradients that wait for the last micro-batch are inside the strategy: an empty one
             # flushes them.
-            values, _ = self.forward(empty_microbatch(step.batch))
+            values, _ = self.forward(empty_microbatch(self.batch))
             self.strategy.backward(values.sum() * 0, self.module, self.optimizer)
+        self.left = self.batch = self._step = None
         self.strategy.clear_gradients(self.module)
 
     def _open_step(self) -> TrainStep:
         if self._step is None:
-            raise RuntimeError("no train step is open: call begin_train_step() first")
+            raise RuntimeError(NO_STEP)
         return self._step
-
-    def _refuse_open_step(self) -> None:
-        if self._step is not None:
-            raise RuntimeError(
-                "a train step is open: call finish_train_step() or abort_train_step() first"
-            )
 
     def update_average(self, beta: float) -> None:
         """Update the average, if there is one.

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightrft.batching.micro_batches import regroup
 from lightrft.batching.planner import Batching
-from lightrft.core.batch import Batch, Experience, token_index
-from lightrft.core.batches import Rows
+from lightrft.core.batch import Batch, Experience, Rows, token_index
 from lightrft.parallel.collectives import Axis
 
 

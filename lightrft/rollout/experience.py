@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.core.batch import Experience, RoutedShape
-from lightrft.core.batches import Rows, TrainingPlan
+from lightrft.core.advantages import Stage
+from lightrft.core.batch import Experience, RoutedShape, Rows, TrainingPlan
 from lightrft.core.experience import (
     ExperienceMaker,
     LocalSamples,
@@ -19,7 +19,6 @@ from lightrft.core.experience import (
 )
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Expand, Expanded, Sample
-from lightrft.core.stages import Stage
 from lightrft.roles.role import Role
 
 # -- columns

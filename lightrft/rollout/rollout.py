@@ -5,17 +5,21 @@ every response.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Self
+
+import torch
+from torch import Tensor
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import RolloutSection
-from lightrft.core.groups import Group
+from lightrft.core.engine import derived_seed
+from lightrft.core.groups import RIGHT, Group
 from lightrft.core.metrics import Metrics, Untraced
 from lightrft.core.order import Order, fair_owners
 from lightrft.core.rollout import NextPrompts, Rollout
@@ -25,7 +29,6 @@ from lightrft.data.loader import Blend
 from lightrft.parallel.collectives import Axis
 from lightrft.registry import Registry
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import GroupOutcome, History
 from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.sampler import RunSampler
 
@@ -39,12 +42,6 @@ class ResumableRollout(Rollout):
     The state has the place in the data, the groups that have begun, and the last outcome of each
     prompt.
     """
-
-    def collect(self, step: int, metrics: Metrics) -> list[Group]:
-        """Collect a step's groups; a judge in the engine, if there is one, reads the responses."""
-        groups = super().collect(step, metrics)
-        self.rewards.ask_judge([sample for group in groups for sample in group.responses])
-        return groups
 
     def state_dict(self) -> dict[str, Any]:
         return self.scheduler.state_dict() | {"kind": self._kind}
@@ -64,6 +61,15 @@ class ResumableRollout(Rollout):
         """Return FixedBatch for all schedulers that extend it: each continues from any other."""
         cls = FixedBatch if isinstance(self.scheduler, FixedBatch) else type(self.scheduler)
         return cls.__name__
+
+
+class JudgedRollout(ResumableRollout):
+    """A rollout whose responses are read by a judge in the engine, while it is awake."""
+
+    def collect(self, step: int, metrics: Metrics) -> list[Group]:
+        groups = super().collect(step, metrics)
+        self.rewards.ask_judge([sample for group in groups for sample in group.responses])
+        return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,90 @@ class PreparedRequests:
     """None: what to ask is not known before the round begins."""
     unreadable: dict[int, str] = field(default_factory=dict)
     """Row -> reason for media that cannot be read; if there are any, nothing is prepared."""
+
+
+# -- what is kept of a group once it is scored
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutcome:
+    """Facts about a complete and scored group, known to every rank."""
+
+    number: int
+    row: int
+    has_signal: bool
+    """The samples differ in a reward, be it of one step, and not all of them are masked."""
+    solved: float
+    """Share of right responses."""
+    length: float
+    """Mean number of tokens of a response."""
+
+    @classmethod
+    def of(cls, group: Group) -> Self:
+        samples = group.samples
+        rewards = {tuple(reward for _, reward in sample.steps) for sample in samples}
+        has_signal = len(rewards) > 1 and not all(sample.masked for sample in samples)
+        solved = sum(sample.reward > RIGHT for sample in samples) / len(samples)
+        length = sum(len(sample.token_ids) for sample in samples) / len(samples)
+        return cls(group.number, group.row, has_signal, solved, length)
+
+
+class History:
+    """The last outcome of each prompt, the same on all ranks."""
+
+    def __init__(self, num_prompts: int):
+        self.epochs = torch.full((num_prompts,), -1)
+        """Epoch when each prompt was last drawn, [prompts] int64; -1 if it never was."""
+        self.solved = torch.zeros(num_prompts)
+        self.lengths = torch.zeros(num_prompts)
+        self._former: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        """Row that changed since snapshot() -> the values before the change."""
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that undoes everything recorded between now and the next call.
+
+        Only rows that change are copied.
+        """
+        former = self._former = {}
+
+        def rollback() -> None:
+            for row, (epoch, solved, length) in former.items():
+                self.epochs[row] = epoch
+                self.solved[row] = solved
+                self.lengths[row] = length
+
+        return rollback
+
+    def record(self, outcomes: Iterable[GroupOutcome], epoch: int) -> None:
+        columns = (self.epochs, self.solved, self.lengths)
+        for outcome in outcomes:
+            row = outcome.row
+            if row not in self._former:
+                self._former[row] = tuple(column[row].clone() for column in columns)
+            self.epochs[row] = epoch
+            self.solved[row] = outcome.solved
+            self.lengths[row] = outcome.length
+
+    def expected_lengths(self, rows: list[int]) -> list[float]:
+        """Return how many tokens to expect of a response to each prompt: as many as last time.
+
+        New prompts get the mean of the others, or 1.
+        """
+        generated = self.epochs >= 0
+        mean = float(self.lengths[generated].mean()) if generated.any() else 1.0
+        return [max(float(self.lengths[row]) if generated[row] else mean, 1.0) for row in rows]
+
+    def state_dict(self) -> dict[str, Any]:
+        # "turns" was the name of epochs when the format was made; old checkpoints still load.
+        return {"turns": self.epochs, "solved": self.solved, "lengths": self.lengths}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs.copy_(state["turns"])
+        self.solved.copy_(state["solved"])
+        self.lengths.copy_(state["lengths"])
+
+
+# -- the default scheduler
 
 
 @schedulers.register("fixed_batch")
@@ -171,10 +261,7 @@ class FixedBatch(NextPrompts):
         metrics.max("rollout/groups_carried", 0)
         return super().selected(metrics)
 
-    def scored(self, groups: list[Group]) -> None:
-        self.record(groups)
-
-    def record(self, groups: list[Group]) -> list[GroupOutcome]:
+    def scored(self, groups: list[Group]) -> list[GroupOutcome]:
         """Record the outcomes of this rank's scored groups; return the outcomes of all ranks."""
         if self.greedy:
             for group in groups:
@@ -229,9 +316,12 @@ class FixedBatch(NextPrompts):
     def _prepare(self, step: int) -> PreparedRequests:
         began = time.perf_counter()
         plan = self._plan()
-        prepared = self._prepared_round(plan, self._seed(step, 0))
+        prepared = self._prepared_round(plan, self._seed(step))
         self.trace.record("prepare", f"step {step}", began)
         return prepared
+
+    def _seed(self, step: int, round: int = 0) -> int:
+        return derived_seed(self.seed, step, round, 0)
 
     def _prepared_round(self, plan: RolloutPlan, seed: int) -> PreparedRequests:
         groups = self._local_groups(plan)

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightrft.checkpoint.atomic import write_file
 from lightrft.config.errors import DataError
+from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Drafts, Episode, Prompt, Sample
 from lightrft.observe.sinks import Writer
 from lightrft.parallel.mesh import Mesh
@@ -39,8 +40,10 @@ class RecordedSamples:
         self.folder = Path(folder).expanduser()
         self.mesh = mesh
 
-    def write(self, step: int, samples: Sequence[Sample], version: int, writer: Writer) -> None:
-        """Let the writer write the samples of this rank's replica."""
+    def write(
+        self, step: int, samples: list[Sample], version: int, metrics: Metrics, *, writer: Writer
+    ) -> None:
+        """Let the writer write the samples of this rank's replica; it is a measure of a step."""
         if not self.mesh.model_parallel.rank:
             writer.submit(
                 partial(self._write, step, [{"version": version}, *map(_as_json, samples)])

@@ -1,6 +1,6 @@
 """Let prompts rest for some epochs if they were too easy or too hard (--curriculum)."""
 
-from lightrft.rollout.groups import History
+from lightrft.rollout.rollout import History
 
 
 class Curriculum:

@@ -5,7 +5,7 @@ from loguru import logger
 from lightrft.config.errors import ConfigError
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
-from lightrft.rollout.groups import GroupOutcome
+from lightrft.rollout.rollout import GroupOutcome
 
 LEAST_ACCEPTANCE = 0.25
 """Lowest acceptance to count on: a round draws at most four prompts for one that is missing."""

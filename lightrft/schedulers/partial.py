@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
 
+import torch
+
 from lightrft.core.groups import Group
 from lightrft.core.samples import Prompt
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.groups import group_of, state_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +118,44 @@ def fits(group: Group, longest: int) -> bool:
         len(sample.token_ids) + (sample.finish_reason is None) <= longest
         for sample in group.responses
     )
+
+
+def state_of(group: Group) -> dict[str, Any]:
+    """Return the state of a group in plain types, without the prompt.
+
+    Rewards are not part of it, because only complete groups get them.
+    """
+    responses = [
+        (s.token_ids, s.logprobs, s.text, s.finish_reason, s.weight_versions)
+        for s in group.responses
+    ]
+    return {
+        "number": group.number,
+        "row": group.row,
+        "responses": responses,
+        "greedy": bool(group.others),
+        # Checkpoints hold tensors and plain types.
+        "experts": [
+            None if s.experts is None else torch.from_numpy(s.experts) for s in group.responses
+        ],
+    }
+
+
+def group_of(state: dict[str, Any], prompts: Sequence[Prompt]) -> Group:
+    """Return the group with this state."""
+    others = int(state["greedy"])
+    count = len(state["responses"]) - others
+    row = state["row"]
+    group = Group.begin(state["number"], row, prompts[row], count, others=others)
+
+    for sample, values in zip(group.responses, state["responses"], strict=True):
+        token_ids, logprobs, sample.text, finish_reason, versions = values
+        sample.finish_reason = finish_reason
+        # The lists grow in place, and the saved state must stay as it is.
+        sample.token_ids = list(token_ids)
+        sample.logprobs = list(logprobs)
+        sample.weight_versions = list(versions)
+    for sample, experts in zip(group.responses, state.get("experts", ()), strict=False):
+        sample.experts = None if experts is None else experts.numpy()
+
+    return group

@@ -130,7 +130,7 @@ class Rounds(FixedBatch):
         complete = [group for group in groups if group.complete]
         if self.section.dynamic_sampling:
             self.rewards.finish([each for group in complete for each in group.responses])
-            outcomes = self.record(complete)
+            outcomes = self.scored(complete)
             usable = {each.number for each in outcomes if each.has_signal}
             selection.take(outcomes)
         else:
@@ -277,7 +277,7 @@ class Rounds(FixedBatch):
 
     # -- generating
 
-    def _seed(self, step: int, round: int) -> int:
+    def _seed(self, step: int, round: int = 0) -> int:
         # However often a tail round's group is repeated, it draws the same.
         return super()._seed(step, round) if not self.tail_rounds else derived_seed(self.seed, 0)
 

@@ -1,4 +1,4 @@
-"""Options of the way from rewards to the advantage of each token, each one stage; see core/stages.py.
+"""Options of the way from rewards to the advantage of each token, each one stage; see core/advantages.py.
 
 Plain GRPO has PolicyLogprobs and RewardToGo of the core; build.py chooses the stages of a run.
 """
@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import explained_variance, gae, teacher_advantages, whiten
-from lightrft.core.batch import Experience
-from lightrft.core.batches import Rows, TrainingPlan
+from lightrft.core.advantages import PolicyLogprobs, Stage
+from lightrft.core.batch import Experience, Rows, TrainingPlan
 from lightrft.core.losses import Sum
 from lightrft.core.metrics import Metrics
-from lightrft.core.stages import PolicyLogprobs, Stage
 from lightrft.roles.teacher import Teacher, TeacherOfTokens
 
 # -- outputs of models

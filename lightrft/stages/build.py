@@ -5,9 +5,9 @@ from collections.abc import Callable
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
 from lightrft.config.sections import AlgorithmSection, TrainSection
+from lightrft.core.advantages import CompareRewards, PolicyLogprobs, RewardToGo, Stage
 from lightrft.core.batch import Experience
 from lightrft.core.experience import ExperienceMaker, LocalStage, flatten
-from lightrft.core.stages import CompareRewards, PolicyLogprobs, RewardToGo, Stage
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher

@@ -10,9 +10,9 @@ from lightrft.algorithms.advantage import estimators, solved_share, weighted_by_
 from lightrft.algorithms.options import options_of
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config.sections import AlgorithmSection
+from lightrft.core.advantages import CompareRewards
 from lightrft.core.groups import RewardTable
 from lightrft.core.samples import Sample
-from lightrft.core.stages import CompareRewards
 from lightrft.core.strategy import DataRanks
 
 COMPONENTS = "components"
@@ -66,9 +66,6 @@ class CompareShapedRewards(CompareRewards):
             advantages = weighted_by_difficulty(advantages, solved, least=least, most=most)
         return advantages
 
-    def rewards(self, table: RewardTable) -> Tensor:
-        return self.shaper(table["reward"], table["group"].long(), table["response_length"])
-
     def gather(self, data: DataRanks, samples: Sequence[Sample], *, first_row: int) -> RewardTable:
         """Return the table of rewards, with a column for each component if there are any.
 
@@ -81,17 +78,16 @@ class CompareShapedRewards(CompareRewards):
         columns = {f"{COMPONENTS}/{name}": partial(_component, name) for name in names}
         return RewardTable.share(data, samples, first_row=first_row, more=self.columns | columns)
 
-    def inputs(self, table: RewardTable) -> dict[str, Tensor]:
+    def inputs(self, table: RewardTable) -> tuple[Tensor, dict[str, Tensor]]:
+        _, named = super().inputs(table)
         prefix = f"{COMPONENTS}/"
-        names = [name for name in table.columns if name.startswith(prefix)]
-        if not names:
-            return super().inputs(table)
-        weights = [self._weight(name.removeprefix(prefix)) for name in names]
-        return super().inputs(table) | {
+        if names := [name for name in table.columns if name.startswith(prefix)]:
+            weights = [self._weight(name.removeprefix(prefix)) for name in names]
             # Rounded like shaped rewards, whose float64 sums are exact: equal parts have no spread.
-            COMPONENTS: torch.stack([table[name] for name in names], 1).float(),
-            "component_weights": torch.tensor(weights, dtype=torch.float64),
-        }
+            named[COMPONENTS] = torch.stack([table[name] for name in names], 1).float()
+            named["component_weights"] = torch.tensor(weights, dtype=torch.float64)
+        rewards = self.shaper(table["reward"], table["group"].long(), table["response_length"])
+        return rewards, named
 
     def _weight(self, component: str) -> float:
         """Return the weight of the reward that a component belongs to.

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import solved_share
-from lightrft.core.batch import Experience
-from lightrft.core.batches import TrainingPlan
+from lightrft.core.advantages import Stage
+from lightrft.core.batch import Experience, TrainingPlan
 from lightrft.core.experience import LocalSamples
 from lightrft.core.losses import sequence_means
 from lightrft.core.metrics import Metrics
-from lightrft.core.stages import Stage
 
 
 def mask_sequences(experience: Experience, mask: Tensor) -> None:

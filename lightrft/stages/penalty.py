@@ -6,11 +6,10 @@ from torch import Tensor
 from lightrft.algorithms.advantage import rloo_penalty
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient, kl_estimators
 from lightrft.config.sections import AlgorithmSection
-from lightrft.core.batch import Experience
-from lightrft.core.batches import TrainingPlan
+from lightrft.core.advantages import Stage
+from lightrft.core.batch import Experience, TrainingPlan
 from lightrft.core.losses import sequence_sums
 from lightrft.core.metrics import Metrics
-from lightrft.core.stages import Stage
 from lightrft.parallel.collectives import Axis
 
 

@@ -9,11 +9,10 @@ from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.options import options_of
 from lightrft.algorithms.selection import top_share
 from lightrft.config.sections import AlgorithmSection
-from lightrft.core.batch import Experience, token_index
-from lightrft.core.batches import TrainingPlan
+from lightrft.core.advantages import Stage
+from lightrft.core.batch import Experience, TrainingPlan, token_index
 from lightrft.core.losses import Sum
 from lightrft.core.metrics import Metrics
-from lightrft.core.stages import Stage
 
 
 class HighEntropyTokens(Stage):

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial, wraps
 from itertools import chain
@@ -23,13 +24,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightrft.backends.base import Backend, draw_by_data_rank
 from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
-from lightrft.batching.micro_batches import B, redistribute, with_shared_prefixes
+from lightrft.batching.micro_batches import B, find_shared_prefixes, redistribute
+from lightrft.batching.planner import MIN_SAVING
 from lightrft.batching.sample_store import MemoryStore, SampleStore
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import SUPERVISED, OptimSection, sequence_layout
-from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows
+from lightrft.core.batch import Batch, Rows
 from lightrft.core.engine import Request
 from lightrft.core.metrics import Untraced
 from lightrft.core.order import Order
@@ -115,7 +116,8 @@ class StrategyBase(Backend):
         self.skipped_steps = 0
         self.unsplit_models: set[nn.Module] = set()
         self._mesh: Mesh | None = None
-        self._data = ALONE
+        self.data = ALONE
+        """The axis of the ranks with different samples."""
         self.activity = ("", 0.0)
         """Phase that was announced last, and the monotonic time when it began."""
         self._watchdog: Watchdog | None = None
@@ -185,7 +187,7 @@ class StrategyBase(Backend):
             ep=section.ep_size,
             timeout=timeout + COLLECTIVE_MARGIN,
         )
-        self._data = self._mesh.data
+        self.data = self._mesh.data
         # This is here because all ranks have to create the engine's group together.
         self.host.axis_of(self.config.engine)
         self._check_batch_sizes()
@@ -201,7 +203,7 @@ class StrategyBase(Backend):
         self.close_checkpoints()
         self.memory.phases.end_deterministic()
         self._mesh = None
-        self._data = ALONE
+        self.data = ALONE
         self.memory.forget()
         self.close_engine()
 
@@ -245,11 +247,6 @@ class StrategyBase(Backend):
         return self._mesh
 
     @property
-    def data(self) -> Axis:
-        """Return the axis of the ranks with different samples."""
-        return self._data
-
-    @property
     def world(self) -> Axis:
         return self._mesh.world if self._mesh else world_axis()
 
@@ -289,7 +286,7 @@ class StrategyBase(Backend):
         integers is a float. Ranks of one data replica hold the same values and count once. A dict
         is reduced in one collective; all ranks must give the same keys and shapes.
         """
-        return all_reduce(data, op, self._data)
+        return all_reduce(data, op, self.data)
 
     def begin_sum(self, data: Tensor) -> Callable[[], Tensor]:
         """Start to sum a tensor over all data ranks, and return a function that waits for the sum.
@@ -298,7 +295,7 @@ class StrategyBase(Backend):
         """
         if type(self).all_reduce is not StrategyBase.all_reduce:
             return partial(self.all_reduce, data, "sum")
-        return self._data.begin_sum(data.clone())
+        return self.data.begin_sum(data.clone())
 
     def all_gather(self, data: Any) -> Any:
         """Gather from all data ranks, in order; everything is sent through the host.
@@ -306,7 +303,7 @@ class StrategyBase(Backend):
         Tensors are concatenated along the first dim (0-dim ones too), numbers are listed, dicts are
         gathered by key. First dims may differ between ranks. Meant for metrics and plans.
         """
-        return all_gather(data, self._data)
+        return all_gather(data, self.data)
 
     # -- data
 
@@ -405,7 +402,10 @@ class StrategyBase(Backend):
 
     def to_device(self, batch: B) -> B:
         """Copy a micro-batch to the device; models compute each prefix that sequences share once."""
-        return with_shared_prefixes(batch).to(self.device)
+        shared = find_shared_prefixes(
+            batch.input_ids, batch.lengths, batch.media, min_saving=MIN_SAVING
+        )
+        return replace(batch, shared=shared).to(self.device)
 
     # -- models and optimizers
 

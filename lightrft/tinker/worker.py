@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
-from lightrft.core.batch import Batch, token_index
-from lightrft.core.batches import micro_batches
+from lightrft.core.batch import Batch, micro_batches, token_index
 from lightrft.engine.base import NotFiniteError
 from lightrft.engine.requests import Sampling
 from lightrft.roles.policy import Policy

@@ -24,7 +24,7 @@ from lightrft.config.sections import (
     section_of_field,
 )
 from lightrft.config.summary import nodes_to_replicate, summary
-from lightrft.core.objective import reach_of
+from lightrft.core.losses import reach_of
 from lightrft.parallel.peaks import DEVICES, Device
 from lightrft.parallel.tensor_parallel import model_problems
 from lightrft.tools.shapes import model_config

@@ -30,15 +30,16 @@ from lightrft.config.sections import (
     needs_reference,
 )
 from lightrft.config.values import CommaSeparated
+from lightrft.core.advantages import CompareRewards
 from lightrft.core.batch import RoutedShape
 from lightrft.core.experience import ExperienceMaker, flatten
 from lightrft.core.groups import Group
+from lightrft.core.losses import PolicyObjective
 from lightrft.core.metrics import Untraced
-from lightrft.core.objective import PolicyObjective
 from lightrft.core.role import Learner
 from lightrft.core.rollout import Scheduler
 from lightrft.core.samples import Sample
-from lightrft.core.stages import CompareRewards
+from lightrft.core.step import Measure
 from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.duplicates import warn_of_learned_rows
@@ -52,8 +53,9 @@ from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout.episode_sampler import EpisodeSampler
 from lightrft.rollout.experience import flatten_for_run
+from lightrft.rollout.measures import measure_turns_and_drafts
 from lightrft.rollout.media_expansion import Expander
-from lightrft.rollout.rollout import ResumableRollout, schedulers
+from lightrft.rollout.rollout import JudgedRollout, ResumableRollout, schedulers
 from lightrft.rollout.sampler import RunSampler, sampling_of
 from lightrft.run.observation import check_logins, log_duration, observation
 from lightrft.run.prepare import prepare_config
@@ -148,7 +150,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     scheduler = build_scheduler(
         config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
     )
-    rollout = ResumableRollout(scheduler, rewards)
+    rollout = (JudgedRollout if rewards.judge else ResumableRollout)(scheduler, rewards)
     parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     if algorithm.entropy_target is not None:
         parts["entropy_coefficient"] = entropy_coefficient
@@ -156,6 +158,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
     objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
     learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
+    measures: list[Measure] = []
     options = {
         "observer": observer,
         "trace": trace,
@@ -165,13 +168,17 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         "make_experience": make_experience,
         "learners": learners,
         "eval_sets": eval_sets,
+        "measures": measures,
         "parts": parts | ({"mixin": ptx_loss} if ptx_loss else {}),
     }
+    replays = bool(config.rollout.replay_rollouts)
+    if has_episodes(config.environment) or config.engine.speculative != "none" or replays:
+        measures.append(measure_turns_and_drafts)
     if config.rollout.dump_rollouts:
         dump = RecordedSamples(config.rollout.dump_rollouts, strategy.mesh)
-        options["dump"] = partial(dump.write, writer=observer.writer)
+        measures.append(partial(dump.write, writer=observer.writer))
 
-    if config.rollout.replay_rollouts:
+    if replays:
         recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
         options["read"] = partial(
             recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned

@@ -17,10 +17,9 @@ from lightrft.core.engine import derived_seed
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.data.loader import share_of
-from lightrft.observe.sinks import encode_row
+from lightrft.observe.sinks import encode_row, sample_rows
 from lightrft.observe.text import short
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.groups import sample_rows
 from lightrft.rollout.sampler import RunSampler
 from lightrft.rollout.scores import Estimate
 from lightrft.strategy.strategy import StrategyBase

@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 from torch import nn
 
 from lightrft.batching.micro_batches import put_batch
 from lightrft.config.sections import Config, moves_reference
-from lightrft.core.batches import TrainingPlan
+from lightrft.core.batch import TrainingPlan
 from lightrft.core.engine import derived_seed
 from lightrft.core.experience import ExperienceMaker
 from lightrft.core.groups import measure_samples
@@ -17,49 +18,20 @@ from lightrft.core.metrics import Metrics
 from lightrft.core.role import Learner
 from lightrft.core.rollout import Rollout
 from lightrft.core.samples import Sample
-from lightrft.core.step import Step, StepRecord
+from lightrft.core.step import Measure, Step, StepRecord
 from lightrft.data.prompt_set import PromptSet
+from lightrft.observe.sinks import sample_rows
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import DistributedRole
-from lightrft.rollout.groups import measure_turns_and_drafts, sample_rows
 from lightrft.rollout.rollout import FixedBatch
 from lightrft.rollout.sampler import RunSampler
-from lightrft.run.interruption import Interrupted, Interruption
+from lightrft.run.interruption import Interrupted
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.held_out import HeldOut, ask_judges, evaluate
 
-SampleSink = Callable[[int, list[Sample], int], None]
-"""Takes a step's number, the samples, and the version of the engine's newest weights."""
 Read = Callable[[int], tuple[list[Sample], int]]
 """Returns the recorded samples of a step, and the version of the engine's weights then."""
-
-
-@dataclass
-class RunStep(Step):
-    """A step that can be interrupted between its samples and what is learned from them."""
-
-    _: KW_ONLY
-    interruption: Interruption
-
-    def collect(self, number: int, metrics: Metrics) -> tuple[list[Sample], int]:
-        rollback = self.rollout.scheduler.snapshot()
-        before = metrics.state_dict()
-        version = self.strategy.weight_version
-        collected = super().collect(number, metrics)
-        self.rollout.rewards.count_failures("rollout/reward_failures", metrics)
-
-        # A checkpoint holds only finished steps, so an interrupted one is undone: the same prompts
-        # come again.
-        try:
-            self.interruption.safe_point()
-        except Interrupted:
-            rollback()
-            metrics.clear()
-            metrics.load_state_dict(before)
-            self.strategy.engine_lags(version)
-            raise
-        return collected
 
 
 @dataclass
@@ -88,13 +60,13 @@ class PPOTrainer(Trainer):
         make_experience: ExperienceMaker,
         learners: Sequence[Learner],
         eval_sets: Sequence[HeldOut] = (),
-        dump: SampleSink | None = None,
+        measures: Sequence[Measure] = (),
         read: Read | None = None,
         **kwargs,
     ):
         """Set up the trainer.
 
-        `learners` are the models that learn, in order; the policy is the last one. `dump` records
+        `learners` are the models that learn, in order; the policy is the last one. `measures` see
         the samples of each step. `read` returns those of another run, which are learned instead.
         """
         super().__init__(config, strategy, policy, training_data, **kwargs)
@@ -103,21 +75,19 @@ class PPOTrainer(Trainer):
         self.sampler = sampler
         self.learners = learners
         self.eval_sets = eval_sets
-        self.dump = dump
         self.read = read
         self.moves_reference = moves_reference(config.algorithm)
         self.has_readers = strategy.sample_store().is_outside
 
-        parts = (strategy, rollout, make_experience, learners)
-        options = {
-            "measures": [self._measure],
-            "around": self._around_learning,
-            "trace": self.trace,
-        }
-        if read is None:
-            self.learning_step = RunStep(*parts, interruption=self.interruption, **options)
-        else:
-            self.learning_step = ReplayedStep(*parts, read=read, **options)
+        self.learning_step = (Step if read is None else partial(ReplayedStep, read=read))(
+            strategy,
+            rollout,
+            make_experience,
+            learners,
+            measures=[self._measure, *measures],
+            around=self._around_learning,
+            trace=self.trace,
+        )
 
         for each in learners:
             self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
@@ -125,18 +95,30 @@ class PPOTrainer(Trainer):
             self.models["reference"] = (policy.reference, None, None)
 
     def step(self, number: int) -> StepRecord:
-        return self.learning_step(number, self.metrics)
+        rollback = self.rollout.scheduler.snapshot()
+        before = self.metrics.state_dict()
+        version = self.strategy.weight_version
+        try:
+            return self.learning_step(number, self.metrics)
+        except Interrupted:
+            # A checkpoint holds only finished steps, so an interrupted one is undone: the same
+            # prompts come again.
+            rollback()
+            self.metrics.clear()
+            self.metrics.load_state_dict(before)
+            self.strategy.engine_lags(version)
+            raise
 
     def _measure(self, number: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
-        """Record, show and measure the samples of a step."""
-        if self.dump is not None:
-            self.dump(number, samples, version)
+        """Show and measure the samples of a step, unless the run was asked to stop."""
+        if self.read is None:
+            self.rollout.rewards.count_failures("rollout/reward_failures", metrics)
+            self.interruption.safe_point()
         # Samples of a group come together, so that responses can be compared.
         if self.strategy.mesh.world.rank == 0:
             shown = samples[: self.config.observe.num_trajectories_to_save]
             self.observer.samples(number, sample_rows(shown))
         measure_samples(samples, version, metrics)
-        measure_turns_and_drafts(samples, metrics)
 
     @contextmanager
     def _around_learning(self, number: int, plan: TrainingPlan) -> Iterator[None]:
@@ -147,21 +129,16 @@ class PPOTrainer(Trainer):
             put_batch(store, plan.experience)
 
         # Which prompts come next depends on the rewards of this step, and not on its updates.
-        with self._preparing(number + 1):
+        scheduler = self.rollout.scheduler
+        more = self.read is None and number < self.total_steps
+        prepares = more and isinstance(scheduler, FixedBatch)
+        with scheduler.preparing(number + 1) if prepares else nullcontext():
             yield
 
         if self.moves_reference:
             self.policy.update_reference(number, self.config.algorithm)
         if store is not None:
             store.clear(plan.experience.rows.tolist())
-
-    def _preparing(self, number: int) -> AbstractContextManager[None]:
-        """Return a context that prepares a step in another thread, if there is one to prepare."""
-        scheduler = self.rollout.scheduler
-        last = self.total_steps if self.read is None else 0
-        if number > last or not isinstance(scheduler, FixedBatch):
-            return nullcontext()
-        return scheduler.preparing(number)
 
     def progress(self) -> str:
         """Add how many responses this rank has, and how many tokens a second."""

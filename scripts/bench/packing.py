@@ -47,8 +47,8 @@ from transformers import (
 
 from lightrft.attention.flat import ATTENTION
 from lightrft.attention.recurrent import install
-from lightrft.batching.micro_batches import MIN_SAVING, find_shared_prefixes, prompts
-from lightrft.batching.planner import Plan, plan
+from lightrft.batching.micro_batches import find_shared_prefixes, prompts
+from lightrft.batching.planner import MIN_SAVING, Plan, plan
 from lightrft.core.batch import Batch
 from lightrft.models.heads import Actor
 

@@ -188,9 +188,9 @@ def train(flags: list[str]) -> list[dict[str, float]]:
 
 
 def watch(trainer: Any) -> Clock:
+    from lightrft.core.advantages import PolicyLogprobs
     from lightrft.core.role import Learner
     from lightrft.core.sampler import RolloutLoop
-    from lightrft.core.stages import PolicyLogprobs
 
     clock = Clock()
     numbers = {}

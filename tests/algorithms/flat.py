@@ -67,7 +67,7 @@ def step_denominator(batch: Batch) -> Denominator:
     for group, part in zip(batch.groups.tolist(), parts, strict=True):
         counts[group] = counts.get(group, 0.0) + float(part.sum())
     more = MoreCounts(7, PromptTokens.of(counts))
-    return Denominator(batch.num_loss_tokens, torch.tensor(float(sum(learned))), more=more)
+    return Denominator(batch.loss_mask.sum().float(), torch.tensor(float(sum(learned))), more=more)
 
 
 def loss_and_gradient(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.config import COMPARING
-from lightrft.core.estimators import grpo
+from lightrft.core.advantages import grpo
 from lightrft.core.table import keywords
 
 REWARDS = st.lists(

@@ -17,8 +17,7 @@ from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.terms import policy_objective
 from lightrft.config import AlgorithmSection, ConfigError
 from lightrft.core.batch import Batch, Experience
-from lightrft.core.losses import Denominator
-from lightrft.core.objective import reach_of
+from lightrft.core.losses import Denominator, reach_of
 from lightrft.models.heads import local_gradients
 
 LOG2 = math.log(2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from algorithms.flat import make_batch
 from lightrft.algorithms.advantage import explained_variance, gae, teacher_advantages, whiten
-from lightrft.core.estimators import reward_to_go
+from lightrft.core.advantages import reward_to_go
 
 
 def alone(total: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,11 @@
 """Micro-batches come back in the batch's order, and an empty one has no weight."""
 
+from dataclasses import replace
+
 import torch
 
-from lightrft.batching.micro_batches import with_shared_prefixes
-from lightrft.core.batch import Batch, Experience
-from lightrft.core.batches import infer, micro_batches
+from lightrft.batching.micro_batches import find_shared_prefixes
+from lightrft.core.batch import Batch, Experience, infer, micro_batches
 
 
 def experience() -> Experience:
@@ -17,6 +18,10 @@ def experience() -> Experience:
         rewards=torch.tensor([0.5, 1.0, 0.0]),
         engine_logprobs=torch.zeros(6),
     )
+
+
+def with_shared_prefixes(batch: Batch) -> Batch:
+    return replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths))
 
 
 def test_infer_restores_the_order_and_leaves_out_the_filler():

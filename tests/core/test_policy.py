@@ -3,11 +3,9 @@
 import torch
 from torch import nn
 
-from lightrft.core.batch import Experience
-from lightrft.core.batches import TrainingPlan
-from lightrft.core.losses import gspo, ppo
+from lightrft.core.batch import Experience, TrainingPlan
+from lightrft.core.losses import PolicyObjective, gspo, ppo
 from lightrft.core.metrics import Metrics
-from lightrft.core.objective import PolicyObjective
 from lightrft.core.policy import LogitsPolicy
 from lightrft.core.role import Learner
 from lightrft.core.strategy import Alone, OneProcess

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightrft.core.batches import TrainingPlan
+from lightrft.core.batch import TrainingPlan
 from lightrft.core.engine import Decoding, WholeRequests, derived_seed
 from lightrft.core.metrics import Metrics
 from lightrft.core.order import Order

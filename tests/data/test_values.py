@@ -23,9 +23,8 @@ from lightrft.data.digests import digests_of_pieces
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from lightrft.observe.sample_table import sample_table
-from lightrft.observe.sinks import encode_row
+from lightrft.observe.sinks import encode_row, sample_rows
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import sample_rows
 from tiny import byte_tokenizer
 
 DAY = datetime.datetime(2024, 5, 1, 12, 30, 15)

@@ -6,6 +6,7 @@ depends on values) fails on them.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,11 +19,10 @@ from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.terms import policy_objective
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.layout import Layout
-from lightrft.batching.micro_batches import with_shared_prefixes
+from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config import AlgorithmSection
 from lightrft.config.facts import EXPERT_FAMILIES
-from lightrft.core.batch import Batch, Experience
-from lightrft.core.batches import micro_batches
+from lightrft.core.batch import Batch, Experience, micro_batches
 from lightrft.core.losses import Denominator
 from lightrft.core.metrics import Metrics
 from lightrft.models.heads import Actor, Scorer
@@ -42,7 +42,11 @@ V = 20
 
 
 def to_device(device: torch.device | str) -> Callable[[Batch], Batch]:
-    return lambda part: with_shared_prefixes(part).to(device)
+    def call(part: Batch) -> Batch:
+        shared = find_shared_prefixes(part.input_ids, part.lengths, part.media)
+        return replace(part, shared=shared).to(device)
+
+    return call
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:

@@ -185,7 +185,9 @@ def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[
     numbers = []
     for _ in range(steps):
         by_prompt = config.algorithm.loss_agg_mode == "prompt-mean"
-        denominator = policy.denominator(mine, rows, length=LONGEST, by_prompt=by_prompt)
+        denominator = policy.denominator(mine, rows)
+        if by_prompt:
+            denominator = policy.with_prompts(denominator, mine, rows)
         update = policy.learn(
             [LossTerm(mine, rows, policy_objective(config.algorithm), denominator)], Metrics()
         )

@@ -29,7 +29,7 @@ from lightrft.algorithms.terms import policy_objective
 from lightrft.batching.micro_batches import get_batch, put_batch
 from lightrft.batching.planner import plan
 from lightrft.config import Config, ModelSection
-from lightrft.core.batches import micro_batches
+from lightrft.core.batch import micro_batches
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
 from lightrft.roles.critic import Critic

@@ -22,8 +22,7 @@ from lightrft.data.media_files import ImageFile
 from lightrft.observe.curves import curves, smooth
 from lightrft.observe.report import PAGE_TEMPLATE, write_report
 from lightrft.observe.scoreboard import scoreboard
-from lightrft.observe.sinks import JsonLines, read_rows, readable
-from lightrft.rollout.groups import sample_rows
+from lightrft.observe.sinks import JsonLines, read_rows, readable, sample_rows
 
 ATTACK = "<script>alert(1)</script>"
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightrft.backends import base as backend
-from lightrft.core.stages import CompareRewards
+from lightrft.core.advantages import CompareRewards
 from lightrft.engine.hf import HFEngine
 from lightrft.rewards.runner import RewardRunner
 from lightrft.roles.policy import Policy

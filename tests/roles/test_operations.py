@@ -83,7 +83,7 @@ def test_operations_are_those_that_are_computed(tmp_path, name, shared):
     role = (Scorer if scorer else Actor)(model).train()
     batch = batch_of(shared)
 
-    denominator = Denominator(batch.num_loss_tokens, torch.tensor(3.0))
+    denominator = Denominator(batch.loss_mask.sum().float(), torch.tensor(3.0))
     others = {torch.ops.aten._grouped_mm: grouped, torch.ops.aten.addmm_: added}
     with FlopCounterMode(display=False, custom_mapping=others) as counter:
         if scorer:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lightrft.algorithms.objectives import sft
 from lightrft.algorithms.terms import policy_objective
 from lightrft.config import Config
-from lightrft.core.losses import sequence_mean, token_mean
-from lightrft.core.objective import PolicyObjective
+from lightrft.core.losses import PolicyObjective, sequence_mean, token_mean
 from lightrft.roles.role import DistributedRole
 from ranks import run_ranks
 from roles import rows

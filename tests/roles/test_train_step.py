@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightrft.algorithms.objectives import sft
-from lightrft.core.batches import micro_batches
+from lightrft.core.batch import micro_batches
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import LossTerm
 from lightrft.roles.policy import Policy

@@ -15,7 +15,7 @@ from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.batching.micro_batches import prompts
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
-from lightrft.core.estimators import reward_to_go
+from lightrft.core.advantages import reward_to_go
 from lightrft.core.experience import flatten, place_at_tokens
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Episode, Prompt, Sample

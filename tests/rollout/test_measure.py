@@ -10,7 +10,7 @@ from lightrft.core.experience import measure_experience
 from lightrft.core.groups import SOLVED, measure_groups, measure_samples
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Drafts, Prompt, Sample
-from lightrft.rollout.groups import measure_turns_and_drafts
+from lightrft.rollout.measures import measure_turns_and_drafts
 
 
 class Ranks:
@@ -76,7 +76,7 @@ def test_drafts_of_all_samples_are_counted_together():
     samples[0].drafts = Drafts(count=2, num_tokens=10, num_accepted=3)
     samples[1].drafts = Drafts(1, 2, 0)
     metrics = Metrics()
-    measure_turns_and_drafts(samples, metrics)
+    measure_turns_and_drafts(1, samples, 0, metrics)
     found = reduced(metrics)
     assert (
         found["rollout/draft_acceptance"] == pytest.approx(3 / 12)
@@ -87,7 +87,7 @@ def test_drafts_of_all_samples_are_counted_together():
 def test_a_rank_without_samples_adds_nothing():
     metrics = Metrics()
     measure_samples([], 3, metrics)
-    measure_turns_and_drafts([], metrics)
+    measure_turns_and_drafts(1, [], 0, metrics)
     assert reduced(metrics) == {"rollout/tokens": 0.0}
 
 

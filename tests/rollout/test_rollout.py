@@ -20,8 +20,8 @@ from lightrft.data.media_files import IMAGES, ImageFile
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import GroupOutcome, History, has_signal, state_of
-from lightrft.rollout.rollout import FixedBatch, ResumableRollout
+from lightrft.rollout.rollout import FixedBatch, GroupOutcome, History, ResumableRollout
+from lightrft.schedulers.partial import state_of
 from lightrft.schedulers.rounds import Rounds, needs_rounds
 from ranks import run_cases, run_ranks
 
@@ -207,10 +207,10 @@ def test_a_group_has_a_signal_if_any_reward_differs(rewards, signal):
     for sample, own in zip(samples, rewards, strict=True):
         sample.token_rewards = own
         sample.reward = sum(filter(None, own))
-    assert has_signal(Group(0, 0, samples)) is signal
+    assert GroupOutcome.of(Group(0, 0, samples)).has_signal is signal
     for sample in samples:
         sample.masked = True
-    assert not has_signal(Group(0, 0, samples))
+    assert not GroupOutcome.of(Group(0, 0, samples)).has_signal
 
 
 def test_dynamic_sampling_replaces_groups_without_signal():
@@ -222,7 +222,7 @@ def test_dynamic_sampling_replaces_groups_without_signal():
     metrics = Metrics()
     for number in range(1, 6):
         groups, samples = step(rollout, number, metrics)
-        assert len(groups) == 4 and all(map(has_signal, groups))
+        assert len(groups) == 4 and all(GroupOutcome.of(group).has_signal for group in groups)
         assert [group.number for group in groups] == sorted(group.number for group in groups)
         assert not any(sample.masked for sample in samples)
     row = metrics.reduce(ALONE)

@@ -237,7 +237,7 @@ def distributions(
     by_row = dict(zip(experience.rows.tolist(), said, strict=True))
 
     (minibatch,) = plan.minibatches
-    denominator = policy.denominator(experience, minibatch, length=10)
+    denominator = policy.denominator(experience, minibatch)
     loss, norm = policy.learn(
         [LossTerm(experience, minibatch, policy_objective(section), denominator)], Metrics()
     )

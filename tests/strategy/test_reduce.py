@@ -63,7 +63,7 @@ def begun():
     wait = made.begin_sum(mine)
     own = Doubled()
     own._mesh = made._mesh
-    own._data = made._data
+    own.data = made.data
     return wait(), own.begin_sum(mine)(), mine
 
 

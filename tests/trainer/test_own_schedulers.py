@@ -12,7 +12,7 @@ OWN = """
 from collections import Counter
 
 from lightrft.core.groups import Group
-from lightrft.rollout.groups import GroupOutcome
+from lightrft.rollout.rollout import GroupOutcome
 from lightrft.rollout.rollout import FixedBatch
 
 

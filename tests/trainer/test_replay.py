@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightrft.config.errors import DataError
+from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Drafts, Episode, Prompt, Sample
 from lightrft.run.recorded_samples import RecordedSamples
 from runs import PPO, prepare, train
@@ -152,7 +153,8 @@ def test_all_of_a_sample_is_recorded_except_experts(tmp_path):
     named = {"prompt", "group", "token_ids", "logprobs", "episode"}
     assert {each.name for each in fields(Sample)} == rest.keys() | named
 
-    samples.write(1, [sample], 3, SimpleNamespace(submit=lambda work: work()))
+    writer = SimpleNamespace(submit=lambda work: work())
+    samples.write(1, [sample], 3, Metrics(), writer=writer)
     found, version = samples.read(1, [prompt])
     assert (found, version) == ([sample], 3)
     assert found[0].experts is found[0].episode.branches[0].experts is None
@@ -167,7 +169,8 @@ def test_tokens_that_the_policy_never_samples_are_named(tmp_path):
     samples = RecordedSamples(str(tmp_path), SimpleNamespace(data=alone, model_parallel=alone))
     prompt = Prompt(0, "a", [97], {})
     sample = Sample(prompt, 0, [98, 300], [-1.0, -1.0], text="b", finish_reason="stop")
-    samples.write(1, [sample], 1, SimpleNamespace(submit=lambda work: work()))
+    writer = SimpleNamespace(submit=lambda work: work())
+    samples.write(1, [sample], 1, Metrics(), writer=writer)
     assert samples.read(1, [prompt], {299})[0][0].token_ids == [98, 300]
     with pytest.raises(
         DataError, match="replica_0_of_1.jsonl:2 .*the policy never samples the token 300"

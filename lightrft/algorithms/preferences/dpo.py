@@ -4,11 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.algorithms.means import Weighted
 from lightrft.algorithms.preferences.pairs import pair_report, split_pairs
 from lightrft.config.sections import PreferenceSection
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.losses import Denominator, Report, sequence_sums
+from lightrft.core.losses import Denominator, Report, Weighted, sequence_sums
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:

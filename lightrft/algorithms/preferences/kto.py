@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.means import Weighted
 from lightrft.config.sections import PreferenceSection
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.losses import Denominator, Report, sequence_sums
+from lightrft.core.losses import Denominator, Report, Weighted, sequence_sums
 
 
 def kto(

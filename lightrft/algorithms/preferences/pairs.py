@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.means import Weighted
-from lightrft.core.losses import Report
+from lightrft.core.losses import Report, Weighted
 
 
 def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.algorithms.means import Weighted
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.losses import Denominator, Report, token_mean
+from lightrft.core.losses import Denominator, Report, Weighted, token_mean
 
 
 def step_objective(

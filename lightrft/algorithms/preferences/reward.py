@@ -6,11 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.algorithms.means import Weighted
 from lightrft.algorithms.preferences.pairs import pair_report, split_pairs
 from lightrft.config.sections import PreferenceSection
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.losses import Denominator, Report
+from lightrft.core.losses import Denominator, Report, Weighted
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:

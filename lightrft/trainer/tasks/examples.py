@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
-from lightrft.core.batches import Rows
+from lightrft.core.batch import Rows
 from lightrft.core.losses import Denominator
 from lightrft.parallel.collectives import Axis
 

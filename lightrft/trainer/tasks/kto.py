@@ -10,8 +10,7 @@ from torch import Tensor
 from lightrft.algorithms.preferences.kto import KTOObjective, reference_point
 from lightrft.batching.micro_batches import share
 from lightrft.config.sections import PreferenceSection, TrainSection
-from lightrft.core.batch import JudgedBatch
-from lightrft.core.batches import Rows
+from lightrft.core.batch import JudgedBatch, Rows
 from lightrft.core.losses import sequence_sums
 from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lightrft.config.sections import TrainSection
-from lightrft.core.batch import JudgedBatch
-from lightrft.core.batches import Rows
+from lightrft.core.batch import JudgedBatch, Rows
 from lightrft.core.losses import Denominator
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.conversations import size_of_row

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from lightrft.algorithms.objectives import PtxObjective, sft
 from lightrft.config.sections import AlgorithmSection, TrainSection
-from lightrft.core.batch import Batch
-from lightrft.core.batches import Rows
+from lightrft.core.batch import Batch, Rows
 from lightrft.core.losses import Denominator
 from lightrft.core.order import Order
 from lightrft.core.role import LossTerm
