@@ -52,6 +52,7 @@ def inputs(tree: Path, folder: Path) -> list[str]:
     ran = subprocess.run(
         [sys.executable, "-c", code, str(folder)],
         env=environment(tree),
+        cwd=folder,  # python -c would import what is in the folder where this was started
         check=True,
         capture_output=True,
         text=True,
