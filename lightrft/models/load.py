@@ -1,5 +1,6 @@
 """Models and tokenizers from a Hugging Face folder or hub name."""
 
+import json
 import logging
 import pickle
 from collections.abc import Iterator, Sequence
@@ -539,7 +540,7 @@ def _check_name(name: str, source: str) -> str:
     """Return the expanded folder, or the hub name.
 
     `source` is the flag with the value, for error messages. Raise ValueError for a folder that is
-    missing or holds no model, and for a hub name that cannot be read.
+    missing, holds no model or has a broken file, and for a hub name that cannot be read.
     """
     folder = Path(name).expanduser()
     if is_adapter_folder(folder):
@@ -551,6 +552,11 @@ def _check_name(name: str, source: str) -> str:
         raise ValueError(
             f"{source}: the folder has no config.json, so it is not a Hugging Face model"
         )
+    for file in (*folder.glob("*config.json"), *folder.glob("*token*.json")):
+        try:
+            json.loads(file.read_bytes()).keys()
+        except (OSError, ValueError, AttributeError) as error:
+            raise ValueError(f"{source}: {file.name} cannot be read as JSON: {error}") from error
     # No name on the hub looks like this, so the hub is not asked.
     if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ValueError(
