@@ -119,7 +119,15 @@ def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
 
 
 def check_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the chat template does not describe the run's tools to the model."""
+    """Raise ConfigError if the chat template does not describe the run's tools to the model, or if
+    there is none for the chats of an agent.
+    """
+    if config.environment.agent and not tokenizer.chat_template:
+        raise ConfigError(
+            "--agent: the tokenizer of --pretrain has no chat template for the agent's messages: copy"
+            " the chat_template.jinja of another model into its folder"
+        )
+
     tools = template_variables(config.data).get("tools") or []
     if (
         tools

@@ -18,6 +18,7 @@ from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import Config, DataSection, PreferenceSection, RolloutSection
 from lightrft.config.errors import ConfigError
+from lightrft.config.sections import EnvironmentSection
 from lightrft.data.conversations import load_examples, make_example
 from lightrft.data.preferences import load_answers, load_pairs, pair_maker
 from lightrft.data.prompts import load_prompts, make_prompt
@@ -518,6 +519,13 @@ def test_tools_that_no_prompt_would_name():
         match="--tools: the chat template of --pretrain .* does not describe tools.* name add",
     ):
         check_tools(config, tokenizer("no tools"))
+
+
+def test_an_agent_without_a_chat_template():
+    config = Config(environment=EnvironmentSection(agent="agent.py:run"))
+    check_tools(config, tokenizer())
+    with pytest.raises(ConfigError, match="--agent: the tokenizer of --pretrain has no chat templ"):
+        check_tools(config, byte_tokenizer())
 
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
