@@ -418,6 +418,26 @@ def test_tools_have_no_parameters_of_others():
     assert json.loads(begun) == {"name": "f", "parameters": parameters}
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda tool: {"tools": json.dumps([tool])},
+        lambda tool: {"tools": [json.dumps(tool)]},
+        lambda tool: {"chat_template_kwargs": json.dumps({"tools": [tool]})},
+    ],
+)
+def test_nulls_that_somebody_wrote_stay(place):
+    """A schema in JSON text has no nulls of Arrow: a default of null is the author's."""
+    field = {"enum": ["a", None], "default": None}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": field}}}
+    template = CHAT.replace("tool.function.name", "tool.function | tojson")
+    begun, _, _ = text([ASK], template, **place(tool)).partition(";")
+    assert json.loads(begun) == tool
+    observed = TurnFormat(SECTION, tokenizer(template), frozenset())
+    prompt = observed.prompt(Prompt(0, "", []), TurnRequest([ASK], BEGINNING, tools=[tool]))
+    assert json.loads(prompt.text.partition(";")[0]) == tool
+
+
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("begin", ["", "<bos>"])
 def test_one_bos(chat, begin):
