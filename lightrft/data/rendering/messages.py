@@ -265,9 +265,8 @@ def as_tools(value: Any, *, written: bool = False) -> list[dict[str, Any]]:
     `written`: somebody wrote the nulls in them, as in JSON text; Arrow added the others. Raise
     ValueError for values that describe no tools.
     """
-    written = written or isinstance(value, str)
-    value = parsed(value, "tools") if isinstance(value, str) and value.strip() else value
     value = value if written else without_nulls(value)
+    value = parsed(value, "tools") if isinstance(value, str) and value.strip() else value
     if not value:
         return []
     if not isinstance(value, list | tuple):
@@ -280,8 +279,7 @@ def as_tools(value: Any, *, written: bool = False) -> list[dict[str, Any]]:
 
 def _tool(tool: Any) -> dict[str, Any]:
     if isinstance(tool, dict) and "input_schema" in tool:  # Anthropic's
-        names = {"input_schema": "parameters"}
-        tool = {names.get(name, name): value for name, value in tool.items()}
+        tool = {name.replace("input_schema", "parameters"): one for name, one in tool.items()}
     if isinstance(tool, dict) and "function" not in tool:
         tool = {"type": "function", "function": tool}
     function = tool.get("function") if isinstance(tool, dict) else None
@@ -298,8 +296,8 @@ def as_object(value: Any, name: str) -> dict[str, Any]:
 
     Raise ValueError otherwise.
     """
-    is_text = isinstance(value, str) and value.strip()
-    value = parsed(value, name) if is_text else without_nulls(value)
+    value = without_nulls(value)
+    value = parsed(value, name) if isinstance(value, str) and value.strip() else value
     if value and not isinstance(value, Mapping):
         raise ValueError(f"{name} must be an object, not {shortened(value)}")
     return dict(value or {})
