@@ -895,6 +895,13 @@ def test_what_cannot_speculate_is_named(tmp_path):
     check(*mtp)
 
 
+@pytest.mark.parametrize("reward", ["owner/model", "math,owner/model-v1.1:0.5", "/models/judge"])
+def test_a_reward_model_is_no_reward(reward):
+    assert "names a model: a reward model is --reward_pretrain owner/model" in problems(
+        *RUNNABLE, f"--reward={reward}"
+    )
+
+
 @pytest.mark.parametrize(
     ("message", "found", "said"),
     [

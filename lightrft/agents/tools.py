@@ -11,6 +11,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 
+from loguru import logger
+
 from lightrft.agents.messages import Message, ToolCall
 
 
@@ -71,17 +73,22 @@ def is_function(one: Any) -> bool:
 def _check_tool(name: str, one: Any, module: str) -> None:
     """Raise ValueError for an object that is called like a function, and has no types to describe.
 
-    Other libraries make such tools of functions. Objects of other classes are no tools.
+    Other libraries make such tools of functions. Objects of other classes are left out, as a warning
+    says.
     """
     kind = type(one)
     of_other_library = kind.__name__.endswith("Tool") or isinstance(one, partial)
     callable_object = callable(one) and not isinstance(one, type) and not is_function(one)
     own = callable_object and kind.__module__ == module
+    problem = (
+        f"{name} is an object of the class {kind.__name__}, and a tool is a function: define one that"
+        f" calls it, with types and a docstring, and rename it to _{name}"
+    )
     if of_other_library or own:
-        raise ValueError(
-            f"{name} is an object of the class {kind.__name__}, and a tool is a function: define"
-            f" one that calls it, with types and a docstring, and rename it to _{name}"
-        )
+        raise ValueError(problem)
+    describes_types = kind.__module__ in ("types", "typing", "typing_extensions")
+    if callable_object and not describes_types:
+        logger.warning(f"--tools leaves out an object that is called like a function: {problem}")
 
 
 def _check_call(name: str, tool: Callable[..., Any]) -> None:

@@ -172,7 +172,7 @@ class TurnFormat:
             raise ValueError("an observation is text: images, videos and sound cannot be observed")
         variables = as_object(row.get("chat_template_kwargs"), "the column 'chat_template_kwargs'")
         template = chat_template(self.section, self.tokenizer)
-        tools = [*tools, *as_tools(request.tools)]
+        tools = [*tools, *as_tools(request.tools, written=True)]
         return template.render(messages, answer_follows=True, tools=tools, variables=variables)
 
     def _in_vocabulary(self, token_ids: list[int]) -> list[int]:

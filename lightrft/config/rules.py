@@ -327,6 +327,10 @@ GENERATION_RULES = (
         lambda run: "environment" in run.rewards and not (run.environment or run.agent),
     ),
     Rule(
+        "--reward {reward} names a model: a reward model is --reward_pretrain owner/model",
+        lambda run: any(re.fullmatch(r"[^:]*/[^:]*(?<!\.py)", name) for name in run.rewards),
+    ),
+    Rule(
         "--agent has its own tools and its own environment: omit --environment and --tools",
         lambda run: run.agent and (run.environment or run.tools),
     ),

@@ -423,7 +423,7 @@ class Places:
             return "inside the data", content
 
         if isinstance(item, str) and item.startswith("file://"):
-            item = unquote(urlsplit(item).path)
+            item = unquote(urlsplit(item, allow_fragments=False).path)
         if isinstance(item, str) and item.startswith(("http://", "https://")):
             if not self.urls:
                 raise ValueError(f"{label} {item} is an address: --media_urls allows to fetch it")
@@ -508,7 +508,9 @@ async def _fetched(address: str, most_bytes: int) -> bytes:
             for _ in range(MOST_REDIRECTS):
                 async with web.stream("GET", url) as response:
                     if response.next_request is None:
-                        response.raise_for_status()
+                        kind = response.headers.get("content-type", "")
+                        if response.status_code != 200 or kind.startswith("text/html"):
+                            raise ValueError(f"the answer is {response.status_code} {kind}")
                         async for part in response.aiter_bytes():
                             content += part
                             if len(content) > most_bytes:
@@ -523,8 +525,8 @@ async def _fetched(address: str, most_bytes: int) -> bytes:
             raise ValueError(f"it leads on more than {MOST_REDIRECTS} times")
     except TimeoutError as error:
         raise ValueError(f"{address} cannot be fetched in {FETCH_SECONDS:g} s") from error
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-        what = str(error) or type(error).__name__
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, ExceptionGroup) as error:
+        what = repr(error) if isinstance(error, ExceptionGroup) or not str(error) else error
         raise ValueError(f"{address} cannot be fetched: {what}") from error
 
 

@@ -492,5 +492,5 @@ def complete_chat(
     if counts:
         messages = with_parts(messages, counts)
     variables = as_object(row.get("chat_template_kwargs"), "the column 'chat_template_kwargs'")
-    tools = as_tools(row.get("tools")) or as_tools(variables.pop("tools", None))
+    tools = as_tools(row.get("tools")) or as_tools(variables.pop("tools", ()), written=True)
     return Conversation(messages, tools, variables)

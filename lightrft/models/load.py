@@ -1,5 +1,6 @@
 """Models and tokenizers from a Hugging Face folder or hub name."""
 
+import json
 import logging
 import pickle
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,14 @@ from lightrft.models.weight_files import (
 from lightrft.thinker import generating_class, load_config, load_generation_config
 
 SCORE = "score"
+JSON_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "added_tokens.json",
+)
+"""Files of a model's folder that hold an object."""
 """Name of the only head of a reward model."""
 
 
@@ -539,7 +548,7 @@ def _check_name(name: str, source: str) -> str:
     """Return the expanded folder, or the hub name.
 
     `source` is the flag with the value, for error messages. Raise ValueError for a folder that is
-    missing or holds no model, and for a hub name that cannot be read.
+    missing, holds no model or has a broken file, and for a hub name that cannot be read.
     """
     folder = Path(name).expanduser()
     if is_adapter_folder(folder):
@@ -551,6 +560,11 @@ def _check_name(name: str, source: str) -> str:
         raise ValueError(
             f"{source}: the folder has no config.json, so it is not a Hugging Face model"
         )
+    for file in filter(Path.is_file, map(folder.joinpath, JSON_FILES)):
+        try:
+            json.loads(file.read_bytes()).keys()
+        except (OSError, ValueError, AttributeError) as error:
+            raise ValueError(f"{source}: {file.name} cannot be read as JSON: {error}") from error
     # No name on the hub looks like this, so the hub is not asked.
     if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise ValueError(

@@ -110,6 +110,7 @@ class Trainer(ABC):
         self._operations = 0.0
         """Operations of the role that are already in the metrics."""
         self.interruption = Interruption(strategy.mesh.world)
+        self.interruption.at_once = True
         self.run_folder = run_folder
         self.folder = run_folder.path
         self.health = Health(config, strategy.dtype, logs=strategy.is_rank_0())
@@ -166,41 +167,37 @@ class Trainer(ABC):
         """
         began = time.perf_counter()
         status = "failed"
-        try:
-            self._start()
-            # The context also covers saving: other ranks' launchers may send the signal later.
-            with self.interruption:
+        # The context covers all that is written too: a launcher may send its signal later.
+        with self.interruption:
+            try:
+                self._start()
                 self.interruption.at_once = self.done == 0
-                try:
-                    with progress_lines(self.progress, shown=self.strategy.is_rank_0()):
-                        self._loop()
-                except Interrupted:
+                with progress_lines(self.progress, shown=self.strategy.is_rank_0()):
+                    self._loop()
+
+                self.strategy.announce("checkpoint")
+                self.observer.writer.flush()
+                self.strategy.finish_ckpt()
+                if not self.nothing_left:
+                    self.strategy.announce("save_model")
+                    self.save_models()
+                    self._publish()
+                    self._check_end()
+
+                status = "finished"
+            except (Interrupted, KeyboardInterrupt) as error:
+                status = "interrupted"
+                if isinstance(error, Interrupted):  # the second signal leaves no time to save
                     self.strategy.announce("checkpoint")
                     self._save_interrupted()
-                    status = "interrupted"
-                    raise
-                except KeyboardInterrupt:
-                    status = "interrupted"
-                    raise
-
-            self.strategy.announce("checkpoint")
-            self.observer.writer.flush()
-            self.strategy.finish_ckpt()
-
-            if not self.nothing_left:
-                self.strategy.announce("save_model")
-                self.save_models()
-                self._publish()
-                self._check_end()
-
-            status = "finished"
-        finally:
-            with ExitStack() as ending:  # all callbacks run, even when one of them fails
-                ending.callback(self.run_folder.release)
-                ending.callback(self._log_end, status)
-                if self.described:
-                    ending.callback(self._describe_run, status, time.perf_counter() - began)
-                ending.callback(self.observer.close, status)
+                raise
+            finally:
+                with ExitStack() as ending:  # all callbacks run, even when one of them fails
+                    ending.callback(self.run_folder.release)
+                    ending.callback(self._log_end, status)
+                    if self.described:
+                        ending.callback(self._describe_run, status, time.perf_counter() - began)
+                    ending.callback(self.observer.close, status)
 
     def progress(self) -> str:
         """Return where the run is, for a line of the log; another thread may ask."""

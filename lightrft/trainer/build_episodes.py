@@ -27,16 +27,8 @@ from lightrft.thinker import load_config
 def program_setup(config: Config) -> ProgramSetup:
     section = config.environment
     memory = int(section.environment_memory_gb * 1e9)
-    served = served_model(config)
-
-    return ProgramSetup(
-        section.environment,
-        tuple(section.tools),
-        section.agent,
-        served,
-        section.tool_seconds,
-        memory,
-    )
+    names = section.environment, tuple(section.tools), section.agent
+    return ProgramSetup(*names, served_model(config), section.tool_seconds, memory)
 
 
 def served_model(config: Config) -> EndpointModel:
@@ -119,13 +111,18 @@ def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
 
 
 def check_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the chat template does not describe the run's tools to the model."""
+    """Raise ConfigError if the chat template does not describe the run's tools to the model, or if
+    there is none for the chats of an agent.
+    """
+    template = tokenizer.chat_template
+    if config.environment.agent and not template:
+        raise ConfigError(
+            "--agent: the tokenizer of --pretrain has no chat template for the agent's messages: copy"
+            " the chat_template.jinja of another model into its folder"
+        )
+
     tools = template_variables(config.data).get("tools") or []
-    if (
-        tools
-        and tokenizer.chat_template
-        and not chat_template(config.data, tokenizer).describes(tools)
-    ):
+    if tools and template and not chat_template(config.data, tokenizer).describes(tools):
         names = ", ".join(tool["function"]["name"] for tool in tools)
         raise ConfigError(
             f"--tools: the chat template of --pretrain {config.model.pretrain} does not describe"
@@ -142,14 +139,10 @@ def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes
     parse = build_parser(config, tokenizer)
     longest = config.rollout.generate_max_len
 
-    return Episodes(
-        program_setup(config),
-        section,
-        format,
-        parse,
-        longest=longest,
-        other_rewards=_other_rewards(config),
-    )
+    other = _other_rewards(config)
+    program = program_setup(config)
+
+    return Episodes(program, section, format, parse, longest=longest, other_rewards=other)
 
 
 def _other_rewards(config: Config) -> str:

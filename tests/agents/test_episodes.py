@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from loguru import logger
 
 from lightrft.agents.episodes import FAILURES_IN_A_ROW
 from lightrft.agents.messages import ToolCall, TurnRequest
@@ -548,6 +549,26 @@ def test_what_is_called_like_a_function_is_a_tool_or_named(tmp_path, more, chose
         return
     tools = setup.program().all_tools
     assert list(tools) == [each["function"]["name"] for each in schemas(tools)] == found
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("import numpy\nmore = numpy.vectorize(add)", "more is an object of the class vectorize"),
+        ("import operator\nmore = operator.itemgetter('a')", "the class itemgetter, and a tool is"),
+        ("from typing import Literal, Optional\nKind = Literal['a']\nNames = list[str]", ""),
+    ],
+)
+def test_objects_of_others_are_left_out_with_a_line(tmp_path, more, said):
+    (tmp_path / "tools.py").write_text(WRAPPED + more)
+    lines = []
+    handler = logger.add(lines.append, level="WARNING")
+    assert list(ProgramSetup("", (f"{tmp_path}/tools.py",)).program().all_tools) == [
+        "add",
+        "cached",
+    ]
+    logger.remove(handler)
+    assert bool(lines) == bool(said) and said in "".join(lines)
 
 
 DESCRIBED = "\n    '''Find.\n\n    Args:\n        a: Key.\n    '''\n"

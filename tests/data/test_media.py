@@ -270,6 +270,7 @@ class Files(JsonHandler):
         to = {
             "/here": "/v.gif",
             "/loop": "/loop",
+            "/expired": "/login",
             "/loopback": f"http://localhost:{port}/v.gif",
             "/mapped": f"http://[::ffff:127.0.0.1]:{port}/v.gif",
             "/number": f"http://2130706433:{port}/v.gif",
@@ -290,6 +291,13 @@ class Files(JsonHandler):
             elif self.path == "/truncated":
                 self.send_response(200)
                 self.send_header("Content-Length", "100000")
+                self.end_headers()
+                self.wfile.write(gif(3))
+            elif self.path in ("/login", "/part"):
+                self.send_response(200 if self.path == "/login" else 206)
+                self.send_header(
+                    "Content-Type", "text/html" if self.path == "/login" else "image/gif"
+                )
                 self.end_headers()
                 self.wfile.write(gif(3))
             elif self.path == "/large":
@@ -346,6 +354,9 @@ FETCHED = {
     "/file": "",
     "/nonsense": "",
     "/truncated": "incomplete|without sending complete",
+    "/login": "the answer is 200 text/html",
+    "/expired": "the answer is 200 text/html",
+    "/part": "the answer is 206 image/gif",
     "/large": "more than --media_max_mb 1",
     "/drip": "in 1 s",
     "/drip-head": "in 1 s",
@@ -366,6 +377,7 @@ def test_what_cannot_be_fetched_is_a_bad_row_and_not_kept(tmp_path, monkeypatch)
             "http:///x",
             "http://a b/",
             "http://x:99999/",
+            "http://127.0.0.1:99999/",
             "http://\ud800",
         ):
             with pytest.raises(ValueError, match="cannot be fetched"):

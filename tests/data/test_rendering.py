@@ -18,6 +18,7 @@ from lightrft.agents.tool_calls import hermes
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import Config, DataSection, PreferenceSection, RolloutSection
 from lightrft.config.errors import ConfigError
+from lightrft.config.sections import EnvironmentSection
 from lightrft.core.samples import Answer, Prompt
 from lightrft.data.conversations import load_examples, make_example
 from lightrft.data.preferences import load_answers, load_pairs, pair_maker
@@ -417,6 +418,26 @@ def test_tools_have_no_parameters_of_others():
     assert json.loads(begun) == {"name": "f", "parameters": parameters}
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda tool: {"tools": json.dumps([tool])},
+        lambda tool: {"tools": [json.dumps(tool)]},
+        lambda tool: {"chat_template_kwargs": json.dumps({"tools": [tool]})},
+    ],
+)
+def test_nulls_that_somebody_wrote_stay(place):
+    """A schema in JSON text has no nulls of Arrow: a default of null is the author's."""
+    field = {"enum": ["a", None], "default": None}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": field}}}
+    template = CHAT.replace("tool.function.name", "tool.function | tojson")
+    begun, _, _ = text([ASK], template, **place(tool)).partition(";")
+    assert json.loads(begun) == tool
+    observed = TurnFormat(SECTION, tokenizer(template), frozenset())
+    prompt = observed.prompt(Prompt(0, "", []), TurnRequest([ASK], BEGINNING, tools=[tool]))
+    assert json.loads(prompt.text.partition(";")[0]) == tool
+
+
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("begin", ["", "<bos>"])
 def test_one_bos(chat, begin):
@@ -518,6 +539,13 @@ def test_tools_that_no_prompt_would_name():
         match="--tools: the chat template of --pretrain .* does not describe tools.* name add",
     ):
         check_tools(config, tokenizer("no tools"))
+
+
+def test_an_agent_without_a_chat_template():
+    config = Config(environment=EnvironmentSection(agent="agent.py:run"))
+    check_tools(config, tokenizer())
+    with pytest.raises(ConfigError, match="--agent: the tokenizer of --pretrain has no chat templ"):
+        check_tools(config, byte_tokenizer())
 
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

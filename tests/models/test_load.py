@@ -347,6 +347,21 @@ def test_integers_are_not_weights(tmp_path):
         load_model(section)
 
 
+@pytest.mark.parametrize(
+    "file", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+)
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b'{"a": 1,}', "line 1 column 9"), (b"", "line 1 column 1"), (b"[1]", "'list' object")],
+)
+def test_a_broken_file_is_named(tmp_path, file, content, reason):
+    section = ModelSection(pretrain=tiny_model(tmp_path))
+    (tmp_path / file).write_bytes(content)
+    for load in (load_tokenizer, load_model):
+        with pytest.raises(ValueError, match=f"--pretrain {tmp_path}: {file} cannot be .*{reason}"):
+            load(section)
+
+
 def test_a_folder_without_a_tokenizer(tmp_path):
     section = ModelSection(pretrain=tiny_model(tmp_path))
     for file in tmp_path.glob("tokenizer*"):

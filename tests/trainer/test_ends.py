@@ -185,6 +185,15 @@ def test_a_signal_to_any_rank_ends_all_before_the_first_step(
     assert codes == [143, 143] and "interrupted by SIGTERM" in text and "Traceback" not in text
 
 
+def test_a_signal_while_the_model_is_written_lets_the_run_end(
+    inputs, tmp_path, monkeypatch, no_launcher_to_wait_for
+):
+    """Why: it ended the process in the middle of a file, without a word, and as if it still ran."""
+    _, said = run(inputs, tmp_path, "save_model:*:terminate", monkeypatch)
+    assert "finished after step 1" in said[0] and "Traceback" not in "".join(said)
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"
+
+
 def test_a_reward_that_does_not_fit_is_found_before_models_are_loaded(
     inputs, tmp_path, monkeypatch, no_launcher_to_wait_for
 ):

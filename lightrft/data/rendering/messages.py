@@ -259,11 +259,13 @@ def _call(call: Any, place: str) -> Message:
     return identity | {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def as_tools(value: Any) -> list[dict[str, Any]]:
+def as_tools(value: Any, *, written: bool = False) -> list[dict[str, Any]]:
     """Return the schemas of tools in the form of OpenAI; they may be JSON text.
 
-    Raise ValueError for values that describe no tools.
+    `written`: somebody wrote the nulls in them, as in JSON text; Arrow added the others. Raise
+    ValueError for values that describe no tools.
     """
+    value = value if written else without_nulls(value)
     value = parsed(value, "tools") if isinstance(value, str) and value.strip() else value
     if not value:
         return []
@@ -276,9 +278,8 @@ def as_tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    tool = without_nulls(tool)
     if isinstance(tool, dict) and "input_schema" in tool:  # Anthropic's
-        tool["parameters"] = tool.pop("input_schema")
+        tool = {name.replace("input_schema", "parameters"): one for name, one in tool.items()}
     if isinstance(tool, dict) and "function" not in tool:
         tool = {"type": "function", "function": tool}
     function = tool.get("function") if isinstance(tool, dict) else None
@@ -295,10 +296,11 @@ def as_object(value: Any, name: str) -> dict[str, Any]:
 
     Raise ValueError otherwise.
     """
+    value = without_nulls(value)
     value = parsed(value, name) if isinstance(value, str) and value.strip() else value
     if value and not isinstance(value, Mapping):
         raise ValueError(f"{name} must be an object, not {shortened(value)}")
-    return without_nulls(dict(value or {}))
+    return dict(value or {})
 
 
 def parsed(text: str, name: str) -> Any:
@@ -310,10 +312,13 @@ def parsed(text: str, name: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without null keys; Arrow adds these for what a row lacks."""
-    if isinstance(value, dict):
+    """Return a value of a row without null keys; Arrow adds these for what a row lacks.
+
+    JSON text stays as it is, with the nulls that somebody wrote.
+    """
+    if isinstance(value, Mapping):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def is_answer(message: Message) -> bool:
