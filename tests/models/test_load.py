@@ -261,7 +261,7 @@ DAMAGED = {
     ),
     "config": (
         lambda folder: cut(folder / "config.json", 5),
-        "config.json' is not a valid JSON file",
+        "config.json cannot be read as JSON: ",
     ),
 }
 
