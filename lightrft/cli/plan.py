@@ -119,7 +119,7 @@ def show_plan(
 def dry_run(config: Config, command: str) -> int:
     """Print the plan of the processes that have been started, on one of them; see show_plan().
 
-    Without an accelerator whose peaks are known it is that of an h100. Raise ConfigError for a
+    Without an accelerator whose peaks are known it is an h100. Raise ConfigError for a
     process that no launcher has started as a rank, and that would run alone.
     """
     from lightrft.launch.rendezvous import (

@@ -5,7 +5,8 @@ rewards and groups of **all** samples of a step, of all ranks, and returns one a
 [M], [M] -> [M]. A sample has one reward for the whole response, or several, each for a step of it
 (process supervision). The keyword-only parameters of an estimator are options of the run, or
 columns of the rewards: `lengths` [M], the tokens that the reward is for; `responses` [M], the index
-of the response, whose rewards are adjacent; or any number in the rows of the data.
+of the response, whose rewards are adjacent; or, for any other parameter without a default, the
+number in this column of the data's rows.
 
 CompareRewards calls it. The stages follow: first outputs of models, such as log-probs of the policy
 before the step, then advantages of tokens. An option of the algorithm is one more stage.
@@ -20,12 +21,12 @@ import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch, Rows, TrainingPlan, padded, unpadded
-from lightrft.core.groups import RewardColumn, RewardTable, data_column
+from lightrft.core.groups import REWARD_COLUMNS, RewardColumn, RewardTable, data_column
 from lightrft.core.losses import sequence_sums
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
 from lightrft.core.strategy import DataRanks
-from lightrft.core.table import chosen, keywords
+from lightrft.core.table import keywords, known, label
 
 Estimator = Callable[..., Tensor]
 
@@ -130,12 +131,16 @@ def from_rows(rows: Tensor, batch: Batch) -> Tensor:
 class CompareRewards:
     """Calls an estimator with the rewards of all ranks.
 
-    A keyword-only parameter is an option, `lengths`, `responses`, or a number in the data's rows.
+    A keyword-only parameter is an option, `lengths`, `responses`, or without a default a number in
+    the data's rows.
     """
 
     def __init__(self, estimator: Estimator, **options: Any):
+        """Set up the call. Raises ValueError for an option that the estimator does not name, and
+        for a column of the data whose name the table of rewards has for another.
+        """
         self.estimator = estimator
-        self.options = chosen(estimator, options)
+        self.options = known(estimator, options)
         self.asked = keywords(estimator)
         given = {*options, "lengths", "responses"}
         self.columns: dict[str, RewardColumn] = {
@@ -144,6 +149,11 @@ class CompareRewards:
             if needed and name not in given
         }
         """Columns that the table of rewards has for the estimator."""
+        if taken := [name for name in REWARD_COLUMNS if name in self.columns]:
+            raise ValueError(
+                f"{label(estimator)} asks for the column {taken[0]!r} of the data, and the table of rewards"
+                " has another one of this name: rename the parameter and the column"
+            )
 
     def gather(self, data: DataRanks, samples: Sequence[Sample], *, first_row: int) -> RewardTable:
         """Return what the estimator reads, of all ranks; the first sample is row `first_row`."""
@@ -156,10 +166,11 @@ class CompareRewards:
         advantages = self.estimator(rewards, table["group"].long(), **self.options, **named)
 
         # Estimators may be the user's own, and a NaN would only show up as a broken model.
-        if advantages.shape != rewards.shape or not advantages.isfinite().all():
+        shape = advantages.shape if isinstance(advantages, Tensor) else None
+        if shape != rewards.shape or not advantages.isfinite().all():
             raise ValueError(
-                f"the estimator {self.estimator.__name__} returns {advantages!r:.200}, but must"
-                f" return a finite advantage for each of the {len(rewards)} rewards"
+                f"the estimator {label(self.estimator)} returns {advantages!r:.200}, but must return"
+                f" a finite advantage for each of the {len(rewards)} rewards: {rewards!r:.200}"
             )
         return advantages
 

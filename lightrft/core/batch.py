@@ -122,7 +122,7 @@ class Batch:
     loss_mask: Tensor = per_token()  # [T] bool, tokens in the loss; never the first of a sequence
     # [N] int64, index of each sequence in the whole batch of all ranks
     rows: Tensor = per_sequence()
-    # [T] float32, of the trained model: set by Policy.forward, with gradient
+    # [T] float32, of the trained model: set by the forward() of its role, with gradient
     entropy: Tensor | None = per_token()
     # [T] bool, sampled before a response may end; None: it may end anywhere
     early: Tensor | None = per_token()
@@ -151,6 +151,12 @@ class Batch:
         if not name.startswith(("_", "extra_")) and name in self.extra_columns:
             return self.extra_columns[name]
         raise AttributeError(f"{type(self).__name__} has no column {name!r}")
+
+    def set_column(self, name: str, values: Tensor, per: str = "token") -> None:
+        """Add a column, [T] or with `per` "sequence" [N]; each micro-batch contains it."""
+        self.extra_columns[name] = values
+        if per == "token":
+            self.extra_per_token |= {name}
 
     def __len__(self) -> int:
         return len(self.lengths)

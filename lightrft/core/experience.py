@@ -131,6 +131,11 @@ class ExperienceMaker:
         )
         plan = TrainingPlan(experience, minibatches, self.epochs)
         for stage in self.stages:
+            for name in stage.reads:
+                if getattr(experience, name, None) is None:
+                    raise ValueError(
+                        f"{type(stage).__name__} needs the column {name!r}, and no stage before sets it"
+                    )
             stage(plan, metrics)
 
         # Nothing reads these columns after the stages, so they need not be moved.

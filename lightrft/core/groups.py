@@ -60,6 +60,8 @@ class Group:
 # -- the rewards of all ranks
 
 
+REWARD_COLUMNS = ("row", "group", "reward", "length", "response_length")
+"""Columns of every table of rewards."""
 RewardColumn = Callable[[Sample], Sequence[float]]
 """Function that returns a number for each reward of a sample."""
 
@@ -113,7 +115,7 @@ class RewardTable:
                 lines.append((row, sample.group, reward, length, ends[index], *named))
                 before = token + 1
 
-        header = ("row", "group", "reward", "length", "response_length", *more)
+        header = (*REWARD_COLUMNS, *more)
         table = torch.tensor(lines, dtype=torch.float64).reshape(-1, len(header))
         tables, _ = data.gather_rows(table.view(torch.int64))  # the same bits
         first = sum(map(len, tables[: data.rank]))
@@ -134,13 +136,19 @@ def data_column(name: str, sample: Sample) -> list[float]:
     Raises ValueError, with the row, if there is none.
     """
     prompt = sample.prompt
+    if problem := number_problem(name, prompt):
+        raise ValueError(f"{prompt.location or f'row {prompt.index}'}: {problem}")
+    return [float(prompt.columns[name])] * len(sample.steps)
+
+
+def number_problem(name: str, prompt: Prompt) -> str | None:
+    """Return why a column of a row of the data is no number; None if it is one."""
     value = prompt.columns.get(name)
     if isinstance(value, Real) and math.isfinite(value):
-        return [float(value)] * len(sample.steps)
-    row = prompt.location or f"row {prompt.index}"
-    raise ValueError(
-        f"the estimator asks for a number in the column {name!r}, and {row} has {value!r:.50}; its"
-        f" columns: {', '.join(prompt.columns)}"
+        return None
+    return (
+        f"the estimator asks for a number in the column {name!r}, and it is {value!r:.50}; the"
+        f" columns are {', '.join(prompt.columns) or 'none'}"
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch, Experience
-from lightrft.core.table import chosen, keywords
+from lightrft.core.table import keywords, known
 
 Sum = Callable[[Tensor], Tensor]
 """Function that returns the sum of a tensor over all ranks."""
@@ -184,7 +184,10 @@ class PolicyInputs:
 
 
 class Term(ABC):
-    """One entry of the loss: a correction, a penalty, a bonus, or reports alone."""
+    """One entry of the loss: a correction, a penalty, a bonus, or reports alone.
+
+    A term that reads the column `entropy` gets it with gradient, as `inputs.batch.entropy`.
+    """
 
     reads: Sequence[str] = ()
     """Columns that the batch must have."""
@@ -212,14 +215,15 @@ class PolicyObjective:
         mean: Mean = token_mean,
         **options: Any,
     ):
-        """Set up the objective; `options` are parameters of the loss, and it takes what it names.
+        """Set up the objective; `options` are parameters of the loss.
 
-        Raises ValueError for a loss whose property `per` is unknown.
+        `terms` replace the default ones, Drift() and EngineMismatch(). Raises ValueError for a loss
+        whose property `per` is unknown, and for an option that the loss does not name.
         """
         self.loss = loss
         self.terms = [Drift(), EngineMismatch()] if terms is None else terms
         self.mean = mean
-        self.options = chosen(loss, options)
+        self.options = known(loss, options)
         self.loss_reach = reach_of(loss)
         required = [name for name, needed in keywords(loss).items() if needed]
         self.columns = [name for name in required if name not in self.options]
@@ -243,7 +247,7 @@ class PolicyObjective:
         Without `old_logprobs` the actor has not changed since the step began, so the ratio is 1 and
         only the gradient counts. Raises ValueError if the batch lacks a column.
         """
-        missing = [name for name in self.needed if getattr(batch, name) is None]
+        missing = [name for name in self.needed if getattr(batch, name, None) is None]
         if missing:
             raise ValueError(f"the policy gradient needs {', '.join(missing)} in the batch")
 

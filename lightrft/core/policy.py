@@ -10,7 +10,10 @@ from lightrft.core.role import Role
 
 
 class LogitsPolicy(Role):
-    """Log-probs and updates of an actor, a module that returns logits [T, V] of a batch."""
+    """Log-probs and updates of an actor, a module that returns logits [T, V] of a batch.
+
+    The engine samples with temperature 1, because the log-probs are of that distribution.
+    """
 
     NAME = "policy"
 

@@ -17,7 +17,10 @@ class Rewards(Protocol):
 
 
 class CallFunction:
-    """Calls a reward function in this process, when the rewards are needed."""
+    """Calls a function of samples in this process, once for all groups of a step.
+
+    Columns of the data are in `sample.prompt.columns`; functions of a run get them by name.
+    """
 
     def __init__(self, function: Callable[[list[Sample]], Sequence[float]]):
         self.function = function

@@ -60,7 +60,7 @@ class Rollout:
     def collect(self, step: int, metrics: Metrics) -> list[Group]:
         """Return this rank's complete groups of a step. The engine must be awake."""
         for group in self.scheduler.generate(step):
-            # Rewards run in worker processes, so they cost no time while the engine decodes.
+            # In worker processes rewards cost no time while the engine decodes.
             self.rewards.begin(group.responses)
         return self.scheduler.selected(metrics)
 

@@ -63,7 +63,7 @@ class Prompt:
     token_ids: TokenIds
     """Token ids of the text; any sequence of ids is converted."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """Other columns of the row; rewards receive them by name."""
+    """Other columns of the row; the reward functions of a run receive them by name."""
     multi_modal: dict[str, Any] = field(default_factory=dict)
     """Images, videos and audio of the prompt; empty for text."""
     media_tokens: int = 0

@@ -52,13 +52,19 @@ class Strategy(Protocol):
     # rows
 
     def redistribute(
-        self, batch: Batch, *, minibatch_size: int | None, units: Tensor | None = None
+        self,
+        batch: Batch,
+        *,
+        minibatch_size: int | None,
+        units: Tensor | None = None,
+        **limits: Any,
     ) -> tuple[Batch, list[Rows]]:
         """Send each sequence to the rank that computes it.
 
         Return this rank's new share, and [k][m]: its rows in micro-batch m of optimizer step k. All
         ranks have equal numbers of both. A step has `minibatch_size` sequences of all ranks, or
-        `units` if these are given: [N] int64, ascending over all ranks.
+        `units` if these are given: [N] int64, ascending over all ranks. `limits` of micro-batches
+        are those of ExperienceMaker.
         """
 
     def to_device(self, batch: Batch) -> Batch:
@@ -129,6 +135,8 @@ class OneProcess:
     def redistribute(
         self, batch: Batch, *, minibatch_size: int | None, units: Tensor | None = None
     ) -> tuple[Batch, list[Rows]]:
+        if units is not None:
+            raise ValueError("OneProcess makes steps of sequences, and not of other units")
         batch = batch.select(batch.rows.argsort())
         return batch, consecutive(batch.lengths.tolist(), minibatch_size, self.max_tokens)
 

@@ -20,3 +20,16 @@ def keywords(function: Callable[..., Any]) -> dict[str, bool]:
 def chosen(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that the function names."""
     return {name: options[name] for name in keywords(function) if name in options}
+
+
+def label(function: Callable[..., Any]) -> str:
+    """Return the name of a function for messages; a partial or an object has none."""
+    return getattr(function, "__name__", repr(function))
+
+
+def known(function: Callable[..., Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options. Raises ValueError for one that the function does not name."""
+    if unknown := sorted(options.keys() - keywords(function).keys()):
+        names = ", ".join(keywords(function)) or "none"
+        raise ValueError(f"{label(function)} has no option {', '.join(unknown)}; it has {names}")
+    return options

@@ -407,7 +407,7 @@ class _EnterBranch(torch.autograd.Function):
 
 
 class _WithStandIn(torch.autograd.Function):
-    """Return a layer's output; its gradient is also that of the layer's stand-in."""
+    """Return a layer's output; its gradient is also the gradient of the layer's stand-in."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, output: Tensor, stand_in: Tensor) -> Tensor:

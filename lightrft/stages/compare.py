@@ -16,6 +16,7 @@ from lightrft.core.samples import Sample
 from lightrft.core.strategy import DataRanks
 
 COMPONENTS = "components"
+COMPONENT_WEIGHTS = "component_weights"
 GREEDY = "greedy_rewards"
 
 
@@ -33,6 +34,13 @@ def compare_rewards(
     if GREEDY in compare.asked:
         compare.columns[GREEDY] = greedy_column
     return compare
+
+
+def columns_of_data(section: AlgorithmSection) -> list[str]:
+    """Return the columns of the data that --advantage_estimator reads."""
+    estimator = estimators[section.advantage_estimator]
+    asked = CompareRewards(estimator, **options_of(estimator, section)).columns
+    return [name for name in asked if name not in (COMPONENTS, COMPONENT_WEIGHTS, GREEDY)]
 
 
 def greedy_column(sample: Sample) -> list[float]:
@@ -55,7 +63,7 @@ class CompareShapedRewards(CompareRewards):
         self.shaper = shaper
         self.weights = weights
         self.difficulty_weights = section.difficulty_weights
-        for name in (COMPONENTS, "component_weights"):
+        for name in (COMPONENTS, COMPONENT_WEIGHTS):
             self.columns.pop(name, None)
 
     def __call__(self, table: RewardTable) -> Tensor:
@@ -85,7 +93,7 @@ class CompareShapedRewards(CompareRewards):
             weights = [self._weight(name.removeprefix(prefix)) for name in names]
             # Rounded like shaped rewards, whose float64 sums are exact: equal parts have no spread.
             named[COMPONENTS] = torch.stack([table[name] for name in names], 1).float()
-            named["component_weights"] = torch.tensor(weights, dtype=torch.float64)
+            named[COMPONENT_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)
         rewards = self.shaper(table["reward"], table["group"].long(), table["response_length"])
         return rewards, named
 

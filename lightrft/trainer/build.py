@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 
+from loguru import logger
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
 from lightrft.algorithms.objectives import ValueObjective, sft
+from lightrft.algorithms.options import FIELDS
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.algorithms.terms import policy_objective
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
@@ -23,7 +26,9 @@ from lightrft.config.references import (
     reward_weights,
 )
 from lightrft.config.sections import (
+    AlgorithmSection,
     Config,
+    RolloutSection,
     has_episodes,
     media_columns,
     needs_critic,
@@ -38,7 +43,7 @@ from lightrft.core.losses import PolicyObjective
 from lightrft.core.metrics import Untraced
 from lightrft.core.role import Learner
 from lightrft.core.rollout import Scheduler
-from lightrft.core.samples import Sample
+from lightrft.core.samples import Prompt
 from lightrft.core.step import Measure
 from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_own_columns
@@ -88,6 +93,21 @@ from lightrft.trainer.held_out import HeldOut
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
 
+SCHEDULER_INPUTS = ("sampler", "rewards", "prompts")
+SCHEDULER_OPTIONS = (
+    "section",
+    "data",
+    "seed",
+    "greedy",
+    "order",
+    "expander",
+    "trace",
+    "skips_unreadable",
+    "overlap",
+    "total_steps",
+)
+"""Keywords that a scheduler may name, beside the fields of the rollout section."""
+
 
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     """Build everything that a run of train_ppo needs, in order: data, models, engine, loop.
@@ -108,9 +128,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     training_data = load_training_data(config, rewards=rewards)
     rewards.check(training_data.prompts.examples)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
-    response = Sample(training_data.prompts[0], 0, [], [], "", "stop")
-    for column in build_compare(config, shaper).columns.values():
-        column(response)  # what the estimator does not find is said before models load
+    warn_of_unread_columns(config.algorithm, training_data.prompts[0])
     scheduler_class(config, training_data)  # what does not fit is said before models load
     tokenizer = training_data.tokenizer
     eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)
@@ -382,6 +400,19 @@ def start_engine(
 # -- from samples to experience, and from prompts to samples
 
 
+def warn_of_unread_columns(section: AlgorithmSection, prompt: Prompt) -> None:
+    """Warn of columns of the data that have the name of an estimator's parameter with a default."""
+    asked = keywords(estimators[section.advantage_estimator])
+    optional = {name for name, needed in asked.items() if not needed}
+    if names := sorted((optional - FIELDS) & prompt.columns.keys()):
+        logger.warning(
+            "--advantage_estimator {}: {} of the data is not read, because the parameter has a"
+            " default; leave the default out",
+            section.advantage_estimator,
+            ", ".join(names),
+        )
+
+
 def build_compare(config: Config, shaper: RewardShaper) -> CompareRewards:
     """Build what compares rewards."""
     coefficients = config.reward.reward_model_coef
@@ -477,15 +508,29 @@ def scheduler_class(config: Config, training_data: TrainingData) -> tuple[type[S
     needed = "rounds" if skips or needs_rounds(config.rollout) else "fixed_batch"
     name = needed if config.rollout.scheduler == "auto" else config.rollout.scheduler
     chosen = schedulers[name]
-    methods = [each for each in vars(Scheduler) if not each.startswith("_")]
-    if lacking := [each for each in methods if each not in dir(chosen)]:
-        raise ConfigError(f"--scheduler {name}: {chosen!r} lacks {', '.join(lacking)}")
+    check_scheduler(name, chosen, config.rollout)
     if needed == "rounds" and not issubclass(chosen, Rounds):
         raise ConfigError(
             f"--scheduler {name}: only rounds, or a subclass of Rounds, knows flags such as"
             " --dynamic_sampling, --partial_rollout and --overlap"
         )
     return chosen, skips
+
+
+def check_scheduler(name: str, chosen: type[Scheduler], section: RolloutSection) -> None:
+    """Raise ConfigError for a class that lacks methods, or takes other arguments than a run has."""
+    methods = [each for each in vars(Scheduler) if not each.startswith("_")]
+    if lacking := [each for each in methods if each not in dir(chosen)]:
+        raise ConfigError(f"--scheduler {name}: {chosen!r} lacks {', '.join(lacking)}")
+
+    fields = {*vars(section), *SCHEDULER_OPTIONS}
+    try:
+        signature(chosen).bind(*SCHEDULER_INPUTS, **dict.fromkeys(named_by(chosen) & fields))
+    except TypeError as error:
+        raise ConfigError(
+            f"--scheduler {name}: {chosen!r} is not made of {', '.join(SCHEDULER_INPUTS)}, keywords"
+            f" such as {', '.join(SCHEDULER_OPTIONS)}, and fields of the rollout section: {error}"
+        ) from error
 
 
 def build_scheduler(
@@ -516,12 +561,14 @@ def build_scheduler(
         "overlap": overlap,
         "total_steps": training_data.total_steps,
     }
-    # A subclass hands on what it does not name.
-    named = set().union(*(keywords(cls.__init__) for cls in chosen.__mro__))
     options = vars(config.rollout) | options
-    return chosen(
-        sampler, rewards, prompts, **{name: options[name] for name in named & options.keys()}
-    )
+    named = named_by(chosen) & options.keys()
+    return chosen(sampler, rewards, prompts, **{name: options[name] for name in named})
+
+
+def named_by(scheduler: type[Scheduler]) -> set[str]:
+    """Return the keywords of a class and its bases: a subclass hands on what it does not name."""
+    return set().union(*(keywords(cls.__init__) for cls in scheduler.__mro__))
 
 
 # -- what learns

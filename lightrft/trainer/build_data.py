@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import teacher_terms
 from lightrft.config.sections import Config, has_episodes, media_columns
+from lightrft.core.groups import number_problem
 from lightrft.core.samples import Answer, Prompt
 from lightrft.data.conversations import load_examples
 from lightrft.data.duplicates import warn_of_learned_rows
@@ -27,6 +28,7 @@ from lightrft.models.load import load_tokenizer
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.media_expansion import Expander
 from lightrft.rollout.teacher_columns import TeacherColumns
+from lightrft.stages.compare import columns_of_data
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_episodes import check_tools
 
@@ -107,16 +109,22 @@ def load_rewarded(
     *,
     source: str = "prompt_data",
 ) -> PromptSet:
-    """Load prompts with the columns that the rewards, and in training the teachers, need."""
-    row_problem = rewards.row_problem
+    """Load prompts with the columns that the rewards need.
+
+    In training they also have what the estimator and the teachers need.
+    """
+    problems = [rewards.row_problem]
     requirements = [rewards.requirements, limits_of_media(config)]
-    teachers = teacher_columns(config, tokenizer) if source == "prompt_data" else None
-    if teachers is not None:
+    if source == "prompt_data":
+        numbers = columns_of_data(config.algorithm)
+        problems += [partial(number_problem, name) for name in numbers]
+        requirements.append(numbers)
+        if teachers := teacher_columns(config, tokenizer):
+            problems.append(teachers.problem)
+            requirements.append(teachers.requirements)
 
-        def row_problem(prompt: Prompt) -> str | None:
-            return rewards.row_problem(prompt) or teachers.problem(prompt)
-
-        requirements.append(teachers.requirements)
+    def row_problem(prompt: Prompt) -> str | None:
+        return next(filter(None, (problem(prompt) for problem in problems)), None)
 
     return load_prompts(
         config.data,

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from loguru import logger
 
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.algorithms.terms import policy_objective
@@ -13,6 +14,7 @@ from lightrft.cli import train_ppo
 from lightrft.config import AlgorithmSection, RewardSection
 from lightrft.core.samples import Prompt, Sample
 from lightrft.stages.compare import compare_rewards
+from lightrft.trainer.build import warn_of_unread_columns
 from ranks import run_ranks
 from runs import PPO, prepare
 
@@ -21,6 +23,9 @@ from lightrft.algorithms.policy_loss import policy_losses
 
 def weighed(rewards, groups, *, difficulty, gamma, bonus=1.0):
     return rewards * difficulty * bonus
+
+def of_rewards(rewards, groups, *, reward):
+    return rewards * reward
 
 @policy_losses.register("by_token", per="token")
 def by_token(logprobs, old_logprobs, advantages):
@@ -67,19 +72,48 @@ def test_a_column_of_the_data_reaches_an_estimator_with_each_reward_of_all_ranks
     assert run_ranks(2, compared, str(own)) == [expected, expected]
 
 
-@pytest.mark.parametrize("value", [None, "hard", math.nan, [1]])
-def test_a_row_without_a_number_is_named_before_a_model_is_loaded(tmp_path, own, capfd, value):
-    flags = prepare(tmp_path)
+def refused(folder: Path, difficulties: list, estimator: str, capfd) -> str:
+    """Return what a run says that ends before a model is loaded. A row of data has each value."""
+    flags = prepare(folder)
     file = next(flag.partition("=")[2] for flag in flags if flag.startswith("--prompt_data="))
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
-    rows = [row | ({} if value is None else {"difficulty": value}) for row in rows]
+    rows = [
+        row | ({} if value is None else {"difficulty": value})
+        for row, value in zip(rows, difficulties, strict=False)
+    ]
     Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(SystemExit) as ended:
-        train_ppo.main([*PPO, *flags, f"--advantage_estimator={own}:weighed"])
+        train_ppo.main([*PPO, *flags, f"--advantage_estimator={estimator}"])
     said = capfd.readouterr().err
     assert ended.value.code == 2 and "loading" not in said
-    place = f"the column 'difficulty', and {Path(file).name}:1 has {value!r}"
-    assert place in said.replace(str(Path(file).parent) + "/", "")
+    return said.replace(str(Path(file).parent) + "/", "")
+
+
+@pytest.mark.parametrize("value", [None, "hard", math.nan, [1]])
+def test_a_column_without_numbers_is_named_before_a_model_is_loaded(tmp_path, own, capfd, value):
+    said = refused(tmp_path, [value] * 8, f"{own}:weighed", capfd)
+    assert "train.jsonl:1: " in said and f"the column 'difficulty', and it is {value!r}" in said
+
+
+def test_a_single_row_without_a_number_is_named_too(tmp_path, own, capfd):
+    said = refused(tmp_path, [1.0] * 5 + [None, 1.0, 1.0], f"{own}:weighed", capfd)
+    assert "train.jsonl:6: " in said and "train.jsonl:5: " not in said
+
+
+def test_a_column_of_the_rewards_is_not_one_of_the_data(tmp_path, own, capfd):
+    """Why: numbers of the data took the place of the rewards."""
+    said = refused(tmp_path, [1.0] * 8, f"{own}:of_rewards", capfd)
+    assert "of_rewards asks for the column 'reward' of the data" in said
+
+
+def test_a_parameter_with_a_default_does_not_read_the_data_and_that_is_said(own):
+    section = AlgorithmSection(advantage_estimator=f"{own}:weighed")
+    row = {"difficulty": 1.0, "bonus": 2.0, "gamma": 3.0}
+    lines: list[str] = []
+    handler = logger.add(lines.append, level="WARNING")
+    warn_of_unread_columns(section, Prompt(0, "?", [1], columns=row))
+    logger.remove(handler)
+    assert len(lines) == 1 and ": bonus of the data is not read" in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightrft.core.batch import TrainingPlan
+from lightrft.core.batch import Batch, TrainingPlan
 from lightrft.core.engine import Decoding, WholeRequests, derived_seed
 from lightrft.core.metrics import Metrics
 from lightrft.core.order import Order
@@ -131,6 +131,15 @@ def test_a_scheduler_goes_on_where_its_state_was():
     assert responses([other], 2) == second
     undo()
     assert responses([scheduler], 2) == second
+
+
+def test_a_column_of_a_caller_moves_with_its_tokens_and_sequences():
+    batch = Batch(torch.tensor([2, 1]), torch.tensor([5, 6, 7]), torch.zeros(3, dtype=torch.bool))
+    batch.rows = torch.tensor([0, 1])
+    batch.set_column("mine", torch.tensor([0.1, 0.2, 0.3]))
+    batch.set_column("difficulty", torch.tensor([1.0, 2.0]), per="sequence")
+    part = batch.select([1]).to("cpu")
+    assert part.mine.tolist() == pytest.approx([0.3]) and part.difficulty.tolist() == [2.0]
 
 
 @dataclass

@@ -622,7 +622,7 @@ def test_estimators_that_cannot_be_are_named(folder):
     needs, of_another_shape, not_finite = run_ranks(
         1, estimate_with, folder, ["of_the_moon", "of_groups", "of_nothing"]
     )[0]
-    assert "asks for a number in the column 'phase', and row 0 has None" in needs
+    assert "asks for a number in the column 'phase', and it is None" in needs
     for message in (of_another_shape, not_finite):
         assert "must return a finite advantage for each of the 8 rewards" in message
 

@@ -61,6 +61,16 @@ class FirstOnly:
         self.steps = state["steps"]
 
 
+class AsksForMore(FixedBatch):
+    def __init__(self, *args, moon, **options):
+        super().__init__(*args, **options)
+
+
+class OtherOrder(FixedBatch):
+    def __init__(self, prompts, *, seed):
+        pass
+
+
 def function(*args):
     pass
 """
@@ -124,6 +134,8 @@ def test_a_scheduler_from_nothing_trains_and_another_kind_is_refused(inputs, cap
     [
         ("function", "--seed=1", "lacks generate, selected, scored, snapshot"),
         ("Group", "--seed=1", "lacks generate, selected, scored, snapshot"),
+        ("AsksForMore", "--seed=1", "argument: 'moon'"),
+        ("OtherOrder", "--seed=1", "is not made of sampler, rewards, prompts"),
         ("absent", "--seed=1", "has no object 'absent'"),
         ("Backwards", "--dynamic_sampling", "only rounds, or a subclass of Rounds, knows flags"),
         ("fixed_batch", "--partial_rollout", "only rounds, or a subclass of Rounds, knows flags"),
