@@ -160,6 +160,8 @@ def _start(world: Axis) -> tuple[ModuleType, str]:
     )
     if not address:  # Ray reads these at its import
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        # Otherwise Ray makes the queue's processes yield to the ranks, which wait for them.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
     import transfer_queue
 

@@ -74,7 +74,7 @@ def test_steps_through_the_queue_are_those_through_memory(tmp_path):
     On a busy machine that start has taken two minutes, and the second rank waits for it.
     """
     inputs = [*prepare(tmp_path), *PPO, "--max_steps=1", "--init_kl_coef=0.1"]
-    found = run_ranks(2, everything, inputs, tmp_path, timeout=450)
+    found = run_ranks(2, everything, inputs, tmp_path, timeout=600)
     first, second = (found[rank]["store"] for rank in (0, 1))
     assert first == {
         "half": [11, 12, 13, 0],
@@ -99,6 +99,6 @@ def test_a_single_rank_can_use_the_queue_too(tmp_path):
     """It needs no store of its own, but other programs may read the samples there."""
     inputs = [*prepare(tmp_path), *PPO, "--max_steps=1", "--init_kl_coef=0.1"]
     ((through_memory, through_queue),) = run_ranks(
-        1, both_ways, inputs, f"{tmp_path}/run", timeout=450
+        1, both_ways, inputs, f"{tmp_path}/run", timeout=600
     )
     assert len(through_queue) == 1 and through_queue == through_memory
