@@ -35,6 +35,7 @@ PROJECTS = {
     "unslothai/unsloth-zoo": "Unsloth Zoo",
     "OpenPipe/ART": "ART",
     "thinking-machines-lab/tinker-cookbook": "Tinker Cookbook",
+    "thinking-machines-lab/tinker-feedback": "Tinker",
     "vllm-project/vllm": "vLLM",
     "sgl-project/sglang": "SGLang",
 }
