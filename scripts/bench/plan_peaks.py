@@ -134,7 +134,7 @@ def peak(policy: Policy, config: Config) -> int:
     def step(tokens: int) -> None:
         whole = experience(first, tokens)
         local, (rows,) = policy.strategy.redistribute(whole, minibatch_size=None, **policy.limits())
-        denominator = policy.denominator(local, rows, length=len(local.input_ids))
+        denominator = policy.denominator(local, rows)
         policy.learn([LossTerm(local, rows, objective, denominator)], Metrics())
         policy.finish_training()
 
