@@ -74,7 +74,7 @@ MALFORMED = [
     ("/inference/v1/generate", {"token_ids": [65], "sampling_params": [1]}, "sampling_params"),
 ]
 OF_A_SERVER = [
-    ("/v1/chat/completions", _chat(tools=DEEP), "too many brackets"),
+    ("/v1/chat/completions", _chat(tools=DEEP), "nested more than 100 deep"),
     ("/v1/completions", {"prompt": "a", "top_k": 2.5}, "top_k is a whole number"),
     ("/v1/completions", {"prompt": "a", "top_k": True}, "top_k is a whole number"),
     ("/v1/completions", {"prompt": "a", "top_k": "5"}, "top_k is a whole number"),

@@ -15,6 +15,7 @@ from lightrft.agents.messages import BEGINNING, Message, ToolCall, TurnRequest
 from lightrft.agents.tool_calls import Parse
 from lightrft.config.sections import DataSection
 from lightrft.core.samples import Prompt
+from lightrft.data.columns.values import plain
 from lightrft.data.prompts import INPUT, prompt_text
 from lightrft.data.rendering.messages import THINKING, as_messages, as_object, as_tools
 from lightrft.data.rendering.template import chat_template
@@ -172,7 +173,7 @@ class TurnFormat:
             raise ValueError("an observation is text: images, videos and sound cannot be observed")
         variables = as_object(row.get("chat_template_kwargs"), "the column 'chat_template_kwargs'")
         template = chat_template(self.section, self.tokenizer)
-        tools = [*tools, *as_tools(request.tools, written=True)]
+        tools = [*tools, *as_tools(plain(request.tools, "tools"), written=True)]
         return template.render(messages, answer_follows=True, tools=tools, variables=variables)
 
     def _in_vocabulary(self, token_ids: list[int]) -> list[int]:

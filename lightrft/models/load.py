@@ -563,7 +563,7 @@ def _check_name(name: str, source: str) -> str:
     for file in filter(Path.is_file, map(folder.joinpath, JSON_FILES)):
         try:
             json.loads(file.read_bytes()).keys()
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{source}: {file.name} cannot be read as JSON: {error}") from error
     # No name on the hub looks like this, so the hub is not asked.
     if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
