@@ -16,9 +16,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import Config
 from lightrft.core.metrics import Metrics
-from lightrft.core.rollout import Rollout
 from lightrft.core.samples import Prompt
 from lightrft.rewards.runner import RewardRunner
+from lightrft.rollout.rollout import ResumableRollout
 from lightrft.rollout.sampler import RunSampler
 from lightrft.schedulers.rounds import Rounds
 from lightrft.strategy import get_strategy
@@ -154,7 +154,7 @@ def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, i
     strategy.setup_inference_engine()
     prompts = [Prompt(row, "", [97 + 5 * (row % 2) + row % 5], {}) for row in range(ROWS)]
 
-    def new_rollout() -> Rollout:
+    def new_rollout() -> ResumableRollout:
         rewards = RewardRunner(
             f"{__name__}:without_marks", section=replace(config.reward, reward_workers=0)
         )
@@ -162,7 +162,7 @@ def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, i
         scheduler = Rounds(
             sampler, rewards, prompts, section=config.rollout, data=strategy.mesh.data, seed=4
         )
-        return Rollout(scheduler, rewards)
+        return ResumableRollout(scheduler, rewards)
 
     rollout = new_rollout()
     learned = []
