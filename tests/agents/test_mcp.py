@@ -324,18 +324,18 @@ def test_a_server_with_an_address_may_end_and_come_back(server):
 
 
 @pytest.mark.parametrize(
-    ("reference", "told"),
+    ("reference", "seconds", "told"),
     [
-        ("", "its first word is no program"),
-        ("no-such-program --port 5", "its first word is no program"),
-        ("python -c \"raise SystemExit('no database')\"", "no database"),
-        ("http://127.0.0.1:9/mcp", "cannot be used"),
-        ("sleep 60", r"did not list its tools within 1 s \(--tool_seconds\)"),
+        ("", 60.0, "its first word is no program"),
+        ("no-such-program --port 5", 60.0, "its first word is no program"),
+        ("python -c \"raise SystemExit('no database')\"", 60.0, "no database"),
+        ("http://127.0.0.1:9/mcp", 60.0, "cannot be used"),
+        ("sleep 60", 1.0, r"did not list its tools within 1 s \(--tool_seconds\)"),
     ],
 )
-def test_servers_that_do_not_answer_are_refused(reference, told):
+def test_servers_that_do_not_answer_are_refused(reference, seconds, told):
     with pytest.raises(ValueError, match=told):
-        ProgramSetup("", (f"mcp:{reference}",), tool_seconds=1.0).program()
+        ProgramSetup("", (f"mcp:{reference}",), tool_seconds=seconds).program()
 
 
 @pytest.mark.parametrize(

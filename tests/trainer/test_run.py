@@ -70,6 +70,7 @@ VERBS = [
     "open_generation",
     "optimizer_step",
     "prepare",
+    "redistribute",
     "rehearse_save",
     "reload_model",
     "sample_store",
@@ -78,6 +79,7 @@ VERBS = [
     "set_seed",
     "setup_distributed",
     "setup_inference_engine",
+    "to_device",
     "unwrap_model",
     "update_engine_weights",
     "wakeup_inference_engine",
@@ -147,8 +149,8 @@ def test_every_public_verb_is_counted_or_said_to_be_for_other_loops():
         "engine_lags",
         "get_sequence_parallel_group",
     }
-    # of --rollout_ranks, --lora_sync, --ep_size
-    of_options = {"serve_engine", "adapter_params", "expert_params"}
+    # of --rollout_ranks, --lora_sync, --ep_size, --overlap
+    of_options = {"serve_engine", "adapter_params", "expert_params", "compute_tokens"}
     on_class = {"print", "report_memory", "sync_and_clear_cache", "is_rank_0"}
     assert (
         sorted(public - hooks - ends - on_class - of_options - set(VERBS) - FOR_OTHER_LOOPS) == []
