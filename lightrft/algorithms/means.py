@@ -35,7 +35,7 @@ class PromptTokens(NamedTuple):
 
 
 class MoreCounts(NamedTuple):
-    """What a denominator holds besides: the field `more` of Denominator."""
+    """Holds what only some means divide by: the field `more` of Denominator."""
 
     length: int
     """Constant of seq-mean-token-sum-norm: the longest response in tokens."""

@@ -1,5 +1,7 @@
 """Find the flags of the algorithm section that the chosen functions do not read."""
 
+from collections.abc import Collection
+
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.correction import corrections
 from lightrft.algorithms.covariance import marks
@@ -32,6 +34,20 @@ def unread_flags(section: AlgorithmSection) -> list[str]:
             f' {section.policy_loss.rpartition(":")[2]}.properties = {{"per": "token"}}'
         )
     return notices
+
+
+def unread_columns(section: AlgorithmSection, columns: Collection[str]) -> list[str]:
+    """Return a sentence for each column of the data that an estimator names with a default."""
+    optional = {
+        name
+        for name, needed in keywords(estimators[section.advantage_estimator]).items()
+        if not needed
+    }
+    return [
+        f"--advantage_estimator {section.advantage_estimator}: the column {name!r} of the data is"
+        " not read, because the parameter has a default; leave the default out"
+        for name in sorted((optional - FIELDS) & set(columns))
+    ]
 
 
 def unread(

@@ -26,7 +26,7 @@ from lightrft.core.losses import sequence_sums
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
 from lightrft.core.strategy import DataRanks
-from lightrft.core.table import keywords, known, label
+from lightrft.core.table import checked_options, keywords, label
 
 Estimator = Callable[..., Tensor]
 
@@ -140,7 +140,7 @@ class CompareRewards:
         for a column of the data whose name the table of rewards has for another.
         """
         self.estimator = estimator
-        self.options = known(estimator, options)
+        self.options = checked_options(estimator, options)
         self.asked = keywords(estimator)
         given = {*options, "lengths", "responses"}
         self.columns: dict[str, RewardColumn] = {

@@ -17,7 +17,7 @@ ABORTED = "abort"
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How an engine samples responses; `engine/requests.py` adds what other engines can do."""
+    """Says how an engine samples responses; `engine/requests.py` adds what other engines can do."""
 
     n: int = 1
     """Samples of each prompt; they share the prefill."""

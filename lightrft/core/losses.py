@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch, Experience
-from lightrft.core.table import keywords, known
+from lightrft.core.table import checked_options, keywords
 
 Sum = Callable[[Tensor], Tensor]
 """Function that returns the sum of a tensor over all ranks."""
@@ -223,7 +223,7 @@ class PolicyObjective:
         self.loss = loss
         self.terms = [Drift(), EngineMismatch()] if terms is None else terms
         self.mean = mean
-        self.options = known(loss, options)
+        self.options = checked_options(loss, options)
         self.loss_reach = reach_of(loss)
         required = [name for name, needed in keywords(loss).items() if needed]
         self.columns = [name for name in required if name not in self.options]

@@ -21,8 +21,6 @@ Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
 """(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports
 by metric name.
 """
-OPEN = "a train step is open: call finish_train_step() or abort_train_step() first"
-"""What begin() says while another step is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +120,9 @@ class Role(ABC):
         and ValueError without an optimizer.
         """
         if self.left is not None:
-            raise RuntimeError(OPEN)
+            raise RuntimeError("an optimizer step is open: call finish() first")
         if learn and self.optimizer is None:
-            raise ValueError(
-                f"this {type(self).__name__} has no optimizer: create it with one, or pass"
-                " eval_mode=True"
-            )
+            raise ValueError(f"this {type(self).__name__} has no optimizer: create it with one")
 
         phase = "train" if learn else "logprob"
         self.strategy.enter(phase, self.module, self.optimizer if learn else None)

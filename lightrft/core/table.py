@@ -27,7 +27,7 @@ def label(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", repr(function))
 
 
-def known(function: Callable[..., Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+def checked_options(function: Callable[..., Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the options. Raises ValueError for one that the function does not name."""
     if unknown := sorted(options.keys() - keywords(function).keys()):
         names = ", ".join(keywords(function)) or "none"

@@ -68,7 +68,7 @@ DATA_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """What the rows of a data set are read with."""
+    """Holds what the rows of a data set are read with."""
 
     section: DataSection
     tokenizer: PreTrainedTokenizerBase

@@ -544,6 +544,12 @@ def not_flat(model: PreTrainedModel) -> list[str]:
     return [reason for reason, holds in reasons.items() if holds]
 
 
+@cache
+def _check_object(file: Path, modified: int) -> None:
+    """Raise an error for a file that holds no JSON object; a version of it is read only once."""
+    json.loads(file.read_bytes()).keys()
+
+
 def _check_name(name: str, source: str) -> str:
     """Return the expanded folder, or the hub name.
 
@@ -562,7 +568,7 @@ def _check_name(name: str, source: str) -> str:
         )
     for file in filter(Path.is_file, map(folder.joinpath, JSON_FILES)):
         try:
-            json.loads(file.read_bytes()).keys()
+            _check_object(file, file.stat().st_mtime_ns)
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{source}: {file.name} cannot be read as JSON: {error}") from error
     # No name on the hub looks like this, so the hub is not asked.

@@ -29,7 +29,7 @@ WITHOUT_ENTROPY = TokenLogprobs(entropy=False)
 class Policy(DistributedRole, PolicyMethods):
     """Log-probs, updates and samples of the actor, and log-probs of the frozen reference.
 
-    A run calls logprobs(), reference_logprobs() and update() with flat batches. Loops of your own
+    A run calls logprobs(), reference_logprobs() and learn() with flat batches. Loops of your own
     call these methods with padded ones:
 
     policy.prepare_for_generation()                     # the newest weights go to the engine

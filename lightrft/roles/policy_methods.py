@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.core.batch import Batch, padded
-from lightrft.core.role import OPEN
 from lightrft.core.samples import Completion
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Likeliest
@@ -47,7 +46,7 @@ class PolicyMethods:
     temperature: float
     truncation: Truncation
     width_multiple: int
-    left: int | None
+    refuse_open_step: Callable[[], None]
     _answer: Callable[..., Tensor]
     _token_logprobs: Callable[[Actor, Batch], Tensor]
     _reference: Callable[[], AbstractContextManager[Actor]]
@@ -194,8 +193,7 @@ class PolicyMethods:
 
     def finish_training(self) -> None:
         """Move actor and optimizer off the device with --offload_idle."""
-        if self.left is not None:
-            raise RuntimeError(OPEN)
+        self.refuse_open_step()
         self.strategy.enter(Phase.LOGPROB)
 
     def finish_inference(self) -> None:

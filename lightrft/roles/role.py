@@ -27,6 +27,7 @@ from lightrft.strategy.strategy import StrategyBase
 
 ALL_MB_METRICS = "all_mb_metrics"
 """NeMo-RL's name for the metrics of all micro-batches."""
+OPEN = "a train step is open: call finish_train_step() or abort_train_step() first"
 NO_STEP = "no train step is open: call begin_train_step() first"
 MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
 
@@ -152,6 +153,12 @@ class DistributedRole(Role):
         eval_mode: bool = False,
     ) -> None:
         """Begin an optimizer step of `num_microbatches` micro-batches, as many on every rank."""
+        self.refuse_open_step()
+        if self.optimizer is None and not eval_mode:
+            raise ValueError(
+                f"this {type(self).__name__} has no optimizer: create it with one, or pass"
+                " eval_mode=True"
+            )
         self.begin(num_microbatches, learn=not eval_mode)
         term = LossTerm(None, [], objective, denominator)
         self._step = TrainStep(num_microbatches, not eval_mode, term)
@@ -209,6 +216,11 @@ class DistributedRole(Role):
             self.strategy.backward(values.sum() * 0, self.module, self.optimizer)
         self.left = self.batch = self._step = None
         self.strategy.clear_gradients(self.module)
+
+    def refuse_open_step(self) -> None:
+        """Raise RuntimeError if an optimizer step by hand has begun and not ended."""
+        if self.left is not None:
+            raise RuntimeError(OPEN)
 
     def _open_step(self) -> TrainStep:
         if self._step is None:

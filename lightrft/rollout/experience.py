@@ -19,7 +19,7 @@ from lightrft.core.experience import (
 )
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Expand, Expanded, Sample
-from lightrft.roles.role import Role
+from lightrft.roles.role import DistributedRole
 
 # -- columns
 
@@ -122,7 +122,7 @@ class BranchExperience(ExperienceMaker):
 class EarlyOutputs:
     """Flattens samples, with outputs of models that were computed while others were generated."""
 
-    role: Role
+    role: DistributedRole
     """Role whose limits micro-batches have."""
     flatten: Callable[..., Experience]
     stages: Sequence[Stage]

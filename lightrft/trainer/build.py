@@ -4,16 +4,15 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 
-from loguru import logger
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
 from lightrft.algorithms.objectives import ValueObjective, sft
-from lightrft.algorithms.options import FIELDS
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.algorithms.terms import policy_objective
+from lightrft.algorithms.unread import unread_columns
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import (
@@ -26,7 +25,6 @@ from lightrft.config.references import (
     reward_weights,
 )
 from lightrft.config.sections import (
-    AlgorithmSection,
     Config,
     RolloutSection,
     has_episodes,
@@ -43,7 +41,6 @@ from lightrft.core.losses import PolicyObjective
 from lightrft.core.metrics import Untraced
 from lightrft.core.role import Learner
 from lightrft.core.rollout import Scheduler
-from lightrft.core.samples import Prompt
 from lightrft.core.step import Measure
 from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_own_columns
@@ -128,7 +125,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     training_data = load_training_data(config, rewards=rewards)
     rewards.check(training_data.prompts.examples)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
-    warn_of_unread_columns(config.algorithm, training_data.prompts[0])
+    for notice in unread_columns(config.algorithm, training_data.prompts[0].columns):
+        strategy.print(notice)
     scheduler_class(config, training_data)  # what does not fit is said before models load
     tokenizer = training_data.tokenizer
     eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)
@@ -398,19 +396,6 @@ def start_engine(
 
 
 # -- from samples to experience, and from prompts to samples
-
-
-def warn_of_unread_columns(section: AlgorithmSection, prompt: Prompt) -> None:
-    """Warn of columns of the data that have the name of an estimator's parameter with a default."""
-    asked = keywords(estimators[section.advantage_estimator])
-    optional = {name for name, needed in asked.items() if not needed}
-    if names := sorted((optional - FIELDS) & prompt.columns.keys()):
-        logger.warning(
-            "--advantage_estimator {}: {} of the data is not read, because the parameter has a"
-            " default; leave the default out",
-            section.advantage_estimator,
-            ", ".join(names),
-        )
 
 
 def build_compare(config: Config, shaper: RewardShaper) -> CompareRewards:

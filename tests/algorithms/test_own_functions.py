@@ -5,16 +5,14 @@ import math
 from pathlib import Path
 
 import pytest
-from loguru import logger
 
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.algorithms.terms import policy_objective
-from lightrft.algorithms.unread import unread_flags
+from lightrft.algorithms.unread import unread_columns, unread_flags
 from lightrft.cli import train_ppo
 from lightrft.config import AlgorithmSection, RewardSection
 from lightrft.core.samples import Prompt, Sample
 from lightrft.stages.compare import compare_rewards
-from lightrft.trainer.build import warn_of_unread_columns
 from ranks import run_ranks
 from runs import PPO, prepare
 
@@ -109,11 +107,8 @@ def test_a_column_of_the_rewards_is_not_one_of_the_data(tmp_path, own, capfd):
 def test_a_parameter_with_a_default_does_not_read_the_data_and_that_is_said(own):
     section = AlgorithmSection(advantage_estimator=f"{own}:weighed")
     row = {"difficulty": 1.0, "bonus": 2.0, "gamma": 3.0}
-    lines: list[str] = []
-    handler = logger.add(lines.append, level="WARNING")
-    warn_of_unread_columns(section, Prompt(0, "?", [1], columns=row))
-    logger.remove(handler)
-    assert len(lines) == 1 and ": bonus of the data is not read" in lines[0]
+    (notice,) = unread_columns(section, row)
+    assert "the column 'bonus' of the data is not read" in notice
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import lightrft.core
 ROOT = Path(lightrft.core.__file__).parent
 EXAMPLE = ROOT.parent.parent / "examples" / "grpo_core.py"
 FILES = sorted(ROOT.glob("*.py"))
-MOST_LINES = 3125
+MOST_LINES = 3120
 """Lines of the core. A smaller number is an achievement, a larger one a defect; never above 4500."""
 MOST_OF_EXAMPLE = 120
 
