@@ -90,6 +90,7 @@ PRESETS: dict[str, Recipe] = {
     # the same paper with the divergence of its main experiments over whole distributions
     "gkd": preset("ppo", "token-mean", distill_coef=1.0, distill_top_k=64),
 }
+"""--advantage_estimator name -> configuration fields."""
 PRESETS["group_norm"] = PRESETS["grpo"]
 PRESETS["reinforce_baseline"] = PRESETS["reinforce++_baseline"]
 
