@@ -279,7 +279,8 @@ def as_tools(value: Any, *, written: bool = False) -> list[dict[str, Any]]:
 
 def _tool(tool: Any) -> dict[str, Any]:
     if isinstance(tool, dict) and "input_schema" in tool:  # Anthropic's
-        tool = {name.replace("input_schema", "parameters"): one for name, one in tool.items()}
+        others = {name: value for name, value in tool.items() if name != "input_schema"}
+        tool = others | {"parameters": tool["input_schema"]}
     if isinstance(tool, dict) and "function" not in tool:
         tool = {"type": "function", "function": tool}
     function = tool.get("function") if isinstance(tool, dict) else None
