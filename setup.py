@@ -32,8 +32,8 @@ setup(
     packages=find_packages(include=["lightrft", "lightrft.*"]),
     package_data={
         "lightrft": ["py.typed", "__init__.pyi"],
-        "lightrft.observe": ["report.html"],
-        "lightrft.compat": ["tables/*.yaml"],
+        "lightrft.app.observe": ["report.html"],
+        "lightrft.extras.compat": ["tables/*.yaml"],
     },
     install_requires=versions["requirements"](versions["CORE"]),
     extras_require={
@@ -41,7 +41,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["lightrft = lightrft.__main__:main"],
-        "torchrun.handlers": ["lightrft = lightrft.launch.torchrun:install"],
+        "torchrun.handlers": ["lightrft = lightrft.strategy.launch.torchrun:install"],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(
         ("train_ppo train_sft train_rm train_prm train_dpo train_kto evaluate TrainedRun").split(),
-        "lightrft.trainer.python",
+        "lightrft.app.trainer.python",
     ),
     "Config": "lightrft.config.sections",
     **dict.fromkeys(("ConfigError", "DataError"), "lightrft.config.errors"),

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.errors import ConfigError as ConfigError
 from lightrft.config.errors import DataError as DataError
 from lightrft.config.sections import Config as Config
-from lightrft.trainer.python import ConfigOrFile, Model, Reward, Rows
-from lightrft.trainer.python import TrainedRun as TrainedRun
+from lightrft.app.trainer.python import ConfigOrFile, Model, Reward, Rows
+from lightrft.app.trainer.python import TrainedRun as TrainedRun
 
 __version__: str
 

@@ -37,15 +37,15 @@ SUMMARIES = {
     "selfcheck": "the same, with a model: lightrft selfcheck MODEL --config FILE",
 }
 MODULES = {
-    "selfcheck": "lightrft.cli.doctor",
+    "selfcheck": "lightrft.extras.commands.doctor",
     "migrate": "lightrft.extras.migrate",
     "check": "lightrft.extras.check",
     **{
-        name: f"lightrft.cli.debug.{name}"
+        name: f"lightrft.extras.commands.debug.{name}"
         for name in "bisect bundle chat diagnose forecast replay report test_rewards".split()
     },
 }
-"""Command -> its module, where that is not lightrft.cli.COMMAND."""
+"""Command -> its module, where that is not lightrft.app.cli.COMMAND."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(
             "Reinforcement fine-tuning. For several processes: torchrun --nproc-per-node N -m"
-            " lightrft.cli.COMMAND ..."
+            " lightrft.app.cli.COMMAND ..."
         ),
         epilog="\n".join(f"  {command:<12} {meaning}" for command, meaning in SUMMARIES.items()),
     )
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"there is no command {chosen.command!r}{near}. All commands: lightrft --help")
 
     try:
-        module = MODULES.get(chosen.command, f"lightrft.cli.{chosen.command}")
+        module = MODULES.get(chosen.command, f"lightrft.app.cli.{chosen.command}")
         importlib.import_module(module).main(chosen.arguments)
     except KeyboardInterrupt:
         parser.exit(130, "interrupted by SIGINT\n")

@@ -51,7 +51,7 @@ def run(name: str, quickstart: Path, out: Path, steps: int) -> list[float]:
             f"--save_path={out / name}",
         ]
         command = [
-            "lightrft.cli.train_ppo",
+            "lightrft.app.cli.train_ppo",
             *SETTINGS,
             *extra,
             *data,

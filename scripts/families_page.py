@@ -22,9 +22,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lightrft.attention.flat import ATTENTION  # noqa: E402  after its folder
+from lightrft.app.trainer.selfcheck import ImpossibleError, compare_small_copy  # noqa: E402
+from lightrft.models.attention.flat import ATTENTION  # noqa: E402  after its folder
 from lightrft.models.load import new_model, not_flat  # noqa: E402
-from lightrft.tools.selfcheck import ImpossibleError, compare_small_copy  # noqa: E402
 from scripts.pages import between_marks  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"

@@ -161,7 +161,7 @@ CHECKS = [
     Check(
         "attention",
         "kernels",
-        tests("tests/attention/test_flash_attn.py", "-k", "every_shape or real_kernels"),
+        tests("tests/models/attention/test_flash_attn.py", "-k", "every_shape or real_kernels"),
         NONE_FAILS,
         150,
     ),
@@ -277,7 +277,11 @@ CHECKS = [
         40,
     ),
     Check(
-        "buckets ahead: bits", "streams", tests("tests/parallel/test_device.py"), NONE_FAILS, 120
+        "buckets ahead: bits",
+        "streams",
+        tests("tests/models/parallel/test_device.py"),
+        NONE_FAILS,
+        120,
     ),
     Check(
         "buckets ahead: overlap",

@@ -71,8 +71,8 @@ class Setting:
         """
         from transformers import AutoConfig
 
-        from lightrft.tools.shapes import known_config
-        from lightrft.tools.step_memory import with_layers
+        from lightrft.extras.tools.shapes import known_config
+        from lightrft.extras.tools.step_memory import with_layers
 
         config = known_config(name)
         if self.tiny:
@@ -129,7 +129,7 @@ def ahead_overlap(setting: Setting) -> Figures:
 
     The products take as long as the copy.
     """
-    from lightrft.parallel.device import ahead, synchronize
+    from lightrft.models.parallel.device import ahead, synchronize
 
     device = setting.device
     count = 4 if setting.tiny else 40
@@ -175,7 +175,7 @@ def head_rounding(setting: Setting) -> Figures:
     Hidden states and head are in bfloat16, and scaled to a largest logit of about 18. The reference
     has the same factors in float64.
     """
-    from lightrft.models.logprobs import token_logprobs
+    from lightrft.models.logits.logprobs import token_logprobs
 
     tokens, width, vocabulary = (64, 32, 500) if setting.tiny else (2048, 3584, 151_936)
     generator = torch.Generator().manual_seed(0)
@@ -228,13 +228,13 @@ def train_steps(
 ) -> Figures:
     from transformers import AutoModelForCausalLM
 
-    from lightrft.algorithms.truncation import ALL
-    from lightrft.attention.flat import ATTENTION
     from lightrft.core.batch import Batch, micro_batches
+    from lightrft.extras.tools.step_memory import parameter_counts
+    from lightrft.models.attention.flat import ATTENTION
     from lightrft.models.heads import Actor, LocalGradients, TokenLogprobs
-    from lightrft.parallel.device import peak_memory, synchronize
-    from lightrft.parallel.peaks import DEVICES, known_device
-    from lightrft.tools.step_memory import parameter_counts
+    from lightrft.models.logits.truncation import ALL
+    from lightrft.models.parallel.device import peak_memory, synchronize
+    from lightrft.models.parallel.peaks import DEVICES, known_device
 
     policy = {"gradient_checkpointing_policy": recompute} if recompute != "no" else {}
     strategy = strategy_of(bf16=True, gradient_checkpointing=recompute != "no", **policy, **options)
@@ -318,7 +318,7 @@ def gradient_memory(setting: Setting, shape: str) -> Figures:
 
     The process group is torch's fake one. Gradients are reduced each time, and once.
     """
-    from lightrft.tools.step_memory import fake_group
+    from lightrft.extras.tools.step_memory import fake_group
     from scripts.bench import memory
 
     sizes = {}
@@ -336,7 +336,7 @@ def gradient_memory(setting: Setting, shape: str) -> Figures:
 
 def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -> int:
     """Return the bytes that a backward pass leaves in the allocator."""
-    from lightrft.parallel.device import memory_in_use, synchronize
+    from lightrft.models.parallel.device import memory_in_use, synchronize
 
     strategy, learner = one_rank_of_many(setting, shape, reduce_gradients_once=once)
     gc.collect()  # what is left of the model before
@@ -356,9 +356,9 @@ def gathered_experts(setting: Setting) -> Figures:
 
     Groups of 32, 256 and 1,024 ranks are torch's fake ones, so that nothing is sent.
     """
-    from lightrft.parallel.device import memory_in_use, synchronize
-    from lightrft.tools.shapes import known_config
-    from lightrft.tools.step_memory import fake_group, with_layers
+    from lightrft.extras.tools.shapes import known_config
+    from lightrft.extras.tools.step_memory import fake_group, with_layers
+    from lightrft.models.parallel.device import memory_in_use, synchronize
     from scripts.bench import memory
 
     if setting.tiny:
@@ -389,9 +389,9 @@ def tensor_parallel_host(setting: Setting) -> Figures:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lightrft.parallel.device import synchronize
-    from lightrft.parallel.tensor_parallel import parallelize
-    from lightrft.tools.step_memory import fake_group
+    from lightrft.extras.tools.step_memory import fake_group
+    from lightrft.models.parallel.device import synchronize
+    from lightrft.models.parallel.tensor_parallel import parallelize
 
     times = {}
     for name in ("whole", "one of two ranks"):
@@ -427,9 +427,9 @@ def one_rank_of_many(setting: Setting, shape: PretrainedConfig, **options: Any) 
     """
     from transformers import AutoModelForCausalLM
 
-    from lightrft.parallel.mesh import Mesh
+    from lightrft.extras.tools.step_memory import LearningModel
+    from lightrft.models.parallel.mesh import Mesh
     from lightrft.strategy.fsdp import FSDPStrategy
-    from lightrft.tools.step_memory import LearningModel
 
     class OneOfMany(FSDPStrategy):
         def setup_distributed(self, *_: Any, **__: Any) -> None:
@@ -458,7 +458,7 @@ def offload_speed(setting: Setting) -> Figures:
     """
     from transformers import AutoModelForCausalLM
 
-    from lightrft.parallel.device import synchronize
+    from lightrft.models.parallel.device import synchronize
 
     strategy = strategy_of(bf16=True)
 
@@ -508,9 +508,9 @@ def offload_speed(setting: Setting) -> Figures:
 
 def staging_speed(setting: Setting) -> Figures:
     """Measure GB per second of a checkpoint's copy to the host, and of one into pinned memory."""
-    from lightrft.backends.offload import HostCopies
-    from lightrft.backends.staging import to_host
-    from lightrft.parallel.device import synchronize
+    from lightrft.models.parallel.device import synchronize
+    from lightrft.strategy.backends.offload import HostCopies
+    from lightrft.strategy.backends.staging import to_host
 
     count, size = (4, 2**16) if setting.tiny else (64, 2**25)
     tensors = {str(each): torch.ones(size, device=setting.device) for each in range(count)}
@@ -594,8 +594,8 @@ def merging(setting: Setting) -> Figures:
     from peft.tuners.lora import Linear
 
     from lightrft.models.lora import own_layers
+    from lightrft.models.parallel.device import synchronize
     from lightrft.models.peft import merge
-    from lightrft.parallel.device import synchronize
 
     device = setting.device
     tiny = setting.tiny
@@ -785,7 +785,7 @@ def sleep_cycles(setting: Setting) -> Figures:
     Figures are the memory that stays asleep, its growth, and greedy answers that change.
     """
     from lightrft.engine.base import Request, Sampling
-    from lightrft.parallel.device import occupied_memory
+    from lightrft.models.parallel.device import occupied_memory
 
     before = occupied_memory(setting.device)
     with temporary_folder() as folder:
@@ -820,7 +820,7 @@ def sync(setting: Setting, model: str, layers: str = "0") -> Figures:
 
     The tensors are on the device.
     """
-    from lightrft.parallel.device import synchronize
+    from lightrft.models.parallel.device import synchronize
 
     with temporary_folder() as folder:
         engine, weights = stream_engine(setting, folder, setting.shape(model, int(layers)))
@@ -845,7 +845,7 @@ def rollout_speed(setting: Setting) -> Figures:
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
 
-    from lightrft.cli import SWITCH_INTERVAL
+    from lightrft.app.cli import SWITCH_INTERVAL
     from lightrft.engine.base import Request, Sampling
 
     sys.setswitchinterval(SWITCH_INTERVAL)  # as in a run
@@ -949,8 +949,8 @@ def strategy_of(**options: Any) -> Any:
 
 def alone(setting: Setting) -> Any:
     """Return the mesh of this process by itself."""
-    from lightrft.parallel.device import collective_backend, select_device
-    from lightrft.parallel.mesh import Mesh
+    from lightrft.models.parallel.device import collective_backend, select_device
+    from lightrft.models.parallel.mesh import Mesh
 
     select_device()
     if not dist.is_initialized():
@@ -974,7 +974,7 @@ def train(
     check: bool = True,
 ) -> tuple[int, str]:
     """Run a program of the package on so many ranks; return the exit code and all it said."""
-    module = f"lightrft.cli.{entrypoint}"
+    module = f"lightrft.app.cli.{entrypoint}"
     launcher = (
         []
         if ranks == 1

@@ -55,4 +55,4 @@ if [[ $binding != none ]] && numa_is_known; then
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec torchrun "${where[@]}" --nproc-per-node "$nproc" -m "lightrft.cli.$1" "${@:2}"
+exec torchrun "${where[@]}" --nproc-per-node "$nproc" -m lightrft "$1" "${@:2}"

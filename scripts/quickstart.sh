@@ -19,7 +19,7 @@ two_ranks() { torchrun --standalone --nproc-per-node 2 -m "$@"; }
 
 # Greedy answers of transformers itself: another program than the engine that trained.
 evaluate() {
-    python -m lightrft.cli.evaluate --fsdp --engine_type hf --pretrain "$1" --eval_data "$out/data/test.jsonl" \
+    python -m lightrft evaluate --fsdp --engine_type hf --pretrain "$1" --eval_data "$out/data/test.jsonl" \
         --generate_max_len 4 --micro_rollout_batch_size 512 --seed "$seed" --save_path "$out/$2"
 }
 
@@ -34,14 +34,14 @@ phase "2 of 7: what the random model can do"
 evaluate "$out/data/model" eval_before_sft
 
 phase "3 of 7: warm-up by supervised fine-tuning"
-two_ranks lightrft.cli.train_sft --config configs/quickstart_sft.yaml --seed "$seed" \
+two_ranks lightrft train_sft --config configs/quickstart_sft.yaml --seed "$seed" \
     --pretrain "$out/data/model" --prompt_data "$out/data/train.jsonl" --save_path "$out/sft" --overwrite
 
 phase "4 of 7: what the warmed-up model can do"
 evaluate "$out/sft/model" eval_after_sft
 
 phase "5 of 7: GRPO, two ranks, vLLM beside the trainer"
-two_ranks lightrft.cli.train_ppo --config configs/quickstart.yaml --seed "$seed" \
+two_ranks lightrft train_ppo --config configs/quickstart.yaml --seed "$seed" \
     --pretrain "$out/sft/model" --prompt_data "$out/data/train.jsonl" --eval_data "$out/data/test.jsonl" --save_path "$out" \
     --overwrite
 

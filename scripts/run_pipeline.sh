@@ -26,14 +26,14 @@ fi
 export OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
 
 phase() { printf '\n=== %4d s  %s\n' "$SECONDS" "$*"; }
-ranks() { torchrun --standalone --nproc-per-node "${NPROC:-2}" -m "lightrft.cli.$1" --seed "$seed" "${@:2}"; }
+ranks() { torchrun --standalone --nproc-per-node "${NPROC:-2}" -m lightrft "$1" --seed "$seed" "${@:2}"; }
 
 # COMMAND CONFIG NAME FLAGS...: a run in $out/NAME.
 run() { ranks "$1" --config "configs/$2" --save_path "$out/$3" --overwrite "${@:4}"; }
 
 # MODEL NAME: share of right answers to held-out problems, in $out/NAME.
 evaluate() {
-    python -m lightrft.cli.evaluate --fsdp --engine_type hf --pretrain "$1" --eval_data "$out/data/test.jsonl" \
+    python -m lightrft evaluate --fsdp --engine_type hf --pretrain "$1" --eval_data "$out/data/test.jsonl" \
         --generate_max_len 4 --micro_rollout_batch_size 512 --seed "$seed" --save_path "$out/$2"
 }
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightrft.attention.recurrent import install, lift_time_step_limits
 from lightrft.core.batch import Batch
+from lightrft.models.attention.recurrent import install, lift_time_step_limits
 
 SIZES = {
     "hidden_size": 32,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from lightrft.rollout.scores import estimate
+from lightrft.algorithms.rollout.scores import estimate
 from scripts.laptop import results
 
 STEP = {

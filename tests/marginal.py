@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.truncation import Truncation
+from lightrft.models.logits.truncation import Truncation
 
 VOCABULARY = 2001
 WIDTH = 64

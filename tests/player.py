@@ -2,13 +2,13 @@
 
 import time
 
-from lightrft.agents.endpoint.protocol import EndpointModel
-from lightrft.agents.episodes import Episodes
-from lightrft.agents.programs import ProgramSetup
-from lightrft.agents.tool_calls import hermes
-from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.sections import DataSection, EnvironmentSection
 from lightrft.core.samples import Completion, Prompt, Sample
+from lightrft.extras.agents.endpoint.protocol import EndpointModel
+from lightrft.extras.agents.episodes import Episodes
+from lightrft.extras.agents.programs import ProgramSetup
+from lightrft.extras.agents.tool_calls import hermes
+from lightrft.extras.agents.turn_format import TurnFormat
 from tiny import EOS, byte_tokenizer
 
 TEMPLATE = (

@@ -31,8 +31,8 @@ from torch._subclasses import fake_tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from lightrft.parallel.device import collective_backend, current_device
-from lightrft.parallel.gloo import share_gloo_device
+from lightrft.models.parallel.device import collective_backend, current_device
+from lightrft.models.parallel.gloo import share_gloo_device
 from lightrft.versions import installed_versions
 
 tqdm.monitor_interval = 0  # a thread of the process that forks, which may hold a lock just then

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from lightrft.config import Config, parse
-from lightrft.run.prepare import prepare_config
-from lightrft.strategy import get_strategy
-from lightrft.tools.selfcheck import passed
-from lightrft.trainer.build import ppo_trainer
-from lightrft.trainer.build_supervised import (
+from lightrft.app.run.prepare import prepare_config
+from lightrft.app.trainer.build import ppo_trainer
+from lightrft.app.trainer.build_supervised import (
     dpo_trainer,
     kto_trainer,
     prm_trainer,
     rm_trainer,
     sft_trainer,
 )
+from lightrft.app.trainer.selfcheck import passed
+from lightrft.config import Config, parse
+from lightrft.strategy import get_strategy
 from ranks import run_ranks
 from scripts.prepare_quickstart import tiny_qwen3
 from with_vllm import load_vllm

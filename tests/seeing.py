@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from lightrft.engine.media import Clip
-from lightrft.weight_sync.names import PublishedNames
+from lightrft.models.weight_sync.names import PublishedNames
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 
 # its checks of types write whole configurations into errors that are dropped

@@ -371,7 +371,9 @@ def test_the_library_does_not_print():
 
 
 def test_one_place_decides_the_device():
-    others = [(source, path) for source, path in sources() if path != "lightrft/parallel/device.py"]
+    others = [
+        (source, path) for source, path in sources() if path != "lightrft/models/parallel/device.py"
+    ]
     assert [use for source, path in others for use in uses_of_torch_cuda(source, path)] == []
 
 
@@ -405,7 +407,7 @@ def test_every_config_field_is_read():
     [
         ("lightrft/engine/hf.py", "from lightrft.strategy import StrategyBase"),
         ("lightrft/engine/hf.py", "from lightrft.models.load import load_model"),
-        ("lightrft/engine/hf.py", "def f():\n    import lightrft.trainer.ppo"),
+        ("lightrft/engine/hf.py", "def f():\n    import lightrft.app.trainer.ppo"),
         ("lightrft/engine/hf.py", "from ..data import readers"),
         ("lightrft/engine/hf.py", "from lightrft import models"),
         ("lightrft/registry.py", "from lightrft.config import Config"),
@@ -417,7 +419,7 @@ def test_finds_wrong_imports(path, source):
 
 def test_lets_right_imports_pass():
     source = (
-        "from lightrft.engine.base import Engine\nfrom .base import Engine\nfrom lightrft.parallel"
+        "from lightrft.engine.base import Engine\nfrom .base import Engine\nfrom lightrft.models.parallel"
         " import mesh\nimport torch"
     )
     assert wrong_ways(source, "lightrft/engine/hf.py") == []
@@ -425,8 +427,8 @@ def test_lets_right_imports_pass():
 
 def test_finds_optional_packages():
     assert optional_imports("def f():\n    import vllm.config", "lightrft/engine/hf.py")
-    assert optional_imports("import mlflow", "lightrft/observe/trackers.py")
-    assert not optional_imports("def f():\n    import mlflow", "lightrft/observe/trackers.py")
+    assert optional_imports("import mlflow", "lightrft/app/observe/trackers.py")
+    assert not optional_imports("def f():\n    import mlflow", "lightrft/app/observe/trackers.py")
     assert not optional_imports("from vllm import LLM", "lightrft/engine/vllm/shim.py")
     assert not optional_imports("from sglang.srt import utils", "lightrft/engine/sglang/shim.py")
     assert optional_imports("from vllm import LLM", "lightrft/engine/sglang/shim.py")

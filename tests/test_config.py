@@ -17,7 +17,7 @@ import torch
 
 import lightrft
 from lightrft.__main__ import main
-from lightrft.compat.command_line import parse
+from lightrft.app.run.prepare import slow_float32
 from lightrft.config import (
     COMMANDS,
     SECTIONS,
@@ -43,9 +43,9 @@ from lightrft.config.resolve import range_problems
 from lightrft.config.rules import DEEPSPEED, LAYOUT_RULES, RULES, Rule
 from lightrft.config.sections import field_types, options
 from lightrft.config.values import CommaSeparated
-from lightrft.parallel.device import has_bf16
+from lightrft.extras.compat.command_line import parse
+from lightrft.models.parallel.device import has_bf16
 from lightrft.rewards.functions import rewards
-from lightrft.run.prepare import slow_float32
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 RUNNABLE = ["--pretrain", "some/model", "--prompt_data", "train.jsonl"]
@@ -1297,7 +1297,7 @@ def test_a_mistake_is_answered_without_heavy_imports():
     import them.
     """
     program = (
-        "import sys\nfrom lightrft.cli.train_ppo import main\n"
+        "import sys\nfrom lightrft.app.cli.train_ppo import main\n"
         "try: main(['--max_stps=1'])\nexcept SystemExit as end: code = end.code\n"
         "print(code, sorted({'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)))"
     )

@@ -12,18 +12,19 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from lightrft.cli import doctor, export, plan
-from lightrft.cli.debug import bundle, forecast, replay, test_rewards
-from lightrft.compat import openrlhf
-from lightrft.compat.command_line import parse
-from lightrft.compat.counterparts import names
-from lightrft.compat.openrlhf import DOTTED, IGNORED
+from lightrft.app.cli import export
 from lightrft.config import COMMANDS, ConfigError, resolve
 from lightrft.config.resolve import range_problems
 from lightrft.config.sections import aliases, field_types, section_of_field
 from lightrft.config.values import JSONObject
 from lightrft.extras import check as check_of_extras
 from lightrft.extras import migrate
+from lightrft.extras.commands import doctor, plan
+from lightrft.extras.commands.debug import bundle, forecast, replay, test_rewards
+from lightrft.extras.compat import openrlhf
+from lightrft.extras.compat.command_line import parse
+from lightrft.extras.compat.counterparts import names
+from lightrft.extras.compat.openrlhf import DOTTED, IGNORED
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -162,7 +163,7 @@ def check(words: list[str], settings: dict[str, str]) -> None:
             if word.startswith("--") and word.partition("=")[0] not in program
         ]
         assert path.exists() and not missing, f"{path.name} has no {missing}"
-    elif module.startswith("lightrft") and not module.startswith("lightrft.cli"):
+    elif module.startswith("lightrft") and not module.startswith("lightrft.app.cli"):
         assert find_spec(module)
     elif module:
         check_command(
@@ -197,7 +198,7 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
     elif command == "migrate":
         migrate.parser().parse_args([word for word in arguments if word != ">"][:-1])
     elif command in ("bisect", "bundle", "replay", "diagnose", "forecast", "test_rewards"):
-        import_module(f"lightrft.cli.debug.{command}").parser().parse_args(arguments)
+        import_module(f"lightrft.extras.commands.debug.{command}").parser().parse_args(arguments)
     elif command == "report":
         assert set(arguments) & {"--out", "--csv"} or len(arguments) == 1
     else:
@@ -365,7 +366,7 @@ def test_extras_are_those_of_this_folder():
         "lightrft export a",
         "python scripts/quickstart.py --out x",
         (
-            "torchrun --nproc-per-node 8 -m lightrft.cli.train_ppo --config configs/quickstart.yaml"
+            "torchrun --nproc-per-node 8 -m lightrft train_ppo --config configs/quickstart.yaml"
             " --tp_size 3"
         ),
         "unknown --flag",

@@ -17,12 +17,12 @@ SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH
 
 FILES = {
     "extras": [
-        "tests/batching/test_transfer_queue.py",
-        "tests/agents/test_verifiers.py",
-        "tests/agents/test_mcp.py",
+        "tests/strategy/batching/test_transfer_queue.py",
+        "tests/extras/agents/test_verifiers.py",
+        "tests/extras/agents/test_mcp.py",
     ],
     "fp8": ["tests/strategy/test_float8.py"],
-    "tinker": ["tests/trainer/test_tinker_server.py"],
+    "tinker": ["tests/app/trainer/test_tinker_server.py"],
 }
 """Environment -> tests of the packages in it."""
 

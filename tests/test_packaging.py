@@ -22,34 +22,34 @@ from lightrft import __version__, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_AN_EXTRA = {
-    "lightrft.agents.endpoint.client": "openai",
-    "lightrft.agents.endpoint.server": "uvicorn",
-    "lightrft.agents.adapters.openenv": "websockets",
-    "lightrft.agents.adapters.verifiers": "verifiers",
-    "lightrft.agents.adapters.mcp": "mcp",
-    "lightrft.agents.adapters.harbor.trials": "uvicorn",
-    "lightrft.agents.adapters.harbor.process_environment": "harbor",
-    "lightrft.checkpoint.gguf": "gguf",
+    "lightrft.extras.agents.endpoint.client": "openai",
+    "lightrft.extras.agents.endpoint.server": "uvicorn",
+    "lightrft.extras.agents.adapters.openenv": "websockets",
+    "lightrft.extras.agents.adapters.verifiers": "verifiers",
+    "lightrft.extras.agents.adapters.mcp": "mcp",
+    "lightrft.extras.agents.adapters.harbor.trials": "uvicorn",
+    "lightrft.extras.agents.adapters.harbor.process_environment": "harbor",
+    "lightrft.strategy.checkpoint.gguf": "gguf",
     "lightrft.data.verifiers.tasksets": "verifiers",
-    "lightrft.agents.adapters.reasoning_gym": "reasoning_gym",
+    "lightrft.extras.agents.adapters.reasoning_gym": "reasoning_gym",
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
-    "lightrft.exact.vllm": "vllm",
+    "lightrft.extras.exact.vllm": "vllm",
     "lightrft.models.four_bits.bitsandbytes": "bitsandbytes",
     "lightrft.models.peft": "peft",
-    "lightrft.models.triton": "triton",
-    "lightrft.roles.endpoint": "httpx",
-    "lightrft.roles.remote_teacher": "httpx",
+    "lightrft.models.logits.triton": "triton",
+    "lightrft.algorithms.roles.endpoint": "httpx",
+    "lightrft.algorithms.roles.remote_teacher": "httpx",
     "lightrft.rewards.verifiers.jsonschema": "jsonschema",
     "lightrft.rewards.verifiers.math_verify": "math_verify",
     "lightrft.rewards.verifiers.reasoning_gym": "reasoning_gym",
     "lightrft.rewards.judge": "httpx",
     "lightrft.rewards.remote": "httpx",
-    "lightrft.run.model_server": "uvicorn",
-    "lightrft.tinker.frontend": "starlette",
-    "lightrft.tinker.promises": "starlette",
-    "lightrft.tinker.protocol": "tinker",
-    "lightrft.tinker.server": "uvicorn",
+    "lightrft.extras.model_server": "uvicorn",
+    "lightrft.extras.tinker.frontend": "starlette",
+    "lightrft.extras.tinker.promises": "starlette",
+    "lightrft.extras.tinker.protocol": "tinker",
+    "lightrft.extras.tinker.server": "uvicorn",
 }
 """Modules that need a package of an extra, with the modules inside of them.
 
@@ -169,10 +169,10 @@ def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightrft").rglob("*.py")}
-    here |= {"lightrft/observe/report.html", "lightrft/py.typed", "lightrft/__init__.pyi"}
+    here |= {"lightrft/app/observe/report.html", "lightrft/py.typed", "lightrft/__init__.pyi"}
     here |= {
         path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "lightrft/compat/tables").glob("*.yaml")
+        for path in (ROOT / "lightrft/extras/compat/tables").glob("*.yaml")
     }
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == here

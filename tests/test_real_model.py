@@ -18,10 +18,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lightrft.cli import doctor, evaluate, export
+from lightrft.app.cli import evaluate, export
 from lightrft.config import DataSection
 from lightrft.data.conversations import make_example
 from lightrft.data.prompts import RowContext, make_prompt
+from lightrft.extras.commands import doctor
 from lightrft.models.weight_files import WeightFiles
 from runs import train
 from with_vllm import load_vllm

@@ -38,9 +38,9 @@ from ranks import import_packages, keep_inherited_objects
 from with_vllm import load_vllm
 
 RUNS = (
-    "lightrft.trainer.build",
-    "lightrft.trainer.build_supervised",
-    "lightrft.cli",
+    "lightrft.app.trainer.build",
+    "lightrft.app.trainer.build_supervised",
+    "lightrft.app.cli",
     "torch.distributed.run",
     "runs",
 )
@@ -204,7 +204,7 @@ def _renew(environment: dict[str, str]) -> None:
                 # setStream() would flush the other one, which may be closed
                 handler.stream = sys.stderr
 
-    for name in [name for name in sys.modules if f"{name}.".startswith("lightrft.cli.")]:
+    for name in [name for name in sys.modules if f"{name}.".startswith("lightrft.app.cli.")]:
         del sys.modules[name]  # its import says who has started this process
     tempfile.tempdir = None  # which TMPDIR may name
     random.seed()

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.kl import generalized_jsd
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
 from lightrft.core.losses import Denominator, Report, by_token, token_mean
+from lightrft.models.balance import Balance
 
 
 class ValueObjective:

@@ -7,9 +7,9 @@ found eight bits at a time, from the highest down.
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.truncation import float_keys
 from lightrft.core.batch import Batch
 from lightrft.core.losses import Sum
+from lightrft.models.logits.truncation import float_keys
 
 BYTE = 256
 ROUNDED_BITS = 10

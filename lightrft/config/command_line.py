@@ -1,6 +1,6 @@
 """Read the configuration from the command line and the YAML file.
 
-    torchrun -m lightrft.cli.train_ppo --config configs/quickstart.yaml --learning_rate 1e-3
+    torchrun -m lightrft train_ppo --config configs/quickstart.yaml --learning_rate 1e-3
 
 The file gives defaults, flags override it. Nothing heavy is imported here, so that a mistake is
 reported at once.
@@ -81,7 +81,7 @@ def parse(
 ) -> Config:
     """Return the configuration of `--config file.yaml` and flags, not yet resolved; see resolve().
 
-    `read_flags` translates names that are no fields in the command line, as lightrft.compat does,
+    `read_flags` translates names that are no fields in the command line, as lightrft.extras.compat does,
     and returns sentences about flags without a translation. It may add to the configuration's
     notices.
 

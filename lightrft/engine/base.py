@@ -20,13 +20,13 @@ from lightrft.engine.media import digest, read
 from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import Sampling, out_of_vocabulary
 from lightrft.engine.stops import StopStrings
-from lightrft.parallel.collectives import Axis
-from lightrft.weight_sync.adapters import Adapters
-from lightrft.weight_sync.names import PublishedNames
-from lightrft.weight_sync.verify import FULL_EVERY, Fingerprints
+from lightrft.models.parallel.collectives import Axis
+from lightrft.models.weight_sync.adapters import Adapters
+from lightrft.models.weight_sync.names import PublishedNames
+from lightrft.models.weight_sync.verify import FULL_EVERY, Fingerprints
 
 if TYPE_CHECKING:
-    from lightrft.weight_sync.quantized import Quantization
+    from lightrft.models.weight_sync.quantized import Quantization
 
 Part = Literal["weights", "kv_cache"]
 

@@ -14,12 +14,12 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EngineSection
 from lightrft.engine.base import Engine, EngineSetup
 from lightrft.engine.model_info import most_of_each, published_names
-from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import compute_capability
-from lightrft.parallel.processes import RunProcesses
+from lightrft.models.parallel.collectives import Axis
+from lightrft.models.parallel.device import compute_capability
+from lightrft.models.parallel.processes import RunProcesses
+from lightrft.models.qwen_omni import load_config
+from lightrft.models.weight_sync.names import PublishedNames
 from lightrft.registry import Registry
-from lightrft.thinker import load_config
-from lightrft.weight_sync.names import PublishedNames
 
 ENGINES = {
     "vllm": "lightrft.engine.vllm:VLLMEngine",
@@ -34,8 +34,8 @@ TOOL_PARSERS = {
 }
 """Engine -> function that returns one of the engine's parsers of tool calls by name."""
 EXACT_ENGINES = {
-    "hf": "lightrft.exact.hf:ExactHFEngine",
-    "vllm": "lightrft.exact.vllm:ExactVLLMEngine",
+    "hf": "lightrft.extras.exact.hf:ExactHFEngine",
+    "vllm": "lightrft.extras.exact.vllm:ExactVLLMEngine",
 }
 """Name -> adapter under --exact."""
 REMOTE = "lightrft.engine.remote.adapter:RemoteEngine"
@@ -142,7 +142,7 @@ def check_quantization(
 
     Only the configuration of the model is read.
     """
-    from lightrft.weight_sync.quantized import quantization_problem
+    from lightrft.models.weight_sync.quantized import quantization_problem
 
     config = load_config(model_path, trust_remote_code=trust_remote_code)
     names = published_names(config, trust_remote_code=trust_remote_code)

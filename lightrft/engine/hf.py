@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from lightrft.algorithms.truncation import ALL, Truncation, without_padding
-from lightrft.attention.layout import bidirectional_token
-from lightrft.attention.recurrent import lift_time_step_limits
 from lightrft.core.batch import RoutedShape, concatenated_features
 from lightrft.core.engine import ABORTED, Request
 from lightrft.core.samples import Completion, Expanded
@@ -22,12 +19,15 @@ from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
 from lightrft.engine.probe import Probe
 from lightrft.engine.requests import Sampling
 from lightrft.engine.stops import StopStrings
-from lightrft.parallel.device import float32_product, grow_segments, release_cached_memory
-from lightrft.parallel.expert_parallel import routers
-from lightrft.thinker import generating_class, load_config
-from lightrft.weight_sync.adapters import Adapters, low_rank_product, names_of
-from lightrft.weight_sync.names import PublishedNames
-from lightrft.weight_sync.verify import Fingerprints
+from lightrft.models.attention.layout import bidirectional_token
+from lightrft.models.attention.recurrent import lift_time_step_limits
+from lightrft.models.logits.truncation import ALL, Truncation, without_padding
+from lightrft.models.parallel.device import float32_product, grow_segments, release_cached_memory
+from lightrft.models.parallel.expert_parallel import routers
+from lightrft.models.qwen_omni import generating_class, load_config
+from lightrft.models.weight_sync.adapters import Adapters, low_rank_product, names_of
+from lightrft.models.weight_sync.names import PublishedNames
+from lightrft.models.weight_sync.verify import Fingerprints
 
 DROP_SHARE = 0.25
 """Finished rows leave the running batch when they are this share of it; that copies the cache."""

@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 from lightrft.config.sections import EngineSection
 from lightrft.core.engine import MEDIA_NAMES
-from lightrft.thinker import generating_class, load_config, load_generation_config
-from lightrft.weight_sync.names import DRAFT, PublishedNames
+from lightrft.models.qwen_omni import generating_class, load_config, load_generation_config
+from lightrft.models.weight_sync.names import DRAFT, PublishedNames
 
 PLACEHOLDERS = {
     medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in MEDIA_NAMES.values()

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
-from lightrft.algorithms.truncation import Truncation
 from lightrft.config.values import COLDEST, HOTTEST
 from lightrft.core.engine import Decoding
+from lightrft.models.logits.truncation import Truncation
 
 
 @dataclass(frozen=True, slots=True)

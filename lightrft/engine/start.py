@@ -21,7 +21,7 @@ from lightrft.engine.model_info import (
     published_names,
     with_prefix,
 )
-from lightrft.thinker import load_config
+from lightrft.models.qwen_omni import load_config
 from lightrft.versions import ENGINE_VERSIONS
 
 MEMORY_ADVICE = (
@@ -47,7 +47,7 @@ class LibraryEngine(Engine):
         """Names of the weights of --draft_pretrain, if streams bring them."""
         quantization = None
         if setup.section.rollout_quantization != "none":
-            from lightrft.weight_sync.quantized import Quantization
+            from lightrft.models.weight_sync.quantized import Quantization
 
             quantization = Quantization(setup.section.rollout_quantization, self.names, setup.dtype)
         streamed = self.names.shapes | (with_prefix(self.draft_names) if self.draft_names else {})

@@ -13,13 +13,13 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from lightrft.cli import command_parser
-from lightrft.compat.command_line import parse
+from lightrft.app.cli import command_parser
+from lightrft.app.run.logs import set_up_logging
 from lightrft.config.command_line import answer_word
 from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import TRAINING, Config, fields_read
-from lightrft.run.logs import set_up_logging
+from lightrft.extras.compat.command_line import parse
 
 TRIED_ROWS = 8
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def problems_of_run(config: Config, command: str, ranks: int, device: str) -> list[str]:
     """Print what the run reads and how it is planned; return what is wrong with it."""
-    from lightrft.cli.plan import show_data, show_plan
+    from lightrft.extras.commands.plan import show_data, show_plan
 
     problems: list[str] = []
 
@@ -73,7 +73,7 @@ def try_reward(config: Config, name: str) -> None:
 
     Raise ConfigError for a function that fails.
     """
-    from lightrft.tools.reward_tests import RewardTest, read_prompts
+    from lightrft.extras.tools.reward_tests import RewardTest, read_prompts
 
     test = RewardTest(name, read_prompts(config.data, TRIED_ROWS))
     row = test.rows[0]

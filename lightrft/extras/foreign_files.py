@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from lightrft.compat.counterparts import NO_COUNTERPART, SETTING_KEY, settings
 from lightrft.config.command_line import group_flags
 from lightrft.config.errors import ConfigError
+from lightrft.extras.compat.counterparts import NO_COUNTERPART, SETTING_KEY, settings
 
 KNOWN_TOOLS = "TRL, Unsloth, verl, OpenRLHF, ms-swift and axolotl"
 COMMAND_OF = {

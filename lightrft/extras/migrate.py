@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 
-from lightrft.cli import command_parser
-from lightrft.compat import command_line
-from lightrft.compat.counterparts import Translation, defaults, table, translate
+from lightrft.app.cli import command_parser
 from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.sections import Config, aliases, fields_read
+from lightrft.extras.compat import command_line
+from lightrft.extras.compat.counterparts import Translation, defaults, table, translate
 from lightrft.extras.foreign_files import ForeignFile, read
 
 

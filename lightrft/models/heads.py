@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightrft.algorithms.truncation import ALL, Truncation
-from lightrft.attention.layout import Layout, bidirectional_token
 from lightrft.config.errors import ConfigError
 from lightrft.core.batch import (
     Batch,
@@ -28,15 +26,17 @@ from lightrft.core.batch import (
 )
 from lightrft.core.losses import Denominator
 from lightrft.core.samples import Expanded
+from lightrft.models.attention.layout import Layout, bidirectional_token
 from lightrft.models.empty import real_parameters
-from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
-from lightrft.models.routers import Choices, RouterChoices
-from lightrft.parallel.sequence_parallel import (
+from lightrft.models.logits.logprobs import Upstream, token_logprobs, top_logprobs
+from lightrft.models.logits.truncation import ALL, Truncation
+from lightrft.models.parallel.sequence_parallel import (
     NO_SEQUENCE_PARALLEL,
     SequenceParallel,
     SequenceParallelModule,
     select_tokens,
 )
+from lightrft.models.routers import Choices, RouterChoices
 
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2", "cohere2_moe", "falcon_h1", "hyperclovax"}

@@ -29,13 +29,14 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 
-from lightrft.attention.flat import ATTENTION
-from lightrft.attention.recurrent import install
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
+from lightrft.models.attention.flat import ATTENTION
+from lightrft.models.attention.recurrent import install
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import makes_empty, real_parameters
 from lightrft.models.lora import is_adapter_folder
+from lightrft.models.qwen_omni import generating_class, load_config, load_generation_config
 from lightrft.models.weight_files import (
     MASK,
     WeightFiles,
@@ -45,7 +46,6 @@ from lightrft.models.weight_files import (
     missing_and_unexpected,
     stored_tensors,
 )
-from lightrft.thinker import generating_class, load_config, load_generation_config
 
 SCORE = "score"
 JSON_FILES = (

@@ -26,7 +26,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
 from lightrft.models.empty import real_parameters
 from lightrft.models.weight_files import is_backbone
-from lightrft.weight_sync.adapters import names_of
+from lightrft.models.weight_sync.adapters import names_of
 
 ADAPTER = "default"
 BASE = ".base_layer.weight"

@@ -8,8 +8,8 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from lightrft.models.four_bits.linear import QuantizedLinear
-from lightrft.parallel.tensor_parallel import SplitAdapter
-from lightrft.weight_sync.adapters import low_rank_product
+from lightrft.models.parallel.tensor_parallel import SplitAdapter
+from lightrft.models.weight_sync.adapters import low_rank_product
 
 MIXING = (0x7FEB352D, 0x846CA68B)
 """Odd factors that spread the bits of a counter (C. Wellons, "Hash prospector", 2018)."""
@@ -120,7 +120,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     is computed.
     """
     if weight.is_cuda and weight.dtype == torch.bfloat16:
-        from lightrft.models import triton
+        from lightrft.models.logits import triton
 
         return triton.merge(weight, a, b, scaling)
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from lightrft.algorithms.balance import routing
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.core.batch import (
     Batch,
@@ -21,8 +20,9 @@ from lightrft.core.batch import (
     to_device,
 )
 from lightrft.core.losses import Report, Weighted, sequence_sums
-from lightrft.parallel.expert_parallel import routers
-from lightrft.parallel.sequence_parallel import SequenceParallel
+from lightrft.models.balance import routing
+from lightrft.models.parallel.expert_parallel import routers
+from lightrft.models.parallel.sequence_parallel import SequenceParallel
 
 TOPK = (torch.topk, Tensor.topk)
 BIAS = "e_score_correction_bias"

@@ -3,11 +3,11 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from lightrft.algorithms.roles.endpoint import Endpoint
 from lightrft.config.references import JUDGE_KEY
 from lightrft.config.sections import RewardSection
 from lightrft.core.samples import Sample
 from lightrft.rewards.judge_settings import ATTEMPTS, JudgeSettings
-from lightrft.roles.endpoint import Endpoint
 
 REQUESTS = 8
 """Number of requests that a call sends at once."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.roles.reward_model import RewardModel
 from lightrft.config.references import chosen_labels
 from lightrft.core.samples import Answer, Expand, Sample
 from lightrft.data.conversations import flat_columns
 from lightrft.rewards.steps import StepRewards, TokenRewards
-from lightrft.roles.reward_model import RewardModel
 
 FUNCTION = "function"
 """Name of the part of a reward that the reward function returned as one number."""

@@ -22,9 +22,9 @@ from loguru import logger
 
 from lightrft.core.metrics import Untraced
 from lightrft.core.samples import Sample
-from lightrft.launch.forks import STACK_SIGNAL, Forks, Mailbox, Worker
 from lightrft.rewards.conventions import common_columns
 from lightrft.rewards.worker import Setup
+from lightrft.strategy.launch.forks import STACK_SIGNAL, Forks, Mailbox, Worker
 
 MAX_STACK_BYTES = 65536
 """Number of bytes of a worker's stack to read at most."""

@@ -10,9 +10,9 @@ function may return for a sample.
 
 from typing import Any
 
+from lightrft.algorithms.roles.endpoint import Endpoint
 from lightrft.config.references import REWARD_KEY
 from lightrft.core.samples import Sample
-from lightrft.roles.endpoint import Endpoint
 
 
 class RemoteReward:

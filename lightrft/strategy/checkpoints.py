@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.backends.base import Backend
-from lightrft.backends.staging import num_bytes, to_host
-from lightrft.checkpoint import manager
-from lightrft.checkpoint.atomic import PART, run_on_all_ranks
-from lightrft.checkpoint.background import Background
-from lightrft.checkpoint.hf_export import export, export_adapter, rehearse
-from lightrft.checkpoint.manifest import NOTHING, Kinds
 from lightrft.core.metrics import GB
-from lightrft.parallel.device import free_host_memory, idle_pinned_memory
-from lightrft.weight_sync.stream import unwrap
+from lightrft.models.parallel.device import free_host_memory, idle_pinned_memory
+from lightrft.models.weight_sync.stream import unwrap
+from lightrft.strategy.backends.base import Backend
+from lightrft.strategy.backends.staging import num_bytes, to_host
+from lightrft.strategy.checkpoint import manager
+from lightrft.strategy.checkpoint.atomic import PART, run_on_all_ranks
+from lightrft.strategy.checkpoint.background import Background
+from lightrft.strategy.checkpoint.hf_export import export, export_adapter, rehearse
+from lightrft.strategy.checkpoint.manifest import NOTHING, Kinds
 
 Models = nn.Module | Mapping[str, Any]
 """One model, or several by name: {"actor": (actor, optimizer, scheduler), "ema": ema}, each as

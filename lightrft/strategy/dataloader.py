@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Sampler
 
 from lightrft.data.loader import share_of
-from lightrft.parallel.collectives import Axis
+from lightrft.models.parallel.collectives import Axis
 
 
 class ResumableBatchSampler(Sampler[list[int]]):

@@ -22,24 +22,29 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.backends.materialize import one_by_one
-from lightrft.backends.offload import Offloaded, OffloadedTensors, guard_model, guard_optimizer
-from lightrft.backends.optim import follow, parameter_names
-from lightrft.backends.zero_state import (
+from lightrft.config.errors import ConfigError
+from lightrft.config.resolve import deepspeed_problems
+from lightrft.models.empty import empty_parameters, is_empty
+from lightrft.models.lora import adapter_parameters
+from lightrft.models.parallel.device import local_rank
+from lightrft.models.weight_sync.stream import hf_parameters, stream
+from lightrft.strategy.backends.materialize import one_by_one
+from lightrft.strategy.backends.offload import (
+    Offloaded,
+    OffloadedTensors,
+    guard_model,
+    guard_optimizer,
+)
+from lightrft.strategy.backends.optim import follow, parameter_names
+from lightrft.strategy.backends.zero_state import (
     Partitions,
     ZeroModelState,
     engine_config,
     local_shard,
     whole_shape,
 )
-from lightrft.checkpoint.model_state import ModelState
-from lightrft.config.errors import ConfigError
-from lightrft.config.resolve import deepspeed_problems
-from lightrft.models.empty import empty_parameters, is_empty
-from lightrft.models.lora import adapter_parameters
-from lightrft.parallel.device import local_rank
+from lightrft.strategy.checkpoint.model_state import ModelState
 from lightrft.strategy.strategy import StrategyBase
-from lightrft.weight_sync.stream import hf_parameters, stream
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

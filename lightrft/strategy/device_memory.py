@@ -13,11 +13,11 @@ from loguru import logger
 from torch import nn
 from torch.optim import Optimizer
 
-from lightrft.backends.base import Backend
-from lightrft.backends.offload import Offloaded, has_gradients, is_offloaded
 from lightrft.core.metrics import GB
-from lightrft.parallel.device import current_device, memory_in_use, peak_memory
-from lightrft.parallel.mesh import process_rank
+from lightrft.models.parallel.device import current_device, memory_in_use, peak_memory
+from lightrft.models.parallel.mesh import process_rank
+from lightrft.strategy.backends.base import Backend
+from lightrft.strategy.backends.offload import Offloaded, has_gradients, is_offloaded
 from lightrft.strategy.phases import OF_ENGINE, WAYS, Phase, PhaseError
 
 

@@ -11,7 +11,6 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
-from lightrft.backends.base import Backend
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, EngineSection, longest_sequence
 from lightrft.core.engine import Request, derived_seed
@@ -22,13 +21,14 @@ from lightrft.engine.loop import EngineLoop
 from lightrft.engine.remote.wire import ADAPTERS_KEY, PRETRAIN
 from lightrft.engine.requests import Sampling
 from lightrft.models.lora import adapter_shapes, keep_adapters_apart
-from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import occupied_memory, release_cached_memory
+from lightrft.models.parallel.collectives import Axis
+from lightrft.models.parallel.device import occupied_memory, release_cached_memory
+from lightrft.models.weight_sync.adapters import Adapters
+from lightrft.models.weight_sync.names import DRAFT
+from lightrft.models.weight_sync.stream import unwrap
+from lightrft.strategy.backends.base import Backend
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.shared_session import SharedSession
-from lightrft.weight_sync.adapters import Adapters
-from lightrft.weight_sync.names import DRAFT
-from lightrft.weight_sync.stream import unwrap
 
 WeightsOf = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
 """Function that starts one stream of (name, full tensor) of a model."""
@@ -95,7 +95,7 @@ class EngineHost:
         module = type(self._engine).__module__
         return (
             module.removeprefix("lightrft.engine.")
-            .removeprefix("lightrft.exact.")
+            .removeprefix("lightrft.extras.exact.")
             .partition(".")[0]
         )
 

@@ -20,18 +20,18 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
-from lightrft.backends.materialize import materialize
-from lightrft.backends.offload import OffloadedModel
-from lightrft.backends.optim import follow, parameter_names
-from lightrft.backends.replicas import Replicas
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.models.empty import empty_parameters
 from lightrft.models.load import repeated_blocks
 from lightrft.models.lora import adapter_parameters
-from lightrft.parallel.device import local_part
-from lightrft.parallel.tensor_parallel import parallelize
+from lightrft.models.parallel.device import local_part
+from lightrft.models.parallel.tensor_parallel import parallelize
+from lightrft.models.weight_sync.stream import hf_parameters, stream
+from lightrft.strategy.backends.materialize import materialize
+from lightrft.strategy.backends.offload import OffloadedModel
+from lightrft.strategy.backends.optim import follow, parameter_names
+from lightrft.strategy.backends.replicas import Replicas
 from lightrft.strategy.strategy import StrategyBase
-from lightrft.weight_sync.stream import hf_parameters, stream
 
 MOST_PADDING = 1.05
 """Most elements that a parameter may have with padding, for each of its own."""
@@ -65,7 +65,7 @@ class FSDPStrategy(StrategyBase):
         """Build the optimizer of --optimizer, before or after prepare()."""
         if self.config.optim.optimizer == "adamw":
             return super().create_optimizer(model, lr, betas, weight_decay, eps)
-        from lightrft.backends.muon import create_muon
+        from lightrft.strategy.backends.muon import create_muon
 
         return create_muon(model, blocks(model), lr, tuple(betas), weight_decay, eps)
 
@@ -107,7 +107,7 @@ class FSDPStrategy(StrategyBase):
 
     def _divide_experts(self, module: nn.Module) -> list[nn.Module]:
         """Divide experts over --ep_size, and return these parts of the module."""
-        from lightrft.parallel.expert_parallel import divide_experts
+        from lightrft.models.parallel.expert_parallel import divide_experts
 
         experts = divide_experts(module, self.mesh.experts, self.mesh.ep, EXPERT_FAMILIES)
         if not experts and self.mesh.world.rank == 0:

@@ -7,7 +7,7 @@ from lightrft.core.engine import Ended, Request
 from lightrft.core.samples import Completion
 from lightrft.data.loader import share_of
 from lightrft.engine.loop import EngineLoop
-from lightrft.parallel.collectives import Axis
+from lightrft.models.parallel.collectives import Axis
 
 
 @dataclass(eq=False)

@@ -22,11 +22,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from lightrft.backends.base import Backend, draw_by_data_rank
-from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
-from lightrft.batching.micro_batches import B, find_shared_prefixes, redistribute
-from lightrft.batching.planner import MIN_SAVING
-from lightrft.batching.sample_store import MemoryStore, SampleStore
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import SUPERVISED, OptimSection, sequence_layout
@@ -37,21 +32,26 @@ from lightrft.core.order import Order
 from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine
 from lightrft.engine.requests import Sampling
-from lightrft.launch.heartbeat import COLLECTIVE_MARGIN, SingleRankWatchdog, Watchdog
-from lightrft.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.models.lora import merge_adapters, split_adapters
-from lightrft.parallel.collectives import Axis, Op, all_gather, all_reduce
-from lightrft.parallel.device import current_device, grow_segments, host_cores, select_device
-from lightrft.parallel.mesh import Mesh, process_rank, world_axis
-from lightrft.parallel.processes import RunProcesses
+from lightrft.models.parallel.collectives import Axis, Op, all_gather, all_reduce
+from lightrft.models.parallel.device import current_device, grow_segments, host_cores, select_device
+from lightrft.models.parallel.mesh import Mesh, process_rank, world_axis
+from lightrft.models.parallel.processes import RunProcesses
+from lightrft.models.weight_sync.stream import persistent_buffers, unwrap
+from lightrft.strategy.backends.base import Backend, draw_by_data_rank
+from lightrft.strategy.backends.optim import create_adamw, create_lr_scheduler, parameter_names
+from lightrft.strategy.batching.micro_batches import B, find_shared_prefixes, redistribute
+from lightrft.strategy.batching.planner import MIN_SAVING
+from lightrft.strategy.batching.sample_store import MemoryStore, SampleStore
 from lightrft.strategy.call_forms import as_dicts, sampling_from_dict
 from lightrft.strategy.checkpoints import Checkpoints, Trained
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.device_memory import DeviceMemory, memory_report
 from lightrft.strategy.engine_host import EngineHost
+from lightrft.strategy.launch.heartbeat import COLLECTIVE_MARGIN, SingleRankWatchdog, Watchdog
+from lightrft.strategy.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.versions import TENSOR_PARALLEL_VERSIONS, untested_versions
-from lightrft.weight_sync.stream import persistent_buffers, unwrap
 
 ALONE = Axis("data", 1, 0, None)
 """Axis of data before setup_distributed()."""
@@ -359,7 +359,7 @@ class StrategyBase(Backend):
         axes = self.mesh.data, self.mesh.model_parallel
         if self.config.strategy.sample_store == "memory":
             return MemoryStore(*axes)
-        from lightrft.batching.transfer_queue import TransferQueueStore
+        from lightrft.strategy.batching.transfer_queue import TransferQueueStore
 
         return TransferQueueStore(*axes, self.mesh.world)
 

@@ -1,8 +1,8 @@
-"""Play the game of lightrft/agents/games.py as an agent.
+"""Play the game of lightrft/extras/agents/games.py as an agent.
 
 It uses the OpenAI-compatible server of its episode.
 
-torchrun --standalone --nproc-per-node 2 -m lightrft.cli.train_ppo --config
+torchrun --standalone --nproc-per-node 2 -m lightrft train_ppo --config
 configs/guess_number.yaml \\
     --environment "" --agent scripts/agents/guess_number.py:play
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from lightrft.agents.games import GuessNumber
+from lightrft.extras.agents.games import GuessNumber
 
 NUM_GUESSES = 6
 

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from transformers import AutoModelForCausalLM
 
-from lightrft.checkpoint.zero_fragment import SavePlanner
-from lightrft.tools.shapes import known_config
+from lightrft.extras.tools.shapes import known_config
+from lightrft.strategy.checkpoint.zero_fragment import SavePlanner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import parser_of

@@ -75,10 +75,10 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from lightrft.batching.micro_batches import get_batch, put_batch
-    from lightrft.batching.planner import plan
-    from lightrft.batching.sample_store import MemoryStore
-    from lightrft.parallel.collectives import Axis
+    from lightrft.models.parallel.collectives import Axis
+    from lightrft.strategy.batching.micro_batches import get_batch, put_batch
+    from lightrft.strategy.batching.planner import plan
+    from lightrft.strategy.batching.sample_store import MemoryStore
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

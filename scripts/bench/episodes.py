@@ -23,10 +23,6 @@ from types import SimpleNamespace
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightrft.agents.episodes import Episodes
-from lightrft.agents.programs import ProgramSetup
-from lightrft.agents.tool_calls import hermes
-from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import EngineSection, RolloutSection
 from lightrft.config.sections import DataSection, EnvironmentSection
 from lightrft.core.engine import Request
@@ -35,8 +31,12 @@ from lightrft.core.metrics import Trace
 from lightrft.core.samples import Prompt
 from lightrft.engine.build import build_engine
 from lightrft.engine.requests import Sampling
-from lightrft.parallel.mesh import Mesh
-from lightrft.rollout.episode_sampler import EpisodeSampler
+from lightrft.extras.agents.episodes import Episodes
+from lightrft.extras.agents.programs import ProgramSetup
+from lightrft.extras.agents.tool_calls import hermes
+from lightrft.extras.agents.turn_format import TurnFormat
+from lightrft.extras.episode_sampler import EpisodeSampler
+from lightrft.models.parallel.mesh import Mesh
 from lightrft.strategy.shared_session import SharedSession
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

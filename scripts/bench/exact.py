@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor, nn
 
-from lightrft.algorithms.truncation import Truncation, without_padding
 from lightrft.config.sections import EngineSection, ModelSection
 from lightrft.core.batch import Batch
 from lightrft.core.engine import Request
@@ -44,13 +43,14 @@ from lightrft.engine.base import Engine, EngineSetup
 from lightrft.engine.hf import HFEngine
 from lightrft.engine.model_info import never_sampled
 from lightrft.engine.requests import Sampling
-from lightrft.exact.hf import ExactHead, ExactHFEngine
-from lightrft.exact.install import make_actor_exact
+from lightrft.extras.exact.hf import ExactHead, ExactHFEngine
+from lightrft.extras.exact.install import make_actor_exact
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model, load_tokenizer
-from lightrft.models.logprobs import token_logprobs
-from lightrft.parallel.collectives import Axis
-from lightrft.thinker import load_config
+from lightrft.models.logits.logprobs import token_logprobs
+from lightrft.models.logits.truncation import Truncation, without_padding
+from lightrft.models.parallel.collectives import Axis
+from lightrft.models.qwen_omni import load_config
 from scripts.bench.harness import parser_of
 from scripts.prepare_quickstart import byte_tokenizer
 
@@ -261,7 +261,7 @@ def vllm(folder: str, args: Any) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     from lightrft.engine.vllm import VLLMEngine
-    from lightrft.exact.vllm import ExactVLLMEngine
+    from lightrft.extras.exact.vllm import ExactVLLMEngine
 
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     prompts = make_prompts([30 + 5 * i for i in range(args.prompts)], args.vocabulary)

@@ -28,12 +28,12 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 
-from lightrft.backends.materialize import materialize
+from lightrft.extras.tools.shapes import known_config
+from lightrft.extras.tools.step_memory import FakeRankStrategy, fake_group, with_layers
 from lightrft.models.empty import empty_parameters
+from lightrft.models.parallel.collectives import Axis
 from lightrft.models.weight_files import INDEX
-from lightrft.parallel.collectives import Axis
-from lightrft.tools.shapes import known_config
-from lightrft.tools.step_memory import FakeRankStrategy, fake_group, with_layers
+from lightrft.strategy.backends.materialize import materialize
 from scripts.bench.harness import parser_of, peak_of
 
 FLAGS = {

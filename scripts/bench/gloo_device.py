@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightrft.parallel.gloo import share_gloo_device
+from lightrft.models.parallel.gloo import share_gloo_device
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import in_turn, parser_of, results_of_ranks

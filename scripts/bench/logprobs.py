@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightrft.algorithms.truncation import ALL, Truncation
-from lightrft.models.logprobs import chunk_rows, token_logprobs
+from lightrft.models.logits.logprobs import chunk_rows, token_logprobs
+from lightrft.models.logits.truncation import ALL, Truncation
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import parser_of

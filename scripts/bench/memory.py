@@ -39,10 +39,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from lightrft.models.logprobs import token_logprobs
-from lightrft.strategy import FSDPStrategy
-from lightrft.tools.shapes import known_config
-from lightrft.tools.step_memory import (
+from lightrft.extras.tools.shapes import known_config
+from lightrft.extras.tools.step_memory import (
     FakeRankStrategy,
     empty_model,
     fake_group,
@@ -52,6 +50,8 @@ from lightrft.tools.step_memory import (
     trace_step,
     with_layers,
 )
+from lightrft.models.logits.logprobs import token_logprobs
+from lightrft.strategy import FSDPStrategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import on_ranks, parser_of

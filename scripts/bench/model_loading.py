@@ -55,9 +55,9 @@ def rank(way: str, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lightrft.backends.materialize import materialize
     from lightrft.models.empty import empty_parameters
-    from lightrft.parallel.mesh import Mesh
+    from lightrft.models.parallel.mesh import Mesh
+    from lightrft.strategy.backends.materialize import materialize
 
     dist.init_process_group("gloo")
 

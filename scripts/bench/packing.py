@@ -45,12 +45,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightrft.attention.flat import ATTENTION
-from lightrft.attention.recurrent import install
-from lightrft.batching.micro_batches import find_shared_prefixes, prompts
-from lightrft.batching.planner import MIN_SAVING, Plan, plan
 from lightrft.core.batch import Batch
+from lightrft.models.attention.flat import ATTENTION
+from lightrft.models.attention.recurrent import install
 from lightrft.models.heads import Actor
+from lightrft.strategy.batching.micro_batches import find_shared_prefixes, prompts
+from lightrft.strategy.batching.planner import MIN_SAVING, Plan, plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import parser_of

@@ -26,21 +26,21 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from lightrft.algorithms.roles.policy import Policy
+from lightrft.algorithms.rollout.sampler import sampling_of
 from lightrft.algorithms.terms import policy_objective
+from lightrft.app.trainer.build_roles import build_policy
 from lightrft.config import Config, parse
 from lightrft.config.resolve import resolve
 from lightrft.core.batch import Experience
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import LossTerm
-from lightrft.models import logprobs
-from lightrft.parallel.peaks import DEVICES
-from lightrft.roles.policy import Policy
-from lightrft.rollout.sampler import sampling_of
+from lightrft.extras.tools.planning import Planner
+from lightrft.extras.tools.shapes import model_config
+from lightrft.extras.tools.step_memory import total
+from lightrft.models.logits import logprobs
+from lightrft.models.parallel.peaks import DEVICES
 from lightrft.strategy import get_strategy
-from lightrft.tools.planning import Planner
-from lightrft.tools.shapes import model_config
-from lightrft.tools.step_memory import total
-from lightrft.trainer.build_roles import build_policy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import on_ranks, parser_of

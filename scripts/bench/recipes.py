@@ -257,7 +257,7 @@ def _mean_of_last(rows: Rows, name: str) -> float:
 def by_torchrun(command: str, world_size: int, flags: list[str], save_path: Path) -> Rows:
     launcher = [*TORCHRUN, f"--nproc-per-node={world_size}"]
     ran = subprocess.run(
-        [*launcher, "-m", f"lightrft.cli.{command}", *flags, f"--save_path={save_path}"],
+        [*launcher, "-m", "lightrft", command, *flags, f"--save_path={save_path}"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -116,10 +116,10 @@ class Clock:
 
 def lightrft_loop(args: Any) -> Clock:
     """Run the trainer as it is, and record its steps."""
+    from lightrft.app.run.prepare import prepare_config
+    from lightrft.app.trainer.build_supervised import sft_trainer
     from lightrft.config import parse
-    from lightrft.run.prepare import prepare_config
     from lightrft.strategy import get_strategy
-    from lightrft.trainer.build_supervised import sft_trainer
 
     flags = [
         *("--config", str(ROOT / "configs/quickstart_sft.yaml"), "--overwrite", "--stop_loss=0"),

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from reward_functions import busy
 
-from lightrft.cli import SWITCH_INTERVAL
+from lightrft.app.cli import SWITCH_INTERVAL
 from lightrft.config import RewardSection
 from lightrft.core.samples import Prompt, Sample
 from lightrft.rewards.runner import RewardRunner

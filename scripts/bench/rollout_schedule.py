@@ -36,10 +36,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lightrft.algorithms.schedulers.assignment import Assignment
+from lightrft.algorithms.schedulers.tail_rounds import DeferredGroup, next_tail_round
 from lightrft.config import RolloutSection
 from lightrft.core.order import fair_owners
-from lightrft.schedulers.assignment import Assignment
-from lightrft.schedulers.tail_rounds import DeferredGroup, next_tail_round
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import parser_of

@@ -47,7 +47,7 @@ def close_calls(folder: Path, experts: int) -> None:
 def learned(folder: Path, engine: str, steps: int, *, replay: bool) -> dict[str, float]:
     """Run GRPO in a process of its own; return means over the steps."""
     run = folder / f"replay_{replay}"
-    command = [sys.executable, "-m", "lightrft.cli.train_ppo", "--fsdp", "--bf16"]
+    command = [sys.executable, "-m", "lightrft", "train_ppo", "--fsdp", "--bf16"]
     command += [f"--pretrain={folder / 'model'}", f"--prompt_data={folder / 'train.jsonl'}"]
     command += [f"--engine_type={engine}", f"--max_steps={steps}", f"--save_path={run}"]
     command += ["--prompt_max_len=8", "--generate_max_len=8", "--reward=exact_match"]

@@ -89,7 +89,7 @@ def generate(arguments: argparse.Namespace, version: str) -> None:
     from lightrft.engine.build import build_engine
     from lightrft.engine.requests import Sampling
     from lightrft.engine.vllm import adapter
-    from lightrft.parallel.mesh import Mesh
+    from lightrft.models.parallel.mesh import Mesh
 
     torch.set_num_threads(1)
 

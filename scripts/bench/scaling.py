@@ -56,27 +56,27 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from lightrft.batching.micro_batches import get_batch, put_batch  # noqa: E402
-from lightrft.batching.planner import plan  # noqa: E402
-from lightrft.batching.sample_store import MemoryStore  # noqa: E402
-from lightrft.checkpoint import manager  # noqa: E402
-from lightrft.checkpoint.model_state import ModelState  # noqa: E402
+from lightrft.algorithms.rollout.rollout import ResumableRollout  # noqa: E402
+from lightrft.algorithms.schedulers.assignment import Assignment  # noqa: E402
+from lightrft.algorithms.schedulers.rounds import Rounds  # noqa: E402
+from lightrft.app.observe.pending_metrics import PendingMetrics  # noqa: E402
 from lightrft.config import RewardSection, RolloutSection  # noqa: E402
 from lightrft.core.batch import Experience  # noqa: E402
 from lightrft.core.groups import RewardTable  # noqa: E402
 from lightrft.core.metrics import Metrics  # noqa: E402
 from lightrft.core.samples import Prompt, Sample  # noqa: E402
-from lightrft.launch.connection import Connection  # noqa: E402
-from lightrft.launch.heartbeat import BEAT, LOOPBACK, Watchdog  # noqa: E402
-from lightrft.launch.monitor import Monitor  # noqa: E402
-from lightrft.launch.rendezvous import join_process_group  # noqa: E402
-from lightrft.observe.pending_metrics import PendingMetrics  # noqa: E402
-from lightrft.parallel.collectives import Axis  # noqa: E402
-from lightrft.parallel.mesh import Mesh  # noqa: E402
+from lightrft.models.parallel.collectives import Axis  # noqa: E402
+from lightrft.models.parallel.mesh import Mesh  # noqa: E402
 from lightrft.rewards.runner import RewardRunner  # noqa: E402
-from lightrft.rollout.rollout import ResumableRollout  # noqa: E402
-from lightrft.schedulers.assignment import Assignment  # noqa: E402
-from lightrft.schedulers.rounds import Rounds  # noqa: E402
+from lightrft.strategy.batching.micro_batches import get_batch, put_batch  # noqa: E402
+from lightrft.strategy.batching.planner import plan  # noqa: E402
+from lightrft.strategy.batching.sample_store import MemoryStore  # noqa: E402
+from lightrft.strategy.checkpoint import manager  # noqa: E402
+from lightrft.strategy.checkpoint.model_state import ModelState  # noqa: E402
+from lightrft.strategy.launch.connection import Connection  # noqa: E402
+from lightrft.strategy.launch.heartbeat import BEAT, LOOPBACK, Watchdog  # noqa: E402
+from lightrft.strategy.launch.monitor import Monitor  # noqa: E402
+from lightrft.strategy.launch.rendezvous import join_process_group  # noqa: E402
 from scripts.bench.harness import parser_of  # noqa: E402
 
 LIMIT = timedelta(minutes=30)
@@ -635,7 +635,7 @@ def heartbeats(size: int, beats: int = 5) -> dict[str, float]:
     state = {
         "state": {
             "place": (
-                "lightrft/parallel/collectives.py:69 (Axis._reduce) < lightrft/trainer/ppo.py:1"
+                "lightrft/models/parallel/collectives.py:69 (Axis._reduce) < lightrft/app/trainer/ppo.py:1"
             ),
             "issued": issued,
         }

@@ -78,7 +78,7 @@ def serve(kind: str, folder: str, temperature: float, tokens: int, commands: Con
     from lightrft.core.engine import Request
     from lightrft.engine.build import build_engine
     from lightrft.engine.requests import Sampling
-    from lightrft.parallel.mesh import Mesh
+    from lightrft.models.parallel.mesh import Mesh
 
     torch.set_num_threads(1)
 

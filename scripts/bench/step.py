@@ -172,10 +172,10 @@ def _worker_seconds() -> float:
 
 def train(flags: list[str]) -> list[dict[str, float]]:
     """Run the trainer on this rank; returns one row per step."""
+    from lightrft.app.run.prepare import prepare_config
+    from lightrft.app.trainer.build import ppo_trainer
     from lightrft.config import parse
-    from lightrft.run.prepare import prepare_config
     from lightrft.strategy import get_strategy
-    from lightrft.trainer.build import ppo_trainer
 
     config = prepare_config("train_ppo", parse(flags, "train_ppo"))
     strategy = get_strategy(config)

@@ -4,8 +4,8 @@
     python scripts/bench/symptoms.py --out runs/sick
 
 trains the model of the quick start ten times for 30 to 60 steps, about 30 seconds each on two quiet
-cores. `--collect tests/observe/histories.json RUN ...` writes the metrics of any runs, with three
-digits and at most about 50 steps, into the file that tests/observe/test_symptoms.py reads.
+cores. `--collect tests/app/observe/histories.json RUN ...` writes the metrics of any runs, with three
+digits and at most about 50 steps, into the file that tests/app/observe/test_symptoms.py reads.
 """
 
 import argparse
@@ -15,8 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightrft.observe.curves import read_history
-from lightrft.observe.symptoms import METRICS, REWARD_PART_PREFIX
+from lightrft.app.observe.curves import read_history
+from lightrft.app.observe.symptoms import METRICS, REWARD_PART_PREFIX
 
 MOST_STEPS = 50
 
@@ -36,7 +36,7 @@ import sys
 
 import torch
 
-from lightrft.cli.train_ppo import main
+from lightrft.app.cli.train_ppo import main
 from lightrft.engine.hf import HFEngine
 
 load_weights, count = HFEngine.load_weights, 0
@@ -67,7 +67,7 @@ def commands(out: Path, start: Path) -> dict[str, list[str]]:
         " --engine_type hf --rollout_batch_size 32 --train_batch_size 256 --max_steps 60"
         " --eval_steps 15 --save_steps 1000 --micro_rollout_batch_size 256 --report_to jsonl"
     ).split()
-    module = ["-m", "lightrft.cli.train_ppo"]
+    module = ["-m", "lightrft", "train_ppo"]
     alone = [sys.executable, *module, *common]
     two = ["torchrun", "--standalone", "--nproc-per-node", "2", *module, *common]
     return {

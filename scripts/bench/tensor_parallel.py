@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightrft.parallel.tensor_parallel import parallelize
+from lightrft.models.parallel.tensor_parallel import parallelize
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import in_turn, parser_of, results_of_ranks

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from lightrft.algorithms.rollout.rollout import FixedBatch
+from lightrft.algorithms.rollout.sampler import RunSampler
+from lightrft.algorithms.schedulers.rounds import Rounds, needs_rounds
 from lightrft.config import EngineSection, RewardSection, RolloutSection
 from lightrft.core.engine import Ended, derived_seed
 from lightrft.core.groups import Group
@@ -22,11 +25,8 @@ from lightrft.core.sampler import Pending
 from lightrft.core.samples import Prompt
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.build import build_engine
-from lightrft.parallel.mesh import Mesh
+from lightrft.models.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.rollout import FixedBatch
-from lightrft.rollout.sampler import RunSampler
-from lightrft.schedulers.rounds import Rounds, needs_rounds
 from lightrft.strategy.shared_session import SharedSession
 
 VOCABULARY = 512

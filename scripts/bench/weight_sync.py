@@ -189,7 +189,7 @@ def into_vllm(
 
     The reload includes the packing of experts, which vLLM forgets on a CPU.
     """
-    from lightrft.weight_sync.expert_layout import pack_experts, unpacked_experts
+    from lightrft.models.weight_sync.expert_layout import pack_experts, unpacked_experts
 
     engine = engine_of(strategy, "vllm", args)
     engine.load_weights(iter(weights.items()), 1)  # verified: later ones copy to where weights lie
@@ -221,7 +221,7 @@ def into_engine(
     import torch
 
     from lightrft.models.lora import adapter_shapes
-    from lightrft.weight_sync.adapters import Adapters
+    from lightrft.models.weight_sync.adapters import Adapters
 
     adapters = Adapters(adapter_shapes(model)) if held else None
     engine = engine_of(strategy, "vllm", args, {"rollout_quantization": bits}, adapters=adapters)
@@ -275,7 +275,7 @@ def syncs(engine: Any, strategy: Any, model: Any, weights: dict) -> dict[str, Ca
 
     The verification is of everything, and of all parts.
     """
-    from lightrft.weight_sync.verify import FULL_EVERY
+    from lightrft.models.weight_sync.verify import FULL_EVERY
 
     engine.verify_dtype = None
 
@@ -322,7 +322,7 @@ def best(ways: dict[str, Callable[[], None]], repeat: int) -> dict[str, float]:
 
 
 def verify_cost(row: dict[str, float], cpu: str = "") -> dict[str, float]:
-    from lightrft.weight_sync.verify import FULL_EVERY
+    from lightrft.models.weight_sync.verify import FULL_EVERY
 
     sync = row[f"sync{cpu}_s"]
     seconds_of = {

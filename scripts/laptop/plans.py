@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from lightrft.config.command_line import parse  # noqa: E402  after its folder
 from lightrft.config.resolve import resolve  # noqa: E402
 from lightrft.config.sections import Config  # noqa: E402
-from lightrft.tools.planning import RunPlan, plan_of  # noqa: E402
+from lightrft.extras.tools.planning import RunPlan, plan_of  # noqa: E402
 from scripts.pages import between_marks  # noqa: E402
 
 PAGE = ROOT / "docs/from_laptop_to_gpus.md"

@@ -30,7 +30,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from lightrft.rollout.scores import estimate  # noqa: E402  after its folder
+from lightrft.algorithms.rollout.scores import estimate  # noqa: E402  after its folder
 from scripts.curves import BLUE, ORANGE, Curve, Panel, Points, figure  # noqa: E402
 from scripts.laptop.rewards import brevity  # noqa: E402
 from scripts.pages import between_marks  # noqa: E402
@@ -273,7 +273,7 @@ def doctor() -> str:
         "--engine_kv_cache_gb",
         "0.2",
     ]
-    command = [sys.executable, "-m", "lightrft.cli.doctor", *flags]
+    command = [sys.executable, "-m", "lightrft", "doctor", *flags]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
     lines = [line.rstrip() for line in output.splitlines()]
     start = next(place for place, line in enumerate(lines) if line.startswith("Log-probs of"))

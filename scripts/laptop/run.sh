@@ -45,7 +45,7 @@ train() {
     local name=$1 folder=$2
     shift 2
     [[ -e $folder/model/config.json ]] && return
-    two_ranks "lightrft.cli.$name" "$@" --save_path "$folder" --load_checkpoint
+    two_ranks lightrft "$name" "$@" --save_path "$folder" --load_checkpoint
 }
 
 # evaluate MODEL FOLDER flags: greedy answers to held-out rows
@@ -53,7 +53,7 @@ evaluate() {
     local model=$1 folder=$2
     shift 2
     [[ -e $folder/evaluation.json ]] && return
-    two_ranks lightrft.cli.evaluate --fsdp --engine_type vllm --engine_kv_cache_gb 0.5 --pretrain "$model" --apply_chat_template \
+    two_ranks lightrft evaluate --fsdp --engine_type vllm --engine_kv_cache_gb 0.5 --pretrain "$model" --apply_chat_template \
         --save_path "$folder" "$@"
 }
 

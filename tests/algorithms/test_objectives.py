@@ -11,13 +11,13 @@ import torch
 from torch.autograd import grad
 
 from algorithms.flat import actor_logprobs, random_experience, step_denominator
-from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.objectives import Balanced, PtxObjective, ValueObjective, sft
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.terms import policy_objective
 from lightrft.config import AlgorithmSection, ConfigError
 from lightrft.core.batch import Batch, Experience
 from lightrft.core.losses import Denominator, reach_of
+from lightrft.models.balance import Balance
 from lightrft.models.heads import local_gradients
 
 LOG2 = math.log(2)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from lightrft.algorithms.shaping import RewardShaper
+from lightrft.algorithms.stages.compare import compare_rewards
 from lightrft.algorithms.terms import policy_objective
 from lightrft.algorithms.unread import unread_columns, unread_flags
-from lightrft.cli import train_ppo
+from lightrft.app.cli import train_ppo
 from lightrft.config import AlgorithmSection, RewardSection
 from lightrft.core.samples import Prompt, Sample
-from lightrft.stages.compare import compare_rewards
 from ranks import run_ranks
 from runs import PPO, prepare
 
@@ -53,7 +53,7 @@ def own(tmp_path_factory) -> Path:
 
 def compared(own: str) -> list[float]:
     """Compare two responses of each rank, of which the first has rewards of two steps."""
-    from lightrft.parallel.mesh import world_axis
+    from lightrft.models.parallel.mesh import world_axis
 
     axis = world_axis()
     prompt = Prompt(axis.rank, "?", [1], columns={"difficulty": 0.5 + axis.rank})

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
-from lightrft.agents.messages import BEGINNING, TurnRequest
-from lightrft.agents.turn_format import TurnFormat
 from lightrft.config import DataSection, PreferenceSection
 from lightrft.core.samples import Prompt
 from lightrft.data.conversations import make_example
 from lightrft.data.preferences import pair_maker
 from lightrft.data.prompts import RowContext, make_prompt
 from lightrft.data.rendering.template import turn_end_ids
+from lightrft.extras.agents.messages import BEGINNING, TurnRequest
+from lightrft.extras.agents.turn_format import TurnFormat
 from tiny import byte_tokenizer
 
 SHIPPED = {

@@ -10,6 +10,7 @@ import pytest
 from loguru import logger
 from transformers import LlamaConfig
 
+from lightrft.app.trainer.build_data import shown_data
 from lightrft.config import Config, DataSection, PreferenceSection
 from lightrft.core.samples import Answer
 from lightrft.data.conversations import load_examples
@@ -18,7 +19,6 @@ from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from lightrft.data.rendering.forms import _warn, learned
 from lightrft.data.step_labels import load_steps
-from lightrft.trainer.build_data import shown_data
 from tiny import EOS, byte_tokenizer
 
 TEMPLATE = (

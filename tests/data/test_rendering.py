@@ -13,9 +13,7 @@ from PIL import Image
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
-from lightrft.agents.messages import BEGINNING, ToolCall, TurnRequest
-from lightrft.agents.tool_calls import hermes
-from lightrft.agents.turn_format import TurnFormat
+from lightrft.algorithms.rollout.sampler import greedy_sampling, sampling_of
 from lightrft.config import Config, DataSection, PreferenceSection, RolloutSection
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EnvironmentSection
@@ -26,8 +24,10 @@ from lightrft.data.prompts import RowContext, load_prompts, make_prompt
 from lightrft.data.readers import DataError
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.step_labels import load_steps
-from lightrft.rollout.sampler import greedy_sampling, sampling_of
-from lightrft.trainer.build_episodes import check_tools, with_token_ids
+from lightrft.extras.agents.messages import BEGINNING, ToolCall, TurnRequest
+from lightrft.extras.agents.tool_calls import hermes
+from lightrft.extras.agents.turn_format import TurnFormat
+from lightrft.extras.build_episodes import check_tools, with_token_ids
 from tiny import BOS, EOS, byte_tokenizer
 
 TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"

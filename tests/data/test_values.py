@@ -16,14 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lightrft.app.observe.sample_table import sample_table
+from lightrft.app.observe.sinks import encode_row, sample_rows
 from lightrft.config import DataSection, RewardSection
 from lightrft.core.samples import Sample
 from lightrft.data.columns.values import plain, table_rows
 from lightrft.data.digests import digests_of_pieces
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
-from lightrft.observe.sample_table import sample_table
-from lightrft.observe.sinks import encode_row, sample_rows
 from lightrft.rewards.runner import RewardRunner
 from tiny import byte_tokenizer
 

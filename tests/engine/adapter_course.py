@@ -21,9 +21,9 @@ from lightrft.models.lora import (
     merge_adapters,
     split_adapters,
 )
-from lightrft.parallel.device import select_device
-from lightrft.parallel.mesh import Mesh
-from lightrft.weight_sync.adapters import Adapters, names_of
+from lightrft.models.parallel.device import select_device
+from lightrft.models.parallel.mesh import Mesh
+from lightrft.models.weight_sync.adapters import Adapters, names_of
 
 SAMPLING = Sampling(n=2, max_tokens=12, seed=3)
 

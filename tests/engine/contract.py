@@ -37,10 +37,10 @@ from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.engine.loop import EngineLoop
-from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import current_device, select_device
-from lightrft.parallel.mesh import Mesh
-from lightrft.weight_sync.verify import FULL_EVERY, PRODUCT_ROUNDS
+from lightrft.models.parallel.collectives import Axis
+from lightrft.models.parallel.device import current_device, select_device
+from lightrft.models.parallel.mesh import Mesh
+from lightrft.models.weight_sync.verify import FULL_EVERY, PRODUCT_ROUNDS
 from tiny import VOCABULARY
 
 PROMPTS = [

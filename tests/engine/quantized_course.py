@@ -12,9 +12,9 @@ from engine.adapter_course import adapted, adapters_of, generated, logprob_gap, 
 from engine.contract import start
 from lightrft.engine.base import Engine, EngineError
 from lightrft.models.lora import keep_adapters_apart
-from lightrft.parallel.device import select_device
-from lightrft.parallel.mesh import Mesh
-from lightrft.weight_sync.quantized import FORMATS
+from lightrft.models.parallel.device import select_device
+from lightrft.models.parallel.mesh import Mesh
+from lightrft.models.weight_sync.quantized import FORMATS
 
 INT8 = {"rollout_quantization": "int8"}
 

@@ -53,8 +53,8 @@ from engine import contract  # noqa: E402
 from lightrft.engine.base import Request, Sampling  # noqa: E402
 from lightrft.engine.vllm import shim, speculation  # noqa: E402
 from lightrft.engine.vllm.text_drafter import Costs  # noqa: E402
-from lightrft.parallel.expert_parallel import routers  # noqa: E402
-from lightrft.parallel.mesh import Mesh  # noqa: E402
+from lightrft.models.parallel.expert_parallel import routers  # noqa: E402
+from lightrft.models.parallel.mesh import Mesh  # noqa: E402
 
 
 def schedule_asynchronously() -> None:

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, Gemma3Config
 from engine.contract import STREAM_ONLY_CASES, Bench, outcome, start
 from lightrft.config import ConfigError, EngineSection
 from lightrft.engine.base import EngineError, EngineSetup, Request, Sampling
-from lightrft.parallel.collectives import Axis
-from lightrft.parallel.mesh import Mesh
+from lightrft.models.parallel.collectives import Axis
+from lightrft.models.parallel.mesh import Mesh
 
 SECONDS_TO_DIE = 30
 LOAD_FILES = "/dev/shm/sglang_loads_"

@@ -20,9 +20,9 @@ from engine.contract import (
 )
 from lightrft.engine.base import Engine
 from lightrft.engine.probe import Probe
-from lightrft.parallel.collectives import Axis
-from lightrft.parallel.mesh import Mesh
-from lightrft.tools.diagnosis import compare
+from lightrft.extras.tools.diagnosis import compare
+from lightrft.models.parallel.collectives import Axis
+from lightrft.models.parallel.mesh import Mesh
 from tiny import BOS, EOS, PAD, VOCABULARY
 
 SMALL = {

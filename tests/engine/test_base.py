@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
-from lightrft.weight_sync.verify import FULL_EVERY, Fingerprints
+from lightrft.models.weight_sync.verify import FULL_EVERY, Fingerprints
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
 STREAM = [("a", torch.zeros(2)), ("b", torch.zeros(3))]

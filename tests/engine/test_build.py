@@ -16,7 +16,7 @@ from lightrft.engine.hf import HFEngine
 from lightrft.engine.model_info import end_token_ids, placeholder_token_ids, published_names
 from lightrft.engine.requests import Sampling
 from lightrft.engine.start import starting, warn_if_untested
-from lightrft.parallel.collectives import Axis
+from lightrft.models.parallel.collectives import Axis
 from tiny import EOS, tiny_model
 
 ALONE = Axis("engine", 1, 0, None)

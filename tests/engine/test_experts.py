@@ -36,12 +36,12 @@ from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.model_info import published_names
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.parallel.dtensor_slices import local_slices
-from lightrft.parallel.mesh import Mesh
+from lightrft.models.parallel.dtensor_slices import local_slices
+from lightrft.models.parallel.mesh import Mesh
+from lightrft.models.weight_sync.fused_layout import CopyTarget, ExpertSlice
+from lightrft.models.weight_sync.names import PublishedNames
+from lightrft.models.weight_sync.stream import unwrap
 from lightrft.strategy import FSDPStrategy
-from lightrft.weight_sync.fused_layout import CopyTarget, ExpertSlice
-from lightrft.weight_sync.names import PublishedNames
-from lightrft.weight_sync.stream import unwrap
 from ranks import run_ranks
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 from with_vllm import load_vllm

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from engine.contract import PROMPTS, perturbed, reference_greedy, start, tampered
 from flat_models import HYBRIDS, make_model
-from lightrft.attention.flat import ATTENTION
 from lightrft.core.batch import Batch
 from lightrft.engine.base import EngineError, Request, Sampling
 from lightrft.engine.hf import HFEngine, sample_tokens
+from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.heads import Actor
-from lightrft.parallel.collectives import Axis
+from lightrft.models.parallel.collectives import Axis
 from tiny import tiny_model
 
 ALONE = Axis("engine", 1, 0, None)

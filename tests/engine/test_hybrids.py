@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.contract import Bench, flipped_elements_are_named, perturbed, reference_greedy, start
 from flat_models import make_model
-from lightrft.attention.recurrent import lift_time_step_limits
 from lightrft.engine.base import EngineError, Request, Sampling
-from lightrft.parallel.mesh import Mesh
+from lightrft.models.attention.recurrent import lift_time_step_limits
+from lightrft.models.parallel.mesh import Mesh
 from ranks import run_ranks
 from sglang_environment import beside_torchvision
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer, tiny_hybrid

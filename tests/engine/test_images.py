@@ -36,7 +36,7 @@ from lightrft.engine.media import MEDIA_NAMES, Clip, Video, digest, read
 from lightrft.engine.model_info import Vocabulary, most_of_each, placeholder_token_ids
 from lightrft.engine.probe import Probe
 from lightrft.models.load import load_model
-from lightrft.parallel.collectives import Axis
+from lightrft.models.parallel.collectives import Axis
 from lightrft.strategy import EngineStatus, FSDPStrategy
 from lightrft.strategy.prompt_reader import PromptReader, as_list, per_prompt
 from ranks import run_ranks

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.cli import train_ppo
+from lightrft.app.cli import train_ppo
 from runs import NOT_REPEATABLE, PPO, prepare
 
 OWN = """

@@ -14,7 +14,7 @@ from lightrft.config import EngineSection
 from lightrft.config.errors import ConfigError
 from lightrft.engine import build
 from lightrft.engine.build import build_engine, check_quantization
-from lightrft.parallel.collectives import Axis
+from lightrft.models.parallel.collectives import Axis
 from ranks import run_ranks
 from tiny import tiny_experts, tiny_hybrid, tiny_model
 from with_vllm import load_vllm

@@ -28,7 +28,7 @@ from engine import contract
 from engine.contract import PROMPTS, Bench, perturbed, start
 from lightrft.core.samples import Completion, Drafts
 from lightrft.engine.base import Engine, Request, Sampling
-from lightrft.parallel.mesh import Mesh
+from lightrft.models.parallel.mesh import Mesh
 from ranks import run_ranks
 from tiny import VOCABULARY, byte_tokenizer, tiny_model
 from with_vllm import load_vllm

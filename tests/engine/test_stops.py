@@ -4,11 +4,11 @@ names.
 
 import pytest
 
+from lightrft.algorithms.rollout.sampler import greedy_sampling, sampling_of
 from lightrft.config import RolloutSection
 from lightrft.core.samples import Completion
 from lightrft.engine.requests import Sampling
 from lightrft.engine.stops import StopStrings
-from lightrft.rollout.sampler import greedy_sampling, sampling_of
 from tiny import EOS, byte_tokenizer
 
 

@@ -35,8 +35,8 @@ from engine.contract import (
 from lightrft.config import ConfigError, EngineSection
 from lightrft.core.samples import Completion
 from lightrft.engine.base import EngineError, EngineSetup, Request, Sampling
-from lightrft.parallel.collectives import Axis
-from lightrft.parallel.mesh import Mesh
+from lightrft.models.parallel.collectives import Axis
+from lightrft.models.parallel.mesh import Mesh
 from ranks import run_ranks
 from tiny import byte_tokenizer, tiny_model
 from with_vllm import load_vllm

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import lightrft
+from lightrft.app.run.prepare import prepare_config
+from lightrft.app.trainer.build import ppo_trainer
 from lightrft.config import parse
 from lightrft.core.step import StepRecord
-from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
-from lightrft.trainer.build import ppo_trainer
 from ranks import run_ranks
 from runs import prepare
 from with_vllm import load_vllm

@@ -20,7 +20,7 @@ from invariants.test_layouts import (
     trained,
 )
 from lightrft.config.facts import EXPERT_FAMILIES
-from parallel.families import family_model
+from models.parallel.families import family_model
 from ranks import run_ranks
 
 STEPS = 2

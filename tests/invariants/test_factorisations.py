@@ -23,7 +23,7 @@ from invariants.test_layouts import (
     plain_torch,
     updated,
 )
-from parallel.families import family_model
+from models.parallel.families import family_model
 from ranks import run_ranks
 
 STEPS = 2

@@ -17,23 +17,23 @@ from flat_models import make_batch, make_model
 from lightrft.algorithms.means import MoreCounts, PromptTokens
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.terms import policy_objective
-from lightrft.attention.flat import ATTENTION, flat_attention
-from lightrft.attention.layout import Layout
-from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config import AlgorithmSection
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.core.batch import Batch, Experience, micro_batches
 from lightrft.core.losses import Denominator
 from lightrft.core.metrics import Metrics
+from lightrft.extras.tools.step_memory import fake_group
+from lightrft.models.attention.flat import ATTENTION, flat_attention
+from lightrft.models.attention.layout import Layout
 from lightrft.models.heads import Actor, Scorer
-from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
+from lightrft.models.logits.logprobs import Truncation, logprobs_of_logits, token_logprobs
+from lightrft.models.parallel.collectives import Axis
+from lightrft.models.parallel.expert_parallel import expert_layers, visit
+from lightrft.models.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL
 from lightrft.models.recompute import recompute
 from lightrft.models.routers import RouterChoices
-from lightrft.parallel.collectives import Axis
-from lightrft.parallel.expert_parallel import expert_layers, visit
-from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL
-from lightrft.tools.step_memory import fake_group
-from parallel.families import family_config
+from lightrft.strategy.batching.micro_batches import find_shared_prefixes
+from models.parallel.families import family_config
 
 T = 12
 N = 3

@@ -12,17 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightrft.algorithms.roles.policy import Policy
+from lightrft.algorithms.rollout.sampler import sampling_of
 from lightrft.algorithms.terms import policy_objective
+from lightrft.app.trainer.build import build_policy
 from lightrft.config import Config
 from lightrft.core.batch import Experience
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import LossTerm
-from lightrft.models import logprobs
-from lightrft.roles.policy import Policy
-from lightrft.rollout.sampler import sampling_of
+from lightrft.models.logits import logprobs
+from lightrft.models.weight_sync.stream import persistent_buffers
 from lightrft.strategy import get_strategy
-from lightrft.trainer.build import build_policy
-from lightrft.weight_sync.stream import persistent_buffers
 from ranks import run_ranks
 from tiny import tiny_model
 

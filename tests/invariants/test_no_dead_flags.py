@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from algorithms.roles import rows
+from lightrft.app.run.prepare import prepare_config
+from lightrft.app.trainer.build import ppo_trainer
 from lightrft.config import AlgorithmSection, RewardSection, parse
-from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
-from lightrft.trainer.build import ppo_trainer
-from parallel.families import family_model
+from models.parallel.families import family_model
 from ranks import run_apart
-from roles import rows
 from runs import PPO, prepare, repeatable, rows_of
 from scripts.prepare_quickstart import tiny_qwen3
 from tiny import tiny_experts
@@ -149,7 +149,7 @@ def test_every_field_is_covered():
     # tests/rewards/test_judge.py
     where_and_how_long |= {name for name in names if name.startswith("judge_")}
     reported = {"measure_kl"}  # a metric more, and no other number
-    # tests/trainer/test_reference.py
+    # tests/app/trainer/test_reference.py
     later = {"entropy_step", "ref_refresh_steps", "ref_ema"}
     assert set(TURNED) == names - where_and_how_long - reported - later, (
         "those say where and how long a reward is asked"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from app.trainer.judged import PAIRS, RUN, write
 from lightrft.config import PreferenceSection
 from ranks import run_ranks
 from runs import prepare, repeatable, rows_of, run_here
-from trainer.judged import PAIRS, RUN, write
 
 HEADS = ["--reward_heads", "a", "b", "--head_key=head"]
 TIES = ["--rm_loss=ties", "--tie_key=tie"]
@@ -39,7 +39,7 @@ TURNED: dict[str, tuple[str, list[str], list[str]]] = {
 }
 """Field -> (command, flags of both runs, flags of the second)."""
 ONLY_WHERE_AND_WHEN = {"precompute_reference"}
-"""Fields that give the same numbers with one model less; see tests/trainer/test_dpo.py."""
+"""Fields that give the same numbers with one model less; see tests/app/trainer/test_dpo.py."""
 
 
 def test_every_field_is_covered():

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from algorithms.roles.rows import dense_scorer, plain_model, plain_scorer
 from invariants.test_layouts import (
     MAX_NORM,
     PROMPT,
@@ -25,18 +26,17 @@ from invariants.test_layouts import (
     experience,
     sequence_loss,
 )
+from lightrft.algorithms.roles.critic import Critic
+from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.terms import policy_objective
-from lightrft.batching.micro_batches import get_batch, put_batch
-from lightrft.batching.planner import plan
 from lightrft.config import Config, ModelSection
 from lightrft.core.batch import micro_batches
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
-from lightrft.roles.critic import Critic
-from lightrft.roles.policy import Policy
 from lightrft.strategy import get_strategy
+from lightrft.strategy.batching.micro_batches import get_batch, put_batch
+from lightrft.strategy.batching.planner import plan
 from ranks import run_ranks
-from roles.rows import dense_scorer, plain_model, plain_scorer
 from strategy.zero import DeepSpeedStrategy
 from tiny import tiny_model
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lightrft.models import logprobs
-from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
+from lightrft.models.logits import logprobs
+from lightrft.models.logits.logprobs import Truncation, logprobs_of_logits, token_logprobs
 
 T = 6
 H = 4
@@ -108,7 +108,7 @@ def impossible() -> None:
     local_targets = logprobs.LocalTargets(
         torch.tensor([[1], [2999]]), logprobs.VocabularyPart.full(3000)
     )
-    from lightrft.models import triton
+    from lightrft.models.logits import triton
 
     top, total, moment, picked = triton.local_sums(logits, local_targets)
     assert (
@@ -121,7 +121,8 @@ def impossible() -> None:
 
 def merged() -> None:
     """Compare merged adapters of several sizes with torch, in matrices that no tile fits."""
-    from lightrft.models import peft, triton
+    from lightrft.models import peft
+    from lightrft.models.logits import triton
 
     for height, width, rank, size in [
         (5, 7, 1, 1e-5),
@@ -149,7 +150,7 @@ def compiled() -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lightrft.models import triton as kernels
+    from lightrft.models.logits import triton as kernels
 
     sums = {
         "logits": "*fp32",

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from triton.runtime import interpreter
 
 from flat_models import MIXTURES, MODELS, gradients_of, make_batch, make_model, weighted
-from lightrft.attention.flat import ATTENTION
+from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.heads import Actor
-from lightrft.models.liger_kernel import LIGER_FAMILIES, fuse
+from lightrft.models.logits.liger_kernel import LIGER_FAMILIES, fuse
 from lightrft.models.recompute import recompute
 from ranks import run_ranks, whole
 

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flat_models import make_model
-from lightrft.attention.flat import ATTENTION
 from lightrft.config import Config
 from lightrft.config.resolve import strategy_problems
-from lightrft.models.liger_kernel import LIGER_FAMILIES, fuse
+from lightrft.models.attention.flat import ATTENTION
+from lightrft.models.logits.liger_kernel import LIGER_FAMILIES, fuse
 
 TESTS = Path(__file__).parent.parent
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightrft.attention.flat import ATTENTION
 from lightrft.config import ModelSection
+from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.empty import empty_parameters
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model, load_scorer, load_tokenizer

@@ -19,9 +19,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lightrft.algorithms.kl import generalized_jsd
-from lightrft.models import logprobs
-from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs, top_logprobs
-from lightrft.tools.step_memory import total
+from lightrft.extras.tools.step_memory import total
+from lightrft.models.logits import logprobs
+from lightrft.models.logits.logprobs import (
+    Truncation,
+    logprobs_of_logits,
+    token_logprobs,
+    top_logprobs,
+)
 from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
 from ranks import run_ranks
 
@@ -926,7 +931,7 @@ def test_memory_of_the_host_stays_within_a_few_chunks():
 
 MEASURE_PEAK = """
 import resource, torch
-from lightrft.models.logprobs import token_logprobs
+from lightrft.models.logits.logprobs import token_logprobs
 torch.set_num_threads(1)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 hidden, weight = torch.randn(8192, 16, requires_grad=True), torch.randn(32000, 16, requires_grad=True)

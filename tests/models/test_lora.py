@@ -30,7 +30,7 @@ from lightrft.models.lora import (
 )
 from lightrft.models.peft import merge
 from lightrft.models.recompute import recompute
-from lightrft.weight_sync.adapters import Adapters, names_of
+from lightrft.models.weight_sync.adapters import Adapters, names_of
 from tiny import tiny_model
 
 LAYERS = [

@@ -20,10 +20,10 @@ from flat_models import (
     make_model,
     weighted,
 )
-from lightrft.attention.flat import ATTENTION
-from lightrft.batching.micro_batches import find_shared_prefixes
+from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.heads import Actor
 from lightrft.models.recompute import keep_expensive, recompute
+from lightrft.strategy.batching.micro_batches import find_shared_prefixes
 
 SDPA = "aten::_scaled_dot_product_flash_attention_for_cpu"
 

@@ -8,17 +8,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from flat_models import TEMPERATURE, gradients_of, make_batch, make_model, weighted
-from lightrft.algorithms.balance import routing
-from lightrft.attention.flat import ATTENTION
-from lightrft.attention.recurrent import install
-from lightrft.batching.micro_batches import find_shared_prefixes
 from lightrft.config.facts import BIASED_FAMILIES, EXPERT_FAMILIES
 from lightrft.core.batch import RoutedShape, missing_expert
+from lightrft.models.attention.flat import ATTENTION
+from lightrft.models.attention.recurrent import install
+from lightrft.models.balance import routing
 from lightrft.models.heads import Actor
+from lightrft.models.parallel.expert_parallel import routers
 from lightrft.models.recompute import recompute
 from lightrft.models.routers import RouterChoices, Routers
-from lightrft.parallel.expert_parallel import routers
-from parallel.families import family_config
+from lightrft.strategy.batching.micro_batches import find_shared_prefixes
+from models.parallel.families import family_config
 
 
 def mixture(family: str) -> Actor:

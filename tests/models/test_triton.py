@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft.models import logprobs
+from lightrft.models.logits import logprobs
 
 pytest.importorskip("triton")
 
@@ -34,7 +34,7 @@ def python(program: str, **environment: str) -> str:
 
 def test_the_kernels_are_not_imported_where_torch_computes():
     logprobs.logprobs_of_logits(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64))
-    assert "lightrft.models.triton" not in sys.modules
+    assert "lightrft.models.logits.triton" not in sys.modules
 
 
 @pytest.mark.slow

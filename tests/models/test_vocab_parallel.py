@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightrft.models import logprobs
-from lightrft.models.logprobs import Truncation, token_logprobs, top_logprobs
-from lightrft.parallel.tensor_parallel import vocabulary_shard
+from lightrft.models.logits import logprobs
+from lightrft.models.logits.logprobs import Truncation, token_logprobs, top_logprobs
+from lightrft.models.parallel.tensor_parallel import vocabulary_shard
 from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
 from ranks import run_cases, run_ranks
 

@@ -17,7 +17,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from algorithms.roles import rows
 from json_server import JsonHandler, listening
+from lightrft.algorithms.roles import endpoint
 from lightrft.config import Config, RewardSection, validate
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.step_ends import StepEnds
@@ -25,9 +27,7 @@ from lightrft.rewards.functions import rewards
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rewards.steps import StepRewards
-from lightrft.roles import endpoint
 from ranks import run_ranks
-from roles import rows
 from tiny import tiny_model
 
 SHAPES = [(3, 5), (1, 1), (7, 2), (4, 0), (2, 9)]

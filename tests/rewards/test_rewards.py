@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 from loguru import logger
 
+from lightrft.app.trainer.build_data import load_rewarded
 from lightrft.config import Config, ConfigError, DataSection, RewardSection
 from lightrft.core.samples import Prompt, Sample
 from lightrft.rewards.functions import rewards
 from lightrft.rewards.runner import RewardRunner
-from lightrft.trainer.build_data import load_rewarded
 from tiny import byte_tokenizer
 
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from algorithms.roles import rows
 from lightrft.config import RewardSection
 from lightrft.core.samples import Prompt, Sample
 from lightrft.rewards.runner import RewardRunner
-from roles import rows
 from tiny import EOS, tiny_model
 from warm import warm_python
 
@@ -58,7 +58,7 @@ def server(world_size: int, *flags: str, key: str = "") -> Iterator[tuple[str, s
         if world_size > 1
         else []
     )
-    command = [warm_python(), *launcher, "-m", "lightrft.cli.serve_reward", "--port=0", *flags]
+    command = [warm_python(), *launcher, "-m", "lightrft", "serve_reward", "--port=0", *flags]
     environment = os.environ | {"REWARD_API_KEY": key, "PYTHONPATH": str(Path(__file__).parents[2])}
 
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)

@@ -3,11 +3,11 @@
 import pytest
 
 from lightrft.algorithms.shaping import RewardShaper
+from lightrft.algorithms.stages.compare import compare_rewards
 from lightrft.config import AlgorithmSection, Config, ConfigError, RewardSection, reward_terms
 from lightrft.config.references import reward_weights
-from lightrft.parallel.collectives import Axis
+from lightrft.models.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
-from lightrft.stages.compare import compare_rewards
 from rewards.test_rewards import sample
 
 FUNCTIONS = """

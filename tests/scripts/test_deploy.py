@@ -16,8 +16,8 @@ import jsonschema
 import pytest
 import yaml
 
+from lightrft.app.run.prepare import prepare_config
 from lightrft.config import flags_without_effect, parse
-from lightrft.run.prepare import prepare_config
 from lightrft.versions import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]

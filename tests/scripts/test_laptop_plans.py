@@ -33,7 +33,7 @@ def test_commands_of_a_page_are_read_with_their_variables():
     page = """
 ```bash
 flags="--bf16 --lora_rank 4"
-torchrun --nproc-per-node 8 -m lightrft.cli.train_dpo $flags \\
+torchrun --nproc-per-node 8 -m lightrft train_dpo $flags \\
     --seed 1
 ls
 ```

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from lightrft.app.run.prepare import prepare_config
 from lightrft.config import flags_without_effect, parse
-from lightrft.run.prepare import prepare_config
 from runs import prepare, rows_of
 from warm import warm_environment
 
@@ -76,11 +76,11 @@ def option(command: list[str], name: str) -> str:
 
 
 def check(command: list[str], monkeypatch) -> None:
-    """Check that the flags after `-m lightrft.cli.DOOR` make a possible run.
+    """Check that the flags after `-m lightrft DOOR` make a possible run.
 
     Each of them must have an effect.
     """
-    entrypoint = option(command, "-m").removeprefix("lightrft.cli.")
+    entrypoint = option(command, "-m").removeprefix("lightrft.app.cli.")
     flags = command[command.index("-m") + 2 :]
     nodes = int(option(command, "--nnodes")) if "--nnodes" in command else 1
     monkeypatch.setenv("WORLD_SIZE", str(nodes * int(option(command, "--nproc-per-node"))))
@@ -238,7 +238,7 @@ FIRST = {"MASTER_ADDR": "first", "NPROC": "3"}
     ],
 )
 def test_the_place_of_a_node_is_read_from_its_launcher(cluster, given, expected):
-    """tests/launch/test_nodes.py has the others, where real torchruns meet."""
+    """tests/strategy/launch/test_nodes.py has the others, where real torchruns meet."""
     (command,) = cluster("scripts/run_grpo_gsm8k.sh", **given)
     assert command[: len(expected)] == expected
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightrft.agents.builtin_tools import calculator
-from lightrft.agents.messages import ToolCall
-from lightrft.agents.tool_calls import hermes
+from lightrft.extras.agents.builtin_tools import calculator
+from lightrft.extras.agents.messages import ToolCall
+from lightrft.extras.agents.tool_calls import hermes
 from scripts.prepare_quickstart import (
     CALL,
     CALL_END,

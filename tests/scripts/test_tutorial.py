@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.app.run.prepare import prepare_config
 from lightrft.config import flags_without_effect, parse
-from lightrft.run.prepare import prepare_config
 from warm import warm_environment, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ LAPTOP, REAL_MODEL, NODE = re.split(
 SMALL = "--rollout_batch_size 8 --train_batch_size 64 --max_eval_samples 16"
 SHORTER = {
     "source scripts/environment.sh": "",
-    "2 -m lightrft.cli.train_sft": "1 -m lightrft.cli.train_sft",
+    "2 -m lightrft train_sft": "1 -m lightrft train_sft",
     "configs/quickstart_sft.yaml": "configs/quickstart_sft.yaml --max_steps 4 --logging_steps 1",
     "--max_steps 100 --save_steps 50": f"--max_steps 2 --save_steps 2 {SMALL}",
     "/grpo\n\ntorchrun --standalone --nproc-per-node 2": (
@@ -102,7 +102,7 @@ def test_the_commands_for_a_node_are_possible(tmp_path, monkeypatch):
     runs = [
         shlex.split(line)
         for line in commands.splitlines()
-        if "run_grpo_gsm8k.sh" in line or "lightrft.cli." in line
+        if "run_grpo_gsm8k.sh" in line or "lightrft.app.cli." in line
     ]
     assert len(runs) == 4
     (tmp_path / "data").mkdir()
@@ -120,11 +120,11 @@ def test_the_commands_for_a_node_are_possible(tmp_path, monkeypatch):
         command = "train_ppo"
 
         flags = words[3:] if config else words[words.index("-m") + 2 :]
-        if "lightrft.cli.bench" in words:
+        if "lightrft.extras.commands.bench" in words:
             config = flags[0]
             flags = flags[1:]
         elif config is None:
-            command = words[words.index("-m") + 1].removeprefix("lightrft.cli.")
+            command = words[words.index("-m") + 1].removeprefix("lightrft.app.cli.")
 
         flags = [flag.replace("data/gsm8k", f"{tmp_path}/data") for flag in flags]
         if command == "train_ppo":

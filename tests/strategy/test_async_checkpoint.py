@@ -10,11 +10,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightrft.backends import staging
-from lightrft.checkpoint import manager
-from lightrft.checkpoint.atomic import CheckpointError
-from lightrft.checkpoint.zero_fragment import Fragment
 from lightrft.strategy import checkpoints
+from lightrft.strategy.backends import staging
+from lightrft.strategy.checkpoint import manager
+from lightrft.strategy.checkpoint.atomic import CheckpointError
+from lightrft.strategy.checkpoint.zero_fragment import Fragment
 from ranks import run_ranks
 from strategy.test_checkpoint import Run
 from strategy.training import fill_the_disk

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightrft.checkpoint.reader import CheckpointReader
-from lightrft.checkpoint.zero_fragment import SavePlanner
+from lightrft.strategy.checkpoint.reader import CheckpointReader
+from lightrft.strategy.checkpoint.zero_fragment import SavePlanner
 from ranks import run_cases, run_ranks, run_refusals, whole
 from strategy.training import (
     distance,

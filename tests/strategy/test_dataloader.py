@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.data import WeightedRandomSampler
 
-from lightrft.parallel.collectives import Axis
+from lightrft.models.parallel.collectives import Axis
 from lightrft.strategy import FSDPStrategy
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from ranks import run_ranks

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from parallel.families import family_model
-from parallel.test_tensor_parallel import batch_of, loss_of, sequences
+from models.parallel.families import family_model
+from models.parallel.test_tensor_parallel import batch_of, loss_of, sequences
 from ranks import run_cases, run_ranks, whole
 from strategy.test_checkpoint import Run
 from strategy.training import strategy

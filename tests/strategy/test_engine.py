@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from lightrft.core.engine import derived_seed
 from lightrft.engine.base import EngineError, Request, Sampling
+from lightrft.models.weight_sync.stream import persistent_buffers
 from lightrft.strategy import EngineStatus, FSDPStrategy
-from lightrft.weight_sync.stream import persistent_buffers
 from ranks import run_cases, run_ranks
 from strategy.training import load, one_step, strategy
 

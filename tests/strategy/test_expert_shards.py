@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from lightrft.parallel.dtensor_slices import shard_slices
+from lightrft.extras.tools.step_memory import FakeRankStrategy, fake_group
+from lightrft.models.parallel.dtensor_slices import shard_slices
 from lightrft.strategy.fsdp import shard_placement
-from lightrft.tools.step_memory import FakeRankStrategy, fake_group
 from ranks import run_ranks
 from strategy.training import load, one_step, snapshot, strategy
 from tiny import tiny_experts

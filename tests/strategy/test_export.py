@@ -14,13 +14,13 @@ from transformers import (
     AutoTokenizer,
 )
 
-from lightrft.checkpoint import hf_export
-from lightrft.checkpoint.shard_writer import ShardWriter
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
+from lightrft.models.parallel.collectives import Axis
 from lightrft.models.weight_files import WeightFiles
-from lightrft.parallel.collectives import Axis
+from lightrft.strategy.checkpoint import hf_export
+from lightrft.strategy.checkpoint.shard_writer import ShardWriter
 from memory import larger_model, peak_of
 from ranks import run_ranks
 from seeing import IMAGE, picture, seeing_model

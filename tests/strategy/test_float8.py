@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from lightrft.backends import torchao as float8
-from lightrft.backends.torchao import use_float8
 from lightrft.config.errors import ConfigError
 from lightrft.strategy import get_strategy
+from lightrft.strategy.backends import torchao as float8
+from lightrft.strategy.backends.torchao import use_float8
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, train
 from tiny import tiny_experts, tiny_model

@@ -18,11 +18,11 @@ from transformers import AutoConfig, PretrainedConfig
 from lightrft.config import ModelSection
 from lightrft.config.errors import ConfigError
 from lightrft.core.batch import Batch
+from lightrft.extras.tools.step_memory import step_bytes
 from lightrft.models.four_bits.linear import QuantizedLinear, matrix_shape, quantize_layers
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.lora import freeze_parameters, is_adapter
-from lightrft.tools.step_memory import step_bytes
 from memory import larger_model, peak_of
 from ranks import run_cases, run_ranks
 from strategy.lora_course import (

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from flat_models import make_batch
-from lightrft.backends.optim import create_adamw
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
+from lightrft.strategy.backends.optim import create_adamw
 from ranks import run_cases, run_ranks
 from strategy.training import (
     TrainingRun,

@@ -19,9 +19,9 @@ from lightrft.models.empty import is_empty
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.lora import adapter_shapes, freeze_parameters, is_adapter
+from lightrft.models.weight_sync.adapters import Adapters
+from lightrft.models.weight_sync.stream import unwrap
 from lightrft.strategy import FSDPStrategy
-from lightrft.weight_sync.adapters import Adapters
-from lightrft.weight_sync.stream import unwrap
 from ranks import run_cases, run_ranks
 from strategy.lora_course import (
     LORA,

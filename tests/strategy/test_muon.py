@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrft.backends import muon
-from lightrft.backends.muon import block_matrices, create_muon, newton_schulz
 from lightrft.config.errors import ConfigError
+from lightrft.strategy.backends import muon
+from lightrft.strategy.backends.muon import block_matrices, create_muon, newton_schulz
 from lightrft.strategy.fsdp import blocks
 from ranks import run_cases, run_ranks, whole
 from strategy.lora_course import adapted, disturb

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightrft.backends import offload
-from lightrft.parallel.device import host_cores, memory_in_use
+from lightrft.models.parallel.device import host_cores, memory_in_use
 from lightrft.strategy import FSDPStrategy
+from lightrft.strategy.backends import offload
 from ranks import run_cases, run_ranks
 from strategy.training import load, one_step, snapshot, strategy
 

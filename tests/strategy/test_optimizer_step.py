@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrft.backends.optim import create_adamw, create_lr_scheduler, global_grad_norm
+from lightrft.strategy.backends.optim import create_adamw, create_lr_scheduler, global_grad_norm
 from lightrft.strategy.fsdp import blocks, roots
 from ranks import run_ranks
 from strategy.training import (

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightrft.parallel.mesh import collectives_begun
+from lightrft.models.parallel.mesh import collectives_begun
 from lightrft.strategy import FSDPStrategy
 from ranks import run_ranks
 from strategy.training import strategy

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightrft.backends.replicas import Replicas
+from lightrft.strategy.backends.replicas import Replicas
 from ranks import run_ranks
 from strategy.training import strategy
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from parallel.families import family_model
+from models.parallel.families import family_model
 from ranks import run_ranks
 from strategy.test_checkpoint import Run
 from strategy.training import distance

@@ -27,7 +27,7 @@ from lightrft.data.rendering.messages import (
     turns_in_text,
 )
 from lightrft.data.rendering.template import texts_of
-from lightrft.parallel.mesh import process_rank
+from lightrft.models.parallel.mesh import process_rank
 
 Row = Mapping[str, Any]
 

@@ -35,10 +35,10 @@ from lightrft.engine.remote.wire import (
     connect,
 )
 from lightrft.engine.requests import Sampling
-from lightrft.parallel.device import grow_segments
-from lightrft.parallel.processes import RunProcesses
-from lightrft.thinker import load_config
-from lightrft.weight_sync.stream import bucket_limit
+from lightrft.models.parallel.device import grow_segments
+from lightrft.models.parallel.processes import RunProcesses
+from lightrft.models.qwen_omni import load_config
+from lightrft.models.weight_sync.stream import bucket_limit
 
 STEP_SECONDS = 0.01
 """Longest time of a step; it waits for requests to end."""
@@ -61,7 +61,7 @@ class RemoteEngine(Engine):
         names = published_names(config, **trust)
         quantization = None
         if setup.section.rollout_quantization != "none":
-            from lightrft.weight_sync.quantized import Quantization
+            from lightrft.models.weight_sync.quantized import Quantization
 
             quantization = Quantization(setup.section.rollout_quantization, names, setup.dtype)
         super().__init__(

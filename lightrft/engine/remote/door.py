@@ -17,10 +17,10 @@ from queue import SimpleQueue
 
 import psutil
 
-from lightrft.parallel.gloo import INTERFACE
-from lightrft.parallel.processes import RunProcesses
+from lightrft.models.parallel.gloo import INTERFACE
+from lightrft.models.parallel.processes import RunProcesses
 
-STORE_PREFIX = "lightrft/rollout"
+STORE_PREFIX = "lightrft/algorithms/rollout"
 """Prefix of the keys in the store of all processes."""
 LOOPBACK = "127.0.0.1"
 GREETING_SECONDS = 10.0

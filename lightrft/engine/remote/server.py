@@ -24,8 +24,8 @@ from lightrft.engine.remote.wire import (
     accept,
 )
 from lightrft.engine.requests import Sampling
-from lightrft.parallel.collectives import Axis
-from lightrft.parallel.processes import RunProcesses
+from lightrft.models.parallel.collectives import Axis
+from lightrft.models.parallel.processes import RunProcesses
 
 WAIT_SECONDS = 1.0
 """Seconds until a rank without work meets the other ranks of the engine again."""

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.engine.remote.door import STORE_PREFIX
-from lightrft.parallel.processes import RunProcesses
-from lightrft.weight_sync.names import NamedTensor
-from lightrft.weight_sync.stream import buckets
+from lightrft.models.parallel.processes import RunProcesses
+from lightrft.models.weight_sync.names import NamedTensor
+from lightrft.models.weight_sync.stream import buckets
 
 SENDERS = f"{STORE_PREFIX}/senders"
 """Key of the bucket size in bytes and the ranks that send weights."""

@@ -14,7 +14,7 @@ from lightrft.engine.media import Clip, Video
 from lightrft.engine.remote.codec import Codec
 from lightrft.engine.remote.door import STORE_PREFIX, Door, enter, own_address
 from lightrft.engine.requests import Sampling
-from lightrft.parallel.processes import RunProcesses
+from lightrft.models.parallel.processes import RunProcesses
 
 PRETRAIN = f"{STORE_PREFIX}/pretrain"
 """Key of the folder that the engines start from."""

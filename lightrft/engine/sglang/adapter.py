@@ -18,11 +18,11 @@ from lightrft.engine.sglang.arguments import arguments
 from lightrft.engine.sglang.samples import Samples
 from lightrft.engine.sglang.shim import SGLangShim
 from lightrft.engine.start import LibraryEngine
-from lightrft.parallel.device import current_device
-from lightrft.weight_sync.fused_layout import engine_names
-from lightrft.weight_sync.names import NamedTensor
-from lightrft.weight_sync.stream import bucket_limit, buckets
-from lightrft.weight_sync.verify import Fingerprints
+from lightrft.models.parallel.device import current_device
+from lightrft.models.weight_sync.fused_layout import engine_names
+from lightrft.models.weight_sync.names import NamedTensor
+from lightrft.models.weight_sync.stream import bucket_limit, buckets
+from lightrft.models.weight_sync.verify import Fingerprints
 
 LATER_SUMMED = ("o_proj", "mlp")
 """Parts of a model whose outputs are partial sums on each tensor-parallel rank."""

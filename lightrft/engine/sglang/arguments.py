@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from lightrft.config.errors import ConfigError
 from lightrft.engine.base import EngineSetup
 from lightrft.engine.start import with_users_arguments
-from lightrft.parallel.device import free_memory
+from lightrft.models.parallel.device import free_memory
 
 TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
 NO_DRAFTS = "drafts need --engine_type vllm and --speculative"

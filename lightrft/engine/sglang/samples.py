@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrft.algorithms.truncation import without_padding
 from lightrft.core.engine import ABORTED, Request
 from lightrft.core.samples import Completion
 from lightrft.engine.base import EngineError
@@ -16,6 +15,7 @@ from lightrft.engine.requests import Sampling
 from lightrft.engine.sglang.sampling import Truncate
 from lightrft.engine.sglang.shim import SGLangShim
 from lightrft.engine.stops import StopStrings
+from lightrft.models.logits.truncation import without_padding
 
 LOOK_EVERY = 8
 """Tokens between checks for stop strings; a check can abort a request. Without any it is RARELY."""

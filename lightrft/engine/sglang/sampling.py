@@ -10,7 +10,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
-from lightrft.algorithms.truncation import Truncation
+from lightrft.models.logits.truncation import Truncation
 
 
 def with_seeds(make: Callable) -> Callable:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.sglang.sampling import draw, with_seeds
-from lightrft.parallel.gloo import share_gloo_device
-from lightrft.weight_sync.fused_layout import FUSED_PARTS, FusedWeights
-from lightrft.weight_sync.verify import Fingerprints, destroy_weights
+from lightrft.models.parallel.gloo import share_gloo_device
+from lightrft.models.weight_sync.fused_layout import FUSED_PARTS, FusedWeights
+from lightrft.models.weight_sync.verify import Fingerprints, destroy_weights
 
 CALLED_OTHERWISE = {
     "model.language_model.": "model.",

@@ -28,7 +28,7 @@ from lightrft.engine.sglang.lifetime import (
     unlink_load_files,
 )
 from lightrft.engine.sglang.scheduler import answer_question, run_scheduler
-from lightrft.weight_sync.names import NamedTensor
+from lightrft.models.weight_sync.names import NamedTensor
 
 MOMENT = 0.02
 """Longest time of one step; no request may end in it."""

@@ -18,7 +18,6 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import MultiModalInput, tokens_input
 from vllm.v1.engine import EngineCoreRequest
 
-from lightrft.algorithms.truncation import Truncation, without_padding
 from lightrft.core.engine import Request
 from lightrft.core.samples import Completion, Expanded
 from lightrft.engine.base import EngineError, EngineSetup, Part
@@ -32,11 +31,12 @@ from lightrft.engine.vllm.arguments import arguments, mamba2_problem, replay_pro
 from lightrft.engine.vllm.on_cpu import replace_slow_parts, share_last_blocks
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
-from lightrft.parallel.device import grow_segments, release_cached_memory
-from lightrft.thinker import OmniThinkerConfig, load_config, whole_config
-from lightrft.weight_sync.adapters import Adapters
-from lightrft.weight_sync.names import DRAFT, NamedTensor, PublishedNames
-from lightrft.weight_sync.verify import Fingerprints, destroy_weights
+from lightrft.models.logits.truncation import Truncation, without_padding
+from lightrft.models.parallel.device import grow_segments, release_cached_memory
+from lightrft.models.qwen_omni import OmniThinkerConfig, load_config, whole_config
+from lightrft.models.weight_sync.adapters import Adapters
+from lightrft.models.weight_sync.names import DRAFT, NamedTensor, PublishedNames
+from lightrft.models.weight_sync.verify import Fingerprints, destroy_weights
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
 """Families whose positions of text differ from transformers', after a video that is longer than it

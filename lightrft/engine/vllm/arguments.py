@@ -14,7 +14,7 @@ from lightrft.core.engine import MEDIA_NAMES
 from lightrft.engine.base import EngineSetup
 from lightrft.engine.model_info import has_recurrent_state
 from lightrft.engine.start import with_users_arguments
-from lightrft.thinker import OmniThinkerConfig
+from lightrft.models.qwen_omni import OmniThinkerConfig
 
 TEXT_DRAFTER = "lightrft.engine.vllm.text_drafter.TextDrafter"
 EXACT_MODEL = "LightrftExactForCausalLM"
@@ -86,7 +86,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     tied = {"text_config": {"tie_word_embeddings": config.tie_word_embeddings}}
     quantized = {}
     if section.rollout_quantization != "none":
-        from lightrft.weight_sync.quantized import engine_config
+        from lightrft.models.weight_sync.quantized import engine_config
 
         quantized = {"quantization_config": engine_config(section.rollout_quantization)}
     exact = {"architectures": [EXACT_MODEL]} if section.exact else {}

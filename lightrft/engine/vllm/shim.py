@@ -43,11 +43,16 @@ from lightrft.core.engine import ABORTED
 from lightrft.core.samples import Completion, Drafts
 from lightrft.engine.media import MEDIA_NAMES, Clip, Video, metadata
 from lightrft.engine.vllm.adapter_slots import AdapterSlots
-from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import local_rank
-from lightrft.weight_sync.adapters import Adapters
-from lightrft.weight_sync.expert_layout import is_a, is_experts, pack_experts, unpacked_experts
-from lightrft.weight_sync.fused_layout import (
+from lightrft.models.parallel.collectives import Axis
+from lightrft.models.parallel.device import local_rank
+from lightrft.models.weight_sync.adapters import Adapters
+from lightrft.models.weight_sync.expert_layout import (
+    is_a,
+    is_experts,
+    pack_experts,
+    unpacked_experts,
+)
+from lightrft.models.weight_sync.fused_layout import (
     CONVOLUTION_VIEW,
     FUSED_PARTS,
     UNPACKED,
@@ -55,7 +60,7 @@ from lightrft.weight_sync.fused_layout import (
     FusedWeights,
     engine_names,
 )
-from lightrft.weight_sync.names import NamedTensor, PublishedNames
+from lightrft.models.weight_sync.names import NamedTensor, PublishedNames
 
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 """Weight methods of vLLM that leave weights as loaded, except for kernels that are handled here."""

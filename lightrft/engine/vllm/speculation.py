@@ -16,7 +16,7 @@ from vllm.inputs import tokens_input
 from lightrft.config.sections import EngineSection
 from lightrft.engine.vllm.text_drafter import Costs
 from lightrft.engine.vllm.verification import Verifier, VerifierOfV2, with_the_noise_of_samples
-from lightrft.parallel.collectives import Axis
+from lightrft.models.parallel.collectives import Axis
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Batch sizes where the cost of verification is measured; others cost as much as the next one."""

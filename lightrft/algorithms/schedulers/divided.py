@@ -1,0 +1,67 @@
+"""Move the responses of groups that several ranks have generated to one rank each."""
+
+from collections.abc import Mapping
+from itertools import chain
+
+import torch
+
+from lightrft.core.engine import ABORTED
+from lightrft.core.samples import Completion, Drafts, Sample
+from lightrft.models.parallel.collectives import Axis
+from lightrft.strategy.batching.sample_store import MemoryStore
+
+REASONS = (None, "stop", "length")
+
+
+WIDTH = 1 << 20
+"""More responses than any prompt has, so that (group, place) fits in one number."""
+
+
+def move_responses(
+    samples: Mapping[tuple[int, int], Sample],
+    group_ranks: Mapping[int, int],
+    data: Axis,
+    replica: Axis,
+) -> dict[tuple[int, int], Completion]:
+    """Return the responses that others generated for this rank's groups, by (group, place).
+
+    `samples`: responses that this rank generated for others. `group_ranks`: group -> data rank.
+    All ranks call it together, and the ranks of a replica pass the same arguments. It takes two
+    collectives, whatever the number of responses.
+    """
+    store = MemoryStore(data, replica)
+    rows = list(samples.values())
+    lengths = torch.tensor([len(sample.token_ids) for sample in rows], dtype=torch.int64)
+    tokens = {"token_ids": torch.int32, "weight_versions": torch.int32, "logprobs": torch.float64}
+    facts = [(REASONS.index(sample.finish_reason), *sample.drafts) for sample in rows]
+    store.put(
+        torch.tensor([group * WIDTH + place for group, place in samples], dtype=torch.int64),
+        lengths,
+        tokens={
+            name: torch.tensor(
+                list(chain.from_iterable(getattr(sample, name) for sample in rows)), dtype=dtype
+            )
+            for name, dtype in tokens.items()
+        },
+        sequences={"facts": torch.tensor(facts, dtype=torch.int32).view(-1, 4)},
+    )
+    # Every rank knows all rows of the store, so all of them find the same owners.
+    owners: list[list[int]] = [[] for _ in range(data.size)]
+    for row in store.rows().ids.tolist():
+        owners[group_ranks[row // WIDTH]].append(row)
+    store.move(owners)
+    columns = store.get(owners[data.rank])
+    parts = [columns[name].split(columns["lengths"].tolist()) for name in tokens]
+
+    return {
+        divmod(row, WIDTH): Completion(
+            token_ids.tolist(),
+            logprobs.tolist(),
+            REASONS[reason] or ABORTED,
+            drafts=Drafts(*drafts),
+            weight_versions=versions.tolist(),
+        )
+        for row, token_ids, versions, logprobs, (reason, *drafts) in zip(
+            owners[data.rank], *parts, columns["facts"].tolist(), strict=True
+        )
+    }

@@ -1,0 +1,615 @@
+"""Build a trainer that is ready to run from a configuration; this module only connects parts."""
+
+from dataclasses import replace
+from functools import partial
+from inspect import signature
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.algorithms.advantage import estimators
+from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
+from lightrft.algorithms.objectives import ValueObjective, sft
+from lightrft.algorithms.roles.critic import Critic
+from lightrft.algorithms.roles.draft import Draft
+from lightrft.algorithms.roles.policy import Policy
+from lightrft.algorithms.roles.teacher import Teacher
+from lightrft.algorithms.rollout.experience import flatten_for_run
+from lightrft.algorithms.rollout.measures import measure_turns_and_drafts
+from lightrft.algorithms.rollout.media_expansion import Expander
+from lightrft.algorithms.rollout.rollout import JudgedRollout, ResumableRollout, schedulers
+from lightrft.algorithms.rollout.sampler import RunSampler, sampling_of
+from lightrft.algorithms.schedulers.overlap import Overlap
+from lightrft.algorithms.schedulers.rounds import Rounds, needs_rounds
+from lightrft.algorithms.shaping import RewardShaper
+from lightrft.algorithms.stages.build import experience_maker
+from lightrft.algorithms.stages.compare import compare_rewards
+from lightrft.algorithms.terms import policy_objective
+from lightrft.algorithms.unread import unread_columns
+from lightrft.app.run.observation import check_logins, log_duration, observation
+from lightrft.app.run.prepare import prepare_config
+from lightrft.app.run.recorded_samples import RecordedSamples
+from lightrft.app.run.run_folder import RunFolder
+from lightrft.app.trainer.base import TrainingData
+from lightrft.app.trainer.build_data import (
+    load_expander,
+    load_rewarded,
+    load_supervised,
+    load_training_data,
+    teacher_columns,
+)
+from lightrft.app.trainer.build_roles import (
+    build_critic,
+    build_draft,
+    build_model_rewards,
+    build_policy,
+    build_teacher,
+    set_blank_media,
+)
+from lightrft.app.trainer.evaluation import Evaluation
+from lightrft.app.trainer.held_out import HeldOut
+from lightrft.app.trainer.ppo import PPOTrainer
+from lightrft.app.trainer.tasks.sft import PtxLoss
+from lightrft.config.errors import ConfigError
+from lightrft.config.references import (
+    ENGINE,
+    JUDGE,
+    REASONING_GYM,
+    eval_sources,
+    reward_model_terms,
+    reward_terms,
+    reward_weights,
+)
+from lightrft.config.sections import (
+    Config,
+    RolloutSection,
+    has_episodes,
+    media_columns,
+    needs_critic,
+    needs_reference,
+)
+from lightrft.config.values import CommaSeparated
+from lightrft.core.advantages import CompareRewards
+from lightrft.core.batch import RoutedShape
+from lightrft.core.experience import ExperienceMaker, flatten
+from lightrft.core.groups import Group
+from lightrft.core.losses import PolicyObjective
+from lightrft.core.metrics import Untraced
+from lightrft.core.role import Learner
+from lightrft.core.rollout import Scheduler
+from lightrft.core.step import Measure
+from lightrft.core.table import keywords
+from lightrft.data.benchmarks import benchmarks, with_own_columns
+from lightrft.data.duplicates import warn_of_learned_rows
+from lightrft.data.prompts import load_prompts
+from lightrft.extras.build_episodes import build_episodes, check_tools, with_token_ids, with_tools
+from lightrft.extras.episode_sampler import EpisodeSampler
+from lightrft.models.load import load_tokenizer
+from lightrft.rewards.engine_judge import EngineJudge
+from lightrft.rewards.runner import RewardRunner
+from lightrft.strategy.checkpoint.final_model import with_merged_pretrain, with_model_of_run
+from lightrft.strategy.strategy import StrategyBase
+
+SCHEDULER_INPUTS = ("sampler", "rewards", "prompts")
+SCHEDULER_OPTIONS = (
+    "section",
+    "data",
+    "seed",
+    "greedy",
+    "order",
+    "expander",
+    "trace",
+    "skips_unreadable",
+    "overlap",
+    "total_steps",
+)
+"""Keywords that a scheduler may name, beside the fields of the rollout section."""
+
+
+def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
+    """Build everything that a run of train_ppo needs, in order: data, models, engine, loop.
+
+    A function that builds what an option adds returns None without the option.
+    """
+    prepare_config("train_ppo", config)
+    world = strategy.mesh.world
+    run_folder = RunFolder.claim(config, world)
+    check_logins(config, strategy)
+    original = config
+    # The trainer records what the user wrote, without what is added to the configuration here.
+    config = with_tools(with_merged_pretrain(config, world), world)
+    check_engine(config, strategy)
+
+    # data, and what reads it
+    rewards = build_rewards(config, strategy)
+    training_data = load_training_data(config, rewards=rewards)
+    rewards.check(training_data.prompts.examples)
+    shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
+    for notice in unread_columns(config.algorithm, training_data.prompts[0].columns):
+        strategy.print(notice)
+    scheduler_class(config, training_data)  # what does not fit is said before models load
+    tokenizer = training_data.tokenizer
+    eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)
+    for each in eval_sets:
+        warn_of_learned_rows(training_data.prompts, each.prompts)
+    config = with_token_ids(config, tokenizer)
+
+    # models and engine
+    algorithm = config.algorithm
+    updates = updates_of_a_step(config)
+    policy, critic, teacher = build_ppo_roles(config, strategy, training_data, updates=updates)
+    draft = build_draft(config, strategy, tokenizer, updates=training_data.total_steps * updates)
+    ptx_loss = build_ptx_loss(config, policy, training_data, teacher)
+    if not config.rollout.replay_rollouts:
+        rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
+        name = f"(--engine_type {config.engine.engine_type})"
+        start_engine(config, strategy, name, actor=policy.actor, draft=draft and draft.module)
+
+    observer, trace = observation(config, strategy)
+    strategy.trace = trace
+    rewards.trace = trace
+
+    # the way from samples to experience
+    kl_coefficient = KLCoefficient(
+        algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
+    )
+    entropy_coefficient = EntropyCoefficient(
+        algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_step
+    )
+    make_experience = build_experience_maker(
+        config, policy, critic, teacher, training_data, shaper, kl_coefficient, entropy_coefficient
+    )
+
+    # the way from prompts to samples
+    sampler = build_sampler(config, strategy, tokenizer)
+    overlap = build_overlap(config, strategy, make_experience, rewards, trace)
+    scheduler = build_scheduler(
+        config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
+    )
+    rollout = (JudgedRollout if rewards.judge else ResumableRollout)(scheduler, rewards)
+    parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
+    if algorithm.entropy_target is not None:
+        parts["entropy_coefficient"] = entropy_coefficient
+    strategy.report_memory("models and engine are ready;")
+
+    objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
+    learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
+    measures: list[Measure] = []
+    options = {
+        "observer": observer,
+        "trace": trace,
+        "run_folder": run_folder,
+        "rollout": rollout,
+        "sampler": sampler,
+        "make_experience": make_experience,
+        "learners": learners,
+        "eval_sets": eval_sets,
+        "measures": measures,
+        "parts": parts | ({"mixin": ptx_loss} if ptx_loss else {}),
+    }
+    replays = bool(config.rollout.replay_rollouts)
+    if has_episodes(config.environment) or config.engine.speculative != "none" or replays:
+        measures.append(measure_turns_and_drafts)
+    if config.rollout.dump_rollouts:
+        dump = RecordedSamples(config.rollout.dump_rollouts, strategy.mesh)
+        measures.append(partial(dump.write, writer=observer.writer))
+
+    if replays:
+        recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
+        options["read"] = partial(
+            recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned
+        )
+    return PPOTrainer(original, strategy, policy, training_data, **options)
+
+
+# -- data and rewards
+
+
+def check_engine(config: Config, strategy: StrategyBase) -> None:
+    """Raise ConfigError for an engine that cannot read the model in eight bits."""
+    if config.engine.rollout_quantization == "none":
+        return
+    from lightrft.engine.build import check_quantization
+
+    check_quantization(
+        config.engine,
+        config.model.pretrain,
+        strategy.device,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
+    """Build what calls the rewards of --reward.
+
+    A judge that is the engine itself is not among the functions that worker processes call.
+    """
+    labels = [term.label for _, term in reward_model_terms(config.model)]
+    terms = reward_terms(config.reward.reward)
+    judges = (
+        [term for term in terms if term.name == JUDGE] if config.reward.judge_url == ENGINE else []
+    )
+    name = config.reward.reward
+    if judges:
+        name = ",".join(str(term) for term in terms if term not in judges) or "none"
+
+    runner = RewardRunner(
+        name,
+        strategy.mesh.model_parallel,
+        config.reward,
+        chat=config.data.apply_chat_template,
+        fail=strategy.fail,
+        models=labels + [term.label for term in judges],
+    )
+    if judges:
+        runner.judge = EngineJudge(judges[0], config, strategy, load_tokenizer(config.model))
+    return runner
+
+
+def build_eval_sets(
+    config: Config,
+    strategy: StrategyBase,
+    tokenizer: PreTrainedTokenizerBase,
+    expand: Expander | None,
+    rewards: RewardRunner,
+) -> list[HeldOut]:
+    """Load the sets of --eval_data with the rewards that score them.
+
+    Verifiers score benchmarks, reasoning-gym scores the named sets of its own, and `rewards` scores
+    everything else.
+    """
+    runners = {"": rewards}
+    sets = []
+    for each in eval_sources(config.data.eval_data):
+        benchmark = benchmarks[each.benchmark] if each.benchmark else None
+        if benchmark:
+            name = benchmark.reward
+        else:
+            name = "reasoning_gym" if each.name and each.source.startswith(REASONING_GYM) else ""
+
+        # Sets with the same reward share the worker processes that compute it.
+        if name not in runners:
+            scoring = replace(config.reward, reward=CommaSeparated(name), reward_key=None)
+            runners[name] = build_rewards(replace(config, reward=scoring), strategy)
+
+        runner = runners[name]
+        section = replace(config.data, eval_data=CommaSeparated(each.source))
+        if benchmark:
+            prompts = load_prompts(
+                with_own_columns(section),
+                tokenizer,
+                source="eval_data",
+                row_problem=runner.row_problem,
+                make=benchmark.make,
+                requirements=[each.benchmark, runner.requirements],
+            )
+        else:
+            prompts = load_rewarded(
+                replace(config, data=section), tokenizer, expand, runner, source="eval_data"
+            )
+            runner.check(prompts.examples)
+
+        sets.append(HeldOut(each.name, prompts, runner))
+
+    return sets
+
+
+# -- models and engine
+
+
+def updates_of_a_step(config: Config) -> int:
+    """Return how many optimizer steps a step takes."""
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    return samples // config.train.train_batch_size * config.train.max_epochs
+
+
+def build_ppo_roles(
+    config: Config, strategy: StrategyBase, training_data: TrainingData, *, updates: int
+) -> tuple[Policy, Critic | None, Teacher | None]:
+    """Build the policy, and the critic and the teacher if the run needs them.
+
+    `updates`: how many optimizer steps a step takes.
+    """
+    algorithm = config.algorithm
+    tokenizer = training_data.tokenizer
+    expand = training_data.expand
+
+    steps = training_data.total_steps
+    frozen = config.train.freezing_actor_steps
+    if frozen >= steps:
+        raise ConfigError(
+            f"--freezing_actor_steps {frozen} leaves no step to train the actor: this run has"
+            f" {steps} steps"
+        )
+
+    sampling = sampling_of(config.rollout)
+    reference = needs_reference(algorithm)
+    # The actor's schedule counts only the steps in which it learns.
+    with log_duration(strategy, f"loading {config.model.pretrain}"):
+        policy = build_policy(
+            config,
+            strategy,
+            updates=(steps - frozen) * updates,
+            reference=reference,
+            sampling=sampling,
+            tokenizer=tokenizer,
+        )
+
+    critic = None
+    if needs_critic(algorithm):
+        critic = build_critic(config, strategy, tokenizer, updates=steps * updates)
+    set_blank_media(expand, policy.actor, policy.reference, critic and critic.module)
+    teacher = None
+    if algorithm.distill_coef > 0:
+        teacher = build_teacher(config, strategy, tokenizer, expand, policy)
+    return policy, critic, teacher
+
+
+def build_ptx_loss(
+    config: Config, policy: Policy, training_data: TrainingData, teacher: Teacher | None
+) -> PtxLoss | None:
+    """Build the supervised loss on --pretrain_data, to be added to the loss on the samples."""
+    if not config.data.pretrain_data:
+        return None
+
+    tokenizer = training_data.tokenizer
+    expand = training_data.expand
+    prompts = load_supervised(config, tokenizer, expand, source="pretrain_data")
+    if len(prompts) < config.train.train_batch_size:
+        raise ConfigError(
+            f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one"
+            f" optimizer step of --train_batch_size {config.train.train_batch_size}"
+        )
+
+    # The order is a function of the seed, so a resumed run goes on with the next rows.
+    options = {
+        "expand": expand,
+        "order": prompts.order(policy.strategy.data_order, config.train.seed),
+    }
+    return PtxLoss(
+        policy,
+        prompts,
+        train=config.train,
+        algorithm=config.algorithm,
+        teacher=teacher if config.algorithm.ptx_teacher else None,
+        **options,
+    )
+
+
+def start_engine(
+    config: Config,
+    strategy: StrategyBase,
+    name: str,
+    *,
+    actor: nn.Module | None = None,
+    draft: nn.Module | None = None,
+) -> None:
+    """Start the engine with the weights of `actor`, or of --pretrain without one.
+
+    `draft` is the model that drafts, if it is trained. Raises ConfigError if the engine does not
+    read the data's media.
+    """
+    strategy.announce("start_engine")
+    with log_duration(strategy, f"starting the engine {name}"):
+        strategy.setup_inference_engine(config, config.engine.engine_type, actor=actor, draft=draft)
+    strategy.engine.check_media(media_columns(config.data))
+
+
+# -- from samples to experience, and from prompts to samples
+
+
+def build_compare(config: Config, shaper: RewardShaper) -> CompareRewards:
+    """Build what compares rewards."""
+    coefficients = config.reward.reward_model_coef
+    weights = reward_weights(config.reward.reward, config.model, coefficients)
+    return compare_rewards(config.algorithm, shaper, weights)
+
+
+def build_experience_maker(
+    config: Config,
+    policy: Policy,
+    critic: Critic | None,
+    teacher: Teacher | None,
+    training_data: TrainingData,
+    shaper: RewardShaper,
+    kl_coefficient: KLCoefficient,
+    entropy_coefficient: EntropyCoefficient,
+) -> ExperienceMaker:
+    """Build what turns scored samples into experience."""
+    rollout = config.rollout
+    routed = None
+    if config.engine.router_replay:
+        routed = RoutedShape.of(policy.actor.hf_model.config)
+    columns = {
+        "expand": training_data.expand,
+        "first_token_apart": rollout.first_token_temperature is not None,
+        "min_tokens": rollout.min_tokens,
+        "routed": routed,
+    }
+
+    return experience_maker(
+        policy,
+        config.algorithm,
+        config.train,
+        compare=build_compare(config, shaper),
+        kl_coefficient=kl_coefficient,
+        entropy_coefficient=entropy_coefficient,
+        critic=critic,
+        teacher=teacher,
+        flatten=partial(flatten_for_run, **columns) if any(columns.values()) else flatten,
+        teacher_columns=teacher_columns(config, training_data.tokenizer),
+        num_updates=updates_of_a_step(config) if rollout.overlap else 0,
+        branches=has_episodes(config.environment),
+    )
+
+
+def build_sampler(
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
+) -> RunSampler:
+    """Build what samples responses, or episodes if the run has environments or tools."""
+    episodes = build_episodes(config, tokenizer)
+    if episodes is None:
+        return RunSampler(strategy, tokenizer, config.rollout)
+    # On an accelerator, other kernels differ from run to run too, unless the user asks for it.
+    together = strategy.device.type == "cpu" or config.strategy.deterministic
+    if together:
+        strategy.print(
+            "turns begin when the programs of all episodes have asked for theirs, so that the run"
+            " repeats to the last bit; time/generate/tools is how long the engine waits"
+        )
+    return EpisodeSampler(strategy, tokenizer, config.rollout, episodes, together=together)
+
+
+def build_overlap(
+    config: Config,
+    strategy: StrategyBase,
+    make_experience: ExperienceMaker,
+    rewards: RewardRunner,
+    trace: Untraced,
+) -> Overlap | None:
+    """Build the thread that computes early, while other groups are still generated.
+
+    It computes the models' outputs and the scores of reward models for complete groups. None
+    without --overlap.
+    """
+    if not config.rollout.overlap:
+        return None
+
+    def compute(groups: list[Group]) -> None:
+        make_experience.flatten.compute([sample for group in groups for sample in group.samples])
+        if rewards.models is not None:
+            rewards.models.compute_early([sample for group in groups for sample in group.responses])
+
+    return Overlap(compute, strategy.device, trace)
+
+
+def scheduler_class(config: Config, training_data: TrainingData) -> tuple[type[Scheduler], bool]:
+    """Return the class of --scheduler, and True if it leaves out media that cannot be read.
+
+    Raises ConfigError for a class that does not fit the flags.
+    """
+    # Only media are read again after loading, so only they can become unreadable.
+    skips = config.data.bad_rows == "skip" and training_data.expand is not None
+    needed = "rounds" if skips or needs_rounds(config.rollout) else "fixed_batch"
+    name = needed if config.rollout.scheduler == "auto" else config.rollout.scheduler
+    chosen = schedulers[name]
+    check_scheduler(name, chosen, config.rollout)
+    if needed == "rounds" and not issubclass(chosen, Rounds):
+        raise ConfigError(
+            f"--scheduler {name}: only rounds, or a subclass of Rounds, knows flags such as"
+            " --dynamic_sampling, --partial_rollout and --overlap"
+        )
+    return chosen, skips
+
+
+def check_scheduler(name: str, chosen: type[Scheduler], section: RolloutSection) -> None:
+    """Raise ConfigError for a class that lacks methods, or takes other arguments than a run has."""
+    methods = [each for each in vars(Scheduler) if not each.startswith("_")]
+    if lacking := [each for each in methods if each not in dir(chosen)]:
+        raise ConfigError(f"--scheduler {name}: {chosen!r} lacks {', '.join(lacking)}")
+
+    fields = {*vars(section), *SCHEDULER_OPTIONS}
+    try:
+        signature(chosen).bind(*SCHEDULER_INPUTS, **dict.fromkeys(named_by(chosen) & fields))
+    except TypeError as error:
+        raise ConfigError(
+            f"--scheduler {name}: {chosen!r} is not made of {', '.join(SCHEDULER_INPUTS)}, keywords"
+            f" such as {', '.join(SCHEDULER_OPTIONS)}, and fields of the rollout section: {error}"
+        ) from error
+
+
+def build_scheduler(
+    config: Config,
+    strategy: StrategyBase,
+    training_data: TrainingData,
+    sampler: RunSampler,
+    rewards: RewardRunner,
+    *,
+    trace: Untraced,
+    overlap: Overlap | None = None,
+) -> Scheduler:
+    """Build the scheduler that chooses the prompts of a step."""
+    prompts = training_data.prompts
+    options = {
+        "section": config.rollout,
+        "data": strategy.mesh.data,
+        "seed": config.train.seed,
+        "greedy": "greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator]),
+        "order": prompts.order(strategy.data_order, config.train.seed),
+        "expander": training_data.expand,
+        "trace": trace,
+    }
+
+    chosen, skips = scheduler_class(config, training_data)
+    options |= {
+        "skips_unreadable": skips,
+        "overlap": overlap,
+        "total_steps": training_data.total_steps,
+    }
+    options = vars(config.rollout) | options
+    named = named_by(chosen) & options.keys()
+    return chosen(sampler, rewards, prompts, **{name: options[name] for name in named})
+
+
+def named_by(scheduler: type[Scheduler]) -> set[str]:
+    """Return the keywords of a class and its bases: a subclass hands on what it does not name."""
+    return set().union(*(keywords(cls.__init__) for cls in scheduler.__mro__))
+
+
+# -- what learns
+
+
+def build_learners(
+    config: Config,
+    policy: Policy,
+    critic: Critic | None,
+    draft: Draft | None,
+    ptx_loss: PtxLoss | None,
+    objective: PolicyObjective,
+) -> list[Learner]:
+    """Build the models that learn in a step, the policy last."""
+    learners = []
+    if critic is not None:
+        learners.append(Learner("critic", critic, ValueObjective(config.algorithm), "critic"))
+    if draft is not None:
+        learners.append(Learner("draft", draft, sft, "draft"))
+
+    by_prompt = config.algorithm.loss_agg_mode == "prompt-mean"
+    actor = Learner(
+        "actor",
+        policy,
+        objective,
+        "train",
+        first_step=config.train.freezing_actor_steps + 1,
+        count=policy.with_prompts if by_prompt else None,
+        more_terms=[ptx_loss.next] if ptx_loss else [],
+    )
+    return [*learners, actor]
+
+
+# -- evaluation alone
+
+
+def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
+    """Load held-out prompts and reward models, and start an engine with the weights of `pretrain`.
+
+    `pretrain` may also be a run's folder or a checkpoint.
+    """
+    world = strategy.mesh.world
+    original = config
+    config = with_tools(with_merged_pretrain(with_model_of_run(config, world), world), world)
+    tokenizer = load_tokenizer(config.model)
+    rewards = build_rewards(config, strategy)
+    check_tools(config, tokenizer)
+    expand = load_expander(config, tokenizer, engine=True)
+    sets = build_eval_sets(config, strategy, tokenizer, expand, rewards)
+    if any(each.rewards is rewards for each in sets):
+        rewards.models = build_model_rewards(config, strategy, tokenizer, expand)
+    config = with_token_ids(config, tokenizer)
+    # The engine sleeps only to make room for reward models; nothing else needs the device.
+    engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
+    name = f"(--engine_type {config.engine.engine_type}) with {config.model.pretrain}"
+    start_engine(replace(config, engine=engine), strategy, name)
+
+    sampler = build_sampler(config, strategy, tokenizer)
+    return Evaluation(original, strategy, sets, sampler)

@@ -1,0 +1,180 @@
+"""Evaluate a model in a separate run: generate responses to held-out prompts, and score them."""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from loguru import logger
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightrft.algorithms.rollout.sampler import RunSampler
+from lightrft.algorithms.rollout.scores import Estimate
+from lightrft.app.observe.sinks import encode_row, sample_rows
+from lightrft.app.observe.text import short
+from lightrft.app.trainer.held_out import HeldOut, ask_judges, evaluate
+from lightrft.config.sections import Config
+from lightrft.core.engine import derived_seed
+from lightrft.core.groups import Group
+from lightrft.core.metrics import Metrics
+from lightrft.data.loader import share_of
+from lightrft.models.parallel.collectives import Axis
+from lightrft.strategy.strategy import StrategyBase
+
+AT_ONCE = 64
+"""Prompts whose responses travel to rank 0 together, to be written."""
+WITHOUT_INTERVAL = ("response_length",)
+
+
+class Evaluation:
+    """Scores responses to the prompts of --eval_data: a greedy one and --eval_n_samples others."""
+
+    def __init__(
+        self, config: Config, strategy: StrategyBase, sets: list[HeldOut], sampler: RunSampler
+    ):
+        self.config = config
+        self.strategy = strategy
+        self.sets = sets
+        self.sampler = sampler
+        self.folder = Path(config.train.save_path)
+
+    def run(self) -> dict[str, float]:
+        """Return the numbers; rank 0 also prints them and writes save_path/evaluation.json.
+
+        Rank 0 writes all responses to save_path/responses.jsonl, in the order of the data.
+        """
+        strategy = self.strategy
+        seed = self.config.train.seed
+        strategy.announce("evaluate")
+
+        # All sets are answered while the engine is awake; reward models may need the device after.
+        with strategy.engine_awake():
+            answered = [
+                self.sampler.answer(
+                    each.prompts, seed=derived_seed(seed, "evaluation", *each.seed_parts)
+                )
+                for each in self.sets
+            ]
+            ask_judges(self.sets, answered)
+
+        data = strategy.mesh.data
+        metrics = Metrics()
+        estimates = [
+            evaluate(each, groups, metrics, data)
+            for each, groups in zip(self.sets, answered, strict=True)
+        ]
+        result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(data).items()}
+        result |= self._bounds(estimates)
+        self._write_responses(answered)
+
+        if strategy.is_rank_0():
+            (self.folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
+            Console(width=None if sys.stdout.isatty() else 130).print(
+                table(self.config.model.pretrain, self.sets, estimates)
+            )
+            logger.info(
+                "numbers: {}, responses: {}",
+                self.folder / "evaluation.json",
+                self.folder / "responses.jsonl",
+            )
+
+        return result
+
+    def _bounds(self, estimates: list[dict[str, Estimate]]) -> dict[str, float]:
+        """Return the ends of the confidence intervals by name, as accuracy_low and _high."""
+        return {
+            f"{each.prefix}{name}_{end}": getattr(value, end)
+            for each, values in zip(self.sets, estimates, strict=True)
+            for name, value in values.items()
+            if has_interval(name, value)
+            for end in ("low", "high")
+        }
+
+    def _write_responses(self, answered: list[list[Group]]) -> None:
+        """Write every response to a file that appears when it is complete. All ranks call it."""
+        path = self.folder / "responses.jsonl"
+        part = path.with_suffix(".part")
+        file: IO[bytes] | None = None
+
+        if self.strategy.is_rank_0():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = part.open("wb")
+
+        for each, groups in zip(self.sets, answered, strict=True):
+            for received in to_first_rank(groups, len(each.prompts), self.strategy.mesh.data):
+                if file is not None:
+                    file.write(
+                        b"".join(
+                            encode_row(row)
+                            for group in received
+                            for row in response_rows(each.name, group)
+                        )
+                    )
+
+        if file is not None:
+            file.close()
+            part.replace(path)
+
+
+def to_first_rank(groups: list[Group], count: int, data: Axis) -> Iterator[list[Group]]:
+    """Yield the groups of all ranks on the first one, in the order of the `count` prompts.
+
+    They come AT_ONCE at a time. The other ranks yield [].
+    """
+    for source in range(data.size):
+        for start in range(0, len(share_of(source, data.size, count)), AT_ONCE):
+            sent = groups[start : start + AT_ONCE] if source == data.rank else []
+            yield data.exchange_objects([sent if rank == 0 else [] for rank in range(data.size)])[
+                source
+            ]
+
+
+def response_rows(name: str, group: Group) -> Iterator[dict[str, Any]]:
+    """Yield a row for each response to a prompt, the greedy one first."""
+    places = [*["greedy"] * len(group.others), *range(len(group.samples))]
+    for place, row in zip(places, sample_rows([*group.others, *group.samples]), strict=True):
+        row.pop("group")
+        yield {
+            **({"set": name} if name else {}),
+            "row": group.responses[0].prompt.index,
+            "sample": place,
+            **row,
+        }
+
+
+def table(title: str, sets: list[HeldOut], estimates: list[dict[str, Estimate]]) -> Table:
+    """Return the table of an evaluation: a column for each set, a row for each number."""
+    rows = Table(
+        "",
+        *(each.name or "held-out" for each in sets),
+        title=title,
+        box=box.SIMPLE,
+        title_justify="left",
+    )
+    rows.add_row("prompts", *(str(len(each.prompts)) for each in sets))
+
+    for name in dict.fromkeys(name for values in estimates for name in values):
+        # If every reward is 0 or 1, the accuracy is the same number as the reward.
+        if not (name == "reward" and all("accuracy" in values for values in estimates)):
+            rows.add_row(
+                name.replace("_at_", "@").replace("_", " "),
+                *(_cell(name, values.get(name)) for values in estimates),
+            )
+
+    return rows
+
+
+def _cell(name: str, value: Estimate | None) -> str:
+    if value is None:
+        return ""
+    return short(value.mean) + (
+        f"  {short(value.low)} to {short(value.high)}" if has_interval(name, value) else ""
+    )
+
+
+def has_interval(name: str, value: Estimate) -> bool:
+    return name not in WITHOUT_INTERVAL and not math.isnan(value.low)

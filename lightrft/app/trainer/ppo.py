@@ -1,0 +1,191 @@
+"""PPO, GRPO and the like: generate samples, score them, estimate advantages, update."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+
+from torch import nn
+
+from lightrft.algorithms.roles.policy import Policy
+from lightrft.algorithms.roles.role import DistributedRole
+from lightrft.algorithms.rollout.rollout import FixedBatch
+from lightrft.algorithms.rollout.sampler import RunSampler
+from lightrft.app.observe.sinks import sample_rows
+from lightrft.app.run.interruption import Interrupted
+from lightrft.app.trainer.base import Trainer, TrainingData
+from lightrft.app.trainer.held_out import HeldOut, ask_judges, evaluate
+from lightrft.config.sections import Config, moves_reference
+from lightrft.core.batch import TrainingPlan
+from lightrft.core.engine import derived_seed
+from lightrft.core.experience import ExperienceMaker
+from lightrft.core.groups import measure_samples
+from lightrft.core.metrics import Metrics
+from lightrft.core.role import Learner
+from lightrft.core.rollout import Rollout
+from lightrft.core.samples import Sample
+from lightrft.core.step import Measure, Step, StepRecord
+from lightrft.data.prompt_set import PromptSet
+from lightrft.strategy.batching.micro_batches import put_batch
+from lightrft.strategy.strategy import StrategyBase
+
+Read = Callable[[int], tuple[list[Sample], int]]
+"""Returns the recorded samples of a step, and the version of the engine's weights then."""
+
+
+@dataclass
+class ReplayedStep(Step):
+    """A step that learns from the samples that another run has recorded (--replay_rollouts)."""
+
+    _: KW_ONLY
+    read: Read
+
+    def collect(self, number: int, metrics: Metrics) -> tuple[list[Sample], int]:
+        return self.read(number)
+
+
+class PPOTrainer(Trainer):
+    """Trains on generated samples: a step generates groups for a batch of prompts and learns."""
+
+    def __init__(
+        self,
+        config: Config,
+        strategy: StrategyBase,
+        policy: Policy,
+        training_data: TrainingData,
+        *,
+        rollout: Rollout,
+        sampler: RunSampler,
+        make_experience: ExperienceMaker,
+        learners: Sequence[Learner],
+        eval_sets: Sequence[HeldOut] = (),
+        measures: Sequence[Measure] = (),
+        read: Read | None = None,
+        **kwargs,
+    ):
+        """Set up the trainer.
+
+        `learners` are the models that learn, in order; the policy is the last one. `measures` see
+        the samples of each step. `read` returns those of another run, which are learned instead.
+        """
+        super().__init__(config, strategy, policy, training_data, **kwargs)
+        self.policy = policy
+        self.rollout = rollout
+        self.sampler = sampler
+        self.learners = learners
+        self.eval_sets = eval_sets
+        self.read = read
+        self.moves_reference = moves_reference(config.algorithm)
+        self.has_readers = strategy.sample_store().is_outside
+
+        self.learning_step = (Step if read is None else partial(ReplayedStep, read=read))(
+            strategy,
+            rollout,
+            make_experience,
+            learners,
+            measures=[self._measure, *measures],
+            around=self._around_learning,
+            trace=self.trace,
+        )
+
+        for each in learners:
+            self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
+        if self.moves_reference:
+            self.models["reference"] = (policy.reference, None, None)
+
+    def step(self, number: int) -> StepRecord:
+        rollback = self.rollout.scheduler.snapshot()
+        before = self.metrics.state_dict()
+        version = self.strategy.weight_version
+        try:
+            return self.learning_step(number, self.metrics)
+        except Interrupted:
+            # A checkpoint holds only finished steps, so an interrupted one is undone: the same
+            # prompts come again.
+            rollback()
+            self.metrics.clear()
+            self.metrics.load_state_dict(before)
+            self.strategy.engine_lags(version)
+            raise
+
+    def _measure(self, number: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
+        """Show and measure the samples of a step, unless the run was asked to stop."""
+        if self.read is None:
+            self.rollout.rewards.count_failures("rollout/reward_failures", metrics)
+            self.interruption.safe_point()
+        # Samples of a group come together, so that responses can be compared.
+        if self.strategy.mesh.world.rank == 0:
+            shown = samples[: self.config.observe.num_trajectories_to_save]
+            self.observer.samples(number, sample_rows(shown))
+        measure_samples(samples, version, metrics)
+
+    @contextmanager
+    def _around_learning(self, number: int, plan: TrainingPlan) -> Iterator[None]:
+        """Let others read the experience, and prepare the next step, while models learn."""
+        # Other programs read the experience in a store outside of this one.
+        store = self.strategy.sample_store() if self.has_readers else None
+        if store is not None:
+            put_batch(store, plan.experience)
+
+        # Which prompts come next depends on the rewards of this step, and not on its updates.
+        scheduler = self.rollout.scheduler
+        more = self.read is None and number < self.total_steps
+        prepares = more and isinstance(scheduler, FixedBatch)
+        with scheduler.preparing(number + 1) if prepares else nullcontext():
+            yield
+
+        if self.moves_reference:
+            self.policy.update_reference(number, self.config.algorithm)
+        if store is not None:
+            store.clear(plan.experience.rows.tolist())
+
+    def progress(self) -> str:
+        """Add how many responses this rank has, and how many tokens a second."""
+        where = super().progress()
+        loop = self.sampler.loop
+        if loop is None or not self.trace.current.startswith("generate"):
+            return where
+
+        responses = [each for group in list(loop.groups.values()) for each in group.responses]
+        done = sum(each.finish_reason is not None for each in responses)
+        tokens = sum(len(each.token_ids) for each in responses)
+        seconds = time.perf_counter() - self.trace.began
+        rank = " of rank 0" if self.strategy.mesh.world.size > 1 else ""
+        speed = f"{tokens / seconds:.0f} tokens/s"
+        return f"{where}, {done:,} of {len(responses):,} responses{rank}, {speed}"
+
+    def evaluate(self) -> None:
+        """Add `eval/*` metrics of --eval_data.
+
+        The engine's weights keep their version: versions count steps, and the next step streams
+        these same weights under the same version.
+        """
+        version = self.strategy.weight_version
+        with self.strategy.engine_awake(self.policy.actor):
+            seed = self.config.train.seed
+            answered = [
+                self.sampler.answer(
+                    each.prompts, seed=derived_seed(seed, "evaluation", self.done, *each.seed_parts)
+                )
+                for each in self.eval_sets
+            ]
+            ask_judges(self.eval_sets, answered)
+
+        self.strategy.engine_lags(version)
+        # Scoring comes after generation, because reward models may need the device.
+        for each, groups in zip(self.eval_sets, answered, strict=True):
+            evaluate(each, groups, self.metrics, self.strategy.mesh.data)
+
+    @property
+    def learning_roles(self) -> dict[str, DistributedRole]:
+        return {each.name: each.role for each in self.learners}
+
+    def models_to_save(self) -> dict[str, nn.Module]:
+        others = {each.name: each.role.module for each in self.learners[:-1]}
+        return super().models_to_save() | others
+
+    @property
+    def learned_rows(self) -> PromptSet:
+        mixin = self.parts.get("mixin")
+        return self.prompts if mixin is None else self.prompts + mixin.prompts

@@ -1,0 +1,88 @@
+"""Train on given examples: each step takes rows of the data, and a task makes a loss of them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from lightrft.app.trainer.base import Trainer
+from lightrft.core.role import LossTerm
+from lightrft.core.samples import Answer, Prompt
+from lightrft.core.step import StepRecord
+from lightrft.data.rendering.tokens import marked_texts
+
+MOST_EXAMPLES = 6
+"""Rows of the first step that are shown with what is learned of them."""
+
+
+class Task(Protocol):
+    """A loss on examples for a trainer to minimise."""
+
+    def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
+        """Return this rank's share of the loss on all ranks' examples.
+
+        Micro-batches have at most `max_tokens` tokens. All ranks call it with the same examples,
+        and all make the same plan.
+        """
+        ...
+
+
+class SupervisedTrainer(Trainer):
+    """Takes one optimizer step over `train_batch_size` rows in each step."""
+
+    def __init__(self, *args: Any, task: Task, role_name: str = "actor", **kwargs: Any):
+        """Set up the trainer of `task`; `role_name` is the name of the model in checkpoints."""
+        self.role_name = role_name
+        super().__init__(*args, **kwargs)
+        self.task = task
+        self.order = self.prompts.order(self.strategy.data_order, self.config.train.seed)
+
+    def step(self, number: int) -> StepRecord:
+        train = self.config.train
+        # The order is a function of seed and position, so resuming needs no state of a reader.
+        with self.trace.phase("data", idle=True):
+            rows = self.order.rows((number - 1) * train.train_batch_size, train.train_batch_size)
+            prompts = [self.prompts[row] for row in rows]
+            term = self.task.term(prompts, max_tokens=train.max_tokens_per_microbatch)
+        if number == 1 and self.strategy.mesh.world.rank == 0:
+            self.observer.samples(number, list(self._examples(prompts[:MOST_EXAMPLES])))
+
+        with self.trace.phase("train"):
+            self.metrics.mean("train/learning_rate", self.role.scheduler.get_last_lr()[0])
+            loss, norm = self.role.learn([term], self.metrics)
+
+        self.loss = float(loss)
+        self.metrics.mean("train/loss", loss)
+        self.metrics.mean("train/grad_norm", norm)
+        self.metrics.sum("train/tokens", term.batch.num_tokens)
+        return StepRecord(term.batch, [term.rows], [loss])
+
+    def _examples(self, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+        """Yield rows of samples.jsonl in which ⟦ and ⟧ enclose what is learned."""
+        for group, prompt in enumerate(prompts):
+            for name, answer in prompt.columns.items():
+                if isinstance(answer, Answer):
+                    parts = marked_texts("", [answer], self.tokenizer)
+                    said = "".join(f"⟦{part}⟧" if learned else part for part, learned in parts)
+                    row = {"group": group, "prompt": prompt.text, "response": said}
+                    label = name.removeprefix("label")
+                    yield row | {"label": label, "length": len(answer.token_ids)}
+
+    def evaluate(self) -> None:
+        """Add the loss on the held-out rows, and the task's other metrics, as `eval/*`."""
+        train = self.config.train
+        max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
+        self.metrics.mean(
+            "eval/loss",
+            self.role.measure(
+                self.task.term(self.eval_prompts, max_tokens=max_tokens), self.metrics
+            ),
+        )
+
+    def enough(self) -> bool:
+        stop = self.config.train.stop_loss
+        if stop is None or not self.loss < stop:
+            return False
+        self.strategy.print(
+            f"the loss of step {self.done}, {self.loss:.4g}, is below --stop_loss {stop:g}: the run"
+            " ends here"
+        )
+        return True

@@ -1,0 +1,101 @@
+"""Direct preference optimisation: learn from the log-probs of two answers against a reference."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.preferences.dpo import DPOObjective
+from lightrft.algorithms.roles.policy import Policy
+from lightrft.app.trainer.tasks.pairs import local_pairs, pair_denominator
+from lightrft.config.sections import PreferenceSection, TrainSection
+from lightrft.core.losses import sequence_sums
+from lightrft.core.role import LossTerm
+from lightrft.core.samples import Expand, Prompt
+from lightrft.data.preferences import CHOSEN, REJECTED
+from lightrft.strategy.batching.micro_batches import share
+
+PAIRS_AT_ONCE = 1024
+"""Pairs whose reference log-probs are computed together. All at once might not fit in memory."""
+
+
+class DPOTask:
+    """Learns from pairs of answers; the loss is the mean over all pairs of a step."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        preference: PreferenceSection,
+        train: TrainSection,
+        expand: Expand | None = None,
+    ):
+        """Set up the task. `expand` expands prompts with media."""
+        self.policy = policy
+        self.train = train
+        self.objective = DPOObjective(preference)
+        self.expand = expand
+        self._known: dict[bytes, Tensor] = {}
+        """Digest of a pair -> the reference's log-probs of both answers, [2] float32 on the CPU."""
+
+    def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
+        """Return this rank's share of the loss on all ranks' pairs, with reference log-probs.
+
+        Before the first optimizer step the policy is the reference, so they are left out.
+        Other micro-batches would round them differently, and chance would decide which answer seems
+        to be preferred.
+        """
+        strategy = self.policy.strategy
+        batch, rows, local = local_pairs(
+            pairs, strategy.mesh.data, self.train, max_tokens=max_tokens, expand=self.expand
+        )
+
+        has_learned = self.policy.scheduler.last_epoch > 0
+        if not has_learned:
+            batch.reference = None
+        elif self.policy.reference is None:
+            sums = [self._known[_digest(pairs[place])] for place in local]
+            batch.reference = torch.cat([*sums, torch.zeros(0)])
+        else:
+            batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
+
+        return LossTerm(
+            batch,
+            rows,
+            self.objective,
+            pair_denominator(pairs, strategy.device),
+            self.policy.supervised,
+        )
+
+    def precompute(self, pairs: Sequence[Prompt]) -> None:
+        """Keep the log-probs of the actor, before it learns, as the reference's log-probs.
+
+        All ranks call it together.
+        """
+        data = self.policy.strategy.mesh.data
+        train = self.train
+        max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
+        for start in range(0, len(pairs), PAIRS_AT_ONCE):
+            part = pairs[start : start + PAIRS_AT_ONCE]
+            batch, rows, local = local_pairs(
+                part, data, train, max_tokens=max_tokens, expand=self.expand
+            )
+
+            sums = sequence_sums(self.policy.logprobs(batch, rows), batch).view(-1, 2)
+            places = share(data, torch.tensor(local, dtype=torch.int64))
+            sums = share(data, sums)
+            # Each row is a view, and would keep the tensor of the whole part in memory.
+            self._known |= {
+                _digest(part[place]): both.clone()
+                for place, both in zip(places.tolist(), sums, strict=True)
+            }
+
+
+def _digest(pair: Prompt) -> bytes:
+    """Return a digest of a pair's tokens and media; the object may be built anew for each use."""
+    tokens = [pair.token_ids, *(pair.columns[name].token_ids for name in (CHOSEN, REJECTED))]
+    digest = hashlib.blake2b(repr([list(ids) for ids in tokens]).encode(), digest_size=16)
+    for items in pair.multi_modal.values():
+        for item in items:
+            digest.update(item.identity)
+    return digest.digest()

@@ -1,0 +1,340 @@
+"""Requests and replies of the OpenAI API (chat completions, completions), and vLLM's for token ids.
+
+A request is checked by the meaning before anything is done with it; a ValueError says what is
+wrong.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from lightrft.config.values import check_text
+from lightrft.extras.agents.history import good_calls
+from lightrft.extras.agents.messages import RANGES, Turn, check_sampling
+
+Body = dict[str, Any]
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "stop": ([], ""),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "bad_words": ([],),
+    "prompt_logprobs": (0,),
+    "skip_special_tokens": (True, False),
+}
+"""Parameter of a request -> values, beside null, that leave sampling as the run sets it."""
+REQUEST_BYTES_PER_TOKEN = 16
+"""Largest size of a request for each token of prompt and response.
+
+Text, token ids and escapes of JSON have to fit.
+"""
+OTHER_BYTES = 1 << 16
+"""Further bytes of a request, such as schemas of tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointModel:
+    """Description of the model for clients, and how it is sampled."""
+
+    name: str
+    max_length: int
+    """Number of tokens of prompt and response together."""
+    fixed: Mapping[str, float]
+    """The run's temperature, top_p, top_k and min_p if the model learns.
+
+    A request with others is refused. Empty: requests choose.
+    """
+    end_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Return the largest number of bytes that a request may have."""
+        return REQUEST_BYTES_PER_TOKEN * self.max_length + OTHER_BYTES
+
+
+class Options(TypedDict):
+    """Parameters of a request, as the methods of a session take them."""
+
+    max_tokens: int | None
+    sampling: dict[str, float]
+
+
+def read_body(content: bytes) -> Body:
+    """Return the object of a request.
+
+    Raises ValueError if it is none, or has text that no tokenizer reads.
+    """
+    body = json.loads(content)
+    if not isinstance(body, dict):
+        raise ValueError("the request is not a JSON object")
+    check_text(json.dumps(body, ensure_ascii=False))
+    return body
+
+
+def read_options(body: Body, served: EndpointModel) -> Options:
+    """Parse the sampling options of a request.
+
+    Raises ValueError for an option that requests cannot choose here, or a value that is not
+    supported.
+    """
+    for name, value in served.fixed.items():
+        if body.get(name) not in (None, value):
+            raise ValueError(
+                f"{name} is {value:g} in this run (--{name}), not {body[name]!r:.100}: omit it in"
+                " the request"
+            )
+
+    reason = (
+        "tokens are sampled as the run says" if served.fixed else "this server does not support it"
+    )
+    for name, values in NEUTRAL_VALUES.items():
+        if body.get(name) is not None and not any(
+            body[name] is value or body[name] == value for value in values
+        ):
+            raise ValueError(f"{name} {body[name]!r:.100} is not possible: {reason}; omit it")
+
+    _check_kinds(body)
+    if (
+        ends := set(_token_ids(body.get("stop_token_ids") or [], "stop_token_ids"))
+        - served.end_token_ids
+    ):
+        where = "of this server, whose flag is --stop_token_ids"
+        if served.fixed:
+            where = "in this run: add them to --stop_token_ids"
+        raise ValueError(f"stop_token_ids {sorted(ends)} do not end a turn {where}")
+
+    limits = [
+        body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None
+    ]
+    for limit in limits:
+        if type(limit) is not int or limit < 1:
+            raise ValueError(
+                f"the largest number of tokens is a whole number from 1, not {limit!r:.100}"
+            )
+
+    chosen = {
+        name: body[name]
+        for name in RANGES
+        if name not in served.fixed and body.get(name) is not None
+    }
+    check_sampling(chosen)
+    if "top_k" in chosen:
+        chosen["top_k"] = max(chosen["top_k"], 0)  # others write -1 for all tokens
+
+    return Options(max_tokens=min(limits, default=None), sampling=chosen)
+
+
+PARAMETER_TYPES: Mapping[str, tuple[type, ...]] = {
+    "stream": (bool,),
+    "stream_options": (dict,),
+    "return_token_ids": (bool,),
+    "logprobs": (bool, int),
+    "tools": (list,),
+    "messages": (list,),
+    "model": (str,),
+}
+"""Parameter of a request -> the types that it may have, beside null."""
+
+
+def _check_kinds(body: Body) -> None:
+    for name, kinds in PARAMETER_TYPES.items():
+        if body.get(name) is not None and not isinstance(body[name], kinds):
+            raise ValueError(
+                f"{name} is of the type {' or '.join(kind.__name__ for kind in kinds)}, not"
+                f" {body[name]!r:.100}"
+            )
+
+    for tool in body.get("tools") or ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                "a tool is {'type': 'function', 'function': {'name': ..., ...}}, not"
+                f" {tool!r:.100}"
+            )
+
+
+def read_prompt(prompt: Any) -> str | list[int]:
+    """Return the prompt of a completion: one text, or one list of token ids."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and any(isinstance(each, str | list) for each in prompt):
+        raise ValueError("a request has one prompt: send several requests at the same time")
+    return read_token_ids(prompt)
+
+
+def read_token_ids(value: Any) -> list[int]:
+    """Return the tokens of a prompt. Raises ValueError if it has none."""
+    if not value:
+        raise ValueError("the prompt is empty: it is a text or a list of token ids")
+    return _token_ids(value, "the prompt, which is a text or a list of token ids,")
+
+
+def _token_ids(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise ValueError(f"{name} is not a list of whole numbers: {value!r:.100}")
+    return value
+
+
+def models(served: EndpointModel) -> Body:
+    return {
+        "object": "list",
+        "data": [
+            {
+                "id": served.name,
+                "object": "model",
+                "owned_by": "lightrft",
+                "max_model_len": served.max_length,
+            }
+        ],
+    }
+
+
+def chat_reply(turn: Turn, number: int, served: EndpointModel, body: Body) -> Body:
+    """Return the reply to a chat completion. Tool calls are part of it if the request has tools."""
+    calls = good_calls(turn) if body.get("tools") and body.get("tool_choice") != "none" else []
+    written = [
+        {
+            "id": f"call_{number}_{place}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for place, call in enumerate(calls)
+    ]
+    message = {"role": "assistant", "content": turn.content if calls else turn.text} | (
+        {"tool_calls": written} if calls else {}
+    )
+    # A turn that was cut after a call says so, as it does to clients of other servers.
+    ended = turn.finish_reason == "stop"
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": "tool_calls" if calls and ended else turn.finish_reason,
+        "logprobs": {"content": _logprobs(turn)} if body.get("logprobs") else None,
+    }
+
+    return _reply("chat.completion", "chatcmpl", turn, number, served, body, choice)
+
+
+def completion_reply(turn: Turn, number: int, served: EndpointModel, body: Body) -> Body:
+    """Return the reply to a completion."""
+    logprobs = None
+    if body.get("logprobs") is not None:
+        logprobs = {
+            "tokens": [f"token_id:{token}" for token in turn.token_ids],
+            "token_logprobs": turn.logprobs,
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+
+    choice = {
+        "index": 0,
+        "text": turn.text,
+        "finish_reason": turn.finish_reason,
+        "logprobs": logprobs,
+    }
+    return _reply("text_completion", "cmpl", turn, number, served, body, choice)
+
+
+def generate_reply(turn: Turn, number: int) -> Body:
+    """Return the reply to a request of token ids."""
+    choice = {
+        "index": 0,
+        "token_ids": turn.token_ids,
+        "finish_reason": turn.finish_reason,
+        "logprobs": {"content": _logprobs(turn)},
+    }
+    return {"request_id": f"gen-{number}", "choices": [choice]}
+
+
+def _reply(
+    kind: str, prefix: str, turn: Turn, number: int, served: EndpointModel, body: Body, choice: Body
+) -> Body:
+    exact = {}
+    if body.get("return_token_ids"):
+        choice = choice | {"token_ids": turn.token_ids}
+        exact = {"prompt_token_ids": list(turn.context_ids)}
+
+    read = len(turn.context_ids)
+    written = len(turn.token_ids)
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    return {
+        "id": f"{prefix}-{number}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": served.name,
+        "choices": [choice],
+        "usage": usage,
+    } | exact
+
+
+def _logprobs(turn: Turn) -> list[Body]:
+    return [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(turn.token_ids, turn.logprobs, strict=True)
+    ]
+
+
+def growth(text: str, number: int, served: EndpointModel) -> str:
+    """Return the server-sent event of the next text of a turn that still grows."""
+    head = {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": served.name,
+    }
+    delta = {"role": "assistant", "content": text}
+    return event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+
+
+def events(reply: Body, body: Body, sent: str = "") -> Iterator[str]:
+    """Yield the server-sent events of a reply: the turn after the text that was sent, the end."""
+    (choice,), usage = reply.pop("choices"), reply.pop("usage")
+    head = reply | {"object": reply["object"].removesuffix(".chunk")}
+    if "message" in choice:
+        head["object"] += ".chunk"
+        message = choice.pop("message")
+        # A parser of calls removes white space around the text.
+        beginning = sent if message["content"].startswith(sent) else sent.strip()
+        message["content"] = message["content"].removeprefix(beginning)
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
+        first = choice | {"delta": message}
+        last = {"index": 0, "delta": {}}
+    else:
+        first = choice
+        last = {"index": 0, "text": ""}
+
+    yield event(head | {"choices": [first | {"finish_reason": None}]})
+    yield event(
+        head | {"choices": [last | {"finish_reason": choice["finish_reason"], "logprobs": None}]}
+    )
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield event(head | {"choices": [], "usage": usage})
+    yield "data: [DONE]\n\n"
+
+
+def event(content: Body) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def problem(message: str, code: str = "invalid_request") -> Body:
+    return {
+        "error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    }

@@ -1,0 +1,151 @@
+"""Find the turn that a history continues.
+
+An agent sends the history back as messages, text or token ids.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lightrft.data.rendering import messages as rendering
+from lightrft.extras.agents.messages import BEGINNING, Message, ToolCall, Turn
+
+Key = tuple[str, str, str]
+"""Role, text and tool calls of a message. Messages with equal keys are the same."""
+
+
+class TurnHistory:
+    """The turns of an episode by what was before them.
+
+    Nothing in them is rendered or tokenized again.
+    """
+
+    def __init__(self) -> None:
+        self._chats: list[tuple[str, list[Key]]] = []
+        self._texts: list[str] = []
+        self._token_ids: list[list[int]] = []
+
+    def add(
+        self,
+        turn: Turn,
+        *,
+        messages: list[Message] | None = None,
+        tools: Any = None,
+        text: str | None = None,
+    ) -> None:
+        """Remember a turn that answered messages with tools, or a text, or token ids alone."""
+        self._chats.append(("", []))
+        if messages is not None:
+            self.set_chat(-1, turn, messages, tools)
+        self._texts.append(text + turn.text if text is not None else "")
+        self._token_ids.append([*turn.context_ids, *turn.token_ids])
+
+    def set_chat(self, number: int, turn: Turn, messages: list[Message], tools: Any) -> None:
+        """Remember that a turn, whose last tokens are turn `number`, answered these messages."""
+        self._chats[number] = _json(tools), [*map(key, [*messages, reply(turn)])]
+
+    def of_chat(self, messages: list[Message], tools: Any = None) -> tuple[int, list[Message]]:
+        """Return the number of the turn that the messages continue, and the messages after it.
+
+        The number is BEGINNING if they continue none. Among several turns it is the one with the
+        most messages, and the latest of these. A turn still counts as sent back if the text differs
+        only in outer white space, and the calls only in ids and the form of the JSON.
+        """
+        keys = [*map(key, messages)]
+        tools_json = _json(tools)
+        sizes = [
+            (
+                len(chat)
+                if chat
+                and len(chat) < len(keys)
+                and tools_of_it == tools_json
+                and keys[: len(chat)] == chat
+                else 0
+            )
+            for tools_of_it, chat in self._chats
+        ]
+
+        return _longest(sizes, messages)
+
+    def of_text(self, text: str) -> tuple[int, str]:
+        """Return the number of the turn that the text continues, and the text after it.
+
+        The number is BEGINNING if it continues none.
+        """
+        return _longest(
+            [
+                len(earlier) if earlier and text.startswith(earlier) else 0
+                for earlier in self._texts
+            ],
+            text,
+        )
+
+    def of_token_ids(self, token_ids: list[int]) -> tuple[int, list[int]]:
+        """Return the number of the turn that the tokens continue, and the tokens after it.
+
+        The number is BEGINNING if they continue none.
+        """
+        return _longest(
+            [
+                len(earlier) if token_ids[: len(earlier)] == earlier else 0
+                for earlier in self._token_ids
+            ],
+            token_ids,
+        )
+
+
+def _longest(sizes: list[int], sent: Any) -> tuple[int, Any]:
+    size, turn = max(
+        ((size, turn) for turn, size in enumerate(sizes) if size), default=(0, BEGINNING)
+    )
+    return turn, sent[size:]
+
+
+def reply(turn: Turn) -> Message:
+    """Return a turn as a message, with calls as chat templates read them."""
+    calls = [
+        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in good_calls(turn)
+    ]
+    return {"role": "assistant", "content": turn.content if calls else turn.text} | (
+        {"tool_calls": calls} if calls else {}
+    )
+
+
+def good_calls(turn: Turn) -> list[ToolCall]:
+    """Return the calls of a turn; none if one of them cannot be read.
+
+    The agent then reads the text instead.
+    """
+    return [] if any(call.problem for call in turn.tool_calls) else turn.tool_calls
+
+
+def clean_message(message: Any, place: str = "the message") -> Message:
+    """Return a message as chat templates read it.
+
+    Raises ValueError for one that has no role, or content other than text.
+    """
+    message = rendering.clean_message(message, place)
+    if not message["role"]:
+        raise ValueError(f"{place} has no role: it is an object with a role and a content")
+
+    content = message["content"] or ""
+    if not isinstance(content, str):
+        raise ValueError("the content of a message is text: agents have no images and no sound")
+
+    for name in ("name", "tool_call_id", *rendering.THOUGHTS):
+        if not isinstance(message.get(name), str | None):
+            raise ValueError(f"the {name} of a message is a text, not {message[name]!r:.100}")
+
+    kept = ("role", "name", "tool_call_id", "tool_calls", *rendering.THOUGHTS)
+    return {name: message[name] for name in kept if message.get(name)} | {"content": content}
+
+
+def key(message: Message) -> Key:
+    """Return what identifies a cleaned message."""
+    calls: Sequence[Any] = [call["function"] for call in message.get("tool_calls", ())]
+    return message["role"], message["content"].strip(), _json(calls)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value or None, sort_keys=True)

@@ -1,0 +1,174 @@
+"""Build the episodes of --environment, --agent and --tools."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from lightrft.config.errors import ConfigError
+from lightrft.config.references import reward_terms
+from lightrft.config.sections import Config, has_episodes
+from lightrft.data.rendering.template import chat_template, template_variables, turn_end_ids
+from lightrft.engine.build import load_tool_parsers
+from lightrft.engine.model_info import end_token_ids, placeholder_token_ids
+from lightrft.extras.agents.endpoint.protocol import EndpointModel
+from lightrft.extras.agents.episodes import Episodes
+from lightrft.extras.agents.messages import RANGES, ToolCall
+from lightrft.extras.agents.programs import ProgramSetup
+from lightrft.extras.agents.tool_calls import Parse, after_thinking, hermes, read_call
+from lightrft.extras.agents.tools import schemas
+from lightrft.extras.agents.turn_format import TurnFormat
+from lightrft.models.parallel.collectives import Axis
+from lightrft.models.qwen_omni import load_config
+
+
+def program_setup(config: Config) -> ProgramSetup:
+    section = config.environment
+    memory = int(section.environment_memory_gb * 1e9)
+    names = section.environment, tuple(section.tools), section.agent
+    return ProgramSetup(*names, served_model(config), section.tool_seconds, memory)
+
+
+def served_model(config: Config) -> EndpointModel:
+    """Return what the servers of agents tell about the model."""
+    rollout = config.rollout
+    longest = config.data.prompt_max_len + config.rollout.generate_max_len
+    sampling = {name: getattr(rollout, name) for name in RANGES}
+    ends = _end_token_ids(config).union(rollout.stop_token_ids)
+    return EndpointModel(Path(config.model.pretrain).name, longest, sampling, ends)
+
+
+def _end_token_ids(config: Config) -> frozenset[int]:
+    return end_token_ids(config.model.pretrain, _model_config(config))
+
+
+def _model_config(config: Config) -> PretrainedConfig:
+    return load_config(config.model.pretrain, trust_remote_code=config.model.trust_remote_code)
+
+
+def with_tools(config: Config, world: Axis) -> Config:
+    """Add the schemas of all tools to the variables of the chat template; all ranks call this.
+
+    They are those that rank 0 has read: a server may describe its tools otherwise each time, and
+    ranks with other prompts would not sample the same. Raises ConfigError if the environment or a
+    tool cannot be imported or described.
+    """
+    if not has_episodes(config.environment):
+        return config
+
+    tools, problem = world.broadcast(_described(config) if world.rank == 0 else None)
+    if problem:
+        raise ConfigError(problem)
+
+    if not tools:
+        return config
+    if not config.data.apply_chat_template:
+        raise ConfigError("tools are described by the chat template: set --apply_chat_template")
+
+    # The schemas become part of the configuration, so every reader of it renders the same prompt.
+    variables = template_variables(config.data) | {"tools": tools}
+    return replace(config, data=replace(config.data, chat_template_kwargs=json.dumps(variables)))
+
+
+def _described(config: Config) -> tuple[list[dict[str, Any]], str]:
+    """Return the schemas of all tools, and why there are none."""
+    try:
+        return schemas(program_setup(config).program().all_tools), ""
+    except ValueError as error:
+        return [], str(error)
+
+
+def with_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
+    """Add the tokens that only the tokenizer knows: ends of turns, and --bad_words.
+
+    Responses also stop where the tokenizer and the chat template end a turn. Raises ConfigError for
+    a bad word that is not one token.
+    """
+    rollout = config.rollout
+    ends = turn_end_ids(config.data, tokenizer).union(rollout.stop_token_ids)
+    banned = set(rollout.banned_token_ids)
+    for word in rollout.bad_words:
+        token_ids = tokenizer.encode(word, add_special_tokens=False)
+        if len(token_ids) != 1:
+            raise ConfigError(
+                f"--bad_words {word!r} is {len(token_ids)} tokens of --pretrain"
+                f" {config.model.pretrain}: whether the last one is excluded would depend on the"
+                " tokens before it, and log-probs of engine and trainer would differ; name words"
+                " of one token, or lower the reward of responses that contain it"
+            )
+        after_space = tokenizer.encode(f" {word}", add_special_tokens=False)
+        banned.update(token_ids, after_space if len(after_space) == 1 else [])
+
+    tokens = {"stop_token_ids": sorted(ends), "banned_token_ids": sorted(banned)}
+    return replace(config, rollout=replace(rollout, **tokens))
+
+
+def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes | None:
+    """Build what runs the episodes of this rank; None if a response is one turn."""
+    return new_episodes(config, tokenizer) if has_episodes(config.environment) else None
+
+
+def check_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if the chat template does not describe the run's tools to the model, or if
+    there is none for the chats of an agent.
+    """
+    template = tokenizer.chat_template
+    if config.environment.agent and not template:
+        raise ConfigError(
+            "--agent: the tokenizer of --pretrain has no chat template for the agent's messages: copy"
+            " the chat_template.jinja of another model into its folder"
+        )
+
+    tools = template_variables(config.data).get("tools") or []
+    if tools and template and not chat_template(config.data, tokenizer).describes(tools):
+        names = ", ".join(tool["function"]["name"] for tool in tools)
+        raise ConfigError(
+            f"--tools: the chat template of --pretrain {config.model.pretrain} does not describe"
+            f" tools, so no prompt would name {names}; use a model whose chat template does"
+        )
+
+
+def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
+    section = config.environment
+    placeholders = placeholder_token_ids(_model_config(config))
+    # Both the model's configuration and the chat template know tokens that end a turn.
+    ends = _end_token_ids(config) | turn_end_ids(config.data, tokenizer)
+    format = TurnFormat(config.data, tokenizer, ends, placeholders)
+    parse = build_parser(config, tokenizer)
+    longest = config.rollout.generate_max_len
+
+    other = _other_rewards(config)
+    program = program_setup(config)
+
+    return Episodes(program, section, format, parse, longest=longest, other_rewards=other)
+
+
+def _other_rewards(config: Config) -> str:
+    """Return --reward if it would ignore the environment's rewards, or "".
+
+    Functions of the user may read those rewards themselves.
+    """
+    names = [term.name for term in reward_terms(config.reward.reward)]
+    reads_them = "environment" in names or any(":" in name for name in names)
+    return "" if reads_them or not has_episodes(config.environment) else config.reward.reward
+
+
+def build_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parse:
+    """Return the function that reads tool calls; raises ConfigError for an unknown name."""
+    name = config.environment.tool_parser
+    if name == "hermes":
+        return hermes
+    # Other parsers belong to the engine, so their names depend on it.
+    try:
+        find = load_tool_parsers(config.engine.engine_type)
+        parse = find(name, tokenizer, template_variables(config.data).get("tools", []))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+    def read(text: str) -> tuple[str, list[ToolCall]]:
+        content, calls = parse(text)
+        return content, [read_call(*call) for call in calls]
+
+    return after_thinking(read)

@@ -1,0 +1,129 @@
+"""Build the servers: of a model that does not learn, and of one that Tinker clients train."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrft.app.run.observation import log_duration
+from lightrft.app.run.resume_check import identity
+from lightrft.app.trainer.build_roles import build_policy
+from lightrft.config.errors import ConfigError
+from lightrft.config.references import MODEL_KEY
+from lightrft.config.sections import Config
+from lightrft.data.prompt_set import PromptSet
+from lightrft.extras.build_episodes import new_episodes, served_model, with_token_ids
+from lightrft.extras.episode_sampler import EpisodeSampler
+from lightrft.models.heads import rope_window
+from lightrft.models.load import load_tokenizer
+from lightrft.models.weight_files import weights_of
+from lightrft.strategy.checkpoint.final_model import with_merged_pretrain, with_model_of_run
+from lightrft.strategy.strategy import StrategyBase
+
+if TYPE_CHECKING:
+    from lightrft.extras.model_server import ModelServer
+
+MOST_ADAPTERS = 16
+"""Adapters that clients can train at the same time."""
+SNAPSHOTS = {"full": 2, "adapters": 16}
+"""Copies of earlier weights that clients can go on to sample from, in host memory."""
+
+
+def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
+    """Start an engine with the weights of `pretrain`, and build the server that listens.
+
+    `pretrain` may be a run's folder or a checkpoint.
+    """
+    try:
+        from lightrft.extras.model_server import ModelServer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"lightrft serve needs {error.name}: pip install '.[agents]'") from error
+
+    world = strategy.mesh.world
+    config = with_merged_pretrain(with_model_of_run(config, world), world)
+    tokenizer = load_tokenizer(config.model)
+    # Clients decide how many turns a conversation has, and they always send messages.
+    section = replace(config.environment, max_turns=sys.maxsize)
+    config = with_token_ids(
+        replace(config, data=replace(config.data, apply_chat_template=True)), tokenizer
+    )
+    strategy.announce("start_engine")
+
+    with log_duration(
+        strategy,
+        f"starting the engine (--engine_type {config.engine.engine_type}) with"
+        f" {config.model.pretrain}",
+    ):
+        strategy.setup_inference_engine(
+            replace(config, engine=replace(config.engine, enable_engine_sleep=False))
+        )
+
+    episodes = new_episodes(replace(config, environment=section), tokenizer)
+    sampler = EpisodeSampler(strategy, tokenizer, config.rollout, episodes)
+    return ModelServer(
+        strategy,
+        sampler,
+        replace(served_model(config), fixed={}),
+        config.server,
+        seed=config.train.seed,
+    )
+
+
+def tinker_server(config: Config, strategy: StrategyBase) -> Any:
+    """Load the model, start the engine with it, and build the server that listens."""
+    try:
+        from lightrft.extras.tinker.frontend import Frontend, Served
+        from lightrft.extras.tinker.protocol import RequestLimits
+        from lightrft.extras.tinker.server import TinkerServer
+        from lightrft.extras.tinker.worker import TinkerWorker
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"lightrft tinker needs {error.name}: pip install '.[tinker]'") from error
+
+    pretrain = config.model.pretrain
+    config = with_merged_pretrain(config, strategy.mesh.world)
+    with log_duration(strategy, f"loading {pretrain}"):
+        policy = build_policy(config, strategy, updates=1, reference=False)
+    strategy.announce("start_engine")
+    with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
+        strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
+
+    adapters = config.model.lora_rank > 0
+    folder = Path(config.train.save_path) / "checkpoints"
+    model = policy.actor.language_model
+    weights = strategy.mesh.world.broadcast(
+        weights_of(model.name_or_path) if strategy.is_rank_0() else ""
+    )
+    worker = TinkerWorker(
+        policy,
+        config.train,
+        folder,
+        identity=identity(
+            config, model.config, PromptSet([]), {"actor": weights} if weights else {}
+        ),
+        num_snapshots=SNAPSHOTS["adapters" if adapters else "full"],
+    )
+    train = config.train
+    rows = [
+        train.max_tokens_per_microbatch,
+        train.max_tokens_per_logprob_microbatch,
+        rope_window(model),
+    ]
+    vocabulary = strategy.engine.vocabulary
+    limits = RequestLimits(
+        vocabulary.size,
+        frozenset(vocabulary.placeholder_token_ids),
+        longest_row=min(size for size in rows if size is not None),
+        longest_sequence=config.data.prompt_max_len + config.rollout.generate_max_len,
+        longest_response=config.rollout.generate_max_len,
+    )
+    served = Served(
+        pretrain,
+        config.model.lora_rank,
+        most_models=MOST_ADAPTERS if adapters else 1,
+        seed=config.train.seed,
+        folder=folder,
+        limits=limits,
+        key=os.environ.get(MODEL_KEY, ""),
+    )
+    return TinkerServer(strategy, worker, Frontend(served), config.server)

@@ -1,0 +1,43 @@
+"""Name what goes wrong in a run: entropy collapse, dead groups, growing length, clipping, and
+others, each with the numbers that show it and the flag to change.
+
+lightrft diagnose runs/quickstart
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from lightrft.app.cli import command_parser
+from lightrft.app.observe.curves import read_history
+from lightrft.app.observe.symptoms import SYMPTOM_STEPS, find_symptoms
+from lightrft.app.run.logs import set_up_logging
+
+
+def main(argv: list[str] | None = None) -> None:
+    commands = parser()
+    folder = commands.parse_args(argv).folder
+    set_up_logging()
+
+    history = read_history(folder / "metrics.jsonl")
+    num_steps = len(history.get("rollout/reward", ()))
+    if num_steps < SYMPTOM_STEPS:
+        commands.error(f"{folder} has {num_steps} steps of train_ppo; {SYMPTOM_STEPS} are needed")
+
+    symptoms = find_symptoms(history)
+    console = Console(highlight=False, soft_wrap=True)
+    for symptom in symptoms:
+        console.print(f"[red]{symptom.name}[/red]: {escape(symptom.evidence)}")
+        console.print(f"    {escape(symptom.advice)}")
+    if not symptoms:
+        console.print(f"{folder}: no symptom in {num_steps} steps")
+    sys.exit(int(bool(symptoms)))
+
+
+def parser() -> argparse.ArgumentParser:
+    commands = command_parser("diagnose", __doc__)
+    commands.add_argument("folder", type=Path, help="the save_path of a run of train_ppo")
+    return commands

@@ -1,0 +1,209 @@
+"""Check this machine and a model, and print what was found, for `lightrft doctor`."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lightrft.app.run.prepare import quiet_libraries
+from lightrft.app.trainer.selfcheck import (
+    GRADIENTS,
+    LOGPROB_TOLERANCE,
+    Comparison,
+    ImpossibleError,
+    compare_small_copy,
+    resumed_gap,
+)
+from lightrft.config.sections import (
+    Config,
+    DataSection,
+    EngineSection,
+    ModelSection,
+    RolloutSection,
+    StrategySection,
+    TrainSection,
+)
+from lightrft.engine.probe import MAX_MISMATCH
+from lightrft.extras.tools.checkup import Check, checkup
+from lightrft.extras.tools.diagnosis import Diagnosis, diagnose
+from lightrft.models.load import load_tokenizer
+from lightrft.models.qwen_omni import load_config
+from lightrft.strategy import get_strategy
+from lightrft.strategy.checkpoint.model_folders import converted_folder
+from lightrft.strategy.strategy import StrategyBase
+
+PARTS_SHOWN = 8
+"""Number of parts of the model to show, around the first that differs."""
+
+
+def examine(arguments: argparse.Namespace) -> bool:
+    """Check the machine, and the model of the command line if there is one; return True if all is
+    well.
+    """
+    quiet_libraries()
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    checks = checkup(Path())
+    console.print(_checks(checks))
+    healthy = not any(check.fatal for check in checks)
+    if arguments.model and healthy:
+        healthy = _examine_model(arguments, console)
+    console.print("[green]all checks passed[/]" if healthy else "[red]problems found: see above[/]")
+    return healthy
+
+
+def _examine_model(arguments: argparse.Namespace, console: Console) -> bool:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise SystemExit("lightrft doctor checks a model in one process: start it without torchrun")
+
+    config = _config(arguments)
+    strategy = get_strategy(config)
+    try:
+        config.model.pretrain = converted_folder(arguments.model, "--model")
+        engine_model = converted_folder(arguments.engine_model, "--engine_model")
+        strategy.setup_distributed()
+        well = _check_small_copy(config, strategy, console)
+        diagnosis = diagnose(config, strategy, load_tokenizer(config.model), engine_model)
+    except Exception as error:  # any error is a result of the diagnosis
+        console.print(
+            f"[red]{escape(arguments.model)} cannot be examined[/]: {type(error).__name__}:"
+            f" {escape(str(error))}"
+        )
+        return False
+    finally:
+        strategy.close()
+
+    console.print(_gaps(diagnosis, type(strategy).__name__))
+    if diagnosis.parts:
+        console.print(_parts(diagnosis))
+    if diagnosis.advice:
+        console.print(f"[bold]Check[/] {escape(diagnosis.advice)}")
+
+    return well and diagnosis.healthy
+
+
+def _check_small_copy(config: Config, strategy: StrategyBase, console: Console) -> bool:
+    """Compare a small copy of the model with transformers, and with itself after a stop.
+
+    Return whether they agree; a copy that cannot be built says nothing.
+    """
+    trust = {"trust_remote_code": config.model.trust_remote_code}
+    model_config = load_config(config.model.pretrain, **trust)
+    try:
+        comparisons = compare_small_copy(model_config, **trust)
+    except ImpossibleError:  # loading the model says the same
+        return False
+    except Exception as error:
+        console.print(f"No small copy could be built: {type(error).__name__}: {escape(str(error))}")
+        return True
+
+    # Only what is computed correctly is worth resuming.
+    well = not any(each.differs for each in comparisons)
+    resumed = resumed_gap(model_config, strategy, **trust) if well else None
+    console.print(_copies(comparisons, resumed))
+    return well and resumed == 0
+
+
+def _config(arguments: argparse.Namespace) -> Config:
+    """Return a configuration of one rank with the strategy that a run with these flags has, and an
+    engine in eager mode.
+    """
+    model = ModelSection(
+        pretrain=arguments.model, bf16=arguments.bf16, trust_remote_code=arguments.trust_remote_code
+    )
+    engine = EngineSection(
+        engine_type=arguments.engine_type,
+        engine_enforce_eager=True,
+        engine_mem_util=arguments.engine_mem_util,
+        engine_kv_cache_gb=arguments.engine_kv_cache_gb,
+        exact=arguments.exact,
+    )
+
+    return Config(
+        model=model,
+        data=DataSection(prompt_max_len=128),
+        strategy=StrategySection(strategy=arguments.strategy or "auto"),
+        engine=engine,
+        rollout=RolloutSection(generate_max_len=64),
+        train=TrainSection(),
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, box=box.SIMPLE, title_justify="left")
+
+
+def _checks(checks: list[Check]) -> Table:
+    table = _table("This machine", "", "Found", "To do")
+    for check in checks:
+        colour = "green" if not check.problem else "red" if check.fatal else "yellow"
+        table.add_row(f"[{colour}]{check.name}[/]", check.finding, check.problem)
+    return table
+
+
+def _copies(comparisons: list[Comparison], resumed: float | None) -> Table:
+    title = "A small copy with random weights, against transformers and each sequence alone"
+    table = _table(title, "Computed", "Log-probs", "Gradients", "First difference")
+    for each in comparisons:
+        table.add_row(
+            each.name,
+            _coloured(each.logprobs, LOGPROB_TOLERANCE),
+            _coloured(each.gradients, GRADIENTS),
+            escape(each.finding) if each.differs else "",
+        )
+
+    if resumed is not None:
+        finding = f"parameters differ by {resumed:.1e}" if resumed else ""
+        table.add_row("resumed after one of two steps", _coloured(resumed, 0.0), "", finding)
+    return table
+
+
+def _coloured(value: float, largest: float) -> str:
+    return f"[{'green' if value <= largest else 'red'}]{value:.1e}[/]"
+
+
+def _gaps(diagnosis: Diagnosis, strategy: str) -> Table:
+    title = (
+        f"Log-probs of {diagnosis.engine} and trainer ({strategy}),"
+        f" {str(diagnosis.dtype).removeprefix('torch.')}"
+    )
+    table = _table(title, "Responses", "Tokens", "Mean gap", "Largest", "Mean of exp", "At")
+
+    for name, gap in diagnosis.gaps.items():
+        allowed = 0.0 if diagnosis.exact else MAX_MISMATCH[diagnosis.dtype]
+        colour = "green" if gap.mean <= allowed else "red"
+        mean = f"[{colour}]{gap.mean:.1e}[/]"
+        table.add_row(
+            name,
+            str(gap.tokens),
+            mean,
+            f"{gap.largest:.1e}",
+            f"{gap.mean_exp:.4f}",
+            escape(gap.worst),
+        )
+
+    return table
+
+
+def _parts(diagnosis: Diagnosis) -> Table:
+    """Return the table of the first part that differs and those around it; of the last ones if none
+    differs.
+    """
+    first = diagnosis.parts.index(diagnosis.first) if diagnosis.first else len(diagnosis.parts) - 1
+    start = max(0, first - PARTS_SHOWN // 2)
+    title = (
+        f"Parts of the model, {start + 1} to {min(start + PARTS_SHOWN, len(diagnosis.parts))} of"
+        f" {len(diagnosis.parts)}"
+    )
+    table = _table(title, "Part", "Relative difference", "Explained by rounding")
+
+    for part in diagnosis.parts[start : start + PARTS_SHOWN]:
+        mark = " [bold red]<- first difference[/]" if part is diagnosis.first else ""
+        colour = "red" if part.differs else "green"
+        table.add_row(part.name + mark, f"[{colour}]{part.relative:.1e}[/]", f"{part.allowed:.1e}")
+
+    return table

@@ -1,0 +1,69 @@
+"""Test a reward function before a model learns to exploit it.
+
+lightrft test_rewards my_rewards.py:f data.jsonl
+lightrft test_rewards code programs.jsonl --response_key solution
+
+It is called with right and wrong answers to the rows, and with responses that a policy tries sooner
+or later: nothing, the prompt, a quotation of it, several answers, odd characters. Exit code 1 means
+that a fault was found.
+"""
+
+import argparse
+import sys
+
+from rich.console import Console
+from rich.markup import escape
+
+from lightrft.app.cli import command_parser, user_errors
+from lightrft.app.run.logs import set_up_logging
+from lightrft.config.errors import DataError
+from lightrft.config.sections import CommaSeparated, DataSection
+
+ROWS = 32
+SLOW = 1.0
+"""Seconds for a response that are too long: a step has hundreds of them."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    own = parser().parse_args(argv)
+    from lightrft.extras.tools.reward_tests import RewardTest, read_prompts
+
+    set_up_logging()
+    section = DataSection(
+        prompt_data=CommaSeparated(own.data),
+        input_key=own.input_key,
+        label_key=own.label_key,
+        apply_chat_template=True,  # rows may be chats
+    )
+    with user_errors(ValueError):
+        prompts = read_prompts(section, own.rows)
+        if not prompts:
+            raise DataError(f"{own.data} has no rows")
+        test = RewardTest(own.reward, prompts, own.response_key, slow=own.slow)
+        findings = test.run()
+
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in findings:
+        kind = "[red]fault[/red]" if finding.is_fault else "note "
+        console.print(f"{kind}  {finding.test}: {escape(finding.evidence)}")
+    console.print(
+        f"{own.reward}: {len(findings) or 'no'} finding{'' if len(findings) == 1 else 's'} in"
+        f" {len(prompts)} rows; {test.throughput:.0f} responses a second in one process"
+    )
+    sys.exit(int(any(finding.is_fault for finding in findings)))
+
+
+def parser() -> argparse.ArgumentParser:
+    commands = command_parser("test_rewards", __doc__)
+    reward = "as in --reward: a name, module:function or file.py:function"
+    commands.add_argument("reward", help=reward)
+    commands.add_argument("data", help="as in --prompt_data: rows with prompts and labels")
+    commands.add_argument("--input_key", help="column of the prompt")
+    commands.add_argument("--label_key", help="column of the label")
+    response = "column with a right response, for rewards that do not compare with a label"
+    commands.add_argument("--response_key", help=response)
+
+    commands.add_argument("--rows", type=int, default=ROWS, help=f"how many rows ({ROWS})")
+    slow = f"seconds that a response may take ({SLOW:g})"
+    commands.add_argument("--slow", type=float, default=SLOW, help=slow)
+    return commands

@@ -1,0 +1,277 @@
+"""Plan a run without weights and without a device: problems, layout, bytes of a rank in each phase,
+seconds, and advice.
+
+    lightrft plan configs/grpo_gsm8k_qwen2.5_7b.yaml --ranks 1024 --device h100
+    lightrft plan --command train_sft --pretrain Qwen/Qwen3-8B --prompt_data d.jsonl --ranks 8
+
+The command has all other flags. Bytes are those of tensors with a shape and no memory in
+FSDP2's own operations; seconds follow from the data sheet of the device, with the shares of its
+peaks that are printed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightrft.app.cli import USER_ERROR, command_parser, user_errors
+from lightrft.app.run.logs import set_up_logging
+from lightrft.config.command_line import answer_word
+from lightrft.config.errors import ConfigError
+from lightrft.config.facts import RunFacts
+from lightrft.config.paths import missing
+from lightrft.config.references import JUDGE, SERVER, data_sources
+from lightrft.config.resolve import resolve
+from lightrft.config.sections import TRAINING, Config
+from lightrft.extras.compat.command_line import parse
+from lightrft.models.parallel.peaks import DEVICES, known_device
+
+if TYPE_CHECKING:
+    from lightrft.extras.tools.planning import RunPlan
+
+
+def main(argv: list[str] | None = None) -> None:
+    answer_word(argv, "train_ppo")
+    own, flags = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    if flags and not flags[0].startswith("-"):
+        flags.insert(0, "--config")
+
+    set_up_logging()
+    with user_errors(ConfigError):
+        if min(own.ranks, own.ranks_per_node) < 1:
+            raise ConfigError("--ranks and --ranks_per_node must be at least 1")
+
+        config = parse(flags, own.command)
+        sys.exit(
+            show_plan(
+                config,
+                own.command,
+                own.ranks,
+                own.device,
+                ranks_per_node=own.ranks_per_node,
+                model_file=own.model_config,
+                as_json=own.json,
+                elsewhere=True,
+            )
+        )
+
+
+def show_plan(
+    config: Config,
+    command: str,
+    ranks: int,
+    device: str,
+    *,
+    ranks_per_node: int,
+    model_file: str = "",
+    as_json: bool = False,
+    elsewhere: bool = False,
+) -> int:
+    """Print the plan of a run and return the exit code: 2 if it does not fit, or if this machine
+    lacks what the flags name and the run is not planned for `elsewhere`, else 0.
+
+    Raise ConfigError with all problems of the flags.
+    """
+    from lightrft.app.run.prepare import quiet_libraries
+    from lightrft.extras.tools.planning import plan_of
+    from lightrft.strategy.checkpoint.model_folders import name_folders
+
+    quiet_libraries()
+    warnings.simplefilter("ignore")  # torch's about views, in traces whose results nobody uses
+    name_folders(config, local=True)
+    lacking = problems_here(config, command)
+    try:
+        notices = resolve(config, command, world_size=ranks, has_bf16=True)
+    except ConfigError as error:
+        raise ConfigError("\n  - ".join([str(error), *lacking])) from error
+
+    run_plan = plan_of(
+        config, command, ranks, device, ranks_per_node=ranks_per_node, model_file=model_file
+    )
+
+    if as_json:
+        sys.stdout.write(json.dumps(run_plan.as_json() | {"problems": lacking}) + "\n")
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 130)
+        for line in (*notices, *run_plan.lines):
+            console.print(line, highlight=False)
+        console.print(_memory(run_plan, device))
+        _conclude(console, config, run_plan, device)
+        if lacking and not elsewhere:
+            console.print("[red]the run cannot start on this machine[/]")
+        else:
+            console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
+        for line in (*run_plan.advice, *(f"this machine lacks: {each}" for each in lacking)):
+            console.print(f"  - {line}", highlight=False, markup=False)
+
+    return 0 if run_plan.fits and (elsewhere or not lacking) else USER_ERROR
+
+
+def dry_run(config: Config, command: str) -> int:
+    """Print the plan of the processes that have been started, on one of them; see show_plan().
+
+    Without an accelerator whose peaks are known it is an h100. Raise ConfigError for a
+    process that no launcher has started as a rank, and that would run alone.
+    """
+    from lightrft.models.parallel.device import device_name
+    from lightrft.strategy.launch.rendezvous import (
+        adopt_slurm,
+        check_environment,
+        check_launched,
+        ranks_per_node,
+    )
+
+    adopt_slurm(os.environ)
+    check_environment(os.environ)
+    check_launched(os.environ)
+    if int(os.environ.get("RANK", 0)):
+        return 0
+
+    device = known_device(device_name()) or "h100"
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    code = show_plan(
+        config, command, ranks, device, ranks_per_node=ranks_per_node(os.environ) or ranks
+    )
+    show_data(config, command)
+    return code
+
+
+def problems_here(config: Config, command: str) -> list[str]:
+    """Return what the run needs and this machine does not have: files, packages, logins, and
+    functions that the user's code should define.
+    """
+    from lightrft.app.observe.trackers import check_login
+    from lightrft.extras.agents.programs import ADAPTER_MODULES, ProgramSetup, agents, environments
+    from lightrft.rewards.functions import rewards
+
+    run = RunFacts(config, command)
+    tools = tuple(name for name in run.tools if not name.startswith("mcp:"))
+    adapted = run.environment.partition(":")[0] in ADAPTER_MODULES
+    looked_up: list[tuple[Callable[[Any], Any], Any]] = [
+        *[(check_login, [name]) for name in run.trackers if command in TRAINING],
+        *[(rewards.__getitem__, name) for name in run.rewards if not name.startswith(SERVER)],
+        (environments.__getitem__, "" if adapted else run.environment),
+        (agents.__getitem__, run.agent),
+        (lambda names: ProgramSetup("", names).program(), tools),
+    ]
+    problems = list(missing(config, command))
+    for look_up, name in looked_up:
+        try:
+            if name and name != JUDGE:
+                look_up(name)
+        except ValueError as error:
+            problems.append(str(error))
+
+    return list(dict.fromkeys(problems))
+
+
+def show_data(config: Config, command: str, source: str = "prompt_data") -> None:
+    """Print a row as the model reads it, if model and data are here, and log how rows are read.
+
+    What is learned is green in a terminal, and stands between ⟦ and ⟧ elsewhere. Raise DataError
+    for a bad row.
+    """
+    files = [Path(each.name).expanduser() for each in data_sources(getattr(config.data, source))]
+    tokenizer = Path(config.model.pretrain).expanduser() / "tokenizer_config.json"
+    if not tokenizer.exists() or not all(file.exists() for file in files):
+        sys.stdout.write(f"--{source}: not read, because it or the model is not on this machine\n")
+        return
+
+    from lightrft.app.trainer.build_data import shown_data
+
+    _, texts = shown_data(config, command, source=source)
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    form = "{}" if console.is_terminal else "⟦{}⟧"
+    parts = [(form.format(text), "green") if learned else text for text, learned in texts]
+    console.print(Text.assemble(*parts))
+
+
+def _memory(run_plan: "RunPlan", device: str) -> Table:
+    table = Table(
+        title=f"Bytes of a rank in GB; {run_plan.capacity / 1e9:.0f} of {device} can be used",
+        box=box.SIMPLE,
+        title_justify="left",
+    )
+    for name in ("phase", "total", "of which"):
+        table.add_column(name, justify="right" if name == "total" else "left")
+
+    for phase, parts in run_plan.phases.items():
+        size = sum(parts.values())
+        colour = "green" if size <= run_plan.capacity else "red"
+        of_which = ", ".join(
+            f"{name} {part / 1e9:.1f}" for name, part in parts.items() if part >= 5e7
+        )
+        table.add_row(phase, f"[{colour}]{size / 1e9:.1f}[/]", of_which)
+
+    return table
+
+
+def _conclude(console: Console, config: Config, run_plan: "RunPlan", device: str) -> None:
+    from lightrft.extras.tools.step_time import DECODING, LINK, MFU
+
+    same = run_plan.active_parameters == run_plan.parameters
+    active = "" if same else f", {amount(run_plan.active_parameters)} for a token"
+    console.print(
+        f"{amount(run_plan.parameters)} parameters{active}; largest --max_tokens_per_microbatch"
+        f" that fits: {run_plan.max_tokens or 'none'}",
+        highlight=False,
+    )
+
+    if run_plan.cache_tokens:
+        longest = config.data.prompt_max_len + config.rollout.generate_max_len
+        sequences = run_plan.cache_tokens / longest
+        console.print(
+            f"an engine's cache: {run_plan.cache_tokens:,.0f} tokens, {sequences:,.1f} sequences of"
+            " full length",
+            highlight=False,
+        )
+
+    if run_plan.seconds:
+        parts = ", ".join(f"{name} {value:.1f}" for name, value in run_plan.seconds.items())
+        peaks = DEVICES[device]
+        console.print(
+            f"about {sum(run_plan.seconds.values()):.1f} s a step: {parts}", highlight=False
+        )
+        compute = f"{MFU:.0%} of {peaks.flops / 1e12:.0f} TFLOP/s"
+        memory = f"{DECODING:.0%} of {peaks.bandwidth / 1e12:.1f} TB/s"
+        console.print(
+            f"(prompts and responses half as long as allowed; {compute}, {memory}, {LINK:.0%} of"
+            " the link)",
+            highlight=False,
+        )
+
+
+def amount(number: int) -> str:
+    """Return a number of parameters for people: 157,120, 34.5 million or 7.62 billion."""
+    if number < 1e6:
+        return f"{number:,}"
+    return f"{number / 1e6:.3g} million" if number < 1e9 else f"{number / 1e9:.2f} billion"
+
+
+def _parser() -> argparse.ArgumentParser:
+    usage = "lightrft plan [CONFIG.yaml] --ranks N [flags]"
+    parser = command_parser("plan", __doc__, usage=usage, allow_abbrev=False)
+    used = "the command that the run uses"
+    parser.add_argument("--command", choices=TRAINING, default="train_ppo", help=used)
+    ranks = "number of devices, each with one process"
+    parser.add_argument("--ranks", type=int, required=True, help=ranks)
+    parser.add_argument("--ranks_per_node", type=int, default=8, help="devices of a node (8)")
+    parser.add_argument("--device", choices=DEVICES, default="h100", help="kind of device")
+
+    config = "config.json of --pretrain, if its folder is not on this machine"
+    parser.add_argument("--model_config", default="", help=config)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Generate episodes: responses of several turns that a program in a worker process asks for."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from itertools import count
+from multiprocessing.connection import Connection
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.algorithms.rollout.sampler import RunSampler, greedy_sampling
+from lightrft.config.sections import RolloutSection
+from lightrft.core.engine import ABORTED, Ended, Request, derived_seed
+from lightrft.core.groups import Group
+from lightrft.core.sampler import GroupPart, Pending, RolloutLoop
+from lightrft.core.samples import Completion, Sample
+from lightrft.extras.agents.episodes import Episodes, EpisodeState
+from lightrft.strategy.shared_session import SharedSession
+from lightrft.strategy.strategy import StrategyBase
+
+TOOLS = 0.02
+"""Seconds that an engine without requests waits for the programs of episodes before the ranks
+exchange counts again."""
+
+
+class EpisodeLoop(RolloutLoop):
+    """Generates groups of episodes: a turn is one request, sent when a program asks for it.
+
+    Each rank runs a share of the data replica's episodes. A rank therefore adds requests at moments
+    when the others add none.
+
+    If turns begin `together`, which requests meet in a batch of the engine does not depend on how
+    long programs take: a turn begins when no other one runs, and every program has asked for its
+    next turn or has ended.
+    """
+
+    sampler: "EpisodeSampler"
+    session: SharedSession
+
+    def __init__(self, sampler: "EpisodeSampler", session: SharedSession, seed: int):
+        super().__init__(sampler, session, seed)
+        self.episodes = sampler.episodes
+        self._plays: dict[int, EpisodeState] = {}
+        """Index of a request -> episode."""
+        self._asked: list[EpisodeState] = []
+        """Episodes that wait for a turn of the model that has not begun."""
+
+    def add(self, parts: list[GroupPart]) -> None:
+        """Begin this rank's share of the episodes of some groups."""
+        self.groups |= {group.number: group for group, _ in parts}
+        samples = [
+            (group.responses[place], group.number, place)
+            for group, places in parts
+            for place in places
+        ]
+        # Ranks that share a replica get the same parts, so they deal the episodes round robin.
+        ranks = self.session.model_parallel
+        for sample, *seed_parts in samples[ranks.rank :: ranks.size]:
+            self.episodes.begin(sample, *seed_parts)
+
+    def attach(self, group: Group, socket: Connection) -> None:
+        """Begin a group of one episode with a program that sends requests over a socket."""
+        self.groups[group.number] = group
+        self.episodes.attach(group.samples[0], socket, group.number, 0)
+
+    def forget(self, group: Group) -> None:
+        """Forget a complete group."""
+        del self.groups[group.number]
+
+    def steps(self, most: int | None = None) -> Iterator[Group]:
+        for _ in count() if most is None else range(most):
+            yield from self._play()
+            if self.session.running:
+                yield from self._extend(self.session.step())
+            elif not self.session.on_any_rank(bool(self.episodes.running)):
+                return
+
+    def _play(self) -> Iterator[Group]:
+        """Start the turns that programs wait for; yield the groups whose last episode has ended."""
+        turns = []
+        for play in self._next():
+            request = self.sampler.next_turn(play, self.groups[play.sample.group], self.seed)
+            problem = self.sampler.strategy.engine.problem(request)
+            if problem:
+                # The program gets the problem as an answer, so one long turn does not end the run.
+                self.episodes.refuse(play, problem)
+            else:
+                turns.append((play, request))
+
+        indices = self.session.add_own([request for _, request in turns])
+        for index, (play, request) in zip(indices, turns, strict=True):
+            self._plays[index] = play
+            self._pending[index] = request, self.groups[play.sample.group], [play.seed_parts[1]]
+
+        for number in {sample.group for sample in self.episodes.take_ended()}:
+            if self.groups[number].complete:
+                yield self.groups[number]
+
+    def _next(self) -> list[EpisodeState]:
+        """Return the episodes whose next turn begins now."""
+        if self.session.running:
+            self._asked += self.episodes.poll(0)
+        elif self.episodes.busy or not self.sampler.together:
+            with self.sampler.strategy.trace.phase("tools", idle=True):
+                self._asked += self.episodes.poll(TOOLS)
+
+        if self.sampler.together and (
+            self.session.running or self.session.on_any_rank(self.episodes.busy)
+        ):
+            return []
+        # Programs ask in an order that depends on time.
+        asked = sorted(self._asked, key=lambda play: play.seed_parts)
+        self._asked = []
+        return asked
+
+    def finish(self) -> Iterator[Group]:
+        """Take over the samples of the other ranks; yield the groups that they complete."""
+        if self.session.model_parallel.size == 1:
+            return
+
+        incomplete = [group for group in self.groups.values() if not group.complete]
+        own = {
+            (group.number, place): sample
+            for group in self.groups.values()
+            for place, sample in enumerate(group.responses)
+            if sample.finish_reason is not None
+        }
+        for others in self.session.model_parallel.gather(own):
+            # Groups hold on to their samples, so the fields are copied into the existing objects.
+            for (number, place), sample in others.items():
+                sample_of_rank = self.groups[number].responses[place]
+                for each in fields(Sample):
+                    setattr(sample_of_rank, each.name, getattr(sample, each.name))
+
+        yield from (group for group in incomplete if group.complete)
+
+    def abort(self) -> None:
+        super().abort()
+        self.episodes.abort()
+        self._asked = []
+
+    def running(self) -> set[tuple[int, int]]:
+        return {play.seed_parts for play in self.episodes.running}
+
+    def _extend(self, finished: Ended) -> Iterator[Group]:
+        """Hand sampled turns to the episodes. It yields nothing: programs decide when to end."""
+        for index, completions in finished:
+            del self._pending[index]
+            self._take_turn(self._plays.pop(index), completions[0])
+        yield from ()
+
+    def _take_turn(self, play: EpisodeState, completion: Completion) -> None:
+        if play not in self.episodes.running:  # its program has ended without the turn
+            return
+        sample = play.conversation
+        self.sampler.extend(sample, completion)
+        if completion.finish_reason != ABORTED:
+            self.episodes.generated(play, completion, sample.text)
+
+
+class EpisodeSampler(RunSampler):
+    """Generates responses of several turns."""
+
+    divides_groups = False
+
+    def __init__(
+        self,
+        strategy: StrategyBase,
+        tokenizer: PreTrainedTokenizerBase,
+        section: RolloutSection,
+        episodes: Episodes,
+        *,
+        together: bool = False,
+    ):
+        """Set up the sampler of a rank.
+
+        With `together` turns wait for the programs of all episodes of the engine, so that a run
+        repeats to the last bit. Otherwise each begins as soon as its program asks for it.
+        """
+        super().__init__(strategy, tokenizer, section)
+        self.episodes = episodes
+        self.together = together
+
+    def open(self, seed: int) -> EpisodeLoop:
+        session = self.strategy.open_generation(self.sampling, shared=True)
+        self.loop = EpisodeLoop(self, session, seed)
+        return self.loop
+
+    def prepare(self, parts: list[GroupPart], seed: int) -> list[Pending] | None:
+        """Return None: a turn is unknown until a program asks for it."""
+        return None
+
+    def next_turn(self, play: EpisodeState, group: Group, seed: int) -> Request:
+        """Build the request for the next turn of an episode."""
+        sample = play.conversation
+        limits = [self.episodes.section.turn_max_len, play.max_tokens]
+        longest = min((limit for limit in limits if limit is not None), default=None)
+        most = self.section.generate_max_len
+        if longest:
+            most = min(most, len(sample.token_ids) + longest)
+
+        if any(play.sample is each for each in group.others):
+            sampling = greedy_sampling(self.section, max_tokens=most)
+            return replace(self.request(sample, sampling, ()), group=None)
+
+        # An episode of one turn draws exactly what a plain response would draw.
+        turn = [len(play.turns)] if play.turns else []
+        seeds = (derived_seed(seed, *play.seed_parts, *turn),)
+        sampling = replace(self.sampling, n=1, **play.sampling)
+        request = self.request(sample, replace(sampling, max_tokens=most), seeds)
+        return replace(request, group=group.number)
+
+    def extend(self, sample: Sample, completion: Completion) -> None:
+        """Append a turn; the program decides when the response ends.
+
+        The tokens of an episode include observations, and only the new turn is the model's answer.
+        """
+        sample.extend(completion)
+        if completion.finish_reason != ABORTED:
+            sample.text = self.decode(completion.token_ids)

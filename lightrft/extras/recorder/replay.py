@@ -1,0 +1,349 @@
+"""Repeat the step of a bundle in this process, without an engine, and compare its digests."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
+from lightrft.algorithms.shaping import RewardShaper
+from lightrft.algorithms.terms import policy_objective
+from lightrft.app.observe.sinks import Writer
+from lightrft.app.run.digests import Digests, row_of
+from lightrft.app.run.prepare import prepare_config
+from lightrft.app.run.recorded_samples import sample_of_json
+from lightrft.config.references import JUDGE, SERVER, reward_terms
+from lightrft.config.sections import moves_reference
+from lightrft.core.batch import Experience
+from lightrft.core.experience import flatten, numbers_of_rows
+from lightrft.core.losses import Denominator, PolicyObjective, Report
+from lightrft.core.metrics import Metrics
+from lightrft.core.samples import Prompt, Sample
+from lightrft.core.step import StepRecord
+from lightrft.data.prompt_set import PromptSet
+from lightrft.extras.recorder.bundle import Bundle
+from lightrft.extras.recorder.phases import STAGES, Stage
+from lightrft.models.load import load_tokenizer
+from lightrft.strategy import get_strategy
+from lightrft.strategy.backends.optim import own_settings
+from lightrft.strategy.checkpoint.manager import PARTS_FILE
+from lightrft.strategy.strategy import StrategyBase
+
+ONE_PROCESS = {
+    **dict.fromkeys("tp_size sp_size cp_size ep_size engine_tp_size".split(), 1),
+    **dict.fromkeys("dp_replicate rollout_ranks reward_workers".split(), 0),
+    **dict.fromkeys("fsdp_cpu_offload adam_offload offload_idle load_checkpoint".split(), False),
+    # Nothing is generated, so what only another engine can do is left out.
+    **dict.fromkeys("fork_from dump_rollouts engine_args draft_pretrain".split(), ""),
+    **dict.fromkeys(("speculative", "rollout_quantization"), "none"),
+    "fsdp": True,
+    "at": None,
+    "engine_type": "hf",
+    "report_to": "jsonl",
+}
+"""Settings of a replay: one process that computes everything."""
+
+
+class Builders(Protocol):
+    """Functions that connect the parts of a run: the module lightrft.app.trainer.build."""
+
+    TrainingData: Any
+    build_rewards: Any
+    build_experience_maker: Any
+    build_ppo_roles: Any
+    build_learners: Any
+    updates_of_a_step: Any
+    with_token_ids: Any
+
+
+@dataclass
+class SampleRecord:
+    """Terms of one sample in the loss, summed or listed over optimizer steps."""
+
+    logprobs: list[Tensor] = field(default_factory=list)
+    """Log-probs of the learned tokens in each optimizer step."""
+    ratios: list[Tensor] = field(default_factory=list)
+    clipped: list[int] = field(default_factory=list)
+    """Number of clipped tokens in each optimizer step."""
+    shares: list[float] = field(default_factory=list)
+    """Share of the loss of each optimizer step."""
+
+
+@dataclass
+class Replay:
+    """A repeated step."""
+
+    equal: dict[str, bool] = field(default_factory=dict)
+    """Phase -> True if the digest is the run's."""
+    rewards: list[float] = field(default_factory=list)
+    """Rewards of the samples, computed anew; empty if this process cannot compute them."""
+    loss: float | None = None
+    samples: list[Sample] = field(default_factory=list)
+    experience: Experience | None = None
+    rows: list[int] = field(default_factory=list)
+    """Row of each sample in the experience."""
+    records: dict[int, SampleRecord] = field(default_factory=dict)
+    """Number of a sample -> what happened in the loss."""
+
+
+class _Observed:
+    """The objective of a run, which also records the shares of some samples."""
+
+    def __init__(self, objective: PolicyObjective, records: dict[int, SampleRecord]):
+        self.objective = objective
+        self.reach = objective.reach
+        self.records = records
+
+    def __call__(
+        self, logprobs: Tensor, batch: Experience, denominator: Denominator
+    ) -> tuple[Tensor, Report]:
+        loss, report = self.objective(logprobs, batch, denominator)
+        # It is also called on detached log-probs, for gradients that are known early.
+        if logprobs.requires_grad and not logprobs.is_leaf:
+            with torch.no_grad():
+                self._record(logprobs.detach(), batch, denominator, report)
+        return loss, report
+
+    def _record(
+        self, logprobs: Tensor, batch: Experience, denominator: Denominator, report: Report
+    ) -> None:
+        for place, row in enumerate(batch.rows.tolist()):
+            if row not in self.records:
+                continue
+
+            own = batch.loss_mask & (batch.sequence_ids == place)
+            alone = replace(batch, loss_mask=own, learned=None)
+            share, _ = self.objective(logprobs, alone, denominator)
+            record = self.records[row]
+            sampled = logprobs if batch.candidates is None else logprobs[:, 0]
+            record.logprobs.append(sampled[own])
+            record.shares.append(share.item())
+            if "train/ratio" in report:
+                record.ratios.append(report["train/ratio"].detach()[own])
+            clipped = [report[name][own] for name in report if name.startswith("train/clip_")]
+            record.clipped.append(int(sum(each.sum() for each in clipped)))
+
+
+class _Unused:
+    """A part of a checkpoint that a replay does not need."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def replay(
+    bundle: Bundle, build: Builders, stage: Stage = "gradient", explain: Sequence[int] = ()
+) -> Replay:
+    """Repeat the step of a bundle up to a stage; `explain` has the samples to record."""
+    config = bundle.config
+    own = ONE_PROCESS | {"save_path": str(bundle.folder / "run"), "ckpt_path": None}
+    config.update(own)
+    prepare_config("train_ppo", config)
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+    try:
+        return _replay(bundle, strategy, build, stage, explain)
+    finally:
+        strategy.close()
+
+
+def _replay(
+    bundle: Bundle, strategy: StrategyBase, build: Builders, stage: Stage, explain: Sequence[int]
+) -> Replay:
+    columns = {int(index): each for index, each in bundle.content["columns"].items()}
+    prompts = {
+        row["prompt"]["index"]: Prompt(**row["prompt"], columns=columns[row["prompt"]["index"]])
+        for row in bundle.samples
+    }
+    samples = [sample_of_json(dict(row), prompts) for row in bundle.samples]
+    again = [sample_of_json(dict(row), prompts) for row in bundle.samples]
+    result = Replay(samples=samples)
+    result.rewards = _rewards(bundle, strategy, build, again)
+    digests = Digests({}, strategy.mesh, bundle.folder, Writer())
+    record = StepRecord(flatten(again), [], [], again)
+    _compare(result, bundle, digests, record, "reward")
+    if stage == "reward":
+        return result
+
+    # The other stages go on from the recorded rewards, so each is compared by itself.
+    step = _Step(bundle, strategy, build)
+    digests = Digests(step.roles, strategy.mesh, bundle.folder, Writer())
+    plan = step.make_experience(samples, Metrics())
+    result.experience = plan.experience
+    result.rows = numbers_of_rows([[sample.group for sample in samples]], 0).tolist()
+    result.records = {number: SampleRecord() for number in explain}
+    by_row = {result.rows[number]: record for number, record in result.records.items()}
+    losses = []
+    if stage in ("loss", "gradient"):
+        for learner in step.learners(by_row):
+            if bundle.content["step"] >= learner.first_step:
+                losses += learner.learn(plan, Metrics())
+        result.loss = sum(map(float, losses)) / len(losses) if losses else None
+
+    names = [*STAGES]
+    record = StepRecord(plan.experience, plan.minibatches, losses, samples)
+    _compare(result, bundle, digests, record, *names[1 : names.index(stage) + 1])
+    return result
+
+
+def _compare(
+    result: Replay, bundle: Bundle, digests: Digests, record: StepRecord, *stages: Stage
+) -> None:
+    before = bundle.content["digests"]
+    now = row_of(bundle.content["step"], [digests.of_rank(record)])
+    for phase in chain.from_iterable(STAGES[stage] for stage in stages):
+        if phase in before and phase in now:
+            result.equal[phase] = before[phase] == now[phase]
+
+
+def _rewards(
+    bundle: Bundle, strategy: StrategyBase, build: Builders, samples: list[Sample]
+) -> list[float]:
+    """Compute the rewards anew, into the samples; return none if another program is needed."""
+    config = bundle.config
+    terms = reward_terms(config.reward.reward)
+    if (
+        config.model.reward_pretrain
+        or config.model.process_reward_pretrain
+        or any(term.name == JUDGE or term.name.startswith(SERVER) for term in terms)
+    ):
+        return []
+
+    runner = build.build_rewards(config, strategy)
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    for group in groups.values():
+        runner.begin(group)
+    runner.finish(samples)
+    return [sample.reward for sample in samples]
+
+
+class _Step:
+    """Models and parts as they were before the step."""
+
+    def __init__(self, bundle: Bundle, strategy: StrategyBase, build: Builders):
+        self.build = build
+        config = bundle.config
+        total = bundle.content["total_steps"] or bundle.content["step"]
+        tokenizer = load_tokenizer(config.model)
+        config = self.config = build.with_token_ids(bundle.config, tokenizer)
+        data = build.TrainingData(tokenizer, PromptSet([]), PromptSet([]), total)
+        policy, critic, teacher = build.build_ppo_roles(
+            config, strategy, data, updates=build.updates_of_a_step(config)
+        )
+        self.policy = policy
+        self.critic = critic
+        algorithm = config.algorithm
+        shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
+        self.kl_coefficient = KLCoefficient(
+            algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
+        )
+
+        self.entropy_coefficient = EntropyCoefficient(
+            algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_step
+        )
+
+        self.roles = {"critic": critic} if critic is not None else {}
+        self.roles["actor"] = policy
+        self._load(
+            bundle.folder / "checkpoints",
+            {
+                "reward_shaper": shaper,
+                "kl_coefficient": self.kl_coefficient,
+                "entropy_coefficient": self.entropy_coefficient,
+            },
+        )
+        self.make_experience = build.build_experience_maker(
+            config,
+            policy,
+            critic,
+            teacher,
+            data,
+            shaper,
+            self.kl_coefficient,
+            self.entropy_coefficient,
+        )
+
+    def _load(self, folder: Path, parts: dict[str, Any]) -> None:
+        saved = [*folder.glob("step*")]
+        if not saved:
+            return  # the first step begins with --pretrain
+
+        names = torch.load(saved[0] / PARTS_FILE, weights_only=True)
+        parts = {name: parts.get(name, _Unused()) for name in names}
+        models = {
+            name: (role.module, role.optimizer, role.scheduler) for name, role in self.roles.items()
+        }
+        if self.policy.average is not None:
+            models["ema"] = (self.policy.average, None, None)
+        if moves_reference(self.config.algorithm):
+            models["reference"] = (self.policy.reference, None, None)
+        # The flags of the run decide about the optimizers, as when it resumes.
+        with ExitStack() as settings:
+            for role in self.roles.values():
+                settings.enter_context(own_settings(role.optimizer, role.scheduler))
+            self.policy.strategy.load_ckpt(models, folder, saved[0].name, parts=parts)
+
+    def learners(self, records: dict[int, SampleRecord]) -> list[Any]:
+        """Return what learns in the step, with an objective that fills the records."""
+        objective = policy_objective(
+            self.config.algorithm, self.kl_coefficient, self.entropy_coefficient
+        )
+        return self.build.build_learners(
+            self.config, self.policy, self.critic, None, None, _Observed(objective, records)
+        )
+
+
+def explanation(result: Replay, number: int) -> Iterator[str]:
+    """Yield the path of a sample, from the reward to the loss, line by line."""
+    sample = result.samples[number]
+    group = [each for each in result.samples if each.group == sample.group]
+    rewards = torch.tensor([each.reward for each in group], dtype=torch.float64)
+    yield (
+        f"sample {number}: group {sample.group}, row {sample.prompt.index} of the data,"
+        f" {len(sample.token_ids)} tokens, ended by {sample.finish_reason}"
+    )
+    yield f"  prompt     {sample.prompt.text!r:.200}"
+    yield f"  response   {sample.text!r:.200}"
+    parts = "".join(f", {name} {value:.6g}" for name, value in sample.reward_parts.items())
+    yield f"  reward     {sample.reward:.6g}{parts}" + (", not learned" if sample.masked else "")
+    yield (
+        f"  group      {len(group)} rewards, mean {rewards.mean():.6g}, standard deviation"
+        f" {rewards.std(correction=0):.6g}"
+    )
+
+    experience = result.experience
+    if experience is None:
+        return
+    row = experience.select([experience.rows.tolist().index(result.rows[number])])
+    learned = row.loss_mask
+    yield f"  advantage  {_range(row.advantages[learned])}"
+    yield f"  log-probs  engine {_range(row.engine_logprobs[learned])}"
+    if row.old_logprobs is not None:
+        yield f"             before the step {_range(row.old_logprobs[learned])}"
+
+    record = result.records.get(number)
+    for update, share in enumerate(record.shares if record else ()):
+        ratio = f"ratio {_range(record.ratios[update])}, " if record.ratios else ""
+        yield (
+            f"  loss       {ratio}{record.clipped[update]} of {int(learned.sum())} tokens clipped,"
+            f" share {share:.6g}"
+        )
+
+
+def _range(values: Tensor) -> str:
+    if not len(values):
+        return "of no token"
+    least = values.min().item()
+    most = values.max().item()
+    return f"{least:.6g}" if math.isclose(least, most) else f"{least:.6g} to {most:.6g}"

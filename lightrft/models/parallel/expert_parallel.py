@@ -1,0 +1,248 @@
+"""Expert parallelism: ranks divide the experts of each layer, and tokens visit them.
+
+Each rank routes its own tokens. A layer sorts them by expert, sends each to the ranks of its
+experts, computes there with the function that transformers has chosen, and sends the results back
+(arXiv 2006.16668). Losses are shares of the mean over all ranks, so the gradient of an expert is
+complete where it is computed: the ranks never sum it.
+
+A shared expert needs no visit, so it runs while tokens are on their way to the others, and so does
+its backward pass while their gradients return.
+
+Outside of forward the parameters of a layer's experts are DTensors that are sharded by expert;
+apply this before fully_shard, which then shards the experts of a rank over the ranks that hold the
+same ones.
+"""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from transformers import PreTrainedModel
+
+from lightrft.models.parallel.collectives import Axis, same, with_gradient
+from lightrft.models.parallel.tensor_parallel import LocalParameters, distribute, outermost_models
+
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Forward pass of a layer's experts: tokens [t, H], chosen experts [t, k], weights [t, k]."""
+
+
+def divide_experts(
+    module: nn.Module, mesh: DeviceMesh, axis: Axis, families: Collection[str]
+) -> list[nn.Module]:
+    """Divide the experts of every model inside `module` over the one-dimensional `mesh`, in place.
+
+    `axis` has the ranks of the mesh. All of them must hold equal weights. Return the divided layers
+    of experts; a model without experts stays as it is. Raise ValueError for a model whose type is
+    not one of `families`, and for a number of experts that the ranks do not divide.
+    """
+    divided = []
+    for model in outermost_models(module):
+        for experts in expert_layers(model):
+            if problem := _problem(model, experts, axis.size, families):
+                raise ValueError(f"--ep_size {axis.size}: {type(model).__name__} {problem}")
+
+            names = [name for name, _ in experts.named_parameters(recurse=False)]
+            distribute(experts, mesh, **dict.fromkeys(names, Shard(0)))
+            LocalParameters(experts)
+            experts.num_experts //= axis.size
+            experts.forward = partial(visit, experts.forward, experts.num_experts, axis)
+            divided.append(experts)
+
+        for block in _blocks_with_shared_expert(model):
+            leave = partial(depart, block.experts.num_experts, axis)
+            block.forward = partial(mixture_forward, block, leave)
+
+    return divided
+
+
+def expert_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the modules whose parameters are the stacked experts of a layer: [experts, ...]."""
+    return [
+        part
+        for part in module.modules()
+        if any(
+            name == "down_proj" and parameter.ndim == 3
+            for name, parameter in part.named_parameters(recurse=False)
+        )
+    ]
+
+
+def routers(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Return the router of each layer that has one, by the number of the layer.
+
+    A router's forward returns the logits, the weights of the chosen experts, and their ids [t, k].
+    """
+    recorder = (model._can_record_outputs or {}).get("router_logits")
+    if recorder is None:
+        return {}
+    return {
+        number: part
+        for number, layer in enumerate(model.get_decoder().layers)
+        for part in layer.modules()
+        if isinstance(part, recorder.target_class)
+    }
+
+
+class Departed(NamedTuple):
+    """Tokens on their way to the experts of all ranks; t of them are to arrive at this one."""
+
+    visitors: Tensor
+    """Buffer that they arrive in, [t, H]: valid after the exchange."""
+    exchange: "Exchange"
+    order: Tensor
+    """Place of each departed token among the chosen experts of all tokens, [tokens x k]."""
+    received: Tensor
+    """Number of tokens from each rank for each own expert, [ranks x own experts]."""
+
+
+def depart(num_own: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Departed:
+    """Send the tokens `hidden` [T, H] of this rank to the ranks of the experts that they chose.
+
+    `chosen` [T, k] has expert ids over all ranks, each of which has `num_own`. All ranks must call
+    this together; a rank may have no token.
+    """
+    ids, order = chosen.flatten().sort(stable=True)
+    # Unlike bincount, this does not wait for the device.
+    ends = torch.searchsorted(ids, torch.arange(num_own * axis.size, device=ids.device), right=True)
+    sent = ends.diff(prepend=ends.new_zeros(1))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=axis.group)
+
+    # The host waits here, and nowhere else: a collective has to know the sizes of the parts.
+    counts = torch.stack([sent, received]).unflatten(1, (axis.size, num_own)).sum(-1)
+    exchange = Exchange(*counts.tolist(), axis)
+    visitors = _start(hidden[order // chosen.shape[1]], exchange)
+    return Departed(visitors, exchange, order, received)
+
+
+def visit(
+    compute: Compute,
+    num_own: int,
+    axis: Axis,
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    departed: Departed | None = None,
+) -> Tensor:
+    """Let experts on all ranks compute the tokens of this rank: [T, H].
+
+    `departed`: what `depart` has returned for these tokens, if they have been sent already.
+    """
+    visitors, exchange, order, received = departed or depart(num_own, axis, hidden, chosen)
+    visitors = _finish(visitors, exchange)
+    own = torch.arange(num_own, device=order.device).repeat(axis.size)
+    own = own.repeat_interleave(received, output_size=len(visitors))[:, None]
+    computed = compute(visitors, own, torch.ones_like(own, dtype=hidden.dtype))
+
+    back = Exchange(exchange.received, exchange.sent, axis)
+    returned = _finish(_start(computed, back), back)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    results = returned[places].unflatten(0, chosen.shape)
+
+    return (results * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def _blocks_with_shared_expert(model: PreTrainedModel) -> list[nn.Module]:
+    return [
+        part
+        for part in model.modules()
+        if {"experts", "gate"} < set(part._modules) and _shared_expert(part) is not None
+    ]
+
+
+def _shared_expert(block: nn.Module) -> nn.Module | None:
+    """Return the expert of a block that all tokens visit, under either of its names."""
+    return block._modules.get("shared_experts", block._modules.get("shared_expert"))
+
+
+def mixture_forward(
+    block: nn.Module, leave: Callable[[Tensor, Tensor], Departed], hidden: Tensor
+) -> Tensor:
+    """Compute a block with a shared expert, [B, S, H], as the families of transformers do.
+
+    Only the order is another one: the tokens leave first, and then the shared expert runs.
+    """
+    flat = hidden.flatten(0, -2)
+    _, weights, chosen = block.gate(flat)
+    departed = leave(flat, chosen)
+
+    shared = _shared_expert(block)(flat)
+    # Qwen's families weight it.
+    if (gate := block._modules.get("shared_expert_gate")) is not None:
+        shared = gate(flat).sigmoid() * shared
+
+    routed = block.experts(flat, chosen, weights, departed)
+    return (routed + shared).view(hidden.shape)
+
+
+class Exchange:
+    """Exchange of rows [n, H] over the ranks of an axis: the first `sent[0]` go to rank 0, etc.
+
+    Gradients go the way back.
+    """
+
+    def __init__(self, sent: list[int], received: list[int], axis: Axis):
+        self.sent = sent
+        self.received = received
+        self.axis = axis
+        self._pending: tuple[dist.Work, Tensor, Tensor] | None = None
+        """What to wait for, and the rows that leave and arrive until then."""
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Return the buffer that the rows of all ranks arrive in."""
+        return self._start(rows, self.sent, self.received)
+
+    def start_back(self, gradient: Tensor) -> None:
+        self._start(gradient, self.received, self.sent)
+
+    def _start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        leaving = rows.contiguous()
+        arriving = rows.new_empty(sum(received), *rows.shape[1:])
+        work = dist.all_to_all_single(
+            arriving, leaving, received, sent, group=self.axis.group, async_op=True
+        )
+        self._pending = (work, leaving, arriving)
+        return arriving
+
+    def finish(self) -> Tensor:
+        """Return the rows that have arrived; on an accelerator only the device waits for them."""
+        work, _, arrived = self._pending
+        work.wait()
+        self._pending = None
+        return arrived
+
+
+def _start(rows: Tensor, exchange: Exchange) -> Tensor:
+    """Begin an exchange; the backward pass ends the exchange of the gradients."""
+    return with_gradient(rows, exchange.start, lambda _: exchange.finish())
+
+
+def _finish(rows: Tensor, exchange: Exchange) -> Tensor:
+    """End an exchange; the backward pass begins the exchange of the gradients."""
+
+    def finish(rows: Tensor) -> Tensor:
+        exchange.finish()
+        return same(rows)
+
+    def start_back(gradient: Tensor) -> Tensor:
+        exchange.start_back(gradient)
+        # _start returns the gradient that arrives. This only has the shape that autograd wants.
+        return gradient
+
+    return with_gradient(rows, finish, start_back)
+
+
+def _problem(model: PreTrainedModel, experts: nn.Module, ep: int, families: Collection[str]) -> str:
+    """Return why the experts of a layer cannot be divided; empty if they can."""
+    family = model.config.get_text_config().model_type
+    if family not in families:
+        return f"is of the family {family}; supported are {', '.join(families)}"
+    if experts.num_experts % ep:
+        return f"has {experts.num_experts} experts in a layer, and {ep} does not divide them"
+    return ""

@@ -1,0 +1,326 @@
+"""The mesh of all processes: axes, process groups, and this rank's index on each."""
+
+import os
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+from lightrft.models.parallel.collectives import Axis
+
+AXES = ("dp_replicate", "dp_shard", "sp", "tp")
+DEVICE_AXES = ("dp_replicate", "dp_shard_sp", "tp")
+"""Axes of parameters, as torch's libraries need them."""
+EXPERT_AXES = ("dp_replicate", "dp_shard_sp", "ep")
+"""The same for experts: `ep` is a part of dp_shard x sp."""
+
+
+_meshes: dict[tuple[Any, ...], "Mesh"] = {}
+"""Cached meshes of a process and the default group, see Mesh.shared().
+
+A forked process keeps the ones that it inherits: a group of gloo waits for the threads when it is
+destroyed, and they are in the other process.
+"""
+
+
+class Mesh:
+    """Mesh of all processes as dp_replicate x dp_shard x sp x tp, where tp varies fastest.
+
+    `data` combines dp_replicate and dp_shard. Its size is the number of data-parallel replicas that
+    samplers, accumulation, denominators and metrics count. `model_parallel` combines sp and tp: the
+    ranks of one data-parallel replica. They hold the same prompts and samples, and rank 0 acts for
+    all where only one may act. `world` combines all axes.
+
+    `ep` divides the experts of a mixture over consecutive ranks of dp_shard x sp. They have
+    different tokens, so the axis shares the ranks of others and makes no further replicas.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        *,
+        dp_replicate: int = 1,
+        sp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+        timeout: timedelta | None = None,
+    ):
+        """Build the axes.
+
+        `timeout` limits each collective; subgroups do not inherit the timeout of the world. Raise
+        ValueError, with all reasons, for sizes that cannot form a mesh.
+        """
+        world_size = dist.get_world_size()
+        dp_replicate = dp_replicate or world_size // (sp * tp)
+        problems = mesh_problems(world_size, dp_replicate=dp_replicate, sp=sp, tp=tp, ep=ep)
+        if problems:
+            raise ValueError("; ".join(problems))
+
+        sizes = (dp_replicate, world_size // (dp_replicate * sp * tp), sp, tp)
+        self.device_type = device_type
+        self._timeout = timeout
+        self._ranks = torch.arange(world_size).view(sizes)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {
+            tuple(range(world_size)): dist.group.WORLD
+        }
+        groups = [
+            self._group(("dp_replicate",)),
+            self._group(("dp_shard", "sp")),
+            self._group(("tp",)),
+        ]
+        self.device_mesh = DeviceMesh.from_group(
+            groups, device_type, self._ranks.flatten(1, 2), mesh_dim_names=DEVICE_AXES
+        )
+        self.world = _axis("world", dist.group.WORLD)
+        self.data = _axis("data", self._group(("dp_replicate", "dp_shard")))
+        self.shard = _axis("shard", self._group(("dp_shard", "sp")))
+
+        self.replicate, self.sp, self.tp = (
+            _axis(name, self._group((name,))) for name in ("dp_replicate", "sp", "tp")
+        )
+        self.model_parallel = _axis("model_parallel", self._group(("sp", "tp")))
+        self.ep = Axis("ep", 1, 0, None)
+        self.expert_mesh: DeviceMesh | None = None
+        if ep > 1:
+            self._divide_experts(ep)
+        self._engine_axes: dict[int, Axis] = {}
+        self._replica_axes: dict[int, Axis] = {}
+        self._background_axis: Axis | None = None
+        self._exchange_axis: Axis | None = None
+
+        for axis in (
+            self.world,
+            self.data,
+            self.shard,
+            self.replicate,
+            self.sp,
+            self.tp,
+            self.model_parallel,
+            self.ep,
+        ):
+            if timeout is not None and axis.group is not None:
+                _set_pg_timeout(timeout, axis.group)
+
+    @classmethod
+    def shared(cls, device_type: str, **sizes: Any) -> "Mesh":
+        """Return the mesh of these sizes in the default process group, built at the first call.
+
+        Groups cost threads, and torch caches results by the shape of a mesh, so consecutive
+        strategies use the same groups. They end with the process group. All ranks must call this
+        together.
+        """
+        process = os.getpid()
+        world = dist.group.WORLD
+        for key in [key for key in _meshes if key[0] == process and key[1] is not world]:
+            del _meshes[key]
+        key = (process, world, device_type, *sorted(sizes.items()))
+        if key not in _meshes:
+            _meshes[key] = cls(device_type, **sizes)
+        return _meshes[key]
+
+    @property
+    def parameters(self) -> DeviceMesh:
+        """Return the mesh of FSDP: [shard], or [replicate, shard] for hybrid sharding."""
+        return self.device_mesh[
+            "dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")
+        ]
+
+    @property
+    def expert_parameters(self) -> DeviceMesh:
+        """Return the mesh of FSDP for experts that `ep` divides, like `parameters`."""
+        return self.expert_mesh[
+            "dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")
+        ]
+
+    @property
+    def experts(self) -> DeviceMesh:
+        """Return the one-dimensional mesh that the experts of a layer are divided over."""
+        return self.expert_mesh["ep"]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """Return the one-dimensional mesh that tensor parallelism splits layers over."""
+        return self.device_mesh["tp"]
+
+    def engine(self, size: int) -> Axis:
+        """Return the engine's tensor-parallel axis: `size` consecutive ranks of the world.
+
+        The training layout does not matter. Raise ValueError if `size` does not divide the number
+        of processes. All ranks must make the first call together.
+        """
+        if self.world.size % size:
+            raise ValueError(
+                f"--engine_tp_size {size} does not divide the {self.world.size} processes"
+            )
+        if size not in self._engine_axes:
+            self._engine_axes[size] = self._new_axis("engine", self._ranks.view(-1, size))
+        return self._engine_axes[size]
+
+    def engine_replicas(self, size: int) -> Axis:
+        """Return the axis of the ranks with the same index in each engine of `size` ranks.
+
+        All ranks must make the first call together.
+        """
+        if size not in self._replica_axes:
+            self._replica_axes[size] = self._new_axis("replicas", self._ranks.view(-1, size).T)
+        return self._replica_axes[size]
+
+    def background_axis(self) -> Axis:
+        """Return all processes with a separate gloo group.
+
+        It is for a thread whose collectives run at the same time as others.
+        """
+        if self._background_axis is None:
+            self._background_axis = _axis(
+                "background", dist.new_group(backend="gloo", timeout=self._timeout)
+            )
+        return self._background_axis
+
+    def exchange_axis(self) -> Axis:
+        """Return all processes with a separate gloo group.
+
+        It is for sums that are exchanged while the engines decode. All ranks must make the first
+        call together.
+        """
+        if self._exchange_axis is None:
+            self._exchange_axis = _axis(
+                "exchange", dist.new_group(backend="gloo", timeout=self._timeout)
+            )
+        return self._exchange_axis
+
+    def _divide_experts(self, ep: int) -> None:
+        """Build the axis and the mesh of experts.
+
+        The axis has a group of its own even if another one has the same ranks: otherwise tokens
+        would wait behind the parameters that FSDP2 gathers ahead.
+        """
+        ranks = self._ranks.view(self.replicate.size, -1, ep)
+        self.ep = _axis("ep", self._new_group(ranks.flatten(0, 1), "mesh_ep"))
+        shard = self._group_in(ranks.transpose(1, 2).flatten(0, 1), "mesh_expert_shard")
+        self.expert_mesh = DeviceMesh.from_group(
+            [self._group(("dp_replicate",)), shard, self.ep.group],
+            self.device_type,
+            ranks,
+            mesh_dim_names=EXPERT_AXES,
+        )
+
+    def _group(self, dims: tuple[str, ...]) -> dist.ProcessGroup:
+        """Return the group of the ranks that differ from this one in these dimensions only."""
+        order = sorted(range(len(AXES)), key=lambda dim: AXES[dim] in dims)
+        partition = self._ranks.permute(order).reshape(
+            -1, prod(self._ranks.shape[AXES.index(name)] for name in dims)
+        )
+        return self._group_in(partition, f"mesh_{'_'.join(dims)}")
+
+    def _group_in(self, partition: Tensor, name: str) -> dist.ProcessGroup:
+        """Return the group of this rank's row. Equal sets of ranks have one group."""
+        key = tuple(_row_of_this_rank(partition))
+        if key not in self._groups:
+            self._groups[key] = self._new_group(partition, name)
+        return self._groups[key]
+
+    def _new_axis(self, name: str, partition: Tensor) -> Axis:
+        if partition.shape[1] == 1:
+            return Axis(name, 1, 0, None)
+        return _axis(name, self._new_group(partition, name))
+
+    def _new_group(self, partition: Tensor, name: str) -> dist.ProcessGroup:
+        """Create the group of this rank's row of [groups, ranks of a group].
+
+        Only its members meet. If the default group is bound to a device, NCCL splits the
+        communicator instead, which takes all ranks for every group.
+        """
+        ranks = _row_of_this_rank(partition)
+        if dist.group.WORLD.bound_device_id is None:
+            return dist.new_group(
+                ranks, timeout=self._timeout, group_desc=name, use_local_synchronization=True
+            )
+        groups = [
+            dist.new_group(row, timeout=self._timeout, group_desc=name)
+            for row in partition.tolist()
+        ]
+        return groups[partition.tolist().index(ranks)]
+
+
+def _row_of_this_rank(partition: Tensor) -> list[int]:
+    return next(row for row in partition.tolist() if dist.get_rank() in row)
+
+
+def collectives_begun() -> dict[str, int]:
+    """Return how many collectives this process has started, by group and device type.
+
+    Groups of libraries are included. A group has the same name on all the ranks, and they start the
+    same collectives: a rank with a lower count is late.
+    """
+    groups = [group for group in list(_world.pg_map) if group.size() > 1]
+    counts = {
+        f"{group.group_desc} #{group.group_name[:8]} ({device.type})": _num_collectives(
+            group, device
+        )
+        for group in groups
+        for device in group._device_types
+    }
+    return {name: count for name, count in counts.items() if count is not None}
+
+
+def _num_collectives(group: dist.ProcessGroup, device: torch.device) -> int | None:
+    """Return the number of collectives started in a group; None if the backend does not count."""
+    try:
+        return group._get_backend(device)._get_sequence_number_for_group()
+    except RuntimeError:
+        return None
+
+
+def mesh_problems(
+    world_size: int, *, dp_replicate: int, sp: int, tp: int, ep: int = 1
+) -> list[str]:
+    """Return all reasons why these sizes cannot form a mesh; empty if they can."""
+    problems = [
+        f"{name} must be at least 1, not {size}"
+        for name, size in (
+            ("dp_replicate", dp_replicate),
+            ("sp_size", sp),
+            ("tp_size", tp),
+            ("ep_size", ep),
+        )
+        if size < 1
+    ]
+    if problems:
+        return problems
+
+    product = dp_replicate * sp * tp
+    if world_size % product:
+        problems.append(
+            f"{world_size} processes cannot be split into dp_replicate {dp_replicate} x sp_size"
+            f" {sp} x tp_size {tp} = {product}"
+        )
+    elif world_size // (dp_replicate * tp) % ep:
+        problems.append(
+            f"ep_size {ep} does not divide the {world_size // (dp_replicate * tp)} ranks that share"
+            " the shards of a replica"
+        )
+
+    if ep > 1 and tp > 1:
+        problems.append(f"ep_size {ep} needs tp_size 1")
+
+    return problems
+
+
+def process_rank() -> int:
+    """Return this process's rank; before there is a process group, the launcher's RANK or 0."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def world_axis() -> Axis:
+    """Return an axis of all processes; without a process group, an axis of this process alone."""
+    return _axis("world", dist.group.WORLD) if dist.is_initialized() else Axis("world", 1, 0, None)
+
+
+def _axis(name: str, group: dist.ProcessGroup) -> Axis:
+    size = dist.get_world_size(group)
+    return Axis(name, size, dist.get_rank(group), group if size > 1 else None)

@@ -1,0 +1,111 @@
+"""Copy the state of a checkpoint to host memory, where no training step can change it.
+
+torch has two stagers. BlockingAsyncStager copies a DTensor of a GPU twice, into memory that is not
+pinned. DefaultStager keeps pinned memory under the storage that it was copied from, so it pins all
+of it again when an optimizer has been offloaded in between, and it copies whole storages of views.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+
+from lightrft.models.parallel.device import synchronize
+from lightrft.strategy.backends.offload import PINNED_BLOCK
+from lightrft.strategy.checkpoint.zero_fragment import Fragment
+
+TENSOR_ALIGNMENT = 64
+"""Bytes; each tensor in a block begins at a multiple of this."""
+
+
+@torch.no_grad()
+def to_host(state: Any) -> Any:
+    """Copy this rank's shards in a structure of dictionaries and lists to host memory.
+
+    Tensors of an accelerator go to pinned memory at the full speed of the bus, and the host waits
+    once for all of them. The copies are in the stream of the training step, so they hold the values
+    at the time of the call. When the state is dropped, torch keeps the pinned blocks for the next
+    checkpoint and for offloaded models.
+    """
+    leaves, structure = tree_flatten(state)
+    parts = [_local(leaf) for leaf in leaves]
+    on_device = [part for part in parts if part is not None and _is_on_device(part)]
+
+    pinned = _pinned_like(on_device)
+    for target, source in zip(pinned, on_device, strict=True):
+        target.copy_(source, non_blocking=True)
+
+    arriving = iter(pinned)
+    copies = [_copied(leaf, part, arriving) for leaf, part in zip(leaves, parts, strict=True)]
+    if on_device:
+        synchronize(on_device[0].device)
+    return tree_unflatten(copies, structure)
+
+
+def num_bytes(state: Any) -> int:
+    """Return the bytes of this rank's shards in a structure of dictionaries and lists."""
+    return sum(part.nbytes for part in map(_local, tree_iter(state)) if part is not None)
+
+
+def _local(leaf: Any) -> Tensor | None:
+    """Return this rank's part of a tensor, or None for a value of another kind."""
+    if isinstance(leaf, DTensor):
+        return leaf.to_local()
+    if isinstance(leaf, Fragment):
+        return leaf.values
+    return leaf if isinstance(leaf, Tensor) else None
+
+
+def _is_on_device(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu" and tensor.numel() > 0
+
+
+def _copied(leaf: Any, part: Tensor | None, pinned: Iterator[Tensor]) -> Any:
+    """Return a leaf of the same kind in host memory, with the next pinned copy if it has one."""
+    if part is None:
+        return copy.deepcopy(leaf)
+    if _is_on_device(part):
+        host = next(pinned)
+    else:
+        host = torch.empty(part.shape, dtype=part.dtype).copy_(part)
+    if isinstance(leaf, DTensor):
+        # DTensor.from_local() would move it back to the device of the mesh.
+        return DTensor(host, leaf._spec, requires_grad=False)
+    return replace(leaf, values=host) if isinstance(leaf, Fragment) else host
+
+
+def _pinned_like(tensors: list[Tensor]) -> list[Tensor]:
+    """Return contiguous tensors of the same shapes and types in a few blocks of pinned memory.
+
+    torch rounds each pinned allocation up to a power of two. So the largest tensors come first,
+    each into the first block with room, and the small ones fill what is left of the blocks.
+    """
+    rooms: list[int] = []
+    used: list[int] = []
+    places: dict[int, tuple[int, int]] = {}
+    for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].nbytes):
+        size = -(-tensors[index].nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        block = next((b for b, room in enumerate(rooms) if used[b] + size <= room), len(rooms))
+        if block == len(rooms):
+            rooms.append(max(PINNED_BLOCK, 1 << (size - 1).bit_length()))
+            used.append(0)
+        places[index] = block, used[block]
+        used[block] += size
+
+    # A tensor over a part of a numpy array has a storage of its own size. torch's writer copies
+    # every view of a larger storage once more.
+    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy() for size in used]
+    return [
+        torch.frombuffer(
+            blocks[places[index][0]],
+            dtype=tensor.dtype,
+            count=tensor.numel(),
+            offset=places[index][1],
+        ).view(tensor.shape)
+        for index, tensor in enumerate(tensors)
+    ]

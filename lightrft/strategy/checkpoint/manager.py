@@ -1,0 +1,355 @@
+"""Save and load all that a run needs to continue, on the same or another number of ranks."""
+
+import io
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from loguru import logger
+from torch.distributed.checkpoint.stateful import Stateful
+
+from lightrft.models.parallel.collectives import Axis
+from lightrft.strategy.checkpoint.atomic import naming, run_on_all_ranks, write_file, write_folder
+from lightrft.strategy.checkpoint.manifest import (
+    NOTHING,
+    STATE,
+    Kinds,
+    Manifest,
+    manifest_steps,
+    newest_intact,
+    next_number,
+    read_intact,
+    read_state,
+    rotate,
+    update_latest,
+)
+from lightrft.strategy.checkpoint.model_state import ModelState
+from lightrft.strategy.checkpoint.reader import CheckpointReader
+from lightrft.strategy.checkpoint.zero_fragment import LoadPlanner, SavePlanner
+
+SCHEDULERS = "schedulers.pt"
+PARTS_FILE = "parts.pt"
+HF = "hf"
+
+
+@dataclass(slots=True)
+class CheckpointState:
+    """Models and other parts of a run that are saved in a checkpoint or loaded from one."""
+
+    models: dict[str, ModelState]
+    parts: Mapping[str, Stateful]
+    """Other objects with a state of tensors and plain types.
+
+    The state is equal on all ranks, and rank 0 writes it.
+    """
+    world: Axis
+    device: torch.device
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Tensors and files that one rank writes."""
+
+    tensors: dict[str, Any]
+    """Model name -> tensors."""
+    files: dict[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """Limits of the checkpoints that a folder keeps: number and the total in GB.
+
+    Only a `latest` checkpoint is resumed without a tag.
+    """
+
+    max_num: int
+    max_mem: float
+    latest: bool
+
+
+def snapshot(
+    contents: CheckpointState, state: dict[str, Any], *, tensors: dict[str, Any]
+) -> Snapshot:
+    """Build the snapshot of this rank; `state` has JSON types only.
+
+    All ranks call it, since parts may use collectives.
+    """
+    files = {_random_file(contents.world.rank): _bytes(_random_states(contents.device))}
+    parts = {name: part.state_dict() for name, part in contents.parts.items()}
+    if contents.world.rank == 0:
+        schedulers = {
+            name: model.scheduler.state_dict()
+            for name, model in contents.models.items()
+            if model.scheduler
+        }
+        files |= {
+            STATE: json.dumps(state).encode(),
+            SCHEDULERS: _bytes(schedulers),
+            PARTS_FILE: _checked_bytes(parts),
+        }
+
+    return Snapshot(tensors, files)
+
+
+def write(
+    snapshot: Snapshot,
+    folder: Path,
+    world: Axis,
+    retention: RetentionPolicy,
+    hf: Path | None = None,
+) -> None:
+    """Write `folder` atomically, point `latest` to it, and remove checkpoints beyond the limits.
+
+    `hf` is a model folder that is moved into it. Raise CheckpointError on all ranks if any of them
+    cannot write; earlier checkpoints are then untouched.
+    """
+    root = folder.parent
+    manifest = Manifest(0, world.size, retention.latest)
+
+    def begin(part: Path) -> None:
+        if world.rank == 0:
+            manifest.number = next_number(
+                root, being_written={part.name} | ({hf.name} if hf else set())
+            )
+            if hf is not None:
+                hf.rename(part / HF)
+
+    write_folder(
+        folder,
+        world,
+        begin,
+        partial(_write_tensors, snapshot.tensors, world),
+        lambda part: [write_file(part / name, content) for name, content in snapshot.files.items()],
+        *manifest_steps(manifest, world),
+    )
+    # Only now: `latest` must never name a checkpoint that is not complete.
+    if retention.latest:
+        update_latest(root, folder.name, world)
+    if world.rank == 0:
+        rotate(root, retention.max_num, retention.max_mem)
+    world.barrier()
+
+
+def find(
+    root: Path, tag: str | None, world: Axis, *, needs: Kinds = NOTHING
+) -> tuple[Manifest, Path, dict[str, Any]] | None:
+    """Return `root/tag`, or the newest undamaged checkpoint, as (manifest, path, state).
+
+    None if there is none. Raise CheckpointError if the requested tag is missing or damaged. A
+    checkpoint is damaged too if its caller's state lacks what `needs` says.
+    """
+    if tag is None:
+        intact = newest_intact(root, needs, world)
+    else:
+        intact = read_intact(root / tag, needs, world)
+    return intact and (*intact, read_state(intact[1]))
+
+
+def load(
+    contents: CheckpointState, path: Path, world_size: int, *, strict: bool, module_only: bool
+) -> None:
+    """Load a checkpoint into `contents`; raise CheckpointError if they do not match.
+
+    Random states are restored only if the number of ranks is the same.
+    """
+    world = contents.world
+    steps = [partial(_read_tensors, contents, path, strict=strict, module_only=module_only)]
+    if not module_only:
+        steps.append(partial(_read_small_files, contents, path))
+        if world_size == world.size:
+            steps.append(partial(_restore_random, contents, path))
+        elif world.rank == 0:
+            logger.warning(
+                "{} was written by {} ranks, this run has {}: random states start anew",
+                path,
+                world_size,
+                world.size,
+            )
+
+    for step in steps:
+        run_on_all_ranks(world, f"checkpoint {path} could not be loaded", step)
+
+
+def _write_tensors(tensors: dict[str, Any], world: Axis, part: Path) -> None:
+    writer = _Writer(part, sync_files=True)
+    planner = SavePlanner(world.size)
+    try:
+        dcp.save(
+            tensors,
+            storage_writer=writer,
+            planner=planner,
+            process_group=world.group,
+            no_dist=world.size == 1,
+        )
+    except BaseException:  # torch raises it on all ranks
+        planner.forget_plans()
+        raise
+
+
+class _Writer(dcp.FileSystemWriter):
+    def write_data(self, *args: Any) -> Any:
+        """Write, and raise the OSError of a full disk.
+
+        torch's own writer hides it behind "unexpected pos 704 vs 598".
+        """
+        try:
+            return super().write_data(*args)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                with naming(Path(self.path)):
+                    raise error.__context__ from None
+            raise
+
+
+def _read_tensors(
+    contents: CheckpointState, path: Path, *, strict: bool, module_only: bool
+) -> None:
+    reader = CheckpointReader(path)
+    saved = {
+        name: getattr(entry, "size", None)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+    }
+    _check_same(
+        set(contents.models), {name.split(".")[0] for name in saved}, "model", subset=module_only
+    )
+    states = {
+        name: model.tensors(module_only=module_only) for name, model in contents.models.items()
+    }
+
+    for name, state in states.items():
+        _check_tensors(state["model"], f"{name}.model.", saved, strict)
+        if "optimizer" in state:
+            _forget_untouched(state["optimizer"]["state"], f"{name}.optimizer.state.", saved)
+
+    # not every rank of the process group may be here: rank 0 alone exports a checkpoint
+    world = contents.world
+    dcp.load(
+        states,
+        storage_reader=reader,
+        planner=LoadPlanner(),
+        process_group=world.group,
+        no_dist=world.size == 1,
+    )
+    for name, model in contents.models.items():
+        model.restore(states[name])
+
+
+def _check_same(requested: set[str], saved: set[str], kind: str, *, subset: bool = False) -> None:
+    if requested - saved or (saved - requested and not subset):
+        names = [", ".join(sorted(names)) or "none" for names in (saved, requested)]
+        raise ValueError(f"it contains a {kind} for each of: {names[0]}; requested are: {names[1]}")
+
+
+def _check_tensors(
+    state: dict[str, Any], prefix: str, saved: dict[str, torch.Size | None], strict: bool
+) -> None:
+    """Check names and shapes.
+
+    Without `strict`, tensors that are not saved keep their values and are removed from `state`.
+    """
+    expected = set(state)
+    stored = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
+    if strict:
+        for names, side in (
+            (expected - stored, "of the model are not in it"),
+            (stored - expected, "in it are not in the model"),
+        ):
+            if names:
+                raise ValueError(f"{len(names)} tensors {side}, the first is {min(names)}")
+
+    for name in expected - stored:
+        del state[name]
+    other = [
+        name for name in sorted(expected & stored) if saved[prefix + name] != state[name].size()
+    ]
+
+    if other:
+        shapes = [list(shape) for shape in (saved[prefix + other[0]], state[other[0]].size())]
+        raise ValueError(
+            f"{len(other)} tensors have another shape; {other[0]} is {shapes[0]} in the checkpoint"
+            f" and {shapes[1]} in the model"
+        )
+
+
+def _forget_untouched(
+    state: dict[str, dict[str, Any]], prefix: str, saved: Mapping[str, Any]
+) -> None:
+    """Remove parameters without optimizer state in the checkpoint from `state`.
+
+    They never had a gradient and need none.
+    """
+    for name in list(state):
+        if not any(f"{prefix}{name}.{key}" in saved for key in state[name]):
+            del state[name]
+
+
+def _read_small_files(contents: CheckpointState, path: Path) -> None:
+    schedulers, parts = (
+        torch.load(path / name, weights_only=True) for name in (SCHEDULERS, PARTS_FILE)
+    )
+    scheduled = {
+        name: model.scheduler for name, model in contents.models.items() if model.scheduler
+    }
+    _check_same(set(scheduled), set(schedulers), "schedule", subset=True)
+    _check_same(set(contents.parts), set(parts), "state")
+    for name, scheduler in scheduled.items():
+        scheduler.load_state_dict(schedulers[name])
+    for name, part in contents.parts.items():
+        part.load_state_dict(parts[name])
+
+
+def _restore_random(contents: CheckpointState, path: Path) -> None:
+    _set_random_states(
+        torch.load(path / _random_file(contents.world.rank), weights_only=True), contents.device
+    )
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    """Return the random states as tensors and plain types.
+
+    So they can be loaded without unrestricted pickle.
+    """
+    _, keys, *rest = np.random.get_state()
+    numpy = (torch.from_numpy(keys.astype(np.int64)), *rest)
+    states = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    keys, *rest = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if device.type in states and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+def _random_file(rank: int) -> str:
+    return f"random_{rank:05d}.pt"
+
+
+def _bytes(value: Any) -> bytes:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+
+
+def _checked_bytes(parts: dict[str, Any]) -> bytes:
+    """Serialise the states; raise TypeError for one that could not be loaded again."""
+    for name, state in parts.items():
+        try:
+            torch.load(io.BytesIO(_bytes(state)), weights_only=True)
+        except Exception as error:
+            raise TypeError(
+                f"the state of {name} contains objects other than tensors and plain types: {error}"
+            ) from error
+    return _bytes(parts)

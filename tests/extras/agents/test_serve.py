@@ -1,0 +1,335 @@
+"""Why: an agent is written and tried against the same server that it has in training.
+
+No run is needed for that.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import httpx
+import psutil
+import pytest
+
+from lightrft.core.samples import Prompt
+from lightrft.extras.agents.messages import BEGINNING, Turn, TurnRequest, from_bytes
+from lightrft.extras.model_server import ServedSession
+from malformed import CHAT, MALFORMED, NO_JSON, OF_A_SERVER
+from scripts.prepare_quickstart import tiny_qwen3
+from warm import warm_python
+
+openai = pytest.importorskip("openai", reason="openai is not installed")
+pytestmark = pytest.mark.slow
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+class Server(NamedTuple):
+    """A running server, and what it logs."""
+
+    address: str
+    process: subprocess.Popen
+    log: Path
+
+    def inspected(self):
+        port = int(self.address.rpartition(":")[2].partition("/")[0])
+        listens = [
+            each.pid
+            for each in psutil.net_connections("tcp4")
+            if each.laddr.port == port and each.status == "LISTEN"
+        ]
+        return psutil.Process(listens[0])
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    tiny_qwen3(folder / "model", seed=0)
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    flags = [
+        f"--model={folder}/model",
+        "--engine_type=hf",
+        "--port=0",
+        "--generate_max_len=200",
+        "--bf16=false",
+        "--environment_minutes=0.05",
+    ]
+
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [warm_python(), "-m", "lightrft", "serve", *flags],
+            stderr=log,
+            env={**os.environ, "MODEL_API_KEY": "secret"},
+        )
+
+    until = time.monotonic() + 300
+    while "serving model at " not in (text := (folder / "log").read_text()):
+        assert time.monotonic() < until and process.poll() is None, text
+        time.sleep(0.1)
+
+    address = text.rpartition("serving model at ")[2].strip()
+    yield Server(address, process, folder / "log")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT, (folder / "log").read_text()
+    log = (folder / "log").read_text()
+    assert "Traceback" not in log and "checkpoint" not in log and "the server stops" in log
+
+
+@pytest.fixture
+def server(started):
+    return started.address
+
+
+def test_clients_at_the_same_time_get_what_each_gets_alone(server):
+    async def greedy(client, number):
+        return await client.chat.completions.create(
+            model="any",
+            messages=[{"role": "user", "content": f"{number}"}],
+            temperature=0,
+            max_tokens=9,
+            extra_body={"return_token_ids": True},
+        )
+
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=server, api_key="secret") as client:
+            alone = [await greedy(client, number) for number in range(6)]
+            return alone, await asyncio.gather(*(greedy(client, number) for number in range(6)))
+
+    alone, together = asyncio.run(ask())
+    assert [reply.choices[0].token_ids for reply in alone] == [
+        reply.choices[0].token_ids for reply in together
+    ]
+    assert len({tuple(reply.choices[0].token_ids) for reply in alone}) > 1
+    assert alone[3].prompt_token_ids == list(b"u:3\na:")
+
+
+def test_a_session_keeps_its_tokens_until_it_expires(server):
+    """The header names the session.
+
+    What comes back as text is not tokenized again, unless the session has ended.
+    """
+    with openai.OpenAI(
+        base_url=server, api_key="secret", default_headers={"x-session-id": "one"}, max_retries=0
+    ) as client:
+        messages = [{"role": "user", "content": "p"}]
+        more = {"return_token_ids": True}
+        first = client.chat.completions.create(
+            model="any", messages=messages, max_tokens=16, extra_body=more
+        )
+        text = first.choices[0].message.content
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "q"}]
+        second = client.chat.completions.create(
+            model="any", messages=messages, max_tokens=4, extra_body=more
+        )
+        sampled = first.choices[0].token_ids
+        assert second.prompt_token_ids[: 6 + len(sampled)] == [*b"u:p\na:", *sampled]
+        assert "\ufffd" in text, "these bytes are no text, and would not come back"
+        time.sleep(5)
+        with pytest.raises(openai.BadRequestError, match="the session 'one' has ended"):
+            client.chat.completions.create(model="any", messages=messages, max_tokens=4)
+
+        third = client.chat.completions.create(
+            model="any", messages=messages, max_tokens=4, extra_body=more
+        )
+        assert sampled != third.prompt_token_ids[6 : 6 + len(sampled)]
+
+
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "add"}}]])
+def test_a_stream_grows_to_what_the_whole_turn_is(server, tools):
+    """Its turn is sampled in pieces, and a session continues it without tokenizing it again."""
+    described = "add;" * len(tools)
+    greedy = {"model": "any", "temperature": 0, "max_tokens": 40, "tools": tools}
+    headers = {"x-session-id": f"stream {len(tools)}"}
+    with openai.OpenAI(base_url=server, api_key="secret", max_retries=0) as client:
+        for letter in "abcdefghijklmnopqrstuvwxyz":
+            messages = [{"role": "user", "content": letter}]
+            whole = client.chat.completions.create(messages=messages, **greedy)
+            if whole.choices[0].finish_reason == "length":
+                break
+
+        chunks = [
+            chunk.choices[0]
+            for chunk in client.chat.completions.create(
+                messages=messages, stream=True, extra_headers=headers, **greedy
+            )
+        ]
+        deltas = [chunk.delta.content or "" for chunk in chunks]
+        assert len([delta for delta in deltas if delta]) >= 3, deltas
+        text = "".join(deltas)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].finish_reason == whole.choices[0].finish_reason == "length"
+
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "q"}]
+        more = {"return_token_ids": True}
+        second = client.chat.completions.create(
+            messages=messages, extra_headers=headers, extra_body=more, **greedy
+        )
+        # The bytes of the prompt and of the observation are tokens, and so are forty sampled ones.
+        assert len(second.prompt_token_ids) == len(f"{described}u:a\na:") + 40 + len(b"\nu:q\na:")
+
+        with pytest.raises(openai.BadRequestError, match="nothing to answer"):
+            client.chat.completions.create(messages=[], stream=True, **greedy)
+
+
+def test_a_client_that_vanishes_while_it_sends_leaves_its_answer_to_nobody():
+    """Why: the next request of the session got the answer to the one before it."""
+    mine, others = Pipe()
+    form = SimpleNamespace(prompt=lambda _, request: Prompt(0, "", request.observation))
+
+    def answer() -> None:
+        for _ in range(2):
+            asked = from_bytes(others.recv_bytes()).observation
+            others.send(Turn(f"after {len(asked)} tokens", [1], "stop", context_ids=asked))
+
+    async def course() -> Turn:
+        with ThreadPoolExecutor(1) as tokenizing:
+            session = ServedSession(mine, form, tokenizing, in_pieces=False)
+            # More than the socket takes before the other side reads.
+            request = TurnRequest([7] * 500_000, BEGINNING)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.request(request), 0.5)
+            reading = threading.Thread(target=answer)
+            reading.start()
+            turn = await session.request(TurnRequest([7] * 3, BEGINNING))
+            reading.join()
+            return turn
+
+    assert asyncio.run(course()).text == "after 3 tokens"
+
+
+def test_bad_requests_are_answered_and_the_server_goes_on(server):
+    with httpx.Client(
+        base_url=server.removesuffix("/v1"), headers={"Authorization": "Bearer secret"}
+    ) as client:
+
+        def told(route, body):
+            reply = client.post(route, json=body)
+            return reply.status_code, reply.json()["error"]["message"]
+
+        assert told("/v1/completions", {"prompt": [99999]})[0] == 400
+        assert "more than --prompt_max_len" in told("/v1/completions", {"prompt": "a" * 2000})[1]
+        assert (
+            client.post(
+                "/v1/completions", json={"prompt": "a"}, headers={"Authorization": ""}
+            ).status_code
+            == 401
+        )
+        assert (
+            client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).json()["usage"][
+                "completion_tokens"
+            ]
+            <= 2
+        )
+
+
+def test_a_meaningless_request_is_answered_and_harms_no_other(started):
+    wrong = []
+    with httpx.Client(
+        base_url=started.address.removesuffix("/v1"), headers={"Authorization": "Bearer secret"}
+    ) as client:
+        for route, body, word in [*MALFORMED, *OF_A_SERVER]:
+            reply = client.post(route, content=json.dumps(body))
+            message = reply.json()["error"]["message"]
+            if (
+                reply.status_code != 400
+                or word not in message
+                or "training" in message
+                or "run says" in message
+            ):
+                wrong.append((route, body, reply.status_code, message))
+
+        for content in NO_JSON:
+            reply = client.post("/v1/completions", content=content)
+            wrong += [(content[:20], reply.status_code)] if reply.status_code != 400 else []
+
+        assert wrong == []
+        assert (
+            client.post(
+                "/v1/chat/completions", json=CHAT | {"max_tokens": 2, "top_k": -1, "n": 1}
+            ).status_code
+            == 200
+        )
+        assert client.get("/health", headers={"Authorization": ""}).json() == {"status": "ready"}
+
+    assert "127.0.0.1 POST /v1/completions: 400 in 0." in started.log.read_text()
+
+
+def test_a_request_that_is_too_large_is_not_kept(started):
+    before = started.inspected().memory_info().rss
+
+    def parts():
+        yield b'{"prompt": "'
+        for _ in range(200):
+            yield b"a" * (1 << 20)
+
+    with httpx.Client(base_url=started.address, timeout=120) as client:
+        for key, status in (("secret", 413), ("wrong", 401)):
+            reply = client.post(
+                "/completions", content=parts(), headers={"Authorization": f"Bearer {key}"}
+            )
+            assert reply.status_code == status
+    assert started.inspected().memory_info().rss - before < 50 << 20
+
+
+def test_sessions_that_have_ended_leave_no_descriptors(started):
+    process = started.inspected()
+    with httpx.Client(
+        base_url=started.address, headers={"Authorization": "Bearer secret"}
+    ) as client:
+
+        def ask(name):
+            headers = {"x-session-id": name} if name else {}
+            assert (
+                client.post(
+                    "/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers
+                ).status_code
+                == 200
+            )
+
+        ask("")
+        before = process.num_fds()
+        for number in range(8):
+            ask(f"session {number}")
+        assert process.num_fds() > before + 10
+        time.sleep(4)
+        ask("")
+        deadline = time.monotonic() + 10
+        while process.num_fds() > before + 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert process.num_fds() <= before + 2
+
+
+def test_no_client_keeps_others_waiting(started):
+    host, port = started.address.split("//")[1].split("/")[0].split(":")
+    half = [
+        b"",
+        b"POST /v1/comp",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer secret\r\n"
+        b"Content-Length: 50\r\n\r\n{",
+        b"\x16\x03\x01\x02",
+        b"GET / HTTP/9.9\r\n\r\n",
+    ]
+    sockets = [socket.create_connection((host, int(port))) for _ in half]
+    for each, content in zip(sockets, half, strict=True):
+        each.sendall(content)
+
+    with httpx.Client(
+        base_url=started.address, headers={"Authorization": "Bearer secret"}, timeout=20
+    ) as client:
+        assert client.post("/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+    for each in sockets:
+        each.close()
