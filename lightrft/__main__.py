@@ -4,10 +4,13 @@
 """
 
 import argparse
-import importlib
 from difflib import get_close_matches
+from importlib import import_module
+from types import ModuleType
 
 from lightrft import __version__
+from lightrft.config.errors import ConfigError
+from lightrft.config.extras import MODULES, extra
 
 SUMMARIES = {
     "train_ppo": "train a policy against a reward",
@@ -36,16 +39,6 @@ SUMMARIES = {
     "doctor": "check this machine, and compare engine and trainer on a model",
     "selfcheck": "the same, with a model: lightrft selfcheck MODEL --config FILE",
 }
-MODULES = {
-    "selfcheck": "lightrft.extras.commands.doctor",
-    "migrate": "lightrft.extras.migrate",
-    "check": "lightrft.extras.check",
-    **{
-        name: f"lightrft.extras.commands.debug.{name}"
-        for name in "bisect bundle chat diagnose forecast replay report test_rewards".split()
-    },
-}
-"""Command -> its module, where that is not lightrft.app.cli.COMMAND."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(
             "Reinforcement fine-tuning. For several processes: torchrun --nproc-per-node N -m"
-            " lightrft.app.cli.COMMAND ..."
+            " lightrft COMMAND ..."
         ),
         epilog="\n".join(f"  {command:<12} {meaning}" for command, meaning in SUMMARIES.items()),
     )
@@ -80,10 +73,17 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"there is no command {chosen.command!r}{near}. All commands: lightrft --help")
 
     try:
-        module = MODULES.get(chosen.command, f"lightrft.app.cli.{chosen.command}")
-        importlib.import_module(module).main(chosen.arguments)
+        _module(chosen.command).main(chosen.arguments)
     except KeyboardInterrupt:
         parser.exit(130, "interrupted by SIGINT\n")
+
+
+def _module(command: str) -> ModuleType:
+    option = f"lightrft {command}"
+    try:
+        return extra(option) if option in MODULES else import_module(f"lightrft.app.cli.{command}")
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def run(name: str, quickstart: Path, out: Path, steps: int) -> list[float]:
             f"--save_path={out / name}",
         ]
         command = [
-            "lightrft.app.cli.train_ppo",
+            "lightrft",
+            "train_ppo",
             *SETTINGS,
             *extra,
             *data,

@@ -974,13 +974,12 @@ def train(
     check: bool = True,
 ) -> tuple[int, str]:
     """Run a program of the package on so many ranks; return the exit code and all it said."""
-    module = f"lightrft.app.cli.{entrypoint}"
     launcher = (
         []
         if ranks == 1
         else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     )
-    command = [sys.executable, *launcher, "-m", module, *flags]
+    command = [sys.executable, *launcher, "-m", "lightrft", entrypoint, *flags]
     run = subprocess.run(
         command,
         cwd=ROOT,

@@ -15,7 +15,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
 from lightrft.models.parallel.device import collective_backend, current_device
@@ -318,3 +320,13 @@ def _join(processes: list, folder: str, deadline: float) -> None:
     ]
     if errors or dead:
         raise RuntimeError("\n".join(errors or dead))
+
+
+@contextmanager
+def fake_group(world: int) -> Iterator[None]:
+    """Make this process rank 0 of `world`; the others answer nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -34,7 +34,7 @@ from lightrft.config import (
     section_of_field,
     summary,
 )
-from lightrft.config.command_line import help_text
+from lightrft.config.command_line import help_text, parse
 from lightrft.config.effects import COMPUTED_NEEDS
 from lightrft.config.facts import RunFacts
 from lightrft.config.presets import COMMAND_DEFAULTS
@@ -43,7 +43,6 @@ from lightrft.config.resolve import range_problems
 from lightrft.config.rules import DEEPSPEED, LAYOUT_RULES, RULES, Rule
 from lightrft.config.sections import field_types, options
 from lightrft.config.values import CommaSeparated
-from lightrft.extras.compat.command_line import parse
 from lightrft.models.parallel.device import has_bf16
 from lightrft.rewards.functions import rewards
 
@@ -116,37 +115,6 @@ def test_forms_of_a_switch(argv, value):
 def test_forms_of_switching_off(argv):
     config = parse(argv)
     assert config.engine.verify_weight_sync is False and config.written == {"verify_weight_sync"}
-
-
-@pytest.mark.parametrize(
-    ("argv", "report_to"),
-    [
-        (["--no_use_tensorboard"], "jsonl"),
-        (["--use_tensorboard", "true"], "tensorboard"),
-        (["--use_wandb"], "tensorboard,wandb"),
-        (["--use_tensorboard=false", "--use_wandb"], "jsonl,wandb"),
-        (["--report_to=mlflow,jsonl", "--use_wandb"], "mlflow,jsonl,wandb"),
-        (["--report_to=wandb", "--no_use_wandb"], "jsonl"),
-    ],
-)
-def test_switches_of_trackers_add_and_remove_destinations(argv, report_to):
-    config = parse(argv)
-    assert config.observe.report_to == report_to
-    assert f"the switches of trackers are --report_to {report_to}" in config.notices[0]
-
-
-def test_a_switch_of_trackers_keeps_the_destinations_of_a_file(file):
-    path = file("observe:\n  report_to: [tensorboard, mlflow]\n  wandb_project: mine\n")
-    config = parse(["--config", path, "--use_tensorboard", "false"])
-    assert config.observe.report_to == "mlflow" and config.observe.tracker_project == "mine"
-
-
-def test_other_spellings_count_as_written():
-    config = parse(["--eps-clip-low", "0.1", "--no-use-tensorboard", "--disable_engine_sleep"])
-    assert config.written == {"eps_clip_low", "report_to", "enable_engine_sleep"}
-    assert config.observe.report_to == "jsonl" and not config.engine.enable_engine_sleep
-    config.expand({"eps_clip_low": 0.2})
-    assert config.algorithm.eps_clip_low == 0.1
 
 
 def test_a_file_gives_defaults_and_flags_override_it(file):
@@ -282,8 +250,6 @@ def test_the_shipped_files_can_run(path):
     [
         (["--learning_rat", "1"], "unknown flag --learning_rat; did you mean --learning_rate"),
         (["--max_stps=3"], "unknown flag --max_stps; did you mean --max_steps. All flags"),
-        (["--train_data", "x"], "unknown flag --train_data; write --prompt_data"),
-        (["--lr=1"], "unknown flag --lr; write --learning_rate"),
         (["--scale_for_train", "x"], "unknown flag --scale_for_train. All flags"),
         (["--no_seed"], "unknown flag --no_seed; did you mean --seed"),
         (["--nothing_like_it"], "unknown flag --nothing_like_it. All flags"),
@@ -293,10 +259,6 @@ def test_the_shipped_files_can_run(path):
             "loss_agg_mode: invalid choice 'median'; choose from token-mean",
         ),
         (["--bf16", "perhaps"], "--bf16"),
-        (
-            ["--packing_samples", "perhaps"],
-            "--packing_samples perhaps: the flag takes no value, or true or false",
-        ),
         (["--config"], "--config needs the path of a YAML file"),
         (["--config", "no/such.yaml"], "--config no/such.yaml: No such file or directory"),
         (["stray"], "stray"),
@@ -306,33 +268,6 @@ def test_errors_of_the_command_line(argv, message):
     with pytest.raises(ConfigError) as error:
         parse(argv)
     assert message in str(error.value)
-
-
-def test_flags_of_other_launch_scripts():
-    config = parse(
-        [
-            "--remote_rm_url=http://a:1/b?c=d",
-            "--disable_engine_sleep",
-            "--packing_samples",
-            "--flash_attn",
-            "--use_fire",
-        ]
-    )
-    assert config.reward.reward == "http://a:1/b?c=d" and not config.engine.enable_engine_sleep
-    assert config.train.batching == "packed" and config.rollout.first_token_temperature == 10
-    assert {
-        "reward",
-        "batching",
-        "enable_engine_sleep",
-        "first_token_temperature",
-    } <= config.written
-
-    assert (
-        parse(["--first_token_temperature", "5", "--use_fire"]).rollout.first_token_temperature == 5
-    )
-    assert parse(["--flash_attn", "true", "--use_fire=True", "--seed", "7"]) == parse(
-        ["--use_fire", "--seed", "7"]
-    )
 
 
 def test_two_unknown_flags_are_named_at_once():
@@ -1223,21 +1158,6 @@ def test_help_of_a_word_lists_the_flags_that_have_it(word, flags):
 def test_a_server_may_be_greedy_and_training_may_not():
     check("--pretrain=m", "--temperature=0", command="serve", world_size=1)
     assert "--temperature must be above 0" in problems(*RUNNABLE, "--temperature=0")
-
-
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        ("plan --help lora", "--lora_rank int"),
-        ("plan --command train_dpo --help dpo_loss", "--dpo_loss {"),
-        ("check train_kto --help desirable", "--desirable_weight float"),
-        ("chat --help port", "--port int"),
-    ],
-)
-def test_commands_that_take_flags_of_another_explain_them(capsys, words, flag):
-    with pytest.raises(SystemExit):
-        main(words.split())
-    assert flag in capsys.readouterr().out
 
 
 def test_help_shows_the_recipe_of_an_estimator(capsys):

@@ -22,7 +22,7 @@ FILES = {
         "tests/extras/agents/test_mcp.py",
     ],
     "fp8": ["tests/strategy/test_float8.py"],
-    "tinker": ["tests/app/trainer/test_tinker_server.py"],
+    "tinker": ["tests/extras/tinker/test_tinker_server.py"],
 }
 """Environment -> tests of the packages in it."""
 

@@ -25,11 +25,11 @@ print(torch.backends.cpu.get_cpu_capability(), torch.cpu._is_avx512_supported(),
 PARTS = [
     "engine/test_quantized.py::test_vllm_computes_with_int8_after_every_load[1-False]",
     "engine/test_vllm.py::test_every_weight_is_proven",
-    "parallel/test_device.py",
+    "models/parallel/test_device.py",
     "invariants/test_expert_parallel.py::test_every_family_learns_as_plain_torch",
-    "trainer/test_tinker.py::test_gradients_are_those_of_plain_torch_in_every_layout",
-    "exact/test_exact.py::test_logprobs_do_not_depend_on_other_rows",
-    "exact/test_exact.py::test_engine_and_trainer_agree_in_every_bit",
+    "extras/tinker/test_tinker.py::test_gradients_are_those_of_plain_torch_in_every_layout",
+    "extras/exact/test_exact.py::test_logprobs_do_not_depend_on_other_rows",
+    "extras/exact/test_exact.py::test_engine_and_trainer_agree_in_every_bit",
 ]
 """Tests of engine, sampling, layouts and equal bits."""
 

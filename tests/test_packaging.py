@@ -219,11 +219,9 @@ def test_every_module_imports_without_extras(wheel, installed, tmp_path):
 def test_the_program_shows_its_commands_and_its_version(installed, tmp_path):
     result = run(installed.parent / "lightrft", "--help", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    commands = {path.stem for path in (ROOT / "lightrft" / "cli").glob("*.py")} - {
-        "__init__",
-        "main",
-        "entrypoint",
-    }
+    folders = ("app/cli", "extras/commands")
+    files = [path for name in folders for path in (ROOT / "lightrft" / name).glob("*.py")]
+    commands = {path.stem for path in files} - {"__init__"}
     assert commands and all(command in result.stdout for command in commands)
     assert (
         run(installed.parent / "lightrft", "--version", cwd=tmp_path).stdout

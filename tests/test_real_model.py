@@ -20,9 +20,9 @@ from transformers import (
 
 from lightrft.app.cli import evaluate, export
 from lightrft.config import DataSection
+from lightrft.config.extras import extra
 from lightrft.data.conversations import make_example
 from lightrft.data.prompts import RowContext, make_prompt
-from lightrft.extras.commands import doctor
 from lightrft.models.weight_files import WeightFiles
 from runs import train
 from with_vllm import load_vllm
@@ -163,7 +163,7 @@ def test_a_conversation_has_the_tokens_of_its_template(tokenizer):
 
 def test_doctor_finds_no_difference_between_vllm_and_trainer(model, capsys):
     with pytest.raises(SystemExit) as ended:
-        doctor.main(
+        extra("lightrft doctor").main(
             [
                 "--model",
                 str(model),

@@ -106,6 +106,11 @@ def parse(
     return config
 
 
+def load(file: str | Path) -> Config:
+    """Return the configuration of a YAML file, not yet resolved."""
+    return parse(["--config", str(file)])
+
+
 def _values_of_flags(flags: Flags, problems: list[str]) -> dict[str, Any]:
     """Return field name -> value. Raises ConfigError with the unknown flags, and with the
     `problems` that were found before.

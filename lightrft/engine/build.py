@@ -11,6 +11,7 @@ import torch
 from loguru import logger
 
 from lightrft.config.errors import ConfigError
+from lightrft.config.extras import extra
 from lightrft.config.sections import EngineSection
 from lightrft.engine.base import Engine, EngineSetup
 from lightrft.engine.model_info import most_of_each, published_names
@@ -33,10 +34,7 @@ TOOL_PARSERS = {
     name: f"lightrft.engine.{name}.tool_parsers:tool_parser" for name in ("vllm", "sglang")
 }
 """Engine -> function that returns one of the engine's parsers of tool calls by name."""
-EXACT_ENGINES = {
-    "hf": "lightrft.extras.exact.hf:ExactHFEngine",
-    "vllm": "lightrft.extras.exact.vllm:ExactVLLMEngine",
-}
+EXACT_ENGINES = {"hf": "ExactHFEngine", "vllm": "ExactVLLMEngine"}
 """Name -> adapter under --exact."""
 REMOTE = "lightrft.engine.remote.adapter:RemoteEngine"
 """Adapter for engines on other ranks."""
@@ -60,8 +58,8 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     name = _resolve(section.engine_type)
     if name in ON_ONE_NODE:
         _check_nodes(name, setup["axis"])
-    exact = exact_adapter(name, setup["device"]) if section.exact else None
-    adapter = engine_class(name) if exact is None else _adapter(exact)
+    exact = section.exact and has_exact(name, setup["device"])
+    adapter = exact_adapter(name) if exact else engine_class(name)
 
     if section.rollout_quantization != "none":
         if not adapter.quantizes:
@@ -90,15 +88,19 @@ def engine_class(name: str) -> type[Engine]:
     return chosen
 
 
-def exact_adapter(name: str, device: torch.device) -> str | None:
-    """Return the adapter under --exact; None for an engine without exact mode on this device."""
-    return None if name == "vllm" and device.type != "cpu" else EXACT_ENGINES.get(name)
+def has_exact(name: str, device: torch.device) -> bool:
+    return name in EXACT_ENGINES and (name != "vllm" or device.type == "cpu")
+
+
+def exact_adapter(name: str) -> type[Engine]:
+    """Return the adapter under --exact."""
+    return getattr(extra(f"--exact with --engine_type {name}"), EXACT_ENGINES[name])
 
 
 def check_exact(section: EngineSection, device: torch.device) -> None:
     """Raise ConfigError if the engine has no exact mode on this device."""
     name = _resolve(section.engine_type)
-    if exact_adapter(name, device) is None:
+    if not has_exact(name, device):
         raise ConfigError(
             f"--exact with --engine_type {name} needs a CPU: on GPUs it was not tested; use"
             " --engine_type hf"

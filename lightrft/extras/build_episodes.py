@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_terms
 from lightrft.config.sections import Config, has_episodes
-from lightrft.data.rendering.template import chat_template, template_variables, turn_end_ids
+from lightrft.data.rendering.template import template_variables, turn_end_ids
 from lightrft.engine.build import load_tool_parsers
 from lightrft.engine.model_info import end_token_ids, placeholder_token_ids
 from lightrft.extras.agents.endpoint.protocol import EndpointModel
@@ -20,8 +20,10 @@ from lightrft.extras.agents.programs import ProgramSetup
 from lightrft.extras.agents.tool_calls import Parse, after_thinking, hermes, read_call
 from lightrft.extras.agents.tools import schemas
 from lightrft.extras.agents.turn_format import TurnFormat
+from lightrft.extras.episode_sampler import EpisodeSampler
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.qwen_omni import load_config
+from lightrft.strategy.strategy import StrategyBase
 
 
 def program_setup(config: Config) -> ProgramSetup:
@@ -55,9 +57,6 @@ def with_tools(config: Config, world: Axis) -> Config:
     ranks with other prompts would not sample the same. Raises ConfigError if the environment or a
     tool cannot be imported or described.
     """
-    if not has_episodes(config.environment):
-        return config
-
     tools, problem = world.broadcast(_described(config) if world.rank == 0 else None)
     if problem:
         raise ConfigError(problem)
@@ -80,54 +79,19 @@ def _described(config: Config) -> tuple[list[dict[str, Any]], str]:
         return [], str(error)
 
 
-def with_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
-    """Add the tokens that only the tokenizer knows: ends of turns, and --bad_words.
-
-    Responses also stop where the tokenizer and the chat template end a turn. Raises ConfigError for
-    a bad word that is not one token.
-    """
-    rollout = config.rollout
-    ends = turn_end_ids(config.data, tokenizer).union(rollout.stop_token_ids)
-    banned = set(rollout.banned_token_ids)
-    for word in rollout.bad_words:
-        token_ids = tokenizer.encode(word, add_special_tokens=False)
-        if len(token_ids) != 1:
-            raise ConfigError(
-                f"--bad_words {word!r} is {len(token_ids)} tokens of --pretrain"
-                f" {config.model.pretrain}: whether the last one is excluded would depend on the"
-                " tokens before it, and log-probs of engine and trainer would differ; name words"
-                " of one token, or lower the reward of responses that contain it"
-            )
-        after_space = tokenizer.encode(f" {word}", add_special_tokens=False)
-        banned.update(token_ids, after_space if len(after_space) == 1 else [])
-
-    tokens = {"stop_token_ids": sorted(ends), "banned_token_ids": sorted(banned)}
-    return replace(config, rollout=replace(rollout, **tokens))
-
-
-def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes | None:
-    """Build what runs the episodes of this rank; None if a response is one turn."""
-    return new_episodes(config, tokenizer) if has_episodes(config.environment) else None
-
-
-def check_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the chat template does not describe the run's tools to the model, or if
-    there is none for the chats of an agent.
-    """
-    template = tokenizer.chat_template
-    if config.environment.agent and not template:
-        raise ConfigError(
-            "--agent: the tokenizer of --pretrain has no chat template for the agent's messages: copy"
-            " the chat_template.jinja of another model into its folder"
+def episode_sampler(
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
+) -> EpisodeSampler:
+    """Build what samples episodes with the program of --environment, --agent or --tools."""
+    # On an accelerator, other kernels differ from run to run too, unless the user asks for it.
+    together = strategy.device.type == "cpu" or config.strategy.deterministic
+    if together:
+        strategy.print(
+            "turns begin when the programs of all episodes have asked for theirs, so that the run"
+            " repeats to the last bit; time/generate/tools is how long the engine waits"
         )
-
-    tools = template_variables(config.data).get("tools") or []
-    if tools and template and not chat_template(config.data, tokenizer).describes(tools):
-        names = ", ".join(tool["function"]["name"] for tool in tools)
-        raise ConfigError(
-            f"--tools: the chat template of --pretrain {config.model.pretrain} does not describe"
-            f" tools, so no prompt would name {names}; use a model whose chat template does"
-        )
+    episodes = new_episodes(config, tokenizer)
+    return EpisodeSampler(strategy, tokenizer, config.rollout, episodes, together=together)
 
 
 def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightrft.app.run.observation import log_duration
 from lightrft.app.run.resume_check import identity
+from lightrft.app.trainer.build_data import with_token_ids
 from lightrft.app.trainer.build_roles import build_policy
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import MODEL_KEY
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
-from lightrft.extras.build_episodes import new_episodes, served_model, with_token_ids
+from lightrft.extras.build_episodes import new_episodes, served_model
 from lightrft.extras.episode_sampler import EpisodeSampler
 from lightrft.models.heads import rope_window
 from lightrft.models.load import load_tokenizer

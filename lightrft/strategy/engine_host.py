@@ -92,11 +92,9 @@ class EngineHost:
         """Return hf, vllm, ...: the package of the adapter; "none" without an engine."""
         if self._engine is None:
             return "none"
-        module = type(self._engine).__module__
-        return (
-            module.removeprefix("lightrft.engine.")
-            .removeprefix("lightrft.extras.exact.")
-            .partition(".")[0]
+        folders = type(self._engine).__module__.split(".")
+        return next(
+            (name for name in ("remote", "hf", "vllm", "sglang") if name in folders), folders[0]
         )
 
     @property

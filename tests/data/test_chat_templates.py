@@ -6,6 +6,7 @@ Each goes from row to prompt, learned answer and agent's turn.
 import json
 import re
 from functools import cache
+from importlib import import_module
 from importlib.metadata import files
 from pathlib import Path
 
@@ -18,8 +19,6 @@ from lightrft.data.conversations import make_example
 from lightrft.data.preferences import pair_maker
 from lightrft.data.prompts import RowContext, make_prompt
 from lightrft.data.rendering.template import turn_end_ids
-from lightrft.extras.agents.messages import BEGINNING, TurnRequest
-from lightrft.extras.agents.turn_format import TurnFormat
 from tiny import byte_tokenizer
 
 SHIPPED = {
@@ -97,6 +96,13 @@ def reference(name: str, *messages: dict, answer_follows: bool = True) -> str:
     )
 
 
+def turn_format(section: DataSection, reader):
+    """Return what renders the turns of agents, and the module of their requests."""
+    turns = pytest.importorskip("lightrft.extras.agents.turn_format")
+    ends = turn_end_ids(section, reader)
+    return turns.TurnFormat(section, reader, ends), import_module("lightrft.extras.agents.messages")
+
+
 def end_of_turn(name: str) -> str:
     """Return the special token that ends an answer in the template, else the tokenizer's."""
     messages = [turn("user", QUESTION), turn("assistant", ANSWER)]
@@ -166,11 +172,13 @@ def test_rows_in_all_forms(name):
         ANSWER[-2:] + expected.rpartition(ANSWER)[2]
     ) and rejected == chosen.replace("7", "8")
 
-    format = TurnFormat(section, reader, turn_end_ids(section, reader))
-    request = TurnRequest([turn("user", parts(QUESTION))], BEGINNING)
+    format, agents = turn_format(section, reader)
+    request = agents.TurnRequest([turn("user", parts(QUESTION))], agents.BEGINNING)
     sent = format.prompt(Prompt(0, "", []), request)
     assert sent.token_ids == asked(name, QUESTION).token_ids
-    between = reader.decode(format.tokens(TurnRequest(THIRD), reader.convert_tokens_to_ids(end)))
+    between = reader.decode(
+        format.tokens(agents.TurnRequest(THIRD), reader.convert_tokens_to_ids(end))
+    )
     assert THIRD in between and between.endswith(text.rpartition(QUESTION)[2][-5:])
 
 
@@ -247,9 +255,9 @@ def test_results_of_calls_in_one_turn_are_rendered_together(name):
         whole.removesuffix(end)
         == reference(name, *messages, answer_follows=False).rpartition(ANSWER)[0] + ANSWER
     )
-    format = TurnFormat(SECTION, reader, turn_end_ids(SECTION, reader))
+    format, agents = turn_format(SECTION, reader)
     ended = "<|observation|>" if name == "glm4moe" else end
-    between = format.tokens(TurnRequest(results), reader.convert_tokens_to_ids(ended))
+    between = format.tokens(agents.TurnRequest(results), reader.convert_tokens_to_ids(ended))
     assert reader.decode(between) in whole
 
 

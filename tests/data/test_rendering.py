@@ -14,20 +14,16 @@ from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 from lightrft.algorithms.rollout.sampler import greedy_sampling, sampling_of
+from lightrft.app.trainer.build_data import check_tools, with_token_ids
 from lightrft.config import Config, DataSection, PreferenceSection, RolloutSection
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EnvironmentSection
-from lightrft.core.samples import Answer, Prompt
+from lightrft.core.samples import Answer
 from lightrft.data.conversations import load_examples, make_example
 from lightrft.data.preferences import load_answers, load_pairs, pair_maker
 from lightrft.data.prompts import RowContext, load_prompts, make_prompt
 from lightrft.data.readers import DataError
-from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.step_labels import load_steps
-from lightrft.extras.agents.messages import BEGINNING, ToolCall, TurnRequest
-from lightrft.extras.agents.tool_calls import hermes
-from lightrft.extras.agents.turn_format import TurnFormat
-from lightrft.extras.build_episodes import check_tools, with_token_ids
 from tiny import BOS, EOS, byte_tokenizer
 
 TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
@@ -433,9 +429,6 @@ def test_nulls_that_somebody_wrote_stay(place):
     template = CHAT.replace("tool.function.name", "tool.function | tojson")
     begun, _, _ = text([ASK], template, **place(tool)).partition(";")
     assert json.loads(begun) == tool
-    observed = TurnFormat(SECTION, tokenizer(template), frozenset())
-    prompt = observed.prompt(Prompt(0, "", []), TurnRequest([ASK], BEGINNING, tools=[tool]))
-    assert json.loads(prompt.text.partition(";")[0]) == tool
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -452,15 +445,6 @@ def test_one_bos(chat, begin):
     assert list(answer.token_ids).count(EOS) == (0 if chat else 1), (
         "one end, the template's or the tokenizer's"
     )
-
-
-def test_a_completion_request_may_begin_with_bos():
-    format = TurnFormat(SECTION, with_bos(), frozenset({EOS}))
-    for sent in ("q", "<bos>q"):
-        assert format.prompt(
-            Prompt(0, "", []), TurnRequest(sent, BEGINNING, plain=True)
-        ).token_ids == [BOS, ord("q")]
-    assert text_tokens(with_bos(), "<bos>q", special_tokens=False) == [BOS, ord("q")]
 
 
 def test_answers_have_the_tokens_of_the_whole_text(tmp_path):
@@ -515,21 +499,6 @@ def test_bad_words_are_tokens_that_are_never_sampled():
 # -- agents
 
 
-def test_turns_follow_the_columns_of_their_row():
-    format = TurnFormat(SECTION, tokenizer(), frozenset({EOS}))
-    columns = {"prompt": TOOL_CHAT[:1], "chat_template_kwargs": {"prefill": "<b>"}, "tools": [ADD]}
-    prompt = Prompt(0, "", [1], columns)
-    begun = format.prompt(prompt, TurnRequest(" Now!"))
-    assert begun.text == "add;<|user|>What is 6+1? Now!<|end|>\n<|assistant|><b>"
-    between = format.tokens(TurnRequest([turn("tool", "7")]), None, columns)
-    assert tokenizer().decode(between).endswith("<|tool|>7<|end|>\n<|assistant|><b>")
-
-    with pytest.raises(ValueError, match="does not describe the tool add"):
-        TurnFormat(SECTION, tokenizer("no tools"), frozenset()).prompt(
-            prompt, TurnRequest([ASK], BEGINNING, tools=[ADD])
-        )
-
-
 def test_tools_that_no_prompt_would_name():
     tools = [{"type": "function", "function": ADD}]
     config = Config(data=replace(SECTION, chat_template_kwargs=json.dumps({"tools": tools})))
@@ -546,41 +515,6 @@ def test_an_agent_without_a_chat_template():
     check_tools(config, tokenizer())
     with pytest.raises(ConfigError, match="--agent: the tokenizer of --pretrain has no chat templ"):
         check_tools(config, byte_tokenizer())
-
-
-CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-
-
-@pytest.mark.parametrize(
-    ("said", "content", "calls"),
-    [
-        (f"<think>I may {CALL}</think>\nNo.", f"<think>I may {CALL}</think>\nNo.", []),
-        (
-            f"<think>I may {CALL}</think>\nx{CALL}",
-            f"<think>I may {CALL}</think>x",
-            [ToolCall("f", {})],
-        ),
-        (f"<think>I may {CALL}", f"<think>I may {CALL}", []),
-        (
-            '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>',
-            "",
-            [ToolCall("f", {"a": 1})],
-        ),
-        (
-            '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>',
-            "",
-            [ToolCall("f", {"a": "x\ny"})],
-        ),
-    ],
-)
-def test_calls_come_after_the_thinking(said, content, calls):
-    assert hermes(said) == (content, calls)
-
-
-def test_thinking_that_the_prompt_opens():
-    format = TurnFormat(SECTION, tokenizer("cuts thinking"), frozenset({EOS}))
-    assert format.opens_thinking(tokenizer().encode(text("q", "cuts thinking"))) == "<think>"
-    assert format.opens_thinking(tokenizer().encode(text("q"))) == ""
 
 
 # -- rows of other tools

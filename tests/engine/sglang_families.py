@@ -20,7 +20,6 @@ from engine.contract import (
 )
 from lightrft.engine.base import Engine
 from lightrft.engine.probe import Probe
-from lightrft.extras.tools.diagnosis import compare
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.mesh import Mesh
 from tiny import BOS, EOS, PAD, VOCABULARY
@@ -136,6 +135,8 @@ def _differing_parts(engine: Engine, model: PreTrainedModel) -> list[str]:
     probe = Probe(len(tokens))
     with probe.attached(model):
         ours = probe.parts(model(torch.tensor([tokens])).logits[0, -1])
+    from lightrft.extras.tools.diagnosis import compare
+
     compared = compare(ours, engine.parts(tokens), torch.float32)
     lost = {"model.norm", "lm_head", "model.layers.1.self_attn.o_proj", "model.layers.0.mlp"} - {
         part.name for part in compared

@@ -22,7 +22,6 @@ from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.core.batch import Batch, Experience, micro_batches
 from lightrft.core.losses import Denominator
 from lightrft.core.metrics import Metrics
-from lightrft.extras.tools.step_memory import fake_group
 from lightrft.models.attention.flat import ATTENTION, flat_attention
 from lightrft.models.attention.layout import Layout
 from lightrft.models.heads import Actor, Scorer
@@ -34,6 +33,7 @@ from lightrft.models.recompute import recompute
 from lightrft.models.routers import RouterChoices
 from lightrft.strategy.batching.micro_batches import find_shared_prefixes
 from models.parallel.families import family_config
+from ranks import fake_group
 
 T = 12
 N = 3

@@ -76,12 +76,12 @@ def option(command: list[str], name: str) -> str:
 
 
 def check(command: list[str], monkeypatch) -> None:
-    """Check that the flags after `-m lightrft DOOR` make a possible run.
+    """Check that the flags after `-m lightrft COMMAND` make a possible run.
 
     Each of them must have an effect.
     """
-    entrypoint = option(command, "-m").removeprefix("lightrft.app.cli.")
-    flags = command[command.index("-m") + 2 :]
+    assert option(command, "-m") == "lightrft"
+    entrypoint, *flags = command[command.index("-m") + 2 :]
     nodes = int(option(command, "--nnodes")) if "--nnodes" in command else 1
     monkeypatch.setenv("WORLD_SIZE", str(nodes * int(option(command, "--nproc-per-node"))))
     monkeypatch.chdir(ROOT)

@@ -102,7 +102,7 @@ def test_the_commands_for_a_node_are_possible(tmp_path, monkeypatch):
     runs = [
         shlex.split(line)
         for line in commands.splitlines()
-        if "run_grpo_gsm8k.sh" in line or "lightrft.app.cli." in line
+        if "run_grpo_gsm8k.sh" in line or "-m lightrft " in line
     ]
     assert len(runs) == 4
     (tmp_path / "data").mkdir()
@@ -119,12 +119,12 @@ def test_the_commands_for_a_node_are_possible(tmp_path, monkeypatch):
         )
         command = "train_ppo"
 
-        flags = words[3:] if config else words[words.index("-m") + 2 :]
-        if "lightrft.extras.commands.bench" in words:
+        flags = words[3:] if config else words[words.index("-m") + 3 :]
+        if "bench" in words:
             config = flags[0]
             flags = flags[1:]
         elif config is None:
-            command = words[words.index("-m") + 1].removeprefix("lightrft.app.cli.")
+            command = words[words.index("-m") + 2]
 
         flags = [flag.replace("data/gsm8k", f"{tmp_path}/data") for flag in flags]
         if command == "train_ppo":

@@ -18,7 +18,6 @@ from transformers import AutoConfig, PretrainedConfig
 from lightrft.config import ModelSection
 from lightrft.config.errors import ConfigError
 from lightrft.core.batch import Batch
-from lightrft.extras.tools.step_memory import step_bytes
 from lightrft.models.four_bits.linear import QuantizedLinear, matrix_shape, quantize_layers
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
@@ -320,7 +319,8 @@ def test_a_plan_has_the_bytes_that_a_rank_holds(on_two_ranks, folder):
 def planned_bytes(config: PretrainedConfig, options: dict[str, Any]) -> float:
     if dist.is_initialized():
         dist.destroy_process_group()
-    return step_bytes(config, options, world=2, tokens=64).parameters
+    step_memory = pytest.importorskip("lightrft.extras.tools.step_memory")
+    return step_memory.step_bytes(config, options, world=2, tokens=64).parameters
 
 
 def test_the_base_is_untouched_after_20_steps(on_two_ranks):

@@ -24,13 +24,13 @@ from lightrft.core.engine import derived_seed
 from lightrft.core.groups import RIGHT, Group
 from lightrft.core.metrics import Metrics, Untraced
 from lightrft.core.order import Order, fair_owners
+from lightrft.core.rewards import Rewards
 from lightrft.core.rollout import NextPrompts, Rollout
 from lightrft.core.sampler import Pending, RolloutLoop
 from lightrft.core.samples import Prompt
 from lightrft.data.loader import Blend
 from lightrft.models.parallel.collectives import Axis
 from lightrft.registry import Registry
-from lightrft.rewards.runner import RewardRunner
 
 schedulers = Registry("scheduler", flag="--scheduler")
 schedulers.register_deferred("rounds", "lightrft.algorithms.schedulers.rounds:Rounds")
@@ -202,7 +202,7 @@ class FixedBatch(NextPrompts):
     def __init__(
         self,
         sampler: RunSampler,
-        rewards: RewardRunner,
+        rewards: Rewards,
         prompts: Sequence[Prompt],
         *,
         section: RolloutSection,

@@ -15,18 +15,18 @@ import faulthandler  # noqa: E402
 import gc  # noqa: E402
 import sys  # noqa: E402
 import traceback  # noqa: E402
-from collections.abc import Callable, Iterator, Sequence  # noqa: E402
+from collections.abc import Iterator, Sequence  # noqa: E402
 from contextlib import contextmanager  # noqa: E402
-from functools import partial  # noqa: E402
 from typing import Any  # noqa: E402
 
 from loguru import logger  # noqa: E402
 
 from lightrft.app.run.logs import set_up_logging  # noqa: E402
+from lightrft.config.command_line import parse  # noqa: E402
 from lightrft.config.errors import USER_ERROR, ConfigError  # noqa: E402
+from lightrft.config.extras import extra, installed  # noqa: E402
 from lightrft.config.paths import check_paths  # noqa: E402
 from lightrft.config.sections import Config  # noqa: E402
-from lightrft.extras.compat.command_line import parse  # noqa: E402
 
 LONGEST_MESSAGE = 20_000
 """Number of letters of an error that are logged."""
@@ -39,14 +39,6 @@ for it.
 After each operation of torch an engine waits that long beside such a thread; Python's default is 5
 ms.
 """
-
-
-def command(name: str, description: str | None, module: str) -> Callable[..., None]:
-    """Return main() of the module of a command, and call it if the module runs as a program."""
-    main = partial(run_command, name, description)
-    if module == "__main__":
-        main()
-    return main
 
 
 def command_parser(name: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
@@ -69,6 +61,15 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
         raise SystemExit(USER_ERROR) from None
 
 
+def read_command_line(argv: Sequence[str] | None, command: str, description: str) -> Config:
+    """Return the configuration of a command line, not yet resolved.
+
+    Flags of other programs are translated, or answered with the ones to write instead.
+    """
+    other = {"read_flags": extra("flags of other programs").translate} if installed() else {}
+    return parse(argv, command, description, **other)
+
+
 def run_command(command: str, description: str | None, argv: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0, 2 for errors that the user can correct, 128 + signal when
     interrupted, 1 otherwise.
@@ -77,7 +78,7 @@ def run_command(command: str, description: str | None, argv: Sequence[str] | Non
         faulthandler.enable()
     set_up_logging()
     try:
-        config = parse(argv, command, description or "")
+        config = read_command_line(argv, command, description or "")
         if not config.train.dry_run:  # its plan is printed all the same
             check_paths(config, command)
         sys.exit(_run(command, config))
@@ -115,9 +116,7 @@ def _run(command: str, config: Config) -> int:
 
     try:
         if config.train.dry_run:
-            from lightrft.extras.commands.plan import dry_run
-
-            return dry_run(config, command)
+            return extra("--dry_run").dry_run(config, command)
         run(command, config)
     except ConfigError as error:
         _log_once(str(error))

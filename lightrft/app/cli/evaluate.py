@@ -5,6 +5,8 @@ python -m lightrft evaluate --fsdp --pretrain runs/quickstart/model --eval_data
 runs/quickstart/data/test.jsonl
 """
 
-from lightrft.app.cli import command
+from functools import partial
 
-main = command("evaluate", __doc__, __name__)
+from lightrft.app.cli import run_command
+
+main = partial(run_command, "evaluate", __doc__)

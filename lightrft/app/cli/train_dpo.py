@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 -m lightrft train_dpo --config configs/quickstart_dpo.yaml
 """
 
-from lightrft.app.cli import command
+from functools import partial
 
-main = command("train_dpo", __doc__, __name__)
+from lightrft.app.cli import run_command
+
+main = partial(run_command, "train_dpo", __doc__)

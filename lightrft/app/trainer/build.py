@@ -32,11 +32,13 @@ from lightrft.app.run.recorded_samples import RecordedSamples
 from lightrft.app.run.run_folder import RunFolder
 from lightrft.app.trainer.base import TrainingData
 from lightrft.app.trainer.build_data import (
+    check_tools,
     load_expander,
     load_rewarded,
     load_supervised,
     load_training_data,
     teacher_columns,
+    with_token_ids,
 )
 from lightrft.app.trainer.build_roles import (
     build_critic,
@@ -51,6 +53,7 @@ from lightrft.app.trainer.held_out import HeldOut
 from lightrft.app.trainer.ppo import PPOTrainer
 from lightrft.app.trainer.tasks.sft import PtxLoss
 from lightrft.config.errors import ConfigError
+from lightrft.config.extras import WITH_EPISODES, extra
 from lightrft.config.references import (
     ENGINE,
     JUDGE,
@@ -82,9 +85,8 @@ from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.prompts import load_prompts
-from lightrft.extras.build_episodes import build_episodes, check_tools, with_token_ids, with_tools
-from lightrft.extras.episode_sampler import EpisodeSampler
 from lightrft.models.load import load_tokenizer
+from lightrft.models.parallel.collectives import Axis
 from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.runner import RewardRunner
 from lightrft.strategy.checkpoint.final_model import with_merged_pretrain, with_model_of_run
@@ -443,21 +445,22 @@ def build_experience_maker(
     )
 
 
+def with_tools(config: Config, world: Axis) -> Config:
+    """Add the schemas of the tools of --environment, --agent and --tools, which prompts show."""
+    return (
+        extra(WITH_EPISODES).with_tools(config, world)
+        if has_episodes(config.environment)
+        else config
+    )
+
+
 def build_sampler(
     config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
 ) -> RunSampler:
     """Build what samples responses, or episodes if the run has environments or tools."""
-    episodes = build_episodes(config, tokenizer)
-    if episodes is None:
-        return RunSampler(strategy, tokenizer, config.rollout)
-    # On an accelerator, other kernels differ from run to run too, unless the user asks for it.
-    together = strategy.device.type == "cpu" or config.strategy.deterministic
-    if together:
-        strategy.print(
-            "turns begin when the programs of all episodes have asked for theirs, so that the run"
-            " repeats to the last bit; time/generate/tools is how long the engine waits"
-        )
-    return EpisodeSampler(strategy, tokenizer, config.rollout, episodes, together=together)
+    if has_episodes(config.environment):
+        return extra(WITH_EPISODES).episode_sampler(config, strategy, tokenizer)
+    return RunSampler(strategy, tokenizer, config.rollout)
 
 
 def build_overlap(

@@ -26,9 +26,9 @@ from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import is_first_rank
+from lightrft.data.rendering.template import chat_template, template_variables, turn_end_ids
 from lightrft.data.rendering.tokens import marked_texts
 from lightrft.data.step_labels import load_steps
-from lightrft.extras.build_episodes import check_tools
 from lightrft.models.load import load_tokenizer
 from lightrft.rewards.runner import RewardRunner
 
@@ -293,3 +293,48 @@ def _fitting_batch(config: Config, num_rows: int, generates: bool) -> int:
             f" {rows // size} steps; set it for another number"
         )
     return size
+
+
+def with_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
+    """Add the tokens that only the tokenizer knows: ends of turns, and --bad_words.
+
+    Responses also stop where the tokenizer and the chat template end a turn. Raises ConfigError for
+    a bad word that is not one token.
+    """
+    rollout = config.rollout
+    ends = turn_end_ids(config.data, tokenizer).union(rollout.stop_token_ids)
+    banned = set(rollout.banned_token_ids)
+    for word in rollout.bad_words:
+        token_ids = tokenizer.encode(word, add_special_tokens=False)
+        if len(token_ids) != 1:
+            raise ConfigError(
+                f"--bad_words {word!r} is {len(token_ids)} tokens of --pretrain"
+                f" {config.model.pretrain}: whether the last one is excluded would depend on the"
+                " tokens before it, and log-probs of engine and trainer would differ; name words"
+                " of one token, or lower the reward of responses that contain it"
+            )
+        after_space = tokenizer.encode(f" {word}", add_special_tokens=False)
+        banned.update(token_ids, after_space if len(after_space) == 1 else [])
+
+    tokens = {"stop_token_ids": sorted(ends), "banned_token_ids": sorted(banned)}
+    return replace(config, rollout=replace(rollout, **tokens))
+
+
+def check_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if the chat template does not describe the run's tools to the model, or if
+    there is none for the chats of an agent.
+    """
+    template = tokenizer.chat_template
+    if config.environment.agent and not template:
+        raise ConfigError(
+            "--agent: the tokenizer of --pretrain has no chat template for the agent's messages: copy"
+            " the chat_template.jinja of another model into its folder"
+        )
+
+    tools = template_variables(config.data).get("tools") or []
+    if tools and template and not chat_template(config.data, tokenizer).describes(tools):
+        names = ", ".join(tool["function"]["name"] for tool in tools)
+        raise ConfigError(
+            f"--tools: the chat template of --pretrain {config.model.pretrain} does not describe"
+            f" tools, so no prompt would name {names}; use a model whose chat template does"
+        )

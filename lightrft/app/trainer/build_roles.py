@@ -16,6 +16,7 @@ from lightrft.algorithms.roles.teacher import Teacher, Teachers
 from lightrft.algorithms.rollout.media_expansion import Expander
 from lightrft.app.run.reward_server import ServedModel
 from lightrft.app.trainer.selfcheck import check_model
+from lightrft.config.extras import extra
 from lightrft.config.references import reward_model_terms, teacher_terms
 from lightrft.config.sections import Config, longest_sequence, moves_reference
 from lightrft.engine.model_info import end_token_ids, never_sampled
@@ -64,9 +65,7 @@ def build_policy(
     with strategy.init_model_context():
         actor = Actor(freeze_parameters(load_model(config.model), config.model))
     if config.engine.exact:
-        from lightrft.extras.exact.install import make_actor_exact
-
-        make_actor_exact(actor, strategy.dtype, strategy.device, strategy.world)
+        extra("--exact").make_actor_exact(actor, strategy.dtype, strategy.device, strategy.world)
     # Engines choose rotary frequencies for the longest possible sequence.
     if sampling is not ANY_TOKEN:
         check_window(actor.language_model, longest_sequence(config))
@@ -131,9 +130,7 @@ def _computing_like_actor(config: Config, strategy: StrategyBase, model: Actor) 
 
         use_float8(model, strategy.device)
     if config.engine.exact:
-        from lightrft.extras.exact.install import make_actor_exact
-
-        make_actor_exact(model, strategy.dtype, strategy.device, strategy.world)
+        extra("--exact").make_actor_exact(model, strategy.dtype, strategy.device, strategy.world)
     return model
 
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightrft.app.observe.sinks import read_rows
 from lightrft.app.run.logs import log_unless_set_up
 from lightrft.app.trainer.objects import model_folder, with_names
+from lightrft.config.command_line import load
 from lightrft.config.errors import ConfigError
+from lightrft.config.extras import extra, installed
 from lightrft.config.paths import check_paths
 from lightrft.config.sections import Config, fields_read, section_of_field
-from lightrft.extras.compat.command_line import load
-from lightrft.extras.compat.trl_objects import taken
 
 ConfigOrFile = Config | str | Path | None
 Model = str | Path | PreTrainedModel
@@ -155,7 +155,9 @@ def evaluate(
 
 
 def _train(command: str, config: ConfigOrFile, values: dict[str, Any]) -> TrainedRun:
-    values, notices = taken(command, values)
+    notices: list[str] = []
+    if installed():
+        values, notices = extra("objects of TRL").taken(command, values)
     with model_folder(values) as named:
         resolved = _configuration(config, named)
         resolved.notices += notices

@@ -25,8 +25,8 @@ from lightrft.app.trainer.build_supervised import (
     sft_trainer,
 )
 from lightrft.config.errors import ConfigError
+from lightrft.config.extras import extra
 from lightrft.config.sections import Config
-from lightrft.extras.build_server import model_server, tinker_server
 from lightrft.models.parallel.device import local_rank
 from lightrft.registry import kept_alive
 from lightrft.strategy import get_strategy
@@ -98,11 +98,11 @@ def _serve_reward(config: Config, strategy: StrategyBase) -> None:
 
 
 def _serve(config: Config, strategy: StrategyBase) -> None:
-    _start(model_server, config, strategy).serve()
+    _start(extra("a server of models").model_server, config, strategy).serve()
 
 
 def _tinker(config: Config, strategy: StrategyBase) -> None:
-    _start(tinker_server, config, strategy).serve()
+    _start(extra("a server of models").tinker_server, config, strategy).serve()
 
 
 WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {

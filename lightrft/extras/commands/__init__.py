@@ -1,1 +1,1 @@
-"""."""
+"""Hold the commands of what stands beside training."""

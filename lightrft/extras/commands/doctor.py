@@ -12,10 +12,10 @@ import sys
 
 from lightrft.app.cli import command_parser, user_errors
 from lightrft.app.run.logs import set_up_logging
+from lightrft.config.command_line import load
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import strategy_name
 from lightrft.config.sections import EngineSection
-from lightrft.extras.compat.command_line import load
 
 
 def main(argv: list[str] | None = None) -> None:

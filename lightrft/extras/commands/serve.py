@@ -5,6 +5,8 @@ lightrft serve --pretrain runs/guess_number/model --port 8000
 Requests with the header `x-session-id` continue a session, whose turns are never tokenized again.
 """
 
-from lightrft.app.cli import command
+from functools import partial
 
-main = command("serve", __doc__, __name__)
+from lightrft.app.cli import run_command
+
+main = partial(run_command, "serve", __doc__)

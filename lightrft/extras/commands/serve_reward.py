@@ -3,6 +3,8 @@
 lightrft serve_reward --reward_pretrain runs/quickstart/rm/model --port 8000
 """
 
-from lightrft.app.cli import command
+from functools import partial
 
-main = command("serve_reward", __doc__, __name__)
+from lightrft.app.cli import run_command
+
+main = partial(run_command, "serve_reward", __doc__)

@@ -5,6 +5,8 @@ torchrun --nproc_per_node 2 -m lightrft tinker --pretrain Qwen/Qwen3-0.6B --port
 A client gets the address as `base_url`. See docs/tinker.md.
 """
 
-from lightrft.app.cli import command
+from functools import partial
 
-main = command("tinker", __doc__, __name__)
+from lightrft.app.cli import run_command
+
+main = partial(run_command, "tinker", __doc__)

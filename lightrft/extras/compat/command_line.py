@@ -1,7 +1,6 @@
 """Read command lines, files and values that may have names of other tools."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from lightrft.config import command_line
 from lightrft.config.command_line import Flags, group_flags
@@ -19,11 +18,6 @@ def parse(
     to write instead. Otherwise this is lightrft.config.parse().
     """
     return command_line.parse(argv, command, description, read_flags=translate)
-
-
-def load(file: str | Path) -> Config:
-    """Return the configuration of a YAML file, not yet resolved."""
-    return parse(["--config", str(file)])
 
 
 def translate(tokens: list[str], config: Config) -> tuple[Flags, list[str]]:

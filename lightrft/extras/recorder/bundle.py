@@ -20,6 +20,7 @@ from typing import Any
 from lightrft.app.observe.sinks import read_rows
 from lightrft.app.run.digests import FILE, read_digests
 from lightrft.app.run.run_folder import DESCRIPTION, checkpoints_of
+from lightrft.config.command_line import load
 from lightrft.config.errors import ConfigError
 from lightrft.config.paths import code_files
 from lightrft.config.references import (
@@ -30,7 +31,6 @@ from lightrft.config.references import (
 )
 from lightrft.config.sections import Config, has_episodes, media_columns
 from lightrft.data.prompts import load_prompts
-from lightrft.extras.compat.command_line import load
 from lightrft.extras.recorder.differences import read_recorded
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy.checkpoint.manifest import checkpoints

@@ -35,7 +35,7 @@ def install() -> Callable[[Any], NoReturn]:
 
     Torchrun registers what this returns as a rendezvous backend.
     """
-    if any(argument.startswith("lightrft.") for argument in sys.argv[1:]):
+    if any(f"{argument}.".startswith("lightrft.") for argument in sys.argv[1:]):
         os.environ.setdefault(SHUTDOWN_SECONDS, LONG_ENOUGH)
         sys.excepthook = partial(_end, sys.excepthook)
         # What failed is told by the rank, and once more in the last line.

@@ -13,7 +13,7 @@ import pytest
 
 from lightrft.__main__ import main as lightrft
 from lightrft.app.cli import SWITCH_INTERVAL, evaluate, train_ppo, train_sft
-from lightrft.extras.commands.debug import report
+from lightrft.config.extras import extra
 from runs import PPO, prepare
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -240,7 +240,9 @@ def test_a_start_that_takes_long_says_where_it_is(inputs, tmp_path, capfd, monke
 
 
 def test_report_of_a_folder_without_a_run(tmp_path, capfd):
-    assert f"{tmp_path} is not the folder of a run" in fails(capfd, report.main, [str(tmp_path)])
+    assert f"{tmp_path} is not the folder of a run" in fails(
+        capfd, extra("lightrft report").main, [str(tmp_path)]
+    )
 
 
 def test_deepspeed_that_is_not_installed(inputs, capfd, monkeypatch):
@@ -276,9 +278,9 @@ def test_a_run_that_cannot_begin_leaves_the_results_of_before_in_place(inputs, t
 @pytest.mark.parametrize(
     ("command", "place"),
     [
-        ("train_sft", "cli.parse"),
-        ("train_sft", "cli._run"),
-        ("report folder", "cli.debug.report.write_report"),
+        ("train_sft", "app.cli.read_command_line"),
+        ("train_sft", "app.cli._run"),
+        ("report folder", "extras.commands.debug.report.write_report"),
     ],
 )
 def test_ctrl_c_before_a_run_listens_for_signals(monkeypatch, capfd, command, place):

@@ -20,9 +20,9 @@ from lightrft.app.observe.report import PAGE_TEMPLATE, write_report
 from lightrft.app.observe.scoreboard import scoreboard
 from lightrft.app.observe.sinks import JsonLines, read_rows, readable, sample_rows
 from lightrft.config import Config
+from lightrft.config.extras import extra
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import ImageFile
-from lightrft.extras.commands.debug import report
 
 ATTACK = "<script>alert(1)</script>"
 
@@ -525,7 +525,9 @@ def test_runs_are_compared(run, tmp_path, capsys):
     (other / "config.yaml").write_text(
         (other / "config.yaml").read_text().replace("seed: 42", "seed: 7")
     )
-    report.main([str(run), str(other), "--out", str(tmp_path / "both.html"), "--csv"])
+    extra("lightrft report").main(
+        [str(run), str(other), "--out", str(tmp_path / "both.html"), "--csv"]
+    )
     data = data_of(tmp_path / "both.html")
     assert [name for name, _ in data["runs"]] == ["my <run>", "other"]
     assert data["differences"] == [["--seed", "42", "7"]]
@@ -542,7 +544,7 @@ def test_runs_are_compared(run, tmp_path, capsys):
         and table[1]["rollout/reward"] == "0.025"
     )
     with pytest.raises(SystemExit):
-        report.main([str(run), str(tmp_path)])
+        extra("lightrft report").main([str(run), str(tmp_path)])
     assert "is not the folder of a run with metrics" in capsys.readouterr().err
 
 

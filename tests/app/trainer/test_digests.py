@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from extras.recorder.planted import run_all
+from app.trainer.planted import run_all
 from lightrft.app.run.digests import OF_SEQUENCES, PHASES, parts_of, read_digests
 from lightrft.strategy.backends.optim import (
     MIXING_FACTOR,

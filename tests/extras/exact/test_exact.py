@@ -19,7 +19,7 @@ from lightrft.config.sections import EngineSection
 from lightrft.core.batch import SharedPrefix
 from lightrft.core.engine import Request
 from lightrft.engine.base import Engine
-from lightrft.engine.build import EXACT_ENGINES, check_exact
+from lightrft.engine.build import check_exact, exact_adapter
 from lightrft.engine.requests import Sampling
 from lightrft.extras.exact.attention import (
     AttentionScores,
@@ -371,9 +371,8 @@ def _with_a_wrong_bit(pretrain: str, engine_type: str) -> list[str]:
     def change(module, inputs, output: Tensor) -> None:
         output.view(torch.int32).view(-1)[5] ^= 1
 
-    place, _, name = EXACT_ENGINES[engine_type].partition(":")
-    module = import_module(place)
-    exact_engine = getattr(module, name)
+    exact_engine = exact_adapter(engine_type)
+    module = import_module(exact_engine.__module__)
 
     class Faulty(exact_engine):
         def __init__(self, setup) -> None:
@@ -382,7 +381,7 @@ def _with_a_wrong_bit(pretrain: str, engine_type: str) -> list[str]:
 
     found = []
     for engine in (exact_engine, Faulty):
-        setattr(module, name, engine)
+        setattr(module, exact_engine.__name__, engine)
         config = Config(
             model=ModelSection(pretrain=pretrain),
             data=DataSection(prompt_max_len=128),

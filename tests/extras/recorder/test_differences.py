@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from extras.recorder.planted import run_all
+from app.trainer.planted import run_all
 from lightrft.app.run.digests import OF_SEQUENCES
 from lightrft.extras.commands.debug import bisect
 from lightrft.extras.recorder.differences import Difference, find_difference

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from extras.recorder.planted import run_all
+from app.trainer.planted import run_all
 from lightrft.app.run.digests import OF_SEQUENCES, PHASES
 from lightrft.app.trainer import build
 from lightrft.config.errors import ConfigError

@@ -196,7 +196,8 @@ def test_the_command(folder: Path) -> None:
         command = [
             warm_python(vllm=True),
             "-m",
-            "lightrft.extras.commands.doctor",
+            "lightrft",
+            "doctor",
             "--engine_kv_cache_gb",
             "0.125",
             *flags,

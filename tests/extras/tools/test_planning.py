@@ -507,7 +507,7 @@ def test_a_dry_run_trains_nothing(tmp_path):
         "-m",
     ]
     ran = subprocess.run(
-        [*command, "lightrft.app.cli.train_sft", *flags], cwd=ROOT, capture_output=True, text=True
+        [*command, "lightrft", "train_sft", *flags], cwd=ROOT, capture_output=True, text=True
     )
     assert ran.returncode == 0 and ran.stdout.count("it fits") == 1, ran.stderr
     assert not (tmp_path / "run").exists()

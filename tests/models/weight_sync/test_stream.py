@@ -17,12 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrft.extras.tools.step_memory import fake_group
 from lightrft.models.parallel import shm_all_gather
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.shm_all_gather import AllGather
 from lightrft.models.weight_sync.stream import _gather_bucket, bucket_limit, stream
-from ranks import run_ranks
+from ranks import fake_group, run_ranks
 
 BUCKETS = [1, 100, 1000, 10**9]
 

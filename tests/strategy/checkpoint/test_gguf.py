@@ -28,7 +28,6 @@ from gguf_files import (
 from lightrft import versions
 from lightrft.app.cli import evaluate, export
 from lightrft.config import Config, ConfigError
-from lightrft.extras.commands import doctor
 from lightrft.strategy.checkpoint import model_folders
 from lightrft.strategy.checkpoint.gguf import convert
 from lightrft.strategy.checkpoint.model_folders import converted_folder, name_folders
@@ -364,6 +363,7 @@ def test_export_writes_a_file_as_a_folder(tmp_path):
 
 @pytest.mark.slow
 def test_doctor_examines_a_file(tmp_path, capsys):
+    doctor = pytest.importorskip("lightrft.extras.commands.doctor")
     written(tmp_path / "m.gguf")
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--model", str(tmp_path / "m.gguf"), "--engine_type", "hf", "--fsdp"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from extras.recorder.planted import run_all
+from app.trainer.planted import run_all
 from lightrft.config import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.paths import check_paths

@@ -4,7 +4,6 @@ import re
 import shlex
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -14,6 +13,7 @@ import pytest
 
 from lightrft.app.cli import export
 from lightrft.config import COMMANDS, ConfigError, resolve
+from lightrft.config.extras import extra
 from lightrft.config.resolve import range_problems
 from lightrft.config.sections import aliases, field_types, section_of_field
 from lightrft.config.values import JSONObject
@@ -26,7 +26,7 @@ from lightrft.extras.compat.command_line import parse
 from lightrft.extras.compat.counterparts import names
 from lightrft.extras.compat.openrlhf import DOTTED, IGNORED
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 OTHERS = {*openrlhf.NAMES, *openrlhf.EQUIVALENT_FLAGS, *openrlhf.SPECIAL, *openrlhf.IGNORED}
@@ -142,6 +142,8 @@ def check(words: list[str], settings: dict[str, str]) -> None:
         )
     )
 
+    if "-m" in words and words[words.index("-m") + 1] == "lightrft":
+        words = words[words.index("-m") + 1 :]
     script = next((word for word in words if re.fullmatch(r"scripts/[\w/]+\.(sh|py)", word)), "")
     module = next((word for word in words if re.match(r"(lightrft\.\w+|scripts)\.\w+$", word)), "")
 
@@ -163,14 +165,10 @@ def check(words: list[str], settings: dict[str, str]) -> None:
             if word.startswith("--") and word.partition("=")[0] not in program
         ]
         assert path.exists() and not missing, f"{path.name} has no {missing}"
-    elif module.startswith("lightrft") and not module.startswith("lightrft.app.cli"):
-        assert find_spec(module)
     elif module:
-        check_command(
-            module.rpartition(".")[2], words[words.index(module) + 1 :], world_size=world_size
-        )
+        assert find_spec(module)
     elif words[0] == "lightrft":
-        check_command(words[1], words[2:], world_size=1)
+        check_command(words[1], words[2:], world_size=world_size)
     else:
         assert words[0] in OTHER_PROGRAMS, (
             f"{words[0]} is neither a program of this project nor in OTHER_PROGRAMS"
@@ -198,7 +196,7 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
     elif command == "migrate":
         migrate.parser().parse_args([word for word in arguments if word != ">"][:-1])
     elif command in ("bisect", "bundle", "replay", "diagnose", "forecast", "test_rewards"):
-        import_module(f"lightrft.extras.commands.debug.{command}").parser().parse_args(arguments)
+        extra(f"lightrft {command}").parser().parse_args(arguments)
     elif command == "report":
         assert set(arguments) & {"--out", "--csv"} or len(arguments) == 1
     else:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lightrft.config.command_line import load
 from lightrft.config.errors import ConfigError
-from lightrft.extras.compat.command_line import load
 from lightrft.extras.compat.counterparts import defaults
 from lightrft.extras.migrate import main, migrated
 

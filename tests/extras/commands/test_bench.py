@@ -24,7 +24,7 @@ def test_a_run_is_measured_and_removed(tmp_path, monkeypatch):
         "--nproc-per-node=2",
         "-m",
     ]
-    command = [*ranks, "lightrft.extras.commands.bench", *prepare(tmp_path), *PPO, "--max_steps=4"]
+    command = [*ranks, "lightrft", "bench", *prepare(tmp_path), *PPO, "--max_steps=4"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     *lines, last = ran.stdout.splitlines()
     found = json.loads(last)

@@ -39,14 +39,17 @@ def test_a_row(row):
     "change",
     [
         {"test": "tests/no_such_file.py::test_nothing"},
-        {"test": "tests/scripts/test_silent_bugs_page.py::test_no_such_name"},
+        {"test": "tests/extras/scripts/test_silent_bugs_page.py::test_no_such_name"},
         {"case": "no_such_case"},
     ],
     ids=str,
 )
 def test_a_test_that_is_gone_is_named(change, tmp_path, monkeypatch):
     row = Row(
-        "huggingface/trl/issues/1", "A.", "B.", "tests/scripts/test_silent_bugs_page.py::test_a_row"
+        "huggingface/trl/issues/1",
+        "A.",
+        "B.",
+        "tests/extras/scripts/test_silent_bugs_page.py::test_a_row",
     )
     assert row.missing() == []
     gone = replace(row, **change)
