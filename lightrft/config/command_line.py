@@ -317,9 +317,9 @@ def help_text(command: str, topic: str = "", description: str = "") -> str:
     if topic in read:
         return _help_of_flags(command, [topic])
     if topic in PRESETS:
-        return f"--advantage_estimator {topic} sets these flags, unless you set them:\n" + _recipe(
-            topic
-        )
+        lines = [f"--advantage_estimator {topic} sets these flags, unless you set them:"]
+        lines += [f"  --{name} {value}" for name, value in recipe(topic).items()]
+        return "\n".join([*lines, ""])
 
     if topic and (alike := [name for name in sorted(read) if topic in name]):
         return _help_of_flags(command, alike)
@@ -358,10 +358,6 @@ def _first_sentence(name: str) -> str:
     meaning = field_docs(SECTIONS[section_of_field()[name]])[name]
     first = re.split(r"(?<=\w[.:;,]) ", meaning)[0].rstrip(".:;,")
     return f"  --{name:<22} {textwrap.shorten(first, 92, placeholder=' ...')}"
-
-
-def _recipe(name: str) -> str:
-    return "".join(f"  --{field} {value}\n" for field, value in recipe(name).items())
 
 
 def _names(section: str) -> Iterator[str]:

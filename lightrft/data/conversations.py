@@ -5,13 +5,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.sections import DataSection
 from lightrft.core.batch import Batch
 from lightrft.core.samples import Answer, Expand, Expanded, Prompt, TokenIds
 from lightrft.data.chats import conversation_tokens
-from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import (
     RowContext,
     built_prompt,
@@ -25,45 +22,6 @@ from lightrft.data.rendering.forms import learned
 from lightrft.data.rendering.messages import Message, is_answer
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
-
-
-def load_examples(
-    section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    longest: int,
-    requirements: Any = None,
-    **options: Any,
-) -> PromptSet:
-    """Load prompts with answers as load_prompts() does, which has further options.
-
-    Rows without an answer or above `longest` tokens are bad rows, too.
-    """
-    return load_prompts(
-        section,
-        tokenizer,
-        row_problem=partial(too_long, longest=longest),
-        make=make_example,
-        read=learned,
-        requirements=[longest, requirements],
-        **options,
-    )
-
-
-def too_long(prompt: Prompt, longest: int) -> str | None:
-    """Return why a row with more than `longest` tokens cannot be used; None if it can."""
-    length = size_of_row(prompt)
-    if length <= longest:
-        return None
-    answers = sum(isinstance(each, Answer) for each in prompt.columns.values())
-    what = "both answers with the prompt" if answers == 2 else "prompt and answer"
-    return f"{what} have {length} tokens, more than {longest} (--max_tokens_per_microbatch)"
-
-
-def size_of_row(prompt: Prompt) -> int:
-    """Return the number of tokens of a prompt with each of the answers to it."""
-    answers = [answer for answer in prompt.columns.values() if isinstance(answer, Answer)]
-    return sum(prompt.num_tokens + len(answer.token_ids) for answer in answers)
 
 
 def make_example(context: RowContext, row: dict[str, Any]) -> Prompt:
@@ -80,6 +38,10 @@ def make_example(context: RowContext, row: dict[str, Any]) -> Prompt:
             f" {', '.join(row)}"
         )
     return learned_example(context, row, reading.prompt, answer)
+
+
+load_examples = partial(load_prompts, make=make_example, read=learned)
+"""Function that loads prompts with answers, as load_prompts() does. Rows without one are bad rows."""
 
 
 def learned_example(

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.sections import DataSection, PreferenceSection
 from lightrft.core.batch import JudgedBatch
 from lightrft.core.samples import Answer, Expand, Prompt, TokenIds
-from lightrft.data.conversations import can_be_learned, flat_columns, learned_example, too_long
+from lightrft.data.conversations import can_be_learned, flat_columns, learned_example
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import Make, RowContext, load_prompts
 from lightrft.data.rendering.forms import Reading, column, is_conversation, judged, pair
@@ -53,21 +53,16 @@ def load_judged(
     preference: PreferenceSection,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    longest: int,
     read: Callable[..., Reading],
     requirements: Any = None,
     **options: Any,
 ) -> PromptSet:
-    """Load prompts with answers that are judged, as load_prompts() does, with its `options`.
-
-    Above `longest` tokens, of the prompt with each answer, a row is a bad row.
-    """
+    """Load prompts with answers that are judged, as load_prompts() does, with its `options`."""
     return load_prompts(
         section,
         tokenizer,
-        row_problem=partial(too_long, longest=longest),
         read=partial(read, preference=preference),
-        requirements=[longest, asdict(preference), requirements],
+        requirements=[asdict(preference), requirements],
         **options,
     )
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.errors import DataError
 from lightrft.config.references import REASONING_GYM, data_problems, data_sources
 from lightrft.config.sections import DataSection, media_columns
-from lightrft.core.samples import Prompt
+from lightrft.core.samples import Answer, Prompt
 from lightrft.data.chats import Conversation
 from lightrft.data.columns.values import label_value, plain_row
 from lightrft.data.digests import cache_key
@@ -93,6 +93,7 @@ def load_prompts(
     distinguishing: str | None = None,
     requirements: Any = None,
     keep_input: bool = False,
+    longest: int | None = None,
 ) -> PromptSet:
     """Load all usable prompts of the data given by the field `source`.
 
@@ -102,8 +103,12 @@ def load_prompts(
     to it, for the log. With `data_cache` they are stored in a file. It is used again unless
     `requirements` changes, a JSON value that determines `row_problem` and `measure`.
     `distinguishing` is a column for PromptSet.examples. With `keep_input` the prompt of a row, a
-    text or messages, is also a column, INPUT.
+    text or messages, is also a column, INPUT. With answers of more than `longest` tokens, the
+    prompt's included, a row is a bad row.
     """
+    if longest is not None:
+        row_problem = partial(too_long, longest=longest)
+        requirements = [longest, requirements]
     if section.data_cache and requirements is None and not (make is row_problem is measure is None):
         raise TypeError("load_prompts() needs `requirements` to recognise its file")
 
@@ -333,6 +338,22 @@ def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
             " chat_template.jinja of another model into its folder, or use --input_template for"
             " prompts that are text"
         )
+
+
+def too_long(prompt: Prompt, longest: int) -> str | None:
+    """Return why a row with more than `longest` tokens cannot be used; None if it can."""
+    length = size_of_row(prompt)
+    if length <= longest:
+        return None
+    answers = sum(isinstance(each, Answer) for each in prompt.columns.values())
+    what = "both answers with the prompt" if answers == 2 else "prompt and answer"
+    return f"{what} have {length} tokens, more than {longest} (--max_tokens_per_microbatch)"
+
+
+def size_of_row(prompt: Prompt) -> int:
+    """Return the number of tokens of a prompt with each of the answers to it."""
+    answers = [answer for answer in prompt.columns.values() if isinstance(answer, Answer)]
+    return sum(prompt.num_tokens + len(answer.token_ids) for answer in answers)
 
 
 def make_prompt(context: RowContext, row: dict[str, Any]) -> Prompt:

@@ -145,21 +145,14 @@ class Engine(ABC):
         return EngineLoop(self, sampling)
 
     def generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
-        """Return `n` completions for each request, in the order of the requests; see stream()."""
-        completions = dict(self.stream(requests, sampling))
-        return [completions[index] for index in range(len(requests))]
+        """Return `n` completions for each request, in the order of the requests.
 
-    def stream(
-        self, requests: list[Request], sampling: Sampling
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield (index, `n` completions) of each request when it ends, while others still run.
-
-        The order is free. The engine becomes unusable if the caller stops reading before the end.
         For errors see open().
         """
         loop = self.open(sampling)
         loop.add(requests)
-        return _to_the_end(loop)
+        completions = dict(loop.to_the_end())
+        return [completions[index] for index in range(len(requests))]
 
     def load_weights(
         self,
@@ -690,11 +683,6 @@ class Engine(ABC):
             if not isinstance(error, Exception):
                 raise
             raise EngineError(f"{type(self).__name__}.{verb} failed: {error}") from error
-
-
-def _to_the_end(loop: EngineLoop) -> Iterator[tuple[int, list[Completion]]]:
-    while loop.running:
-        yield from loop.step()
 
 
 def _seeds(seed: int, place: int, request: Request) -> tuple[int, ...]:

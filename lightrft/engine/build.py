@@ -22,14 +22,13 @@ from lightrft.models.qwen_omni import load_config
 from lightrft.models.weight_sync.names import PublishedNames
 from lightrft.registry import Registry
 
-ENGINES = {
-    "vllm": "lightrft.engine.vllm:VLLMEngine",
-    "sglang": "lightrft.engine.sglang:SGLangEngine",
-    "hf": "lightrft.engine.hf:HFEngine",
-}
-"""Name -> adapter. Importing an adapter's module imports the library, so only the chosen one is."""
-own_engines = Registry("engine", flag="--engine_type")
-"""Adapters of users, which are named by where they are."""
+engines = Registry("engine", flag="--engine_type")
+"""Adapters by name, and those of users, which are named by where they are."""
+# Importing an adapter's module imports the library, so only the chosen one is.
+engines.register_deferred("vllm", "lightrft.engine.vllm:VLLMEngine")
+engines.register_deferred("sglang", "lightrft.engine.sglang:SGLangEngine")
+engines.register_deferred("hf", "lightrft.engine.hf:HFEngine")
+
 TOOL_PARSERS = {
     name: f"lightrft.engine.{name}.tool_parsers:tool_parser" for name in ("vllm", "sglang")
 }
@@ -82,7 +81,7 @@ def engine_class(name: str) -> type[Engine]:
 
     Raises ConfigError for anything but a subclass of Engine.
     """
-    chosen = _adapter(ENGINES[name]) if name in ENGINES else own_engines[name]
+    chosen = engines[name]
     if not (isinstance(chosen, type) and issubclass(chosen, Engine)):
         raise ConfigError(f"--engine_type {name}: {chosen!r} is not a subclass of Engine")
     return chosen
@@ -226,11 +225,6 @@ def _resolve(name: str) -> str:
                 " or ".join(PREFERRED),
             )
 
-    if name not in ENGINES and ":" not in name:
-        raise ValueError(
-            f"--engine_type {name}: unknown engine; choose from auto, {', '.join(ENGINES)}, or"
-            " write file.py:Class"
-        )
     if name in INSTALL and not _installed(name):
         raise ValueError(f"--engine_type {name}: {name} is not installed; {INSTALL[name]}")
     return name

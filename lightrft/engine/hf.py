@@ -12,19 +12,18 @@ from transformers.initialization import no_init_weights
 
 from lightrft.core.batch import RoutedShape, concatenated_features
 from lightrft.core.engine import ABORTED, Request
-from lightrft.core.samples import Completion, Expanded
-from lightrft.engine.base import Engine, EngineSetup, Part
-from lightrft.engine.media import MediaReader
-from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
+from lightrft.core.samples import Completion
+from lightrft.engine.base import EngineSetup, Part
 from lightrft.engine.probe import Probe
 from lightrft.engine.requests import Sampling
+from lightrft.engine.start import FolderEngine
 from lightrft.engine.stops import StopStrings
 from lightrft.models.attention.layout import bidirectional_token
 from lightrft.models.attention.recurrent import lift_time_step_limits
 from lightrft.models.logits.truncation import ALL, Truncation, without_padding
 from lightrft.models.parallel.device import float32_product, grow_segments, release_cached_memory
 from lightrft.models.parallel.expert_parallel import routers
-from lightrft.models.qwen_omni import generating_class, load_config
+from lightrft.models.qwen_omni import generating_class
 from lightrft.models.weight_sync.adapters import Adapters, low_rank_product, names_of
 from lightrft.models.weight_sync.names import PublishedNames
 from lightrft.models.weight_sync.verify import Fingerprints
@@ -35,7 +34,7 @@ ROWS_AT_ONCE = 64
 """Rows whose distribution over the vocabulary is held in float64 at once."""
 
 
-class HFEngine(Engine):
+class HFEngine(FolderEngine):
     """Engine that prefills prompts of similar length together; the n samples share a prefill."""
 
     def __init__(self, setup: EngineSetup):
@@ -50,23 +49,11 @@ class HFEngine(Engine):
                 "--engine_args are arguments of vLLM or SGLang, and the hf engine has none"
             )
 
-        config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
-        trust = {"trust_remote_code": setup.trust_remote_code}
-        super().__init__(
-            published_names(config, **trust).shapes,
-            sleep_level=setup.section.engine_sleep_level,
-            max_model_len=setup.max_model_len,
-            vocabulary=Vocabulary.of(setup.model_path, config, **trust),
-            adapters=setup.adapters,
-        )
+        super().__init__(setup)
+        config = self.config
         self.in_space = has_positions_in_space(config)
         self.bidirectional = bidirectional_token(config)
-        media_alone = self.in_space or self.bidirectional is not None
-        self.reader = MediaReader(
-            setup.model_path, self.vocabulary.placeholders, media_alone=media_alone, **trust
-        )
-        self.limits = most_of_each(setup.section, config)
-        self.device = setup.device
+        self.reader.media_alone = self.in_space or self.bidirectional is not None
         self.dtype = setup.dtype
         self.batch_size = setup.section.micro_rollout_batch_size
         grow_segments(self.device)
@@ -98,9 +85,6 @@ class HFEngine(Engine):
 
     def reset_cache(self) -> None:
         """Do nothing: a cache exists only within one generate()."""
-
-    def _expanded(self, request: Request) -> Expanded:
-        return self.reader.expand(request)
 
     def _add(self, key: int, request: Request) -> None:
         self._waiting[key] = request

@@ -105,12 +105,13 @@ class EngineLoop:
         """Return nothing: no other rank has requests in this loop."""
         return []
 
-    def to_the_end(self) -> Ended:
-        """Return (index, completions) of all requests, in the order of ending."""
-        finished = []
+    def to_the_end(self) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield (index, completions) of each request when it ends, while others still run.
+
+        The engine becomes unusable if the caller stops reading before the end.
+        """
         while self.running:
-            finished += self.step()
-        return finished
+            yield from self.step()
 
     def abort(self, indices: Collection[int] | None = None) -> dict[int, list[Completion]]:
         """End requests, by default all; return index -> completions so far.

@@ -13,7 +13,10 @@ from transformers import PretrainedConfig
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.values import nearest
+from lightrft.core.engine import Request
+from lightrft.core.samples import Expanded
 from lightrft.engine.base import Engine, EngineError, EngineSetup
+from lightrft.engine.media import MediaReader
 from lightrft.engine.model_info import (
     Vocabulary,
     draft_names,
@@ -31,8 +34,43 @@ MEMORY_ADVICE = (
 )
 
 
-class LibraryEngine(Engine):
-    """Engine of a library that reads the model's folder and loads weights by published names."""
+class FolderEngine(Engine):
+    """Engine of a model's folder, to which weights come by published names."""
+
+    def __init__(self, setup: EngineSetup):
+        """Read what the folder says about the model."""
+        trust = {"trust_remote_code": setup.trust_remote_code}
+        self.config = load_config(setup.model_path, **trust)
+        self.names = published_names(self.config, **trust)
+        self.draft_names = draft_names(setup.section, **trust) if setup.streams_draft else None
+        """Names of the weights of --draft_pretrain, if streams bring them."""
+        streamed = self.names.shapes | (with_prefix(self.draft_names) if self.draft_names else {})
+        super().__init__(
+            streamed,
+            sleep_level=setup.section.engine_sleep_level,
+            axis=setup.axis,
+            max_model_len=setup.max_model_len,
+            vocabulary=Vocabulary.of(setup.model_path, self.config, **trust),
+            adapters=setup.adapters,
+        )
+        if setup.section.rollout_quantization != "none":
+            from lightrft.models.weight_sync.quantized import Quantization
+
+            self.quantization = Quantization(
+                setup.section.rollout_quantization, self.names, setup.dtype
+            )
+        most_of_media = most_of_each(setup.section, self.config)
+        self.model_reads = tuple(most_of_media)
+        self.limits = {name: most for name, most in most_of_media.items() if name in self.media}
+        self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, **trust)
+        self.device = setup.device
+
+    def _expanded(self, request: Request) -> Expanded:
+        return self.reader.expand(request)
+
+
+class LibraryEngine(FolderEngine):
+    """Engine of a library that reads the model's folder itself."""
 
     def __init__(self, library: str, version: str, setup: EngineSetup):
         """Start the engine; `version` is reported by the library.
@@ -40,33 +78,10 @@ class LibraryEngine(Engine):
         All ranks construct and close engines together.
         """
         warn_if_untested(library, version)
-        config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
-        trust = {"trust_remote_code": setup.trust_remote_code}
-        self.names = published_names(config, **trust)
-        self.draft_names = draft_names(setup.section, **trust) if setup.streams_draft else None
-        """Names of the weights of --draft_pretrain, if streams bring them."""
-        quantization = None
-        if setup.section.rollout_quantization != "none":
-            from lightrft.models.weight_sync.quantized import Quantization
-
-            quantization = Quantization(setup.section.rollout_quantization, self.names, setup.dtype)
-        streamed = self.names.shapes | (with_prefix(self.draft_names) if self.draft_names else {})
-        super().__init__(
-            streamed,
-            sleep_level=setup.section.engine_sleep_level,
-            axis=setup.axis,
-            max_model_len=setup.max_model_len,
-            vocabulary=Vocabulary.of(setup.model_path, config, **trust),
-            adapters=setup.adapters,
-        )
-        self.quantization = quantization
-        most_of_media = most_of_each(setup.section, config)
-        self.model_reads = tuple(most_of_media)
-        self.limits = {name: most for name, most in most_of_media.items() if name in self.media}
-        self.device = setup.device
+        super().__init__(setup)
         self.on_cpu = setup.device.type == "cpu"
         with starting(library, setup):
-            unknown = self._start(setup, config)
+            unknown = self._start(setup, self.config)
 
         if unknown:
             names = self.names.unknown_weights_message(unknown, library)

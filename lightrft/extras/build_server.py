@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from lightrft.app.run.observation import log_duration
 from lightrft.app.run.resume_check import identity
 from lightrft.app.trainer.build_data import with_token_ids
-from lightrft.app.trainer.build_roles import build_policy
+from lightrft.app.trainer.build_roles import build_frozen_reward_model, build_policy
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import MODEL_KEY
+from lightrft.config.references import MODEL_KEY, reward_model_terms
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
 from lightrft.extras.build_episodes import new_episodes, served_model
@@ -19,11 +19,13 @@ from lightrft.extras.episode_sampler import EpisodeSampler
 from lightrft.models.heads import rope_window
 from lightrft.models.load import load_tokenizer
 from lightrft.models.weight_files import weights_of
+from lightrft.rewards.steps import StepRewards
 from lightrft.strategy.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.strategy.strategy import StrategyBase
 
 if TYPE_CHECKING:
     from lightrft.extras.model_server import ModelServer
+    from lightrft.extras.reward_server import RewardServer
 
 MOST_ADAPTERS = 16
 """Adapters that clients can train at the same time."""
@@ -69,6 +71,26 @@ def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
         config.server,
         seed=config.train.seed,
     )
+
+
+def reward_server(config: Config, strategy: StrategyBase) -> "RewardServer":
+    """Build the frozen reward models, each with the tokenizer that it reads with, and the server."""
+    try:
+        from lightrft.extras.reward_server import RewardServer, ServedModel
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"lightrft serve_reward needs {error.name}: pip install '.[agents]'"
+        ) from error
+
+    models = []
+    for flag, term in reward_model_terms(config.model):
+        tokenizer = load_tokenizer(replace(config.model, pretrain=term.name))
+        steps = None
+        if flag == "process_reward_pretrain":
+            steps = StepRewards(tokenizer, config.data.step_separator, config.reward.step_rewards)
+        role = build_frozen_reward_model(config, strategy, flag, term.name)
+        models.append(ServedModel(term.label, role, tokenizer, term.weight, steps))
+    return RewardServer(strategy, models, config.server)
 
 
 def tinker_server(config: Config, strategy: StrategyBase) -> Any:

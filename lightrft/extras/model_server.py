@@ -7,7 +7,6 @@ import asyncio
 import os
 import queue
 import resource
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -19,18 +18,17 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-import uvicorn
 from loguru import logger
 from starlette.requests import Request
 
 from lightrft.app.run.interruption import SERVER_STOPS, Interruption
-from lightrft.app.run.listener import listener_of_rank_0
+from lightrft.app.run.listener import listener_of_rank_0, start_answering
 from lightrft.config.references import MODEL_KEY
 from lightrft.config.sections import ServerSection
 from lightrft.core.groups import Group
 from lightrft.core.samples import Prompt
 from lightrft.extras.agents.endpoint.protocol import EndpointModel
-from lightrft.extras.agents.endpoint.server import application, listening, server_settings
+from lightrft.extras.agents.endpoint.server import application
 from lightrft.extras.agents.messages import (
     BEGINNING,
     LENGTH,
@@ -51,8 +49,6 @@ STEPS_PER_LOOK = 4
 """Number of steps of the engine between two looks at new sessions and signals."""
 POLL_SECONDS = 0.5
 """Longest time between two looks of all ranks at signals, while there are no requests."""
-NUM_THREADS = 256
-"""Number of threads for requests that wait until a rank reads them."""
 MAX_FILES = 65536
 SPARE_FILES = 512
 """Number of open files that are left for everything but sessions."""
@@ -259,7 +255,7 @@ class ModelServer:
         self.sessions = ClientSessions(
             format, in_pieces=not for_whole_turns and episodes.parse is hermes
         )
-        self._listener = listener_of_rank_0(listening, section, strategy.mesh.world)
+        self._listener = listener_of_rank_0(section, strategy.mesh.world)
 
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""
@@ -268,12 +264,11 @@ class ModelServer:
             Interruption(self.strategy.mesh.world, SERVER_STOPS) as interruption,
             self.strategy.engine_awake(),
         ):
-            if self.strategy.is_rank_0():
-                threading.Thread(
-                    target=lambda: asyncio.run(self._listen()), name="model-server", daemon=True
-                ).start()
-                host, port = self._listener.getsockname()[:2]
-                logger.info("serving {} at http://{}:{}/v1", self.served.name, host, port)
+            if self._listener is not None:
+                key = os.environ.get(MODEL_KEY, "")
+                app = application(self.sessions, self.served, key, log=_log)
+                address = start_answering(app, self._listener)
+                logger.info("serving {} at {}/v1", self.served.name, address)
 
             loop = self.sampler.open(self.seed)
             numbers = count(1)
@@ -295,13 +290,6 @@ class ModelServer:
                 yield self.sessions.new.get(block=wait, timeout=POLL_SECONDS)
                 while True:
                     yield self.sessions.new.get_nowait()
-
-    async def _listen(self) -> None:
-        """Answer requests in a thread with another event loop."""
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
-        app = application(self.sessions, self.served, os.environ.get(MODEL_KEY, ""), log=_log)
-        with suppress(asyncio.CancelledError):
-            await uvicorn.Server(server_settings(app)).serve(sockets=[self._listener])
 
 
 def _log(request: Request, status: int, about: str) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from lightrft.config import DataSection
 from lightrft.core.samples import Prompt
-from lightrft.data.conversations import make_example, supervised_batch, too_long
-from lightrft.data.prompts import RowContext
+from lightrft.data.conversations import make_example, supervised_batch
+from lightrft.data.prompts import RowContext, too_long
 from tiny import EOS, byte_tokenizer
 
 

@@ -705,6 +705,15 @@ def requests_have_samplings_of_their_own(bench: Bench) -> None:
     assert [sample.token_ids for sample in outputs[4]] == [bench.expected[4][:2]] * 2
 
 
+def stream(
+    engine: Engine, requests: list[Request], sampling: Sampling
+) -> Iterator[tuple[int, list[Completion]]]:
+    """Yield the requests as they end."""
+    loop = engine.open(sampling)
+    loop.add(requests)
+    return loop.to_the_end()
+
+
 def each_request_comes_as_it_ends(bench: Bench) -> None:
     """Three prompts of one length that run together: those that end first come first."""
     requests = [Request([7, index]) for index in (3, 1, 2)]
@@ -714,7 +723,7 @@ def each_request_comes_as_it_ends(bench: Bench) -> None:
         bench.engine.reset_cache()
 
         given: dict[int, list[Completion]] = {}
-        for index, completions in bench.engine.stream(requests, sampling):
+        for index, completions in stream(bench.engine, requests, sampling):
             given[index] = completions
             torch.rand(3)  # draws of the caller change no sample
 
@@ -1131,7 +1140,7 @@ def the_first_token_has_a_temperature_of_its_own(bench: Bench) -> None:
         Request(PROMPTS[1] if index == 1 else prompt, sampling=sampling)
         for index, sampling in enumerate(own)
     ]
-    finished = list(bench.engine.stream(requests, fire))
+    finished = list(stream(bench.engine, requests, fire))
     assert sorted(index for index, _ in finished) == [0, 1, 2, 3]
     outputs = [completions for _, completions in sorted(finished, key=lambda each: each[0])]
     assert [len(samples) for samples in outputs] == [24, 1, 1, 24]
@@ -1250,8 +1259,8 @@ def the_seed_of_a_sample_decides(bench: Bench) -> None:
         ]
 
         drawn = {}
-        for index, completions in bench.engine.stream(
-            requests, Sampling(n=2, max_tokens=LENGTH, seed=seed)
+        for index, completions in stream(
+            bench.engine, requests, Sampling(n=2, max_tokens=LENGTH, seed=seed)
         ):
             drawn[rows[index]] = [each.token_ids for each in completions]
             for _ in range(bench.rank + seed):

@@ -95,7 +95,9 @@ def test_an_engine_that_broke_is_not_used_again(verb: str) -> None:
 
 def test_completions_that_are_not_read_to_the_end_leave_the_engine_unusable() -> None:
     engine = Idle()
-    assert next(engine.stream([Request([1]), Request([2])], Sampling())) == (0, [])
+    loop = engine.open(Sampling())
+    loop.add([Request([1]), Request([2])])
+    assert next(loop.to_the_end()) == (0, [])
     with pytest.raises(EngineError, match="its completions were not consumed to the end"):
         engine.generate([Request([1])], Sampling())
 

@@ -63,7 +63,7 @@ def test_a_missing_engine_names_its_package(
 
 def test_an_unknown_engine_names_the_known_ones(folder: Path) -> None:
     with pytest.raises(
-        ValueError, match="--engine_type tgi: unknown engine; choose from auto, vllm, sglang, hf"
+        ValueError, match="--engine_type tgi: no engine of this name. Choices: hf, sglang, vllm"
     ):
         start("tgi", str(folder), ALONE)
 

@@ -353,30 +353,6 @@ REFUSED = {
     ),
     "a lambda with a name": (["g = lambda: 1\nassert f(g) == 1"], "pass g to"),
     "a decorator": (["@f\ndef g(): return 1\nassert g() == 1"], "pass g to"),
-    "a function as a result": (["assert f(1)(2) == 3"], "call f(1), which the program returns"),
-    "a function as a result with a name": (
-        ["g = f(1)\nassert g(2) == 3"],
-        "call g, which the program returns",
-    ),
-    "a sum of objects": (
-        ["assert Vec(1) + Vec(2) == Vec(3)"],
-        "compare or add Vec(1) + Vec(2) and Vec(3)",
-    ),
-    "a sum of objects with names": (
-        ["v = Vec(1)\nw = Vec(2)\nx = v + w\nassert x.y == 3"],
-        "compare or add v and w",
-    ),
-    "objects that should be equal": (
-        ["from program import S", "assert S(2).double() == S(4)"],
-        "compare or add S(2).double() and S(4)",
-    ),
-    "the same with names in a unittest": (
-        [
-            "import unittest\nfrom program import S\nclass T(unittest.TestCase):\n"
-            "  def test(self):\n    s = S(2)\n    self.assertEqual(s.double(), S(4))"
-        ],
-        "compare or add s.double() and S(4)",
-    ),
     "an own object as an argument": (["class N: pass", "assert f(N()) == 1"], "pass N() to"),
     "an own function for a candidate": (
         ["def check(candidate):\n  assert candidate(lambda: 1) == 1", "check(f)"],
@@ -440,48 +416,35 @@ UNJUDGED = {
         ["from program import C, f\nassert f() == C.RED"],
         "f gives .* class 'C'",
     ),
-    "a part of an object": (
-        "class N:\n  def __init__(s): s.next = s",
-        ["from program import N\nn = N()\nassert n.next.next is n"],
-        "next gives .* class 'N'",
+    "an object of a class": (
+        "class N:\n  def __init__(s, x): s.x = x",
+        ["from program import N\nassert N(2).x == 2"],
+        "N gives .* class 'N'",
     ),
-    "a method of a record": (
-        "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\n"
-        "  def double(s): return 2 * s.x\ndef f(x): return P(x)",
-        ["assert f(2).double() == 4"],
-        "they use double of a P, which has its fields alone",
+    "a dictionary of a class of its own": (
+        "class Table(dict): pass",
+        ["t = Table()\nt[1] = 2\nassert t[1] == 2"],
+        "Table gives .* class 'Table'",
     ),
-    "an operator of a record": (
-        "from dataclasses import dataclass\n@dataclass(order=True)\nclass P:\n  x: int\n"
-        "def f(x): return P(x)",
-        ["assert f(2) < f(3)"],
-        "they use lt of a P, which has its fields alone",
+    "an attribute of a class": (
+        "class N: limit = 3",
+        ["from program import N\nassert N.limit == 3"],
+        "they use limit of N",
     ),
-    "a method of a named tuple": (
-        "from typing import NamedTuple\nclass P(NamedTuple):\n  x: int\n"
-        "  def double(s): return 2 * s.x\ndef f(x): return P(x)",
-        ["assert f(2).double() == 4"],
-        "they use double of a P, which has its fields alone",
+    "a record": (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\ndef f(x): return P(x)",
+        ["assert f(2).x == 2"],
+        "f gives .* class 'P'",
+    ),
+    "a function that is called": (
+        "def f(x): return lambda y: x + y",
+        ["assert f(1)(2) == 3"],
+        "f gives .* class 'function'",
     ),
     "an argument that is filled": (
         "class A: pass\ndef f(x): x.append(A())",
         ["x = []\nf(x)\nassert x == [1]"],
         "class 'A'",
-    ),
-    "an operator": (
-        "class V:\n  def __init__(s, x): pass\n  __add__ = lambda s, o: 5",
-        ["assert V(2) + 3 == 5"],
-        "they use add of an object",
-    ),
-    "a comparison": (
-        "class V:\n  __eq__ = lambda s, o: True\n  __hash__ = None",
-        ["from program import V\nassert [V()] == [3]"],
-        "they compare objects of the program",
-    ),
-    "a context": (
-        "class V:\n  __enter__ = __exit__ = lambda *_: 1",
-        ["from program import V\nwith V() as x: assert x == 1"],
-        "they use enter of an object",
     ),
     "an object for a unittest": (
         "def f(): return object()",
@@ -617,7 +580,7 @@ SOLVES = {
         "def f(): return [deque([1]), P(1, 2), E.A, L([3]), defaultdict(int, a=1).keys(), OrderedDict(b=2)]",
         [
             "from collections import deque",
-            "assert f() == [deque([1]), (1, 2), 1, [3], ['a'], {'b': 2}] and f()[1].y == 2",
+            "assert f() == [deque([1]), (1, 2), 1, [3], ['a'], {'b': 2}]",
         ],
     ),
     "numbers and dates": (
@@ -654,51 +617,12 @@ SOLVES = {
         "from decimal import Decimal\ndef Half(x): return Decimal(x) / 2",
         ["from decimal import Decimal\nassert Half(3) == Decimal('1.5')"],
     ),
-    "records": (
-        "from dataclasses import dataclass, field\nfrom typing import NamedTuple\n"
-        "@dataclass\nclass P:\n  x: int\n  y: list = field(default_factory=list)\n"
-        "  def total(s): return s.x + sum(s.y)\n"
-        "class Q(NamedTuple):\n  a: int\n  b: P\n"
-        "def f(x): return P(x, [x])\ndef g(p): return p.total()\ndef h(q): return Q(q[0], f(q.z))",
+    "a method of LeetCode": (
+        "class Solution:\n  def add(self, a, b): return a + b\n  def put(self, x): x.append(1)",
         [
-            "import dataclasses\nfrom collections import namedtuple\nfrom program import f, g, h",
-            "assert f(2).x == 2 and f(2).y == [2] and str(f(2)) == 'P(x=2, y=[2])'",
-            "assert f(2) == f(2) != f(3) and dataclasses.asdict(f(1)) == {'x': 1, 'y': [1]}",
-            "assert g(f(2)) == 4",
-            "from program import P\nassert isinstance(f(2), P) and not isinstance(2, P)",
-            "p = namedtuple('R', 'x z')(5, 6)\nq = h(p)\nassert q.a == 5 and q == (5, f(6))",
-        ],
-    ),
-    "a record that the tests define": (
-        "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\n"
-        "def f(x): return [P(x)]",
-        [
-            "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\n",
-            "from program import f\nassert f(2) == [P(2)] and f(2) != [P(3)]",
-        ],
-    ),
-    "an object with items": (
-        "class Table(dict):\n  pass\nclass Row:\n  n = 0\n  def __next__(s): s.n += 1; return s.n",
-        [
-            "from program import Row, Table",
-            "t = Table()\nt['a'] = 1\nt['b'] = 2\ndel t['a']\nassert t['b'] == 2 == len(t) + 1",
-            "r = Row()\nassert next(r) == 1 and next(r) == 2",
-        ],
-    ),
-    "a class": (
-        "class Stack:\n  limit = 9\n  def __init__(s, *x): s.items = [*x]\n"
-        "  def push(s, x): s.items.append(x)\n  def pop(s): return s.items.pop()\n"
-        "  def __len__(s): return len(s.items)\n  def __iter__(s): return iter(s.items)\n"
-        "  def __getitem__(s, i): return s.items[i]\n  def __str__(s): return f'<{s.items}>'\n"
-        "  def join(s, other): s.items += other.items\n  @staticmethod\n  def name(): return 'stack'",
-        [
-            "s = Stack(); s.push(3); s.push(4)",
-            "assert len(s) == 2 and 3 in s and 5 not in s and s.pop() == 4 and s.items == [3]",
-            "assert isinstance(s, Stack) and not isinstance(3, Stack) and Stack.limit == 9",
-            "assert f'{s}' == '<[3]>' and list(s) == [3] and s[0] == 3 and Stack.name() == 'stack'",
-            "t = Stack(1, 2)\ns.join(t)\nassert s.items == [3, 1, 2] and s is s is not t",
-            "s.items = []\nassert not s and not hasattr(s, 'size')",
-            "try: s.pop()\nexcept IndexError: pass\nelse: assert False",
+            "def check(candidate):\n  assert candidate(a=1, b=2) == 3",
+            "check(Solution().add)",
+            "s = Solution()\nx = []\ns.put(x)\nassert s.add(2, 3) == 5 and x == [1]",
         ],
     ),
     "generators": (

@@ -22,21 +22,18 @@ from lightrft.rewards.runner import RewardRunner
 from tiny import EOS, tiny_model
 from warm import warm_python
 
-MALFORMED = {
-    b"Content-Length: -5\r\n\r\n": 411,
-    b"Content-Length: 1e9\r\n\r\n": 411,
-    b"\r\n": 411,
-    b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n": 411,
-    b"Content-Length: 99999999999\r\n\r\n{": 413,
-    b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n": 411,
-    b"Content-Length: 50\r\n\r\n{": 400,
-    b"Content-Length: 2\r\n\r\n\xff\xff": 400,
-    b"Content-Length: 19\r\n\r\n" + rb'{"query":["\ud800"]}': 400,
-    b"Content-Length: 100000\r\n\r\n" + b"[" * 100_000: 400,
-    b"Content-Length: 100011\r\n\r\n" + b'{"query":["' + b"a" * 99_998 + b'"]': 400,
-    b"Content-Length: 100013\r\n\r\n" + b'{"query":["' + b"a" * 99_999 + b'"]}': 400,
-}
-"""Rest of a request -> the status of its answer."""
+MALFORMED = [
+    b"Content-Length: -5\r\n\r\n",
+    b"Content-Length: 1e9\r\n\r\n",
+    b"\r\n",
+    b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"Content-Length: 2\r\n\r\n\xff\xff",
+    b"Content-Length: 19\r\n\r\n" + rb'{"query":["\ud800"]}',
+    b"Content-Length: 100000\r\n\r\n" + b"[" * 100_000,
+    b"Content-Length: 100011\r\n\r\n" + b'{"query":["' + b"a" * 99_998 + b'"]',
+    b"Content-Length: 100013\r\n\r\n" + b'{"query":["' + b"a" * 99_999 + b'"]}',
+]
+"""Rest of a request that is answered with the status 400."""
 TEXTS = [("2+2=", "4"), ("2+2=", "five\n\n!"), ("Say hello.", ""), ("a", "b" * 70)]
 
 
@@ -140,21 +137,18 @@ def test_bad_requests_are_answered_and_the_server_goes_on(folders):
             status, answer = post(address, content)
             assert status == 400 and "the request" in answer["error"]
 
-        head = b"POST / HTTP/1.1\r\nHost: a\r\n"
-        for sent, status in MALFORMED.items():
+        place = address.removeprefix("http://").split(":")
+        head = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        for sent in MALFORMED:
             answer = b""
-            with socket.create_connection(
-                address.removeprefix("http://").split(":"), timeout=30
-            ) as client:
+            with socket.create_connection(place, timeout=30) as client:
                 client.sendall(head + sent)
-                client.shutdown(socket.SHUT_WR)
                 while part := client.recv(1 << 16):
                     answer += part
+            assert answer.startswith(b"HTTP/1.1 400 "), (sent[:50], answer)
 
-            assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b'"error": "' in answer, (
-                sent[:50],
-                answer,
-            )
+        with socket.create_connection(place, timeout=30) as client:
+            client.sendall(head + b"Content-Length: 50\r\n\r\n{")  # and then it leaves
 
         assert post(address, {"query": []}) == (200, {"rewards": []})
         plain = post(address, {"query": ["ab"]})

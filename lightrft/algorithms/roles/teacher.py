@@ -1,7 +1,7 @@
 """Teachers of on-policy distillation: what other models say about the tokens of the actor."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -30,6 +30,7 @@ class TeacherOfTokens(Teacher, Protocol):
         """Return the k likeliest ids in the place of each learned token; see Policy."""
 
 
+@dataclass(eq=False)
 class Teachers:
     """Several teachers as one, each for samples of its own; they may see prompts of their own.
 
@@ -37,14 +38,11 @@ class Teachers:
     prompt (`teacher_prompts`). The response is the same, so its tokens keep their places in it.
     """
 
-    def __init__(
-        self, teachers: Sequence[Teacher], data: Axis, *, max_tokens: int, batching: Batching
-    ):
-        """Set up the teachers. Micro-batches have at most `max_tokens` tokens."""
-        self.teachers = teachers
-        self.data = data
-        self.max_tokens = max_tokens
-        self.batching = batching
+    teachers: Sequence[Teacher]
+    data: Axis
+    max_tokens: int
+    """Largest number of tokens of a micro-batch."""
+    batching: Batching
 
     def logprobs(self, batch: Experience, rows: Rows) -> Tensor:
         return self._ask(batch, lambda teacher, *part: teacher.logprobs(*part))

@@ -48,7 +48,7 @@ class ResumableRollout(Rollout):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Raises ConfigError if another kind of scheduler has written it."""
-        kind = state.pop("kind", FixedBatch.__name__)
+        kind = state.pop("kind")
         if kind != self._kind:
             raise ConfigError(
                 f"the checkpoint has the state of the scheduler {kind}, and --scheduler"
@@ -349,7 +349,7 @@ class FixedBatch(NextPrompts):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Groups that another scheduler had begun start again."""
         begun = [(0, group["number"], group["row"]) for group in state["carried"]]
-        self._restore(state["place"], state["number"], [*begun, *state.get("parked", ())])
+        self._restore(state["place"], state["number"], [*begun, *state["parked"]])
         self.history.load_state_dict(state["history"])
 
     def snapshot(self) -> Callable[[], None]:

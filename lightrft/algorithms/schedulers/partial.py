@@ -95,13 +95,13 @@ class PartialGroups:
     ) -> None:
         """Restore the groups, except those with responses longer than `longest`.
 
-        Each group continues on the rank that began it. If the number of ranks has changed, or an
-        older version wrote the state, groups are dealt round robin.
+        Each group continues on the rank that began it. If the number of ranks has changed, groups
+        are dealt round robin.
         """
         groups = [group_of(group, prompts) for group in state["carried"]]
-        owners = [index % self.data.size for index in range(len(groups))]
-        if state.get("num_ranks") == self.data.size:
-            owners = state["ranks"]
+        owners = state["ranks"]
+        if state["num_ranks"] != self.data.size:
+            owners = [index % self.data.size for index in range(len(groups))]
 
         fitting = [
             (group, rank)
@@ -148,14 +148,14 @@ def group_of(state: dict[str, Any], prompts: Sequence[Prompt]) -> Group:
     row = state["row"]
     group = Group.begin(state["number"], row, prompts[row], count, others=others)
 
-    for sample, values in zip(group.responses, state["responses"], strict=True):
+    columns = zip(group.responses, state["responses"], state["experts"], strict=True)
+    for sample, values, experts in columns:
         token_ids, logprobs, sample.text, finish_reason, versions = values
         sample.finish_reason = finish_reason
         # The lists grow in place, and the saved state must stay as it is.
         sample.token_ids = list(token_ids)
         sample.logprobs = list(logprobs)
         sample.weight_versions = list(versions)
-    for sample, experts in zip(group.responses, state.get("experts", ()), strict=False):
         sample.experts = None if experts is None else experts.numpy()
 
     return group

@@ -86,9 +86,7 @@ def changed_settings(
     before: dict[str, Any], now: dict[str, Any], *, fork: bool = False
 ) -> list[str]:
     """Return the changes that are allowed; raise ConfigError with all that are not."""
-    # A checkpoint of before these flags has no entry for them.
-    former = {"load_in_4bit": False, "optimizer": "adamw"}
-    settings = _changes(former | before["settings"], now["settings"])
+    settings = _changes(before["settings"], now["settings"])
     partly = any(
         run["settings"].get(name)
         for run in (before, now)
@@ -106,11 +104,11 @@ def changed_settings(
     others = [
         f"the weights of the {name}'s base model have changed, and frozen parameters are not in the"
         " checkpoint"
-        for name in _changes(before.get("weights", {}), now["weights"])
+        for name in _changes(before["weights"], now["weights"])
     ]
 
     problems += others if partly else []
-    if before.get("probabilities", now["probabilities"]) != now["probabilities"]:
+    if before["probabilities"] != now["probabilities"]:
         problems.append(
             f"the probabilities of the data sets were {before['probabilities']}, are"
             f" {now['probabilities']}"

@@ -170,17 +170,13 @@ def load_supervised(
     *,
     source: str = "prompt_data",
 ) -> PromptSet:
-    longest = config.train.max_tokens_per_microbatch
-    measure = expand and expand.measure
-    requirements = limits_of_media(config)
-
     return load_examples(
         config.data,
         tokenizer,
         source=source,
-        longest=longest,
-        measure=measure,
-        requirements=requirements,
+        longest=config.train.max_tokens_per_microbatch,
+        measure=expand and expand.measure,
+        requirements=limits_of_media(config),
     )
 
 

@@ -1,6 +1,5 @@
 """Build the models of a run: sharded, and with optimizers and schedules if they learn."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.roles.reward_model import RewardModel
 from lightrft.algorithms.roles.teacher import Teacher, Teachers
 from lightrft.algorithms.rollout.media_expansion import Expander
-from lightrft.app.run.reward_server import ServedModel
 from lightrft.app.trainer.selfcheck import check_model
 from lightrft.config.extras import extra
 from lightrft.config.references import reward_model_terms, teacher_terms
@@ -27,7 +25,6 @@ from lightrft.models.load import (
     load_model,
     load_reward_model,
     load_scorer,
-    load_tokenizer,
     stored_heads,
 )
 from lightrft.models.logits.truncation import Truncation
@@ -300,7 +297,7 @@ def build_model_rewards(
         check_vocabulary(config.model, flag, tokenizer, name=term.name)
         if expand is not None:
             expand.check_same(config.model, flag, term.name)
-        role = _frozen_reward_model(config, strategy, flag, term.name)
+        role = build_frozen_reward_model(config, strategy, flag, term.name)
         set_blank_media(expand, role.module)
         steps = of_steps if flag == "process_reward_pretrain" else None
         models.append(
@@ -310,20 +307,7 @@ def build_model_rewards(
     return ModelRewards(models, key=config.reward.reward_key, expand=expand) if models else None
 
 
-def build_served_models(config: Config, strategy: StrategyBase) -> list[ServedModel]:
-    """Build the frozen reward models for serving, each with the tokenizer that it reads with."""
-    models = []
-    for flag, term in reward_model_terms(config.model):
-        tokenizer = load_tokenizer(replace(config.model, pretrain=term.name))
-        steps = None
-        if flag == "process_reward_pretrain":
-            steps = StepRewards(tokenizer, config.data.step_separator, config.reward.step_rewards)
-        role = _frozen_reward_model(config, strategy, flag, term.name)
-        models.append(ServedModel(term.label, role, tokenizer, term.weight, steps))
-    return models
-
-
-def _frozen_reward_model(
+def build_frozen_reward_model(
     config: Config, strategy: StrategyBase, flag: str, name: str
 ) -> RewardModel:
     strategy.announce("load_reward_models")

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 
+from lightrft.algorithms.preferences.dpo import DPOObjective
+from lightrft.algorithms.preferences.reward import RewardObjective
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.roles.reward_model import RewardModel
 from lightrft.algorithms.roles.role import DistributedRole
@@ -57,8 +59,8 @@ def rm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
 
         data = _load_judged(config, partial(load_pairs, config.data, preference, heads=heads))
         role = _reward_model(config, strategy, data, heads)
-        named = heads if len(heads) > 1 else []
-        return role, RewardModelTask(role, preference, config.train, named, data.expand), data
+        objective = RewardObjective(preference, heads if len(heads) > 1 else [])
+        return role, RewardModelTask(role, objective, config.train, data.expand), data
 
     return _trainer("train_rm", config, strategy, build, role_name="reward_model")
 
@@ -85,7 +87,7 @@ def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
         live = not config.preference.precompute_reference
         # With precomputed log-probs the reference need not stay in memory.
         policy = _policy(config, strategy, data, reference=live)
-        task = DPOTask(policy, config.preference, config.train, data.expand)
+        task = DPOTask(policy, DPOObjective(config.preference), config.train, data.expand)
         if not live:
             strategy.announce("reference_logprobs")
             with log_duration(strategy, "log-probs of the reference"):

@@ -13,10 +13,8 @@ from loguru import logger
 
 from lightrft.app.run.interruption import Interrupted, Interruption
 from lightrft.app.run.prepare import prepare_config, quiet_libraries
-from lightrft.app.run.reward_server import RewardServer
 from lightrft.app.trainer.base import Trainer
 from lightrft.app.trainer.build import evaluation, ppo_trainer
-from lightrft.app.trainer.build_roles import build_served_models
 from lightrft.app.trainer.build_supervised import (
     dpo_trainer,
     kto_trainer,
@@ -92,17 +90,8 @@ def _evaluate(config: Config, strategy: StrategyBase) -> dict[str, float]:
     return _start(evaluation, config, strategy).run()
 
 
-def _serve_reward(config: Config, strategy: StrategyBase) -> None:
-    models = _start(build_served_models, config, strategy)
-    _start(RewardServer, strategy, models, config.server).serve()
-
-
-def _serve(config: Config, strategy: StrategyBase) -> None:
-    _start(extra("a server of models").model_server, config, strategy).serve()
-
-
-def _tinker(config: Config, strategy: StrategyBase) -> None:
-    _start(extra("a server of models").tinker_server, config, strategy).serve()
+def _serve(build: str, config: Config, strategy: StrategyBase) -> None:
+    _start(getattr(extra("a server of models"), build), config, strategy).serve()
 
 
 WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
@@ -113,9 +102,9 @@ WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
     "train_dpo": partial(_train, dpo_trainer),
     "train_kto": partial(_train, kto_trainer),
     "evaluate": _evaluate,
-    "serve": _serve,
-    "serve_reward": _serve_reward,
-    "tinker": _tinker,
+    "serve": partial(_serve, "model_server"),
+    "serve_reward": partial(_serve, "reward_server"),
+    "tinker": partial(_serve, "tinker_server"),
 }
 
 

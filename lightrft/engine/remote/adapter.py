@@ -11,15 +11,8 @@ from torch import Tensor
 
 from lightrft.core.engine import Request
 from lightrft.core.samples import Completion, Expanded
-from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
+from lightrft.engine.base import EngineError, EngineSetup, Part
 from lightrft.engine.loop import EngineLoop
-from lightrft.engine.model_info import (
-    Vocabulary,
-    draft_names,
-    most_of_each,
-    published_names,
-    with_prefix,
-)
 from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import (
     ADAPTERS_KEY,
@@ -35,16 +28,16 @@ from lightrft.engine.remote.wire import (
     connect,
 )
 from lightrft.engine.requests import Sampling
+from lightrft.engine.start import FolderEngine
 from lightrft.models.parallel.device import grow_segments
 from lightrft.models.parallel.processes import RunProcesses
-from lightrft.models.qwen_omni import load_config
 from lightrft.models.weight_sync.stream import bucket_limit
 
 STEP_SECONDS = 0.01
 """Longest time of a step; it waits for requests to end."""
 
 
-class RemoteEngine(Engine):
+class RemoteEngine(FolderEngine):
     """Engine whose calls are answered by the engines of all ranks that generate.
 
     It takes no memory on this rank. The training ranks make the same calls, each with different
@@ -55,23 +48,8 @@ class RemoteEngine(Engine):
     def __init__(self, setup: EngineSetup, processes: RunProcesses):
         """Connect to all engines."""
         grow_segments(setup.device)
-        config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
-        trust = {"trust_remote_code": setup.trust_remote_code}
-        drafts = with_prefix(draft_names(setup.section, **trust)) if setup.streams_draft else {}
-        names = published_names(config, **trust)
-        quantization = None
-        if setup.section.rollout_quantization != "none":
-            from lightrft.models.weight_sync.quantized import Quantization
-
-            quantization = Quantization(setup.section.rollout_quantization, names, setup.dtype)
-        super().__init__(
-            names.shapes | drafts,
-            max_model_len=setup.max_model_len,
-            vocabulary=Vocabulary.of(setup.model_path, config, **trust),
-        )
-        self.quantization = quantization
-        self.limits = most_of_each(setup.section, config)
-        self.model_reads = tuple(self.limits)
+        super().__init__(setup)
+        self.adapters = None
         if processes.rank == 0:
             processes.store.set(ADAPTERS_KEY, setup.adapters.to_json() if setup.adapters else "")
             processes.store.set(PRETRAIN, setup.model_path)

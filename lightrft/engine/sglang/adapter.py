@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from lightrft.core.engine import Request
-from lightrft.core.samples import Completion, Expanded
+from lightrft.core.samples import Completion
 from lightrft.engine.base import EngineError, EngineSetup, Part
-from lightrft.engine.media import MediaReader
 from lightrft.engine.sglang.arguments import arguments
 from lightrft.engine.sglang.samples import Samples
 from lightrft.engine.sglang.shim import SGLangShim
@@ -50,12 +49,7 @@ class SGLangEngine(LibraryEngine):
         self._shim: SGLangShim | None = None
         self._samples: Samples | None = None
         super().__init__("sglang", sglang.__version__, setup)
-        self.reader = MediaReader(
-            setup.model_path,
-            self.vocabulary.placeholders,
-            media_alone=True,
-            trust_remote_code=setup.trust_remote_code,
-        )
+        self.reader.media_alone = True
         self.bucket_mb = setup.section.weight_sync_bucket_mb
 
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
@@ -87,9 +81,6 @@ class SGLangEngine(LibraryEngine):
         self._shim.flush_cache()
         if self.limits:
             self._shim.ask("forget_images")
-
-    def _expanded(self, request: Request) -> Expanded:
-        return self.reader.expand(request)
 
     def _add(self, key: int, request: Request) -> None:
         if self.axis.rank == 0:

@@ -21,7 +21,6 @@ from vllm.v1.engine import EngineCoreRequest
 from lightrft.core.engine import Request
 from lightrft.core.samples import Completion, Expanded
 from lightrft.engine.base import EngineError, EngineSetup, Part
-from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.requests import Sampling
 from lightrft.engine.start import LibraryEngine
@@ -87,12 +86,6 @@ class VLLMEngine(LibraryEngine):
 
         if config.model_type in OTHER_TIMES:
             self.limits.pop("videos", None)
-        self.reader = MediaReader(
-            setup.model_path,
-            self.vocabulary.placeholders,
-            trust_remote_code=setup.trust_remote_code,
-        )
-
         if self.on_cpu and setup.section.rollout_quantization == "int8":
             from lightrft.engine.vllm import int8_on_cpu  # noqa: F401  registered by its import
         if self.on_cpu and "enable_expert_parallel" in setup.section.engine_args:

@@ -98,9 +98,7 @@ def read_training(content: bytes, limits: RequestLimits) -> TrainingRequest:
 
 def _config(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float]:
     """Return the options of the loss with the defaults filled in."""
-    # Older SDKs send numbers alone, in a field of its own.
-    options: dict[str, Any] = dict(message.loss_fn_config)
-    options |= {
+    options = {
         name: getattr(value, value.WhichOneof("value") or "text")
         for name, value in message.loss_fn_config_v2.items()
     }

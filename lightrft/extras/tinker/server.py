@@ -1,19 +1,15 @@
 """The loop of all ranks: rank 0 takes requests from the queue, and all ranks do them."""
 
-import asyncio
-import threading
 from collections.abc import Hashable
 from concurrent.futures import Future
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
 from loguru import logger
 
 from lightrft.app.run.interruption import SERVER_STOPS, Interruption
-from lightrft.app.run.listener import listener_of_rank_0
+from lightrft.app.run.listener import listener_of_rank_0, start_answering
 from lightrft.config.sections import ServerSection
-from lightrft.extras.agents.endpoint.server import listening, server_settings
 from lightrft.extras.tinker.frontend import Frontend
 from lightrft.extras.tinker.promises import Job
 from lightrft.extras.tinker.records import RequestRefused, SamplePrompt
@@ -26,34 +22,30 @@ POLL_SECONDS = 0.5
 SAMPLE = "sample"
 
 
+@dataclass(eq=False)
 class TinkerServer:
-    """Answers clients until the process is interrupted. All ranks build it and call serve()."""
+    """Answers clients until the process is interrupted. All ranks build it and call serve().
 
-    def __init__(
-        self,
-        strategy: StrategyBase,
-        worker: TinkerWorker,
-        frontend: Frontend,
-        section: ServerSection,
-    ):
-        """Listen at the address on rank 0. Raises ValueError on all ranks if it is in use."""
-        self.strategy = strategy
-        self.worker = worker
-        self.frontend = frontend
-        self.world = strategy.mesh.world
+    It listens at the address on rank 0. Raises ValueError on all ranks if that is in use.
+    """
+
+    strategy: StrategyBase
+    worker: TinkerWorker
+    frontend: Frontend
+    section: ServerSection
+
+    def __post_init__(self) -> None:
+        self.world = self.strategy.mesh.world
         self._prompts: dict[int, Future[Any]] = {}
         """Number of a prompt that is sampled -> the answer, on rank 0."""
-        self._listener = listener_of_rank_0(listening, section, self.world)
+        self._listener = listener_of_rank_0(self.section, self.world)
 
     def serve(self) -> None:
         """Do requests; raise Interrupted on all ranks when one of them is asked to stop."""
         with Interruption(self.world, SERVER_STOPS) as self._interruption:
             if self.strategy.is_rank_0():
-                threading.Thread(
-                    target=lambda: asyncio.run(self._listen()), name="tinker", daemon=True
-                ).start()
-                host, port = self._listener.getsockname()[:2]
-                logger.info("serving {} at http://{}:{}", self.frontend.model_name, host, port)
+                address = start_answering(self.frontend.application(), self._listener)
+                logger.info("serving {} at {}", self.frontend.model_name, address)
 
             while True:
                 self.strategy.announce("")  # waiting has no time limit
@@ -102,10 +94,3 @@ class TinkerServer:
         jobs = self.frontend.jobs.prompts(weights) if self.strategy.is_rank_0() else []
         self._begin(jobs)
         return self.world.broadcast_tensors([job.arguments["prompt"] for job in jobs])
-
-    async def _listen(self) -> None:
-        """Answer requests in a thread of its own."""
-        with suppress(asyncio.CancelledError):
-            await uvicorn.Server(server_settings(self.frontend.application())).serve(
-                sockets=[self._listener]
-            )

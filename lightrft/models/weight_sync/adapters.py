@@ -30,7 +30,11 @@ class Adapters:
     @property
     def layers(self) -> list[str]:
         """Return the names of the layers in the transformers model."""
-        return [layer_of(name) for name in self.shapes if name.endswith(A_ENDING)]
+        return [
+            name.removeprefix(PEFT_PREFIX).removesuffix(A_ENDING)
+            for name in self.shapes
+            if name.endswith(A_ENDING)
+        ]
 
     @property
     def rank(self) -> int:
@@ -50,11 +54,6 @@ class Adapters:
 def names_of(layer: str) -> tuple[str, str]:
     """Return peft's names of A and B of a layer."""
     return f"{PEFT_PREFIX}{layer}{A_ENDING}", f"{PEFT_PREFIX}{layer}{B_ENDING}"
-
-
-def layer_of(name: str) -> str:
-    """Return the layer of one of peft's names."""
-    return name.removeprefix(PEFT_PREFIX).removesuffix(A_ENDING).removesuffix(B_ENDING)
 
 
 def low_rank_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ standard library only.
 
 Asserts run in a process of their own, in another sandbox than the program: they call its functions
 over a socket. Only plain values go to and fro: None, numbers, texts, bytes, dates, and containers
-and records of them. So a program can change its own interpreter as it likes, and never sees a test
-or the value that a test expects, and asserts compare nothing but values of Python's own classes.
+of them. So a program can change its own interpreter as it likes, and never sees a test or the value
+that a test expects, and asserts compare nothing but values of Python's own classes.
 """
 
 import builtins
@@ -15,7 +15,6 @@ import ctypes
 import importlib
 import itertools
 import json
-import operator
 import os
 import resource
 import signal
@@ -26,7 +25,7 @@ import time
 import types
 from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from contextlib import suppress
-from functools import lru_cache, partial, partialmethod
+from functools import partial
 from typing import Any, NoReturn
 
 MEMORY_POLL_SECONDS = 0.05
@@ -193,28 +192,22 @@ FROM_PARTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1])
 FROM_PARTS["builtins.complex"] = lambda number: (number.real, number.imag)
 FROM_PARTS["collections.deque"] = lambda queue: ([*queue], queue.maxlen)
 """Class -> function that returns what it is called with to make an equal value."""
-RECORDS = ("_fields", "__dataclass_fields__")
-"""Attributes with the names of the fields: of named tuples, and of dataclasses."""
 MOST_ITEMS = 10_000
 """How many items of an iterator are sent."""
-
-
-missing: list[str] = []
-"""What tests have used of records that these lack."""
 
 
 class UnplainError(TypeError):
     """Raised for an object that cannot be sent, with the name of its class."""
 
 
-def encode(value: Any, objects: dict[int, Any], *, flatten: bool) -> Any:
-    """Return a plain value in terms of JSON, and one of the objects by its number.
+def encode(value: Any, *, flatten: bool) -> Any:
+    """Return a plain value in terms of JSON.
 
     With `flatten` a value of a derived class is sent as one of the builtin class. Raises
     UnplainError for any other object.
     """
     kind = type(value)
-    each = partial(encode, objects=objects, flatten=flatten)
+    each = partial(encode, flatten=flatten)
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is type and value in CLASSES.values():
@@ -226,16 +219,9 @@ def encode(value: Any, objects: dict[int, Any], *, flatten: bool) -> Any:
     if (name := _name(kind)) in FROM_PARTS:
         return {name: list(map(each, FROM_PARTS[name](value)))}
 
-    for number, one in objects.items():
-        if one is value:
-            return {"object": number}
     if isinstance(value, Iterator):
         items = list(map(each, itertools.islice(value, MOST_ITEMS + 1)))
         return {"iterator": [items[:MOST_ITEMS], len(items) > MOST_ITEMS]}
-    for mark in RECORDS:
-        fields = list(getattr(kind, mark, ()))
-        if fields:
-            return {mark: [kind.__name__, fields, [each(getattr(value, name)) for name in fields]]}
     if flatten and isinstance(value, (KeysView, ValuesView, ItemsView)):
         return list(map(each, value))
     for base in CLASSES.values() if flatten else ():
@@ -248,49 +234,22 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def decode(content: Any, objects: dict[int, Any], scope: dict[str, Any]) -> Any:
-    """Return the plain value of an encoded one. Raises an error for anything else.
-
-    `scope` has classes of records by name; others are made.
-    """
-    each = partial(decode, objects=objects, scope=scope)
+def decode(content: Any) -> Any:
+    """Return the plain value of an encoded one. Raises an error for anything else."""
     if type(content) is list:
-        return list(map(each, content))
+        return list(map(decode, content))
     if type(content) is not dict:
         return content
 
     ((name, inner),) = content.items()
-    if name == "object":
-        return objects[inner]
     if name == "class":
         return CLASSES[inner]
     if name == "iterator":
-        return _items(*each(inner))
-    if name in RECORDS:
-        called, fields, values = each(inner)
-        kind = scope.get(called)
-        if not isinstance(kind, type) or list(getattr(kind, name, ())) != fields:
-            kind = _record_class(name, called, tuple(fields))
-        return kind(**dict(zip(fields, values, strict=True)))
+        return _items(*decode(inner))
     if name in FROM_PARTS:
         module, _, called = name.rpartition(".")
-        return getattr(importlib.import_module(module), called)(*each(inner))
-    return FROM_ITEMS[name](map(each, inner))
-
-
-@lru_cache
-def _record_class(mark: str, name: str, fields: tuple[str, ...]) -> type:
-    import dataclasses
-
-    def lack(_: Any, attribute: str, *others: Any) -> None:
-        missing.append(f"they use {attribute} of a {name}, which has its fields alone")
-        raise AttributeError(attribute)
-
-    made = dataclasses.make_dataclass(name, fields, unsafe_hash=True)
-    base = collections.namedtuple(name, fields) if mark == "_fields" else made
-    verbs = [] if mark == "_fields" else REFUSED_OPERATORS.split()
-    operators = {f"__{verb}__": partialmethod(lack, verb) for verb in verbs}
-    return type(name, (base,), {"__getattr__": lack} | operators)
+        return getattr(importlib.import_module(module), called)(*decode(inner))
+    return FROM_ITEMS[name](map(decode, inner))
 
 
 def _items(items: list[Any], more: bool) -> Iterator[Any]:
@@ -300,20 +259,6 @@ def _items(items: list[Any], more: bool) -> Iterator[Any]:
 
 
 # -- the end of the program
-
-
-ITEMS = (operator.getitem, operator.setitem, operator.delitem)
-OBJECT_FUNCTIONS = {each.__name__: each for each in (len, str, repr, iter, next, bool, *ITEMS)}
-"""What tests can do with an object. An operator that is told what the test expects, such as `-` or
-`==` or `in`, is not among them."""
-
-
-REFUSED_OPERATORS = (
-    "add radd sub rsub mul rmul matmul rmatmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow"
-    " and rand or ror xor rxor lshift rshift lt le gt ge neg pos abs invert int float index round"
-    " call enter exit"
-)
-"""Operators of an object that would let the program judge itself, or that return an object."""
 
 
 def execute(program: str, name: str) -> types.ModuleType:
@@ -327,16 +272,16 @@ def execute(program: str, name: str) -> types.ModuleType:
 
 def serve(program: str, descriptor: int) -> None:
     """Run a program, then answer what the tests ask."""
-    objects: dict[int, Any] = {0: execute(program, "program")}
+    module = execute(program, "program")
     file = socket.socket(fileno=descriptor).makefile("rwb")
     for line in file:
         try:
-            answer = json.dumps(_answer(objects, *json.loads(line)))
+            answer = json.dumps(_answer(module, *json.loads(line)))
         except UnplainError as error:
             answer = json.dumps(["unplain", str(error)])
         except BaseException as error:
             try:
-                arguments = encode(list(error.args), {}, flatten=True)
+                arguments = encode(list(error.args), flatten=True)
             except TypeError:
                 arguments = [str(error)]
             answer = json.dumps(["raise", [_bases(type(error)), arguments]])
@@ -345,37 +290,27 @@ def serve(program: str, descriptor: int) -> None:
 
 
 def _answer(
-    objects: dict[int, Any], verb: str, number: int, name: str, values: Any, named: Any
+    module: types.ModuleType, verb: str, name: str, values: Any, named: Any
 ) -> tuple[str, Any]:
-    """Do what a test asks of an object; return the kind of the answer, and its content."""
-    one = objects[number]
-    values, named = (decode(each, objects, vars(objects[0])) for each in (values, named))
-    found = operator.attrgetter(name)(one) if name and verb != "set" else one
-    match verb:
-        case "get":
-            if isinstance(found, type) and issubclass(found, Exception):
-                return "exception", _bases(found)
-            if callable(found):
-                return "callable", None
-            result = found
-        case "set":
-            result = setattr(one, name, *values)
-        case "has":
-            result = isinstance(*values, found)
-        case "call" | "make" | "watch":
-            result = found(*values, **named)
-        case _:
-            result = OBJECT_FUNCTIONS[verb](one, *values)
+    """Do what a test asks of the program; return the kind of the answer, and its content.
 
-    name = _name(type(result))
-    if verb == "make" and not name.startswith("builtins.") and name not in FROM_PARTS:
-        objects[len(objects)] = result
-        return "object", len(objects) - 1
+    `Solution.f` is the method of a new object, as the programs of LeetCode have it.
+    """
+    holder, _, attribute = name.rpartition(".")
+    found = getattr(getattr(module, holder)() if holder else module, attribute)
+    if verb == "get" and isinstance(found, type) and issubclass(found, Exception):
+        return "exception", _bases(found)
+    if verb == "get" and callable(found):
+        return "callable", None
+
+    if verb != "get" and isinstance(found, type):
+        raise UnplainError(found.__name__)
+    values, named = decode(values), decode(named)
+    result = found if verb == "get" else found(*values, **named)
     # What a function does to its arguments is its result if it has no other, or tests watch it.
-    counts = verb == "watch" or verb in ("call", "make") and result is None
+    counts = verb == "watch" or verb == "call" and result is None
     changed = [*values, *named.values()] if counts else []
-    sent = [encode(each, objects, flatten=True) for each in changed]
-    return "value", [encode(result, {}, flatten=True), *sent]
+    return "value", [encode(each, flatten=True) for each in (result, *changed)]
 
 
 def _bases(kind: type) -> list[tuple[str, bool]]:
@@ -393,32 +328,29 @@ class TestedProgram:
     """The program at the other end of a socket."""
 
     def __init__(self, descriptor: int):
-        self.objects: dict[int, Object] = {}
-        """Objects that the tests have made by calling a class."""
         self.watches = False
         """Whether the tests look at what is done to arguments."""
         self.refused = ""
         """Why the tests cannot be judged, whatever the program does."""
         self.unjudged = ""
         """Why they cannot judge this program."""
-        self.scope: dict[str, Any] = {}
-        """Names of the tests."""
         self._file = socket.socket(fileno=descriptor).makefile("rwb")
         self._exceptions: dict[str, type[Exception]] = {}
 
-    def ask(self, verb: str, number: int, name: str, /, *values: Any, **named: Any) -> Any:
+    def ask(self, verb: str, name: str, /, *values: Any, **named: Any) -> Any:
         """Return the value that the program answers, or raise its exception.
 
-        Only what is asked for decides whether the answer can be an object, a function or a class.
+        Only what is asked for decides whether the answer can be a function or a class.
         """
         try:
-            sent = [encode(each, self.objects, flatten=False) for each in ([*values], named)]
+            sent = [encode(each, flatten=False) for each in ([*values], named)]
         except UnplainError as error:
-            gets = f"{name or verb}() gets an object of the class {error}"
-            self.refused = f"{gets}, which cannot be sent to the program"
+            self.refused = (
+                f"{name}() gets an object of the class {error}, which cannot be sent to the program"
+            )
             raise NotPlainError(self.refused) from error
 
-        self._file.write(json.dumps([verb, number, name, *sent]).encode() + b"\n")
+        self._file.write(json.dumps([verb, name, *sent]).encode() + b"\n")
         self._file.flush()
         line = self._file.readline()
         if not line:
@@ -427,24 +359,22 @@ class TestedProgram:
         match verb, kind:
             case _, "raise":
                 bases, arguments = content
-                raise self._made(self._exception(bases), decode(arguments, {}, {}))
+                raise self._made(self._exception(bases), decode(arguments))
             case _, "unplain":
-                self.stop(f"{name or verb} gives an object of the class {str(content)!a:.80}")
+                self.stop(f"{name} gives an object of the class {str(content)!a:.80}")
             case "get", "exception":
                 return self._exception(content)
             case "get", "callable":
-                return Function(self, number, name)
-            case "make", "object":
-                return Object(self, content)
+                return Function(self, name)
 
         result, *changed = content
         for value, new in zip([*values, *named.values()], changed, strict=False):
-            _replace(value, decode(new, self.objects, self.scope))
-        return decode(result, {}, self.scope)
+            _replace(value, decode(new))
+        return decode(result)
 
     def stop(self, reason: str) -> NoReturn:
         """End the tests, which cannot judge this program."""
-        self.unjudged = self.unjudged or reason
+        self.unjudged = reason
         raise NotPlainError(reason)
 
     def _exception(self, bases: Any) -> type[Exception]:
@@ -479,64 +409,24 @@ def _replace(old: Any, new: Any) -> None:
 
 
 class Function:
-    """A function or method of the program; under a name with a capital letter perhaps a class."""
+    """A function of the program, or the class Solution, which makes one object for each call."""
 
-    def __init__(self, program: TestedProgram, number: int, name: str):
-        self._asked = program, number, name
-        self._may_be_class = number == 0 and name[0].isupper() and "." not in name
+    def __init__(self, program: TestedProgram, name: str):
+        self._program = program
+        self._name = name
 
     def __call__(self, /, *values: Any, **named: Any) -> Any:
-        program, *about = self._asked
-        verb = "watch" if program.watches else "call"
-        return program.ask("make" if self._may_be_class else verb, *about, *values, **named)
+        if self._name == "Solution":
+            return self
+        verb = "watch" if self._program.watches else "call"
+        return self._program.ask(verb, self._name, *values, **named)
 
     def __getattr__(self, name: str) -> Any:
-        program, number, own_name = self._asked
-        if not self._may_be_class:
+        if name.startswith("__"):
             raise AttributeError(name)
-        return program.ask("get", number, f"{own_name}.{name}")
-
-    def __instancecheck__(self, one: Any) -> bool:
-        program, *about = self._asked
-        is_record = any(getattr(type(one), mark, None) for mark in RECORDS)
-        return (type(one) is Object or is_record) and program.ask("has", *about, one)
-
-
-class Object:
-    """An object that the tests have made by calling a class: it has attributes and methods."""
-
-    def __init__(self, program: TestedProgram, number: int):
-        vars(self)["_asked"] = program, number
-        program.objects[number] = self
-
-    def __getattr__(self, name: str) -> Any:
-        program, number = self._asked
-        return program.ask("get", number, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        program, number = self._asked
-        program.ask("set", number, name, value)
-
-    def __eq__(self, other: Any) -> bool:
-        program, _ = self._asked
-        program.unjudged = program.unjudged or "they compare objects of the program"
-        return NotImplemented
-
-    __hash__ = object.__hash__
-
-
-def _operator(verb: str) -> Any:
-    def operate(self: Object, *values: Any) -> Any:
-        program, number = self._asked
-        if verb in OBJECT_FUNCTIONS:
-            return program.ask(verb, number, "", *values)
-        program.stop(f"they use {verb} of an object of the program")
-
-    return operate
-
-
-for _verb in [*OBJECT_FUNCTIONS, *REFUSED_OPERATORS.split()]:
-    setattr(Object, f"__{_verb}__", _operator(_verb))
+        if self._name != "Solution":
+            self._program.stop(f"they use {name} of {self._name}")
+        return self._program.ask("get", f"{self._name}.{name}")
 
 
 def test(job: dict[str, Any], program: TestedProgram) -> None:
@@ -545,13 +435,13 @@ def test(job: dict[str, Any], program: TestedProgram) -> None:
     def member(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return program.ask("get", 0, name)
+        return program.ask("get", name)
 
     program.watches = job["watches"]
     for name in ("program", "solution"):
         sys.modules[name] = module = types.ModuleType(name)
         vars(module)["__getattr__"] = member
-    scope = program.scope = {"__name__": "tests"}
+    scope = {"__name__": "tests"}
     scope |= {name: importlib.import_module(name) for name in job["modules"]}
     for name in job["names"]:
         with suppress(AttributeError):
@@ -590,7 +480,7 @@ def main() -> None:
         test(job, program)
         code = 0
     finally:
-        if code and (reason := program.refused or program.unjudged or "".join(missing[:1])):
+        if code and (reason := program.refused or program.unjudged):
             os.write(2, reason.encode())
             code = settings["refused" if program.refused else "unjudged"]
         os._exit(code)

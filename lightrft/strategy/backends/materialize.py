@@ -151,7 +151,7 @@ class Source:
             self._quantize(stored, self.quantized[name], tensor, values)
             return
         for index, piece in self.files.read(stored, local_slices(tensor)):
-            if _is_parameter(tensor):
+            if isinstance(tensor, nn.Parameter):
                 check_finite(self.files.origin(stored), piece)
             values[index].copy_(piece)
 
@@ -195,7 +195,7 @@ def _locate(
     groups = [
         names
         for names in tied_names(model)
-        if tensors[names[0]].is_meta or not _is_parameter(tensors[names[0]])
+        if tensors[names[0]].is_meta or not isinstance(tensors[names[0]], nn.Parameter)
     ]
     missing, unexpected = missing_and_unexpected(model, converted.shapes)
 
@@ -256,7 +256,3 @@ def _local_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)

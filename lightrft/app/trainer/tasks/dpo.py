@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from lightrft.algorithms.preferences.dpo import DPOObjective
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.app.trainer.tasks.pairs import local_pairs, pair_denominator
-from lightrft.config.sections import PreferenceSection, TrainSection
+from lightrft.config.sections import TrainSection
 from lightrft.core.losses import sequence_sums
 from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
@@ -20,23 +21,17 @@ PAIRS_AT_ONCE = 1024
 """Pairs whose reference log-probs are computed together. All at once might not fit in memory."""
 
 
+@dataclass(eq=False)
 class DPOTask:
     """Learns from pairs of answers; the loss is the mean over all pairs of a step."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        preference: PreferenceSection,
-        train: TrainSection,
-        expand: Expand | None = None,
-    ):
-        """Set up the task. `expand` expands prompts with media."""
-        self.policy = policy
-        self.train = train
-        self.objective = DPOObjective(preference)
-        self.expand = expand
-        self._known: dict[bytes, Tensor] = {}
-        """Digest of a pair -> the reference's log-probs of both answers, [2] float32 on the CPU."""
+    policy: Policy
+    objective: DPOObjective
+    train: TrainSection
+    expand: Expand | None = None
+    """Function that expands prompts with media."""
+    _known: dict[bytes, Tensor] = field(default_factory=dict)
+    """Digest of a pair -> the reference's log-probs of both answers, [2] float32 on the CPU."""
 
     def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' pairs, with reference log-probs.

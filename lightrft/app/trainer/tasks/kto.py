@@ -4,6 +4,7 @@ Answers to other prompts show how far the policy has moved as a whole.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -19,21 +20,15 @@ from lightrft.data.preferences import judged_batch, mismatched
 from lightrft.strategy.batching.micro_batches import share
 
 
+@dataclass(eq=False)
 class KTOTask:
     """Learns from single answers; the loss is the mean over all answers of a step."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        preference: PreferenceSection,
-        train: TrainSection,
-        expand: Expand | None = None,
-    ):
-        """Set up the task. `expand` expands prompts with media."""
-        self.policy = policy
-        self.preference = preference
-        self.train = train
-        self.expand = expand
+    policy: Policy
+    preference: PreferenceSection
+    train: TrainSection
+    expand: Expand | None = None
+    """Function that expands prompts with media."""
 
     def term(self, answers: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' answers.

@@ -9,8 +9,8 @@ from lightrft.config.sections import TrainSection
 from lightrft.core.batch import JudgedBatch, Rows
 from lightrft.core.losses import Denominator
 from lightrft.core.samples import Expand, Prompt
-from lightrft.data.conversations import size_of_row
 from lightrft.data.preferences import CHOSEN, pair_batch
+from lightrft.data.prompts import size_of_row
 from lightrft.models.parallel.collectives import Axis
 
 

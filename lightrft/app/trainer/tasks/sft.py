@@ -15,8 +15,9 @@ from lightrft.core.losses import Denominator
 from lightrft.core.order import Order
 from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
-from lightrft.data.conversations import size_of_row, supervised_batch
+from lightrft.data.conversations import supervised_batch
 from lightrft.data.loader import Blend, check_batch
+from lightrft.data.prompts import size_of_row
 from lightrft.strategy.strategy import StrategyBase
 
 

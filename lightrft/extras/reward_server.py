@@ -4,49 +4,44 @@ rewards/remote.py describes the requests. All ranks compute: rank 0 receives the
 what is waiting, and sends it to the others.
 """
 
+import asyncio
 import base64
 import hmac
 import json
 import math
 import os
 import queue
-import socket
-import sys
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 from loguru import logger
-from torch.nn.utils.rnn import pad_sequence
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.algorithms.roles.padded import IDS, LENGTHS
 from lightrft.algorithms.roles.reward_model import RewardModel
 from lightrft.app.run.interruption import SERVER_STOPS, Interruption
-from lightrft.app.run.listener import listener_of_rank_0
+from lightrft.app.run.listener import listener_of_rank_0, start_answering
 from lightrft.config.references import REWARD_KEY
 from lightrft.config.sections import DataSection, ServerSection
 from lightrft.config.values import check_text
+from lightrft.core.samples import Answer, Prompt, TokenIds
+from lightrft.data.conversations import flat_columns
 from lightrft.data.loader import share_of
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
+from lightrft.extras.agents.endpoint.server import RequestTooLarge, RequestTooSlow, content_of
 from lightrft.rewards.steps import StepRewards
 from lightrft.strategy.strategy import StrategyBase
 
 POLL_SECONDS = 0.5
 """Longest time between two looks of all ranks at signals, while there are no requests."""
 
-CONNECTION_SECONDS = 600.0
-"""Time limit of a connection without a request."""
-RECEIVE_SECONDS = 60.0
-"""Time limit for a request that has begun."""
-MAX_CONNECTIONS = 256
-CHUNK = 1 << 16
 MAX_REQUEST = 64 << 20
 """Number of bytes of the largest request."""
 LETTERS_PER_TOKEN = 64
@@ -59,9 +54,6 @@ Tokens = tuple[list[int], list[int]]
 Job = dict[str, list[Tokens]]
 """Label of a model -> the texts of a request, as the model reads them."""
 Reward = float | dict[str, float]
-
-
-Waiting = queue.Queue[tuple[Job, Future[list[Reward]]]]
 
 
 @dataclass(frozen=True)
@@ -100,17 +92,15 @@ class ServedModel:
 
         All ranks call it together, with any number of texts.
         """
-        ids = [torch.tensor(prompt + response) for prompt, response in tokens]
-        padded = (
-            pad_sequence(ids, batch_first=True) if ids else torch.zeros(0, 1, dtype=torch.int64)
-        )
-        rows = self.model.get_scores(
-            {IDS: padded, LENGTHS: torch.tensor([len(row) for row in ids], dtype=torch.int64)}
-        )
-
+        texts = [
+            (Prompt(0, "", prompt), Answer(TokenIds(response), [True] * len(response)))
+            for prompt, response in tokens
+        ]
+        columns = flat_columns(texts)
+        rows = self.model.get_flat_scores(columns).split(columns["lengths"].tolist())
         return [
-            self.weight * self._reward(row[: len(both)], response)
-            for row, both, (_, response) in zip(rows, ids, tokens, strict=True)
+            self.weight * self._reward(row, response)
+            for row, (_, response) in zip(rows, tokens, strict=True)
         ]
 
     def _tokens(self, prompt: str, response: str) -> Tokens:
@@ -151,40 +141,63 @@ class RewardServer:
         """Listen at the address on rank 0. Raises ValueError on all ranks if it is in use."""
         self.strategy = strategy
         self.models = models
-        self._waiting: Waiting = queue.Queue()
-        self._http = listener_of_rank_0(
-            lambda *address: _Listener(address, self._waiting, models), section, strategy.mesh.world
-        )
+        self._waiting: queue.Queue[tuple[Job, Future[list[Reward]]]] = queue.Queue()
+        self._authorization = authorization(os.environ.get(REWARD_KEY, ""))
+        self._listener = listener_of_rank_0(section, strategy.mesh.world)
 
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""
-        interruption = Interruption(self.strategy.mesh.world, SERVER_STOPS)
         self.strategy.announce("")
-        if self._http is not None:
-            threading.Thread(
-                target=self._http.serve_forever, name="reward-server", daemon=True
-            ).start()
-            host, port = self._http.server_address[:2]
-            logger.info(
-                "serving {} at http://{}:{}",
-                ", ".join(each.label for each in self.models),
-                host,
-                port,
-            )
+        with Interruption(self.strategy.mesh.world, SERVER_STOPS) as interruption:
+            if self._listener is not None:
+                routes = [
+                    Route("/{path:path}", self._ready, methods=["GET"]),
+                    Route("/{path:path}", self._answer, methods=["POST"]),
+                ]
+                address = start_answering(Starlette(routes=routes), self._listener)
+                labels = ", ".join(each.label for each in self.models)
+                logger.info("serving {} at {}", labels, address)
+            while True:
+                self._answer_waiting()
+                interruption.safe_point()
 
+    async def _ready(self, _: Request) -> JSONResponse:
+        return JSONResponse({"status": "ready"})
+
+    async def _answer(self, request: Request) -> JSONResponse:
+        """Return the rewards of the texts in a request, or what is wrong with it."""
+        presented = request.headers.get("authorization", "")
+        # In constant time, so that a key cannot be guessed letter by letter.
+        if self._authorization and not hmac.compare_digest(
+            presented.encode(errors="replace"), self._authorization.encode()
+        ):
+            return _refusal(401, f"the request needs the key of the server's {REWARD_KEY}")
         try:
-            with interruption:
-                while True:
-                    self._answer_waiting()
-                    interruption.safe_point()
-        finally:
-            if self._http is not None:
-                self._http.shutdown()
-                self._http.server_close()
+            texts = _texts(json.loads(await content_of(request, MAX_REQUEST)))
+            job = await asyncio.to_thread(self._tokens, texts)
+        except ClientDisconnect:
+            return _refusal(400, "the client has left")
+        except RequestTooSlow as error:
+            return _refusal(408, str(error))
+        except RequestTooLarge:
+            return _refusal(
+                413, f"the request has more than {MAX_REQUEST} bytes: send fewer texts at once"
+            )
+        except RecursionError:
+            return _refusal(400, "the request is JSON of too many brackets")
+        except ValueError as error:
+            return _refusal(400, str(error))
+
+        answer: Future[list[Reward]] = Future()
+        self._waiting.put((job, answer))
+        return JSONResponse({"rewards": await asyncio.wrap_future(answer) if texts else []})
+
+    def _tokens(self, texts: list[Text]) -> Job:
+        return {each.label: each.tokens(texts) for each in self.models}
 
     def _answer_waiting(self) -> None:
         """Answer all requests that wait now, in one computation."""
-        waiting = self._take() if self._http is not None else []
+        waiting = self._take() if self._listener is not None else []
         joined = {
             each.label: [text for job, _ in waiting for text in job[each.label]]
             for each in self.models
@@ -228,141 +241,8 @@ def _size(job: Job) -> int:
     return len(next(iter(job.values())))
 
 
-class _Listener(ThreadingHTTPServer):
-    """HTTP server that puts requests into a queue, and waits for the answers.
-
-    Each connection has a thread.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], waiting: Waiting, models: Sequence[ServedModel]):
-        super().__init__(address, _Handler)
-        self.waiting = waiting
-        self.models = models
-        self.authorization = authorization(os.environ.get(REWARD_KEY, ""))
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.debug("the connection to {} has ended: {!r}", client_address, sys.exc_info()[1])
-
-
-class _Unreadable(Exception):
-    """Raised for a request that is answered with an error; it has the status and the problem."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Listener
-    protocol_version = "HTTP/1.1"
-    timeout = CONNECTION_SECONDS
-
-    def handle_one_request(self) -> None:
-        """Wait for a request, and read it within a time limit, or close the connection."""
-        if not self.rfile.peek(1):
-            self.close_connection = True
-            return
-        self._limit = threading.Timer(RECEIVE_SECONDS, self._give_up)
-        self._limit.daemon = True
-        self._limit.start()
-        try:
-            super().handle_one_request()
-        finally:
-            self._limit.cancel()
-
-    def do_GET(self) -> None:
-        self._send(200, {"status": "ready"})
-
-    def do_POST(self) -> None:
-        try:
-            content = self._content()
-            self._limit.cancel()  # the answer may take longer than a request may
-            texts = _texts(json.loads(content))
-            job = {each.label: each.tokens(texts) for each in self.server.models}
-        except _Unreadable as error:
-            status, problem = error.args
-            return self._send(status, {"error": problem})
-        except RecursionError:
-            return self._send(400, {"error": "the request is JSON of too many brackets"})
-        except ValueError as error:
-            return self._send(400, {"error": str(error)})
-
-        answer: Future[list[Reward]] = Future()
-        self.server.waiting.put((job, answer))
-        self._send(200, {"rewards": answer.result() if texts else []})
-
-    def _content(self) -> bytes:
-        """Return the body of a request of a client with the key."""
-        written = self.headers.get("Content-Length", "")
-        length = int(written) if written.isdecimal() and len(written) < 20 else None
-        if problem := self._problem(length):
-            self.close_connection = True
-            # Many clients read no answer before they have sent everything.
-            for _ in range(0, length or 0, CHUNK):
-                if not self.rfile.read(min(CHUNK, length)):
-                    break
-            raise problem
-
-        content = self.rfile.read(length)
-        if len(content) < length:
-            self.close_connection = True
-            raise _Unreadable(
-                400,
-                f"the request has {len(content)} bytes, and not {length} as it says"
-                " (Content-Length)",
-            )
-
-        return content
-
-    def _problem(self, length: int | None) -> _Unreadable | None:
-        expected = self.server.authorization
-        received = self.headers.get("Authorization", "")
-        # In constant time, so that a key cannot be guessed letter by letter.
-        if expected and not hmac.compare_digest(
-            received.encode(errors="replace"), expected.encode()
-        ):
-            return _Unreadable(401, f"the request needs the key of the server's {REWARD_KEY}")
-        if length is None:
-            return _Unreadable(
-                411, "the request does not say how many bytes it has (Content-Length)"
-            )
-
-        if length > MAX_REQUEST:
-            return _Unreadable(
-                413,
-                f"the request has {length} bytes, more than {MAX_REQUEST}: send fewer texts at"
-                " once",
-            )
-
-        return None
-
-    def _give_up(self) -> None:
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-
-    def _send(self, status: int, content: dict[str, Any]) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: Any) -> None:
-        """Log nothing: a run sends thousands of requests."""
+def _refusal(status: int, problem: str) -> JSONResponse:
+    return JSONResponse({"error": problem}, status)
 
 
 def authorization(key: str) -> str:
