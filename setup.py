@@ -32,8 +32,10 @@ setup(
     packages=find_packages(include=["lightrft", "lightrft.*"]),
     package_data={
         "lightrft": ["py.typed", "__init__.pyi"],
-        "lightrft.app.observe": ["report.html"],
+        "lightrft.app.observe": ["report.html", "words.yaml"],
         "lightrft.extras.compat": ["tables/*.yaml"],
+        "lightrft.config": ["presets.yaml"],
+        "lightrft.engine": ["reserved.yaml"],
     },
     install_requires=versions["requirements"](versions["CORE"]),
     extras_require={

@@ -172,10 +172,7 @@ def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
 def test_the_wheel_holds_every_module_and_nothing_else(wheel):
     here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightrft").rglob("*.py")}
     here |= {"lightrft/app/observe/report.html", "lightrft/py.typed", "lightrft/__init__.pyi"}
-    here |= {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "lightrft/extras/compat/tables").glob("*.yaml")
-    }
+    here |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightrft").rglob("*.yaml")}
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == here
 

@@ -9,7 +9,14 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightrft.core.samples import Answer, TokenIds
-from lightrft.data.rendering.messages import THINKING, THOUGHTS, Message, is_answer, weight_of
+from lightrft.data.rendering.messages import (
+    THINKING,
+    THOUGHTS,
+    Message,
+    is_answer,
+    is_blank,
+    weight_of,
+)
 from lightrft.data.rendering.template import WORD, ChatTemplate, answer_pieces, contains, texts_of
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
 
@@ -130,7 +137,7 @@ def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
     Raise ValueError for turns that cannot be learned.
     """
     for number, message in enumerate(messages, 1):
-        is_empty = not str(message["content"] or "").strip() and not message.get("tool_calls")
+        is_empty = is_blank(str(message["content"] or "")) and not message.get("tool_calls")
         if is_answer(message) and is_empty:
             raise ValueError(
                 f"message {number} of {len(messages)}, of role 'assistant', has no content"

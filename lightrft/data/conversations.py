@@ -19,7 +19,7 @@ from lightrft.data.prompts import (
     with_media_tokens,
 )
 from lightrft.data.rendering.forms import learned
-from lightrft.data.rendering.messages import Message, is_answer
+from lightrft.data.rendering.messages import Message, is_answer, is_blank
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
 
@@ -80,7 +80,7 @@ def learned_example(
 def can_be_learned(answer: Any) -> bool:
     """Return whether an answer is a text with something in it, or messages."""
     if isinstance(answer, str):
-        return bool(answer.strip())
+        return not is_blank(answer)
     return isinstance(answer, list) and bool(answer) and isinstance(answer[0], dict)
 
 

@@ -75,6 +75,7 @@ SOURCE_KEYS = "path url image video audio image_url video_url audio_url input_au
 MIN_BASE64 = 256
 """A text without a head that is shorter than this is not taken for base64."""
 BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
+SCHEME_OF_ITEM = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 MAX_PATH = 4096
 """Number of characters of the longest path of Linux."""
 STILL = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -354,7 +355,7 @@ def named(item: Any) -> Any:
 
 def decoded(text: str) -> bytes | None:
     """Return the content of a data URI, or of base64 without a head; None for other texts."""
-    head, _, content = text.partition(";base64,") if text.startswith("data:") else ("", "", text)
+    head, _, content = text.partition(";base64,") if text[:5].lower() == "data:" else ("", "", text)
     if not head and (len(text) < MIN_BASE64 or not BASE64.fullmatch(text)):
         return None
     try:
@@ -422,13 +423,18 @@ class Places:
         if isinstance(item, str) and (content := decoded("".join(item.split()))):
             return "inside the data", content
 
-        if isinstance(item, str) and item.startswith("file://"):
-            item = unquote(urlsplit(item, allow_fragments=False).path)
-        if isinstance(item, str) and item.startswith(("http://", "https://")):
-            if not self.urls:
+        if isinstance(item, str) and (head := SCHEME_OF_ITEM.match(item)):
+            scheme = head[1].lower()
+            if scheme not in ("file", "http", "https"):
+                raise ValueError(
+                    f"{label} {item}: {scheme}:// is not read; give a path or an address of http"
+                )
+            if scheme != "file" and not self.urls:
                 raise ValueError(f"{label} {item} is an address: --media_urls allows to fetch it")
-            return item, fetch(item, self.most_bytes)
-        if isinstance(item, str) and 0 < len(item) <= MAX_PATH and not item.startswith("data:"):
+            if scheme != "file":
+                return item, fetch(scheme + item[head.end(1) :], self.most_bytes)
+            item = unquote(urlsplit(item, allow_fragments=False).path)
+        if isinstance(item, str) and 0 < len(item) <= MAX_PATH and item[:5].lower() != "data:":
             path = (self.root or self.folder) / Path(item).expanduser()
             if self.root is not None and not path.resolve().is_relative_to(self.root.resolve()):
                 raise ValueError(f"{label} {item} is not in --media_root {self.root}")

@@ -36,7 +36,7 @@ from lightrft.data.media_files import (
 from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.data.readers import BadRows, files_of, is_first_rank, read_rows
 from lightrft.data.rendering.forms import SYSTEMS, Reading, column, scored
-from lightrft.data.rendering.messages import SYSTEM_ROLES, Message, as_object, as_tools
+from lightrft.data.rendering.messages import SYSTEM_ROLES, Message, as_object, as_tools, is_blank
 from lightrft.data.rendering.template import chat_template, template_variables
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.stored import stored_prompts, storing_problem
@@ -494,7 +494,7 @@ def complete_chat(
     has_media = any(counts.values())
     for number, message in enumerate(messages, 1):
         content = message["content"]
-        if message["role"] == "user" and not has_media and not str(content or "").strip():
+        if message["role"] == "user" and not has_media and is_blank(str(content or "")):
             raise ValueError(f"message {number} of {len(messages)}, of role 'user', is empty")
         parts = content if isinstance(content, list) else ()
         known = {"text", *(PART_TYPES[medium] for medium in counts)}

@@ -15,6 +15,7 @@ from lightrft.data.preferences import ANSWER, load_judged
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import RowContext, built_prompt
 from lightrft.data.rendering.forms import Reading, judged_steps
+from lightrft.data.rendering.messages import is_blank
 from lightrft.data.step_ends import StepEnds
 
 TARGETS = "targets"
@@ -75,7 +76,7 @@ def step_batch(
 def _steps(reading: Reading) -> list[str]:
     (steps,) = reading.answers
     if not isinstance(steps, list) or not all(
-        isinstance(step, str) and step.strip() for step in steps
+        isinstance(step, str) and not is_blank(step) for step in steps
     ):
         raise ValueError(
             f"{reading.names[0]!r} (--completion_key) must be a list of texts, the steps, not"

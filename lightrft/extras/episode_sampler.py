@@ -62,9 +62,16 @@ class EpisodeLoop(RolloutLoop):
         self.groups[group.number] = group
         self.episodes.attach(group.samples[0], socket, group.number, 0)
 
-    def forget(self, group: Group) -> None:
-        """Forget a complete group."""
-        del self.groups[group.number]
+    def forget(self, groups: list[Group]) -> None:
+        """Forget complete groups, and the turns that the engine still samples for them."""
+        for group in groups:
+            del self.groups[group.number]
+
+        plays = self._plays.items()
+        left = {index for index, play in plays if play.sample.group not in self.groups}
+        self.session.drop(left)
+        for index in left:
+            del self._pending[index], self._plays[index]
 
     def steps(self, most: int | None = None) -> Iterator[Group]:
         for _ in count() if most is None else range(most):

@@ -4,8 +4,10 @@ import ast
 import json
 import re
 import shlex
+import symtable
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import yaml
 
 from lightrft.config.command_line import group_flags
 from lightrft.config.errors import ConfigError
-from lightrft.extras.compat.counterparts import NO_COUNTERPART, SETTING_KEY, settings
+from lightrft.extras.compat.counterparts import NO_COUNTERPART, SETTING_KEY, settings, typed
+from lightrft.rewards.functions import ELSEWHERE, rewards
 
 KNOWN_TOOLS = "TRL, Unsloth, verl, OpenRLHF, ms-swift and axolotl"
 COMMAND_OF = {
@@ -26,6 +29,18 @@ CLASS = re.compile(r"(GRPO|RLOO|PPO|SFT|DPO|KTO|Reward|PRM)(Config|Trainer)")
 """Classes of TRL that name a method."""
 SHELL_ARRAY = re.compile(r"^[ \t]*(\w+)=\((.*?)\)[ \t]*$", re.DOTALL | re.MULTILINE)
 """Array of a shell script, perhaps over several lines."""
+HASH = "\x00"
+IMPORTED = re.compile(r"^(\w[\w.]*)\.(\w+)$")
+"""Function that TRL's script imports, such as package.module.function."""
+POSITIONS = {
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), ("model", "reward_funcs", "args")),
+    **dict.fromkeys(("DPOTrainer", "KTOTrainer"), ("model", "ref_model", "args")),
+    **dict.fromkeys(("SFTTrainer", "RewardTrainer"), ("model", "args")),
+    "Config": ("output_dir",),
+    "AutoModelForCausalLM.from_pretrained": ("model_name_or_path",),
+    "from_pretrained": ("model_name",),
+}
+"""End of what is called -> names of its first arguments."""
 OTHER_LANGUAGE = re.compile(r"\s*%%(?!capture|time)")
 """Beginning of a cell that is not Python."""
 COMMAND_OF_IPYTHON = re.compile(r"^([ \t]*)[!%](?:.*\\\n)*.*", re.MULTILINE)
@@ -51,18 +66,40 @@ def read(path: Path) -> ForeignFile:
 
     Raises ConfigError if no tool is recognised, and for a file that cannot be read.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-
+    text = _text(path)
     if path.suffix == ".ipynb":
         text = _code_of_cells(text, path)
     if path.suffix in (".py", ".ipynb"):
         return _of_python(text, path)
-    if path.suffix in (".yaml", ".yml"):
-        return _of_yaml(text, path)
-    return _of_shell(text, path)
+
+    is_yaml = path.suffix in (".yaml", ".yml", ".json")
+    found = _of_yaml(_keys(text, path), path) if is_yaml else _of_shell(text, path)
+    if given := found.values.get("reward_funcs"):
+        names = given if isinstance(given, list) else [given]
+        ours = [ELSEWHERE.get(name) or IMPORTED.sub(r"\1:\2", str(name)) for name in names]
+        found.values["reward_funcs"] = ours
+        if unknown := [name for name in ours if ":" not in name and name not in rewards]:
+            found.notes["reward_funcs"] = f"write --reward FILE:FUNCTION for {', '.join(unknown)}"
+
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _keys(text: str, path: Path) -> dict[str, Any]:
+    """Return the keys of a YAML file, or of JSON."""
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: the file has no keys. Known are files of {KNOWN_TOOLS}")
+    return content
 
 
 # -- Python scripts and notebooks
@@ -89,30 +126,87 @@ def _of_python(text: str, path: Path) -> ForeignFile:
 
     constants = dict(_constants(tree))
     calls = [(ast.unparse(node.func), node) for node in ast.walk(tree) if type(node) is ast.Call]
-    methods = [match for name, _ in calls if (match := CLASS.fullmatch(name.rpartition(".")[2]))]
+    matches = [CLASS.fullmatch(name.rpartition(".")[2]) for name, _ in calls]
+    methods = list(dict.fromkeys(match[1] for match in matches if match))
     if not methods:
         raise ConfigError(f"{path}: the script calls no trainer of TRL. Known are {KNOWN_TOOLS}")
+    if len(methods) > 1:
+        several = " and ".join(methods)
+        raise ConfigError(f"{path}: the script trains by {several}: leave one of them in a copy")
 
     is_unsloth = any(name.partition(".")[0] in UNSLOTH for name, _ in calls)
-    found = ForeignFile("unsloth" if is_unsloth else "trl", COMMAND_OF[methods[0][1].lower()])
+    found = ForeignFile("unsloth" if is_unsloth else "trl", COMMAND_OF[methods[0].lower()])
     for name, call in calls:
-        _read_call(name, call, constants, found, path)
+        order = next((names for end, names in POSITIONS.items() if name.endswith(end)), ())
+        call.keywords += map(ast.keyword, order, call.args)
+    for name, call in calls:
+        _read_call(name, call, constants, found)
+    _read_attributes(tree, constants, found)
+    symbols = symtable.symtable(text, str(path), "exec").get_symbols()
+    _read_rewards(tree, {each.get_name() for each in symbols if each.is_local()}, found, path)
 
     return found
 
 
+def _read_attributes(tree: ast.Module, constants: Mapping[str, Any], found: ForeignFile) -> None:
+    """Read what a script assigns to the fields of a configuration, after it has made one."""
+    configs = set()
+    for node in [each for each in ast.walk(tree) if isinstance(each, ast.Assign)]:
+        target = node.targets[0]
+        called = ast.unparse(node.value).partition("(")[0]
+        if CLASS.fullmatch(called.rpartition(".")[2]):
+            configs.add(ast.unparse(target))
+        elif isinstance(target, ast.Attribute) and ast.unparse(target.value) in configs:
+            found.values |= _values({target.attr: node.value}, constants, found)
+
+
+def _read_rewards(tree: ast.Module, names: set[str], found: ForeignFile, path: Path) -> None:
+    """Read the rewards of a trainer; `names` are what another file could import from the script."""
+    nodes = list(ast.walk(tree))
+    assigned = {
+        ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)
+    }
+    keywords = [each for each in nodes if isinstance(each, ast.keyword)]
+    given = [each.value for each in keywords if each.arg == "reward_funcs"]
+
+    for node in (part for each in given for part in _parts(each, assigned)):
+        written = ast.unparse(node)
+        if isinstance(node, ast.Constant):
+            found.values.setdefault("reward_model_path", []).append(node.value)
+        elif written in names:
+            found.values.setdefault("reward_funcs", []).append(f"{path}:{written}")
+            found.notes["reward_funcs"] = "the file is imported: use one that does not train"
+        else:
+            found.notes[written] = "another file cannot import it: write --reward FILE:FUNCTION"
+
+
+def _parts(node: ast.expr, assigned: dict[str, ast.expr]) -> Iterator[ast.expr]:
+    """Yield the parts of a list, through the names that hold them."""
+    if isinstance(node, ast.List | ast.Tuple):
+        for each in node.elts:
+            yield from _parts(each, assigned)
+    elif isinstance(node, ast.Starred):
+        yield from _parts(node.value, assigned)
+    elif isinstance(
+        assigned.get(ast.unparse(node)), ast.List | ast.Tuple | ast.Name | ast.Constant
+    ):
+        # A name that holds itself is taken as it is the second time.
+        yield from _parts(assigned.pop(ast.unparse(node)), assigned)
+    else:
+        yield node
+
+
 def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
             try:
-                yield node.targets[0].id, ast.literal_eval(node.value)
+                yield ast.unparse(target), ast.literal_eval(node.value)
             except ValueError:
                 continue
 
 
-def _read_call(
-    name: str, call: ast.Call, constants: Mapping[str, Any], found: ForeignFile, path: Path
-) -> None:
+def _read_call(name: str, call: ast.Call, constants: Mapping[str, Any], found: ForeignFile) -> None:
     """Add the arguments of one call, if it is one that sets something."""
     last = name.rpartition(".")[2]
     arguments = {}
@@ -122,49 +216,33 @@ def _read_call(
             arguments |= {name: ast.Constant(value) for name, value in unpacked.items()}
         else:
             arguments[each.arg or f"**{ast.unparse(each.value)}"] = each.value
-    if name.endswith("AutoModelForCausalLM.from_pretrained") and call.args:
-        arguments = {"model_name_or_path": call.args[0]}
+    if name.endswith("AutoModelForCausalLM.from_pretrained"):
+        arguments = {key: arguments[key] for key in arguments if key == "model_name_or_path"}
     elif last == "load_dataset":
         _read_data_set(call, arguments, constants, found)
         return
     elif last == "LoraConfig":
         found.lora |= _values(arguments, constants, found)
         return
-    elif name.partition(".")[0] in UNSLOTH:
-        pass
     elif CLASS.fullmatch(last):
-        arguments = _of_trainer(arguments, constants, found, path)
-    else:
+        arguments = _of_trainer(arguments, constants)
+    elif name.partition(".")[0] not in UNSLOTH:
         return
 
     found.values |= _values(arguments, constants, found)
 
 
 def _of_trainer(
-    arguments: dict[str, ast.expr], constants: Mapping[str, Any], found: ForeignFile, path: Path
+    arguments: dict[str, ast.expr], constants: Mapping[str, Any]
 ) -> dict[str, ast.expr]:
     """Return what is left of a trainer's arguments without its objects, which are read elsewhere."""
-    rewards = arguments.pop("reward_funcs", None)
-    if rewards is not None:
-        functions = rewards.elts if isinstance(rewards, ast.List) else [rewards]
-        models = [each.value for each in functions if isinstance(each, ast.Constant)]
-        own = [
-            f"{path}:{ast.unparse(each)}" for each in functions if type(each) is not ast.Constant
-        ]
-        if own:
-            found.values["reward_funcs"] = own
-            found.notes["reward_funcs"] = (
-                "the file is imported for its functions: move them into one that does not train"
-            )
-        if models:
-            found.values["reward_model_path"] = models
-    if isinstance(model := arguments.pop("model", None), ast.Constant):
-        found.values["model_name_or_path"] = model.value
-    elif isinstance(model, ast.Name) and model.id in constants:
-        found.values["model_name_or_path"] = constants[model.id]
+    model = arguments.get("model")
+    if isinstance(model, ast.Constant) or isinstance(model, ast.Name) and model.id in constants:
+        arguments = {"model_name_or_path": model} | arguments
 
-    objects = "args train_dataset eval_dataset processing_class tokenizer peft_config".split()
-    return {name: node for name, node in arguments.items() if name not in objects}
+    objects = "model args train_dataset eval_dataset processing_class tokenizer peft_config"
+    others = [*objects.split(), "reward_funcs"]
+    return {name: node for name, node in arguments.items() if name not in others}
 
 
 def _read_data_set(
@@ -208,14 +286,7 @@ def _values(
 # -- YAML files
 
 
-def _of_yaml(text: str, path: Path) -> ForeignFile:
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: the file has no keys. Known are files of {KNOWN_TOOLS}")
-
+def _of_yaml(content: dict[str, Any], path: Path) -> ForeignFile:
     if "base_model" in content:
         return _of_axolotl(content)
     if "actor_rollout_ref" in content:
@@ -248,7 +319,9 @@ def _of_axolotl(content: dict[str, Any]) -> ForeignFile:
     for theirs, ours in (("datasets", "prompt_data"), ("test_datasets", "eval_data")):
         sets = content.pop(theirs, None) or []
         if sets:
-            found.values[ours] = [each.get("path") for each in sets if isinstance(each, dict)]
+            sets = sets if isinstance(sets, list) else [sets]
+            paths = [each.get("path") if isinstance(each, dict) else each for each in sets]
+            found.values[ours] = paths
         others = {f"{theirs}.{key}" for each in sets if isinstance(each, dict) for key in each}
         for name in sorted(others - {f"{theirs}.path"}):
             found.notes[name] = "check with --dry_run which columns and split are read"
@@ -282,7 +355,10 @@ def _of_shell(text: str, path: Path) -> ForeignFile:
             name, equals, value = word.partition("=")
             if equals and name.isidentifier():
                 variables[name] = value
-        found = _of_words(words, path.parent) or found
+        newer = _of_words(words, path.parent)
+        if newer and found:
+            newer.notes["earlier commands"] = f"there is one of {found.command}, left out"
+        found = newer or found
         if found:
             unknown = [word for word in words if word.startswith("$")]
             found.notes |= dict.fromkeys(unknown, "only running the script would tell its value")
@@ -295,11 +371,16 @@ def _of_shell(text: str, path: Path) -> ForeignFile:
 def _commands(text: str) -> Iterator[list[str]]:
     joined = re.sub(r"\\\n", " ", text)
     for line in joined.splitlines():
+        # For shlex a # in the middle of a word begins a comment, too.
+        words = shlex.shlex(re.sub(r"(?<=\S)#", HASH, line), posix=True, punctuation_chars=";&|")
+        words.whitespace_split = True
         try:
-            if words := shlex.split(line.removeprefix("export "), comments=True):
-                yield words
+            parts = [word.replace(HASH, "#") for word in words]
         except ValueError:
             continue
+        for ends, command in groupby(parts, lambda word: not word.strip(";&|")):
+            if not ends:
+                yield [word for word in command if word != "export"]
 
 
 def _expanded(word: str, variables: Mapping[str, str]) -> str:
@@ -311,12 +392,11 @@ def _expanded(word: str, variables: Mapping[str, str]) -> str:
 
 def _of_words(words: list[str], folder: Path) -> ForeignFile | None:
     line = " ".join(words)
-    if any(SETTING_KEY.fullmatch(word) for word in words):
+    if any(SETTING_KEY.fullmatch(word) for word in words) and "sft_trainer" not in line:
         others = [word for word in words if re.match(r"[+~]*\w+(\.\w+)+=", word)]
         notes = {word: NO_COUNTERPART for word in others if not SETTING_KEY.fullmatch(word)}
         return ForeignFile("verl", "train_ppo", settings(words), notes=notes)
 
-    start = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
     if match := re.search(r"openrlhf\.cli\.train_(\w+?)(?:_ray)?\b", line):
         begin = words.index(next(word for word in words if "openrlhf.cli" in word)) + 1
         return ForeignFile("openrlhf", COMMAND_OF.get(match[1], "train_ppo"), _flags(words[begin:]))
@@ -327,11 +407,12 @@ def _of_words(words: list[str], folder: Path) -> ForeignFile | None:
         begin = words.index(match[1]) + 1
         values = _flags(words[begin:])
         if "config" in values:
-            values = _of_yaml((folder / values.pop("config")).read_text(), folder).values | values
+            file = folder / str(values.pop("config"))
+            values = _keys(_text(file), file) | values
         return ForeignFile("trl", COMMAND_OF[match[1]], values)
-    if match := re.search(r"\b(grpo|rloo|sft|dpo|kto)\w*\.py\b", line):
+    if match := re.search(r"(?:\b|_)(grpo|rloo|sft|dpo|kto)\w*\.py\b", line):
         if "--model_name_or_path" in words:
-            return ForeignFile("trl", COMMAND_OF[match[1]], _flags(words[start:]))
+            return ForeignFile("trl", COMMAND_OF[match[1]], _flags(words))
     return None
 
 
@@ -347,9 +428,9 @@ def _of_swift(values: dict[str, Any], method: str) -> ForeignFile:
 def _flags(words: list[str]) -> dict[str, Any]:
     """Return flag -> value as YAML would read it; a switch is True, several words are a list."""
     start = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
-    end = next((place for place, word in enumerate(words) if word in ("|", "2>&1", ">")), None)
+    end = next((place for place, word in enumerate(words) if re.match(r"\d?>", word)), None)
     read = {}
     for name, values in group_flags(words[start:end]).items():
-        parsed = [yaml.safe_load(value) if value else value for value in values]
-        read[name] = parsed if len(parsed) > 1 else parsed[0] if parsed else True
+        parsed = [typed(value) for value in values] or [True]
+        read[name] = parsed if len(parsed) > 1 else parsed[0]
     return read

@@ -53,6 +53,9 @@ def migrated(path: Path, *, ranks: int = 1) -> str:
     translation = _translated(found, ranks)
     notes = translation.notes | found.notes
     flags = _accepted(translation.flags, found.command, notes)
+    for name in {"pretrain", "prompt_data"} - flags.keys():
+        if not any(f"--{name}" in note for note in notes.values()):
+            notes.setdefault(name, f"the file does not say it: write --{name}")
     missing = _defaults(found, translation, ranks)
 
     title = table(found.tool)["title"]

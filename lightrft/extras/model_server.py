@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from loguru import logger
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from lightrft.app.run.interruption import SERVER_STOPS, Interruption
 from lightrft.app.run.listener import listener_of_rank_0, start_answering
@@ -186,6 +186,12 @@ class ClientSessions:
             raise ValueError(
                 f"the session {name!r} has ended after --environment_minutes without a request"
             ) from error
+        except (asyncio.CancelledError, ClientDisconnect):
+            # The engine drops what it samples when the session ends. Its next request has all of
+            # the conversation.
+            if name and self._busy[name] == 1:
+                self._forget(name, session)
+            raise
         finally:
             self._busy -= Counter([name])
             if not name:
@@ -276,8 +282,7 @@ class ModelServer:
                 for connection in self._new_sessions(wait=not loop.running()):
                     group = Group.begin(next(numbers), 0, Prompt(0, "", []), 1)
                     loop.attach(group, connection)
-                for group in loop.steps(STEPS_PER_LOOK):
-                    loop.forget(group)
+                loop.forget(list(loop.steps(STEPS_PER_LOOK)))
                 interruption.safe_point()
 
     def _new_sessions(self, *, wait: bool) -> Iterator[Connection]:

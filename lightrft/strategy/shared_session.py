@@ -1,6 +1,6 @@
 """Share requests: of several ranks in one engine, or of one data replica in several engines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from lightrft.core.engine import Ended, Request
@@ -24,7 +24,7 @@ class SharedSession:
     model_parallel: Axis
     num_requests: int = field(default=0, init=False)
     _places: dict[int, int] = field(default_factory=dict, init=False)
-    """Index in the loop -> index of this rank's request."""
+    """Index in the loop -> index of this rank's request, until it has ended."""
     _answers: dict[int, list[Completion]] = field(default_factory=dict, init=False)
     """Completions of this rank's part, if others need them."""
 
@@ -76,6 +76,11 @@ class SharedSession:
         """Let the engine do a step; return this rank's requests that have ended."""
         return self._own(self.loop.step())
 
+    def drop(self, indices: Collection[int]) -> None:
+        """End requests of this rank, and those that the other ranks of the engine name."""
+        own = {index for index, place in self._places.items() if place in indices}
+        self._own(list(self.loop.abort(set().union(*self.engine.gather(own))).items()))
+
     def abort(self) -> dict[int, list[Completion]]:
         """End all requests in the engine; return this rank's with the completions so far."""
         return dict(self._own(list(self.loop.abort().items())))
@@ -98,7 +103,7 @@ class SharedSession:
 
     def _own(self, ended: Ended) -> Ended:
         own = [
-            (self._places[index], completions)
+            (self._places.pop(index), completions)
             for index, completions in ended
             if index in self._places
         ]

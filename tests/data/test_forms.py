@@ -4,6 +4,7 @@ The expected prompts and answers are written by hand, as the data sets describe 
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,56 @@ REFUSED = {
         "prompt",
         {"question": "Q", "A": "x", "B": "y", "answer": "A"},
         "the column 'B' belongs to the question in 'question'.*--input_key",
+    ),
+    **{
+        f"choices called {name}": (
+            "prompt",
+            {"question": "Q", name: "y", "label": "1"},
+            f"the column {re.escape(repr(name))} belongs to the question in 'question'",
+        )
+        for name in ("B)", "(b)", "option_2", "Choice2", "ending1", "answerB", "distractor3")
+    },
+    "candidates": (
+        "answer",
+        {"question": "Q", "candidates": ["x", "y"], "answer": "A"},
+        "the column 'candidates' belongs",
+    ),
+    "an odd history": (
+        "answer",
+        {"instruction": "Q", "output": "A", "history": [["P", "B", "C"]]},
+        r"'history' is not pairs of texts: \[\['P', 'B', 'C'\]\]",
+    ),
+    "a history without an answer": (
+        "answer",
+        {"instruction": "Q", "output": "A", "history": [["P", None]]},
+        "'history' is not pairs of texts",
+    ),
+    "an invisible question": ("prompt", {"input": "\u200b\ufeff"}, "the prompt is empty"),
+    "an invisible message": (
+        "prompt",
+        {"input": [{"role": "user", "content": "\u200b"}]},
+        "message 1 of 1, of role 'user', is empty",
+    ),
+    "an invisible answer": ("answer", {"input": "Q", "label": "\u2060"}, "no text to train on"),
+    "an invisible turn": (
+        "answer",
+        {"messages": [*ASKED, {"role": "assistant", "content": "\u200b "}]},
+        "message 2 of 2, of role 'assistant', has no content",
+    ),
+    "an invisible answer of a pair": (
+        "pair",
+        {"prompt": "Q", "chosen": "A", "rejected": "\u200b"},
+        "the column 'rejected' .--rejected_key. is empty",
+    ),
+    "an answer that is better by no number": (
+        "pair",
+        PAIRS["HelpSteer2"] | {"preference_strength": float("nan")},
+        "the column 'preference_strength' is nan: no answer is better",
+    ),
+    "an answer that is better by true": (
+        "pair",
+        PAIRS["HelpSteer2"] | {"preference_strength": True},
+        "the column 'preference_strength' is True: no answer is better",
     ),
     "a history that is no list": (
         "answer",

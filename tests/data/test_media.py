@@ -3,9 +3,11 @@
 A video must be cut to the length that was counted.
 """
 
+import base64
 import io
 import json
 import os
+import re
 import time
 import wave
 from typing import ClassVar
@@ -342,6 +344,27 @@ def test_addresses_are_fetched_once_and_with_a_flag(folder, monkeypatch):
             load(folder, rows)
         with pytest.raises(DataError, match="nothing.gif cannot be fetched: .*404"):
             load(folder, [{"input": "x", "film": f"{address}/nothing.gif"}], media_urls=True)
+
+        for scheme in ("HTTP", "Http"):
+            rows[0]["film"] = film.replace("http", scheme)
+            assert len(load(folder, rows, media_urls=True)) == 2
+            with pytest.raises(DataError, match="v.gif is an address: --media_urls allows"):
+                load(folder, rows[:1])
+        assert Files.asked.count("/v.gif") == 1
+
+
+@pytest.mark.parametrize("scheme", ["s3", "S3", "gs", "hf", "az", "ftp", "zip", "rsync+ssh"])
+def test_other_schemes_are_named(folder, scheme):
+    """Why: they were taken for paths, and the message named a file that is missing."""
+    message = rf"row.*: video {re.escape(scheme)}://a/v.gif: {re.escape(scheme.lower())}:// is not"
+    with pytest.raises(DataError, match=message):
+        load(folder, [{"input": "x", "film": f"{scheme}://a/v.gif"}], media_urls=True)
+
+
+def test_heads_of_items_are_read_in_capitals(folder):
+    content = base64.b64encode((folder / "v.gif").read_bytes()).decode()
+    for item in (f"File://{folder}/v.gif", f"DATA:image/gif;base64,{content}"):
+        assert load(folder, [{"input": "x", "film": item}, {"input": "y", "sound": "s.wav"}])
 
 
 FETCHED = {

@@ -431,6 +431,40 @@ def test_nulls_that_somebody_wrote_stay(place):
     assert json.loads(begun) == tool
 
 
+REQUIRED = {
+    "type": "object",
+    "required": ["a", "inner", "many"],
+    "properties": {
+        "a": {"type": ["integer", "null"]},
+        "inner": {"type": "object", "required": ["c"], "properties": {"c": {}, "d": {}}},
+        "many": {"type": "array", "items": {"type": "object", "required": ["e"]}},
+    },
+}
+ARGUMENTS = {
+    "a": None,
+    "b": None,
+    "inner": {"c": None, "d": None},
+    "many": [{"e": None, "f": None}, None],
+}
+
+
+@pytest.mark.parametrize("written", [lambda each: each, json.dumps])
+@pytest.mark.parametrize(
+    ("parameters", "given"),
+    [
+        (None, {"inner": {}, "many": [{}, None]}),
+        ("no schema", {"inner": {}, "many": [{}, None]}),
+        ({"type": "object", "properties": None}, {"inner": {}, "many": [{}, None]}),
+        (REQUIRED, {"a": None, "inner": {"c": None}, "many": [{"e": None}, None]}),
+    ],
+)
+def test_null_arguments_mean_the_same_as_text_and_as_an_object(parameters, given, written):
+    """Tables add nulls to objects, and those that a tool requires were written by somebody."""
+    tools = [ADD | {"parameters": parameters}] if parameters else []
+    messages = [ASK, call(written(ARGUMENTS)), TOOL_CHAT[2]]
+    assert f"(add {json.dumps(given)})" in text(messages, tools=tools)
+
+
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("begin", ["", "<bos>"])
 def test_one_bos(chat, begin):

@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import IO, Any, Self
@@ -250,13 +251,14 @@ class RunFolder:
         moved = _move(
             self.path, [*RESULT_FILES, *OTHER_FILES, *([] if self.outside else ["checkpoints"])]
         )
+        if self.outside:
+            names = [path.name for _, path in checkpoints(self.checkpoints)]
+            aside = _move(self.checkpoints, [LATEST, *names])
+            with suppress(OSError):
+                # It says that this attempt had checkpoints, and where they are.
+                (moved / "checkpoints").symlink_to(aside.resolve(strict=True))
         if self.resumes:
             _forget_attempts(self.path.resolve(), newest=moved)
-        if self.outside:
-            _move(
-                self.checkpoints,
-                [LATEST, *(path.name for _, path in checkpoints(self.checkpoints))],
-            )
 
     def _lock(self, folder: Path, flag: str) -> None:
         file = open(folder / LOCK, "a+")

@@ -20,6 +20,7 @@ from lightrft.data.rendering.messages import (
     Message,
     as_messages,
     is_answer,
+    is_blank,
     is_message,
     objects_in_text,
     parsed,
@@ -46,8 +47,11 @@ PROMPTS = {
 SYSTEMS = ("system", "system_prompt")
 EARLIER = "history"
 """Column with earlier turns: pairs of texts, or messages."""
-CHOICES = ("choices", "options", "endings", "b", "option_b", "option2", "opb")
-"""Columns without which a question cannot be answered, and that no form writes into the prompt."""
+CHOICES = re.compile(
+    r"(choice|option|ending|alternative|candidate|distractor)s"
+    r"|(choice|option|opt?|ending|answer|alternative|candidate|distractor)[ _]?[1-9b-e]|\(?b[).]?"
+)
+"""Names of columns without which a question cannot be answered, and that no form writes into the prompt."""
 CHATS = ("messages", "conversations", "conversation")
 """Columns with whole conversations."""
 LEARNED = (
@@ -207,10 +211,11 @@ def pair(section: DataSection, row: Row, preference: PreferenceSection) -> Readi
         keys = tuple(columns.found[name] for name in found[0]) if found else keys
     if ranking:
         preferred = row[ranking]
-        if not isinstance(preferred, int | float) or not preferred:
+        if type(preferred) not in (int, float) or not abs(preferred) > 0:
             raise ValueError(f"the column {ranking!r} is {preferred!r}: no answer is better")
         keys = keys if preferred < 0 else keys[::-1]
 
+    columns.found = {name: each for name, each in columns.found.items() if each not in keys}
     chosen = answer_value(section, column(row, keys[0], "chosen_key"))
     rejected = answer_value(section, column(row, keys[1], "rejected_key"))
     if keys[0].lower() in CHATS and isinstance(chosen, list):
@@ -266,7 +271,7 @@ def column(row: Row, name: str, flag: str, *, may_be_empty: bool = False) -> Any
         hint = f"; name one of them, such as --{flag} {texts[0]}" if texts else ""
         raise ValueError(f"no column {name!r} (--{flag}); it has {', '.join(row) or 'none'}{hint}")
     value = row[name]
-    is_empty = value is None or value == [] or (isinstance(value, str) and not value.strip())
+    is_empty = value is None or value == [] or (isinstance(value, str) and is_blank(value))
     if is_empty and not may_be_empty:
         raise ValueError(f"the column {name!r} (--{flag}) is empty")
     return value
@@ -440,9 +445,9 @@ class _Columns:
 
         # What is left out here would be missing from the question.
         unread = [each for each in others if not isinstance(self.row[each], str)]
-        unread += [
-            self.found[each] for each in CHOICES if contexts and self.row.get(self.found.get(each))
-        ]
+        options = [each for name, each in self.found.items() if CHOICES.fullmatch(name)]
+        options = [each for each in options if self.row[each] and each != self.label]
+        unread += options if contexts else []
         unread += [each for each in systems if not isinstance(self.row[each], str)]
         unread += [each for each in others if isinstance(value, list) and _says(self.row[each])]
         if unread:
@@ -476,7 +481,7 @@ def _truth(value: Any) -> Any:
 
 def _says(value: Any) -> bool:
     """Return whether a value is messages, or a text that is not empty."""
-    return bool(value.strip()) if isinstance(value, str) else isinstance(value, list)
+    return not is_blank(value) if isinstance(value, str) else isinstance(value, list)
 
 
 def _turns(history: Any) -> Any:
@@ -485,9 +490,11 @@ def _turns(history: Any) -> Any:
         history = parsed(history, EARLIER) if history.strip() else None
     if not isinstance(history, list) or not all(isinstance(turn, list) for turn in history):
         return history
+    if not all(len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in history):
+        raise ValueError(f"{EARLIER!r} is not pairs of texts: {shortened(history)}")
     roles = ("user", "assistant")
     return [
         {"role": role, "content": text}
         for turn in history
-        for role, text in zip(roles, turn, strict=False)
+        for role, text in zip(roles, turn, strict=True)
     ]

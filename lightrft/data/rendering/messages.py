@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
@@ -41,6 +41,8 @@ MESSAGE_KEYS = {
 """Keys that a message may have. An object with another one, in a text, is a value of the task."""
 DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 """Beginning of a turn in the texts of HH-RLHF."""
+INVISIBLE = re.compile(r"[\s\u00ad\u200b-\u200f\u2060-\u2064\ufeff]*")
+"""White space, and characters without a width."""
 PYTHON_LIST = re.compile(r"\[\s*\{\s*'(role|from|content|value)'")
 """Beginning of messages that were written with Python's str()."""
 
@@ -246,9 +248,6 @@ def _call(call: Any, place: str) -> Message:
     # OpenAI's servers send arguments as JSON text, data often as an object.
     if isinstance(arguments, str):
         arguments = parsed(arguments, f"the arguments of the tool call {name} in {place}")
-    else:
-        arguments = without_nulls(arguments)
-
     if not isinstance(arguments, dict):
         raise ValueError(
             f"the arguments of the tool call {name} in {place} are not an object:"
@@ -257,6 +256,33 @@ def _call(call: Any, place: str) -> Message:
 
     identity = {"id": call["id"]} if call.get("id") else {}
     return identity | {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def without_null_arguments(call: Message, tools: Sequence[Mapping[str, Any]]) -> Message:
+    """Return a call without null arguments, as Arrow and files made of it add them.
+
+    One that the schema of the tool requires was written by somebody, and stays.
+    """
+    function = call["function"]
+    own = [tool["function"] for tool in tools if tool["function"]["name"] == function["name"]]
+    schema = own[-1].get("parameters") if own else None
+    return call | {"function": function | {"arguments": _given(function["arguments"], schema)}}
+
+
+def _given(value: Any, schema: Any) -> Any:
+    schema = schema if isinstance(schema, Mapping) else {}
+    if isinstance(value, list | tuple):
+        return [_given(inner, schema.get("items")) for inner in value]
+    if not isinstance(value, Mapping):
+        return value
+
+    required = schema.get("required") or ()
+    inner_schemas = schema.get("properties") or {}
+    return {
+        name: _given(inner, inner_schemas.get(name))
+        for name, inner in value.items()
+        if inner is not None or name in required
+    }
 
 
 def as_tools(value: Any, *, written: bool = False) -> list[dict[str, Any]]:
@@ -320,6 +346,11 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def is_blank(text: str) -> bool:
+    """Return True for a text without a character that can be seen."""
+    return bool(INVISIBLE.fullmatch(text))
 
 
 def is_answer(message: Message) -> bool:

@@ -19,7 +19,14 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.errors import DataError
 from lightrft.config.sections import DataSection
 from lightrft.data.readers import is_first_rank
-from lightrft.data.rendering.messages import THINKING, THOUGHTS, WEIGHT_KEYS, Message, is_answer
+from lightrft.data.rendering.messages import (
+    THINKING,
+    THOUGHTS,
+    WEIGHT_KEYS,
+    Message,
+    is_answer,
+    without_null_arguments,
+)
 
 WORD = "\u2402word\u2403"
 THOUGHT = "\u2402thought\u2403"
@@ -167,7 +174,8 @@ class ChatTemplate:
     ) -> tuple[list[Message], dict[str, Any]]:
         """Return messages and variables in the form that this template takes."""
         all_tools = [*(self.variables.get("tools") or []), *tools]
-        return self._formed(messages), self.variables | variables | {"tools": all_tools or None}
+        variables = self.variables | variables | {"tools": all_tools or None}
+        return self._formed(messages, all_tools), variables
 
     def warn(self, problem: str) -> None:
         """Log what the template does, once and on the first rank."""
@@ -355,7 +363,9 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, answer_follows: bool, variables: dict[str, Any]
     ) -> str:
         text = self._apply(
-            self._formed(messages), answer_follows=answer_follows, variables=variables
+            self._formed(messages, variables.get("tools") or ()),
+            answer_follows=answer_follows,
+            variables=variables,
         )
         return text + self._header if answer_follows else text
 
@@ -371,21 +381,23 @@ class ChatTemplate:
                 f"the chat template rejects it ({type(error).__name__}: {error})"
             ) from error
 
-    def _formed(self, messages: Sequence[Message]) -> list[Message]:
+    def _formed(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> list[Message]:
         """Return messages in the form that the template takes, without keys that are not for it."""
         own = [
             {name: value for name, value in message.items() if name not in WEIGHT_KEYS}
             for message in messages
         ]
         if any(message.get("tool_calls") for message in own):
-            own = [self._with_formed_calls(message) for message in own]
+            own = [self._with_formed_calls(message, tools) for message in own]
         return own if self._takes_text else [_as_parts(message) for message in own]
 
-    def _with_formed_calls(self, message: Message) -> Message:
+    def _with_formed_calls(self, message: Message, tools: Sequence[dict[str, Any]]) -> Message:
         if not message.get("tool_calls"):
             return message
         as_json, empty = self._form_of_calls
-        calls = message["tool_calls"]
+        calls = [without_null_arguments(call, tools) for call in message["tool_calls"]]
         if as_json:
             calls = [_with_json_arguments(call) for call in calls]
         return message | {"tool_calls": calls, "content": message["content"] or empty}

@@ -131,7 +131,11 @@ def translate(
             result.add(name, counterpart(entry, value))
 
     used: set[str] = set()
-    for flag, (value, origins) in _from_numbers(numbers, result.flags, command, ranks).items():
+    try:
+        followed = _from_numbers(numbers, result.flags, command, ranks)
+    except (TypeError, ValueError):  # one is no number, such as a variable of a script
+        followed = {}
+    for flag, (value, origins) in followed.items():
         used |= set(origins)
         result.add(" and ".join(sources[each] for each in origins), Counterpart({flag: value}))
     for number in numbers.keys() - used:
@@ -221,15 +225,19 @@ SETTING_KEY = re.compile(
 """An override of verl, such as `data.train_batch_size=1024`."""
 
 
+def typed(text: str) -> Any:
+    """Return a number, a switch, a list or an object of a command line; other texts stay."""
+    try:
+        value = yaml.safe_load(text) if text else text
+    except yaml.YAMLError:
+        return text
+    is_text = isinstance(value, str) or (isinstance(value, dict) and text[0] != "{")
+    return text if is_text else value
+
+
 def settings(tokens: list[str]) -> dict[str, Any]:
     """Return key -> value of verl's overrides among the words of a command line."""
-    found = {}
-    for key, text in (match.groups() for match in map(SETTING_KEY.fullmatch, tokens) if match):
-        try:
-            found[key] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            found[key] = text
-    return found
+    return {match[1]: typed(match[2]) for match in map(SETTING_KEY.fullmatch, tokens) if match}
 
 
 def verl_problems(tokens: list[str]) -> list[str]:

@@ -162,6 +162,24 @@ def test_of_attempts_without_a_checkpoint_the_newest_is_kept(tmp_path):
     assert before <= {path.name for path in tmp_path.iterdir()}
 
 
+def test_an_attempt_whose_checkpoints_are_elsewhere_is_kept(tmp_path):
+    """Why: its checkpoints are not in its folder, and it was removed as if it had none."""
+    for attempt, steps in (("a", (2,)), ("b", ()), ("c", ()), ("d", ())):
+        use(tmp_path / "run", attempt, checkpoints=tmp_path / "ckpt", steps=steps)
+        for own in ("model", "data"):
+            (tmp_path / "run" / own).rmdir()
+        folder = claim(tmp_path / "run", load_checkpoint=True, ckpt_path=str(tmp_path / "ckpt"))
+        folder.set_aside()
+        folder.release()
+
+    left = {
+        json.loads((path / "run.json").read_text())["run"]: path
+        for path in tmp_path.glob("run.previous*")
+    }
+    assert set(left) == {"a", "d"}
+    assert [path.name for path in (left["a"] / "checkpoints").iterdir()] == ["step2"]
+
+
 # -- the lock
 
 

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +64,7 @@ def started(tmp_path_factory):
         f"--model={folder}/model",
         "--engine_type=hf",
         "--port=0",
-        "--generate_max_len=200",
+        "--generate_max_len=4000",
         "--bf16=false",
         "--environment_minutes=0.05",
     ]
@@ -208,6 +209,52 @@ def test_a_client_that_vanishes_while_it_sends_leaves_its_answer_to_nobody():
             return turn
 
     assert asyncio.run(course()).text == "after 3 tokens"
+
+
+def test_the_engine_drops_what_a_client_that_has_left_asked_for(started):
+    """Streamed or not, with a session or without; others that wait in a session get their turn."""
+    process = started.inspected()
+
+    def seconds_of_a_moment():
+        before = sum(process.cpu_times()[:2])
+        time.sleep(0.5)
+        return sum(process.cpu_times()[:2]) - before
+
+    with httpx.Client(
+        base_url=started.address, headers={"Authorization": "Bearer secret"}, timeout=60
+    ) as client:
+
+        def ask(letter, seconds=60.0, tokens=4000, name="", **more):
+            headers = {"x-session-id": name} if name else {}
+            body = {"messages": [{"role": "user", "content": letter}], "temperature": 0, **more}
+            with client.stream(
+                "POST",
+                "/chat/completions",
+                json=body | {"max_tokens": tokens},
+                headers=headers,
+                timeout=seconds,
+            ) as reply:
+                until = time.monotonic() + seconds
+                lines = []
+                for line in reply.iter_lines():
+                    lines.append(line)
+                    if time.monotonic() > until:
+                        break
+                return lines[-1]
+
+        endless = next(letter for letter in "abcdefghijk" if '"length"' in ask(letter, tokens=400))
+        for stream in (True, False):
+            for name in ("", f"left {stream}"):
+                with suppress(httpx.ReadTimeout):
+                    assert not ask(endless, 0.4, name=name, stream=stream).endswith("[DONE]")
+                time.sleep(0.2)
+                assert seconds_of_a_moment() < 0.1, (stream, name)
+                assert '"length"' in ask(endless, tokens=2, name=name)
+
+        with ThreadPoolExecutor(1) as others, suppress(httpx.ReadTimeout):
+            waiting = others.submit(lambda: time.sleep(0.1) or ask(endless, tokens=2, name="two"))
+            ask(endless, 0.3, tokens=400, name="two")
+        assert '"length"' in waiting.result()
 
 
 def test_bad_requests_are_answered_and_the_server_goes_on(server):

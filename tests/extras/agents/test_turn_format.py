@@ -4,10 +4,22 @@ import json
 
 import pytest
 
-from data.test_rendering import ADD, ASK, CHAT, SECTION, TOOL_CHAT, text, tokenizer, turn, with_bos
+from data.test_rendering import (
+    ADD,
+    ASK,
+    CHAT,
+    SECTION,
+    TOOL_CHAT,
+    call,
+    text,
+    tokenizer,
+    turn,
+    with_bos,
+)
 from lightrft.core.samples import Prompt
 from lightrft.data.rendering.tokens import text_tokens
-from lightrft.extras.agents.messages import BEGINNING, ToolCall, TurnRequest
+from lightrft.extras.agents.history import TurnHistory, clean_message
+from lightrft.extras.agents.messages import BEGINNING, ToolCall, Turn, TurnRequest
 from lightrft.extras.agents.tool_calls import hermes
 from lightrft.extras.agents.turn_format import TurnFormat
 from tiny import BOS, EOS
@@ -78,3 +90,13 @@ def test_thinking_that_the_prompt_opens():
     format = TurnFormat(SECTION, tokenizer("cuts thinking"), frozenset({EOS}))
     assert format.opens_thinking(tokenizer().encode(text("q", "cuts thinking"))) == "<think>"
     assert format.opens_thinking(tokenizer().encode(text("q"))) == ""
+
+
+def test_a_call_that_comes_back_is_recognised_in_either_form():
+    """Why: an agent that sent the object of a call with a null began another conversation."""
+    sampled = Turn("t", [1], "stop", tool_calls=[ToolCall("add", {"a": None})], context_ids=[7])
+    for form in ({"a": None}, '{"a": null}'):
+        history = TurnHistory()
+        history.add(sampled, messages=[ASK])
+        sent = [clean_message(each) for each in (ASK, call(form), TOOL_CHAT[2])]
+        assert history.of_chat(sent, None)[0] == 0, form

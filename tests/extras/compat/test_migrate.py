@@ -91,7 +91,7 @@ FILES = {
             "lora_rank": 16,
             "num_episodes": 3.0,
         },
-        ["use_rslora: ", "move them into one that does not train", ".map()"],
+        ["use_rslora: ", "use one that does not train", ".map()"],
     ),
     "parts.py": (
         UNPACKED,
@@ -200,11 +200,150 @@ def test_a_file_of_another_tool_becomes_a_configuration(name: str, tmp_path: Pat
     load(tmp_path / "mine.yaml")
 
 
+SCRIPTS = {
+    "annotated.py": ('MODEL: str = "m/x"\nSFTTrainer(model=MODEL)', {"pretrain": "m/x"}, ""),
+    "positions.py": (
+        'GRPOTrainer("m/x", [f], GRPOConfig("out", beta=0.1))\ndef f(completions): ...',
+        {"pretrain": "m/x", "save_path": "out", "reward": ["positions.py:f"]},
+        "prompt_data: the file does not say it: write --prompt_data",
+    ),
+    "unsloth_positions.py": (
+        'FastLanguageModel.from_pretrained("m/x", max_seq_length=5)\nSFTTrainer(model)',
+        {"pretrain": "m/x", "prompt_max_len": 5},
+        "",
+    ),
+    "fields.py": (
+        "args = GRPOConfig()\nargs.learning_rate = 2e-6\nargs.num_generations = n\n"
+        'other.max_steps = 3\nGRPOTrainer(model="m/x", args=args)',
+        {"learning_rate": 2e-6, "max_steps": None},
+        "num_generations: n: only running",
+    ),
+    "computed.py": (
+        'SFTTrainer(model=f"m/{size}")',
+        {"pretrain": None},
+        "pretrain: the file does not say it: write --pretrain",
+    ),
+    "line.sh": (
+        "export M=m/x; trl sft --model_name_or_path $M --bf16 2>&1 | tee log && echo done",
+        {"pretrain": "m/x", "bf16": True},
+        "",
+    ),
+    "hash.sh": (
+        "swift sft --model m/x --dataset a#500 b --lora_rank 8 --system 'S # x'  # don't",
+        {"prompt_data": ["a#500", "b"], "lora_rank": 8, "system_prompt": "S # x"},
+        "",
+    ),
+    "hydra.sh": (
+        "python -m verl.trainer.main_ppo actor_rollout_ref.model.path='m/x # y' data.train_files=a",
+        {"pretrain": "m/x # y", "prompt_data": "a"},
+        "",
+    ),
+    "two.sh": (
+        "trl sft --model_name_or_path m/a\ntrl dpo --model_name_or_path m/b",
+        {"pretrain": "m/b"},
+        "earlier commands: there is one of train_sft, left out",
+    ),
+    "variable.sh": (
+        "trl grpo --model_name_or_path m/x --num_generations $N --per_device_train_batch_size 4",
+        {"pretrain": "m/x", "n_samples_per_prompt": None},
+        "per_device_train_batch_size: write --train_batch_size",
+    ),
+    "axolotl_grpo.yaml": (
+        "base_model: m/x\nrl: grpo\ndatasets: [a, {path: b}]\n"
+        "trl: {num_generations: 4, reward_funcs: [lib.graded]}",
+        {"prompt_data": ["a", "b"], "n_samples_per_prompt": 4, "reward": ["lib:graded"]},
+        "",
+    ),
+    "axolotl_name.yaml": ("base_model: m/x\ndatasets: a", {"prompt_data": ["a"]}, ""),
+}
+"""File -> its text, some of the keys, and a part of its comments."""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_nothing_of_a_file_is_lost_in_silence(name, tmp_path, monkeypatch):
+    text, expected, said = SCRIPTS[name]
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text)
+    written = migrated(Path(name))
+    keys = yaml.safe_load(written)
+    assert {key: keys.get(key) for key in expected} == expected
+    assert said in written
+
+
+NAMED = """
+import functools, theirs
+from theirs import graded
+def f(completions, **kwargs): return [0.0]
+def start():
+    def inside(completions, **kwargs): return [0.0]
+one = f
+judge = "a/judge"
+both = (f, judge)
+circle = [circle]
+partial = functools.partial(f, a=1)
+GRPOTrainer(model="m/x", reward_funcs=REWARDS)
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "own", "models", "said"),
+    [
+        ("f", ["f"], None, ""),
+        ("one", ["f"], None, ""),
+        ("judge", None, ["a/judge"], ""),
+        ("both", ["f"], ["a/judge"], ""),
+        ("[*both, graded]", ["f", "graded"], ["a/judge"], ""),
+        ("[one, [partial]]", ["f", "partial"], None, ""),
+        ("circle", ["circle"], None, ""),
+        (
+            "[lambda **columns: [1.0], f]",
+            ["f"],
+            None,
+            "lambda **columns: [1.0]: another file cannot import it",
+        ),
+        ("theirs.graded", None, None, "theirs.graded: another file cannot import it"),
+        ("inside", None, None, "inside: another file cannot import it"),
+        ("make()", None, None, "make(): another file cannot import it"),
+        ("both + [f]", None, None, "both + [f]: another file cannot import it"),
+    ],
+)
+def test_rewards_are_found_through_their_names(written, own, models, said, tmp_path):
+    """Why: the name of a list, or of a model, became the name of a function without a word."""
+    file = tmp_path / "train.py"
+    file.write_text(NAMED.replace("REWARDS", written))
+    text = migrated(file)
+    keys = yaml.safe_load(text)
+    found = keys.get("reward")
+    assert found == (own and [f"{file}:{name}" for name in own])
+    assert keys.get("reward_pretrain") == models
+    assert said in text and ("--reward FILE:FUNCTION" in text) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("written", "rewards", "unknown"),
+    [
+        ("accuracy_reward", ["math"], ""),
+        ("my.lib.graded", ["my.lib:graded"], ""),
+        ("[accuracy_reward, graded]", ["math", "graded"], "graded"),
+        ("some/model", ["some/model"], "some/model"),
+    ],
+)
+def test_rewards_of_a_configuration_are_translated_or_named(written, rewards, unknown, tmp_path):
+    (tmp_path / "a.yaml").write_text(f"num_generations: 4\nreward_funcs: {written}\n")
+    (tmp_path / "a.sh").write_text("trl grpo --config a.yaml --model_name_or_path m/x")
+    text = migrated(tmp_path / "a.sh")
+    assert yaml.safe_load(text)["reward"] == rewards
+    assert (f"reward_funcs: write --reward FILE:FUNCTION for {unknown}" in text) == bool(unknown)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
+        ("a.sh", "trl grpo --config none.yaml", "No such file"),
         ("a.py", "print('hello')", "calls no trainer of TRL"),
         ("a.py", "def (", "not a Python file"),
+        ("a.py", "SFTTrainer()\nDPOTrainer()", "trains by SFT and DPO: leave one of them"),
+        ("a.sh", "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a", "no trainer of"),
         ("a.ipynb", "{}", "not a notebook"),
         ("a.ipynb", '{"cells": [{"cell_type": "code", "source": ["1"]}]}', "calls no trainer"),
         ("a.sh", "echo hello", "starts no trainer of"),

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,6 +22,7 @@ from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel
 from lightrft.extras.agents.messages import Turn
 from lightrft.extras.agents.session import Session
 
+T = TypeVar("T")
 Sessions = Callable[[str], AbstractContextManager[Session]]
 """Function from the `x-session-id` of a request, which may be empty, to its episode's context."""
 
@@ -133,10 +134,12 @@ class _Routes:
                 )
                 if grow is not None and body.get("stream"):
                     events = grow(session, body)
-                    first = await anext(events)  # a refusal still has a status of its own
+                    first = await _unless_left(
+                        request, anext(events)
+                    )  # a refusal still has a status of its own
                     return _event_stream(_all_events(first, events, context.pop_all()))
 
-                turn, reply = await take(session, body)
+                turn, reply = await _unless_left(request, take(session, body))
                 if not turn.token_ids:
                     raise NoRoom
         except RequestTooSlow as error:
@@ -212,6 +215,26 @@ class _Routes:
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ready"})
+
+
+async def _unless_left(request: Request, answer: Awaitable[T]) -> T:
+    """Return what is awaited. Raises ClientDisconnect, and ends it, if the client leaves before."""
+
+    async def wait_until_left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answered = asyncio.ensure_future(answer)
+    left = asyncio.create_task(wait_until_left())
+    try:
+        await asyncio.wait((answered, left), return_when=asyncio.FIRST_COMPLETED)
+        if answered.done():
+            return answered.result()
+        raise ClientDisconnect
+    finally:
+        for task in (answered, left):
+            task.cancel()
+        await asyncio.gather(answered, left, return_exceptions=True)
 
 
 def _event_stream(events: AsyncIterator[str] | Iterator[str]) -> Response:
