@@ -238,7 +238,7 @@ def public_classes(source: str) -> list[str]:
     """
     return [
         node.name
-        for node in ast.parse(source).body
+        for node in nodes(source)[0].body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
 
@@ -505,10 +505,10 @@ def test_imports_have_no_circle_and_their_longest_chain_does_not_grow():
     assert max(depth.values()) <= LONGEST_CHAIN
 
 
-def names_of(tree: ast.Module) -> set[str]:
+def names_of(source: str) -> set[str]:
     """Return what a module defines, also under conditions, and what it imports."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -516,18 +516,18 @@ def names_of(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {each.asname or each.name for each in node.names}
     if "__getattr__" in names:  # it imports what is asked for, from a table
-        constants = (each.value for each in ast.walk(tree) if isinstance(each, ast.Constant))
+        constants = (each.value for each in nodes(source) if isinstance(each, ast.Constant))
         names |= {value for value in constants if isinstance(value, str)}
     return names
 
 
 def test_every_imported_name_exists():
     """Some files are imported only where an optional package or a GPU is."""
-    names = {file: names_of(ast.parse(file.read_text())) for file in FILES}
+    names = {file: names_of(file.read_text()) for file in FILES}
     missing = []
     for place in (ROOT, ROOT.parent / "scripts"):
         for file in sorted(place.rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in nodes(file.read_text()):
                 if not isinstance(node, ast.ImportFrom) or not node.module:
                     continue
                 if shelf(node.module) == "extras" and not installed():

@@ -364,7 +364,7 @@ def _contract(folder: str, speculative: str, draft: str, tp: int) -> tuple[dict[
         ).num_tokens
 
 
-@pytest.mark.parametrize(("speculative", "tp"), [("group", 1), ("group", 2), ("draft", 1)])
+@pytest.mark.parametrize(("speculative", "tp"), [("group", 2), ("draft", 1)])
 def test_an_engine_with_drafts_keeps_the_contract(
     tmp_path: Path, speculative: str, tp: int
 ) -> None:

@@ -115,7 +115,7 @@ def test_groups_that_ranks_share_are_learned_to_the_last_bit(inputs, tmp_path, f
         "--stop_token_ids",
         *map(str, range(40, 60)),
     ]
-    flags = [*inputs, *PPO, "--max_steps=3", "--engine_kv_cache_gb=0.125", *flags]
+    flags = [*inputs, *PPO, "--max_steps=2", "--engine_kv_cache_gb=0.125", *flags]
     fifo, shared = (
         train("train_ppo", 2, [*flags, f"--rollout_schedule={schedule}"], tmp_path / schedule)
         for schedule in ("fifo", "longest_first")

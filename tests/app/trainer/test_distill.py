@@ -39,14 +39,11 @@ def teacher(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "strategy"),
-    [(1, []), (2, ["--fsdp=false", "--zero_stage=3", "--offload_idle"])],
-    ids=str,
-)
-def test_the_student_comes_near_the_teacher(inputs, teacher, tmp_path, ranks, strategy):
+def test_the_student_comes_near_the_teacher(inputs, teacher, tmp_path):
+    """Under ZeRO, where two ranks gather the teacher; the tests below compare layouts of FSDP2."""
+    strategy = ["--fsdp=false", "--zero_stage=3", "--offload_idle"]
     flags = [f"--teacher_pretrain={teacher}", "--max_steps=20", *strategy]
-    rows = train("train_ppo", ranks, [*inputs, *PPO, *DISTILL, *flags], tmp_path)
+    rows = train("train_ppo", 2, [*inputs, *PPO, *DISTILL, *flags], tmp_path)
     divergence = [row["rollout/teacher_kl"] for row in rows]
     assert sum(divergence[-3:]) < 0.7 * sum(divergence[:3]), divergence
     assert all(math.isfinite(value) for row in rows for value in row.values())

@@ -103,12 +103,12 @@ def plain_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(inputs, plain_folder):
-    return train("train_ppo", 2, [*inputs, "--max_steps=3"], plain_folder)
+    return train("train_ppo", 2, [*inputs, "--max_steps=2"], plain_folder)
 
 
 def test_a_run_repeats_to_the_last_bit(inputs, plain, plain_folder, tmp_path):
     """How long programs take changes neither a number nor a weight."""
-    rows = train("train_ppo", 2, [*inputs, "--max_steps=3"], tmp_path)
+    rows = train("train_ppo", 2, [*inputs, "--max_steps=2"], tmp_path)
     assert_equal(plain, rows)
     assert weights_of(plain_folder) == weights_of(tmp_path)
 
@@ -143,7 +143,7 @@ def weights_of(folder):
     ],
 )
 def test_episodes_are_alike_in_every_layout(inputs, plain, tmp_path, flags):
-    rows = train("train_ppo", 2, [*inputs, "--max_steps=3", *flags], tmp_path)
+    rows = train("train_ppo", 2, [*inputs, "--max_steps=2", *flags], tmp_path)
     assert_alike(plain, rows)
     for row in rows:
         assert (
@@ -174,7 +174,7 @@ def test_episodes_with_adapters_a_critic_and_dynamic_sampling(inputs, tmp_path):
     flags = [
         "--advantage_estimator=gae",
         "--lora_rank=4",
-        "--max_steps=3",
+        "--max_steps=2",
         "--critic_learning_rate=1e-3",
     ]
     for row in train("train_ppo", 2, [*inputs, *flags], tmp_path / "critic"):
@@ -185,14 +185,14 @@ def test_episodes_with_adapters_a_critic_and_dynamic_sampling(inputs, tmp_path):
         )
 
     rows = train(
-        "train_ppo", 2, [*inputs, "--dynamic_sampling", "--max_steps=3"], tmp_path / "dynamic"
+        "train_ppo", 2, [*inputs, "--dynamic_sampling", "--max_steps=2"], tmp_path / "dynamic"
     )
     assert all(row["rollout/sampling_rounds"] >= 1 and row["episodes/turns"] > 2 for row in rows)
 
 
 def test_a_run_of_episodes_resumes_with_the_same_numbers(inputs, plain, tmp_path):
-    train("train_ppo", 2, [*inputs, "--max_steps=2", "--save_steps=2"], tmp_path)
-    rows = train("train_ppo", 2, [*inputs, "--max_steps=3", "--load_checkpoint"], tmp_path)
+    train("train_ppo", 2, [*inputs, "--max_steps=1", "--save_steps=1"], tmp_path)
+    rows = train("train_ppo", 2, [*inputs, "--max_steps=2", "--load_checkpoint"], tmp_path)
     for row, other in zip(repeatable(plain), repeatable(rows), strict=True):
         names = [
             name
@@ -207,7 +207,7 @@ def test_ranks_that_share_an_engine_play_as_one(inputs, tmp_path):
 
     So it does with episodes that it aborts (--over_sampling).
     """
-    flags = [*inputs, "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--max_steps=3"]
+    flags = [*inputs, "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--max_steps=2"]
     undivided = train("train_ppo", 2, flags, tmp_path / "undivided")
     assert_alike(
         undivided, train("train_ppo", 2, [*flags, "--engine_tp_size=2"], tmp_path / "divided")
@@ -253,7 +253,7 @@ def chats(inputs, tmp_path_factory):
         "--apply_chat_template",
         "--generate_max_len=60",
         "--turn_max_len=8",
-        "--max_steps=3",
+        "--max_steps=2",
     ]
 
 

@@ -121,10 +121,8 @@ def finished(inputs, tmp_path_factory):
 CASES = {
     "hf-fsdp": ("fsdp", []),
     "hf-zero2": ("zero2", ["--async_save"]),
-    "vllm-fsdp": ("fsdp", VLLM),
     "vllm-adapters": ("fsdp", [*VLLM, *ADAPTERS]),
     "vllm-int8": ("fsdp", [*VLLM, "--rollout_quantization=int8"]),
-    "hf-adapters": ("fsdp", ADAPTERS),
     "sglang-zero3": ("zero3", [*SGLANG, "--async_save", "--offload_idle"]),
 }
 

@@ -123,7 +123,7 @@ def both(
 
 @pytest.mark.slow
 def test_it_learns_what_ranks_that_do_both_learn(tmp_path):
-    inputs = [*prepare(tmp_path), *PPO, "--max_steps=3"]
+    inputs = [*prepare(tmp_path), *PPO, "--max_steps=2"]
     (tmp_path / "echo.py").write_text(ECHO)
     cases = {
         case: [*inputs, *(flag.format(folder=tmp_path) for flag in flags)]
@@ -601,10 +601,10 @@ def test_ranks_that_share_an_engine_serve_zero_3(tmp_path, monkeypatch, bits):
         assert broadcast._num_senders == 2
 
     monkeypatch.setattr(WeightBroadcast, "__init__", build_for_nodes)
-    flags = [*prepare(tmp_path), *PPO, *VLLM, "--max_steps=3", "--fsdp=false", "--zero_stage=3"]
+    flags = [*prepare(tmp_path), *PPO, *VLLM, "--max_steps=2", "--fsdp=false", "--zero_stage=3"]
     flags.append(f"--rollout_quantization={bits}")
     ((apart, together),) = both(tmp_path, {"vllm": flags}, trains=2, generates=2).values()
-    assert len(apart) == 3 and apart == together
+    assert len(apart) == 2 and apart == together
 
 
 def with_a_pause(advance: Callable[[EngineServer], None]) -> Callable[[EngineServer], None]:

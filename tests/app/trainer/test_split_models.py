@@ -21,15 +21,15 @@ CP = ["--cp_size=2"]
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_three_steps(tmp_path, engine, world_size, engine_tp_size, layout):
-    flags = [*prepare(tmp_path), *PPO, *layout, "--init_kl_coef=0.1", "--max_steps=3"]
+def test_two_steps(tmp_path, engine, world_size, engine_tp_size, layout):
+    flags = [*prepare(tmp_path), *PPO, *layout, "--init_kl_coef=0.1", "--max_steps=2"]
     flags += [
         f"--engine_type={engine}",
         f"--engine_tp_size={engine_tp_size}",
         "--enable_engine_sleep",
     ]
     rows = train("train_ppo", world_size, flags, tmp_path / "run", timeout=400)
-    assert len(rows) == 3
+    assert len(rows) == 2
 
     for row in rows:
         assert row["engine/logprob_mismatch_max"] < 1e-4

@@ -24,7 +24,7 @@ FLAGS = [
     "--use_kl_loss",
     "--init_kl_coef=0.1",
     "--max_tokens_per_microbatch=40",
-    "--max_steps=3",
+    "--max_steps=2",
 ]
 
 
@@ -45,7 +45,7 @@ def test_zero_learns_what_fsdp_learns(inputs, tmp_path):
     fsdp = train("train_ppo", 2, [*flags, "--fsdp"], tmp_path / "fsdp")
     for stage in (2, 3):
         rows = train("train_ppo", 2, [*flags, f"--zero_stage={stage}"], tmp_path / str(stage))
-        assert len(rows) == 3
+        assert len(rows) == 2
         assert_same_numbers(rows, fsdp)
 
 
@@ -61,16 +61,15 @@ def test_vllm_beside_zero_3(inputs, tmp_path):
         "--offload_idle",
     ]
     rows = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path)
-    assert len(rows) == 3 and rows[-1]["train/ratio"] != 1
+    assert len(rows) == 2 and rows[-1]["train/ratio"] != 1
     assert all(
         row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_reward_rises(inputs, tmp_path, stage):
-    flags = ["--actor_learning_rate=1.5e-2", "--max_steps=8", "--seed=7", f"--zero_stage={stage}"]
+def test_reward_rises(inputs, tmp_path):
+    flags = ["--actor_learning_rate=1.5e-2", "--max_steps=8", "--seed=7", "--zero_stage=3"]
     rows = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path)
     assert rows[0]["rollout/reward"] < 0.55 and rows[-1]["rollout/reward"] > 0.75
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)

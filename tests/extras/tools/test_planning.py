@@ -37,6 +37,14 @@ from tiny import tiny_hybrid, tiny_model
 from warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def shallow(folder: Path, name: str) -> str:
+    """Write the configuration of a known model with so few layers that its plan is one trace."""
+    with_layers(known_config(name), TRACED_LAYERS[0]).save_pretrained(folder)
+    return str(folder)
+
+
 CONFIG = str(ROOT / "configs" / "grpo_gsm8k_qwen2.5_7b.yaml")
 
 
@@ -173,7 +181,7 @@ def test_a_model_that_fits_on_every_device_is_advised_not_to_be_sharded():
     def advice(name: str, *flags: str) -> list[str]:
         config = parse(["--config", CONFIG, "--fsdp", "--bf16", *flags], "train_ppo")
         resolve(config, "train_ppo", world_size=8)
-        shape = known_config(name)
+        shape = with_layers(known_config(name), TRACED_LAYERS[0])
         return (
             Planner(config, "train_ppo", 8, DEVICES["h100"], ranks_per_node=8, shape=shape)
             .plan()
@@ -182,7 +190,8 @@ def test_a_model_that_fits_on_every_device_is_advised_not_to_be_sharded():
 
     assert any("--dp_replicate 0" in line for line in advice("Qwen/Qwen2.5-0.5B"))
     assert advice("Qwen/Qwen2.5-0.5B", "--dp_replicate=0") == []
-    assert not any("--dp_replicate 0" in line for line in advice("Qwen/Qwen2.5-7B"))
+    # whose three layers are as large as half of the layers of 7B
+    assert not any("--dp_replicate 0" in line for line in advice("Qwen/Qwen2.5-72B"))
 
 
 def test_experts_over_several_nodes_wait_for_the_network():
@@ -258,7 +267,7 @@ def test_muon_keeps_one_moment_of_a_matrix():
 
 
 @pytest.mark.slow
-def test_the_command(capsys):
+def test_the_command(capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         main([CONFIG, "--ranks", "8", "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -271,6 +280,7 @@ def test_the_command(capsys):
     # 2 bytes, on two ranks
     assert found["phases"]["generate"]["engine's weights"] == pytest.approx(7.616e9, rel=1e-3)
 
+    wide = shallow(tmp_path, "Qwen/Qwen2.5-14B")
     with pytest.raises(SystemExit) as ended:
         main(
             [
@@ -279,9 +289,9 @@ def test_the_command(capsys):
                 "8",
                 "--json",
                 "--pretrain",
-                "Qwen/Qwen2.5-14B",
+                wide,
                 "--offload_idle=false",
-                "--max_tokens_per_microbatch=65536",
+                "--max_tokens_per_microbatch=262144",
             ]
         )
 
@@ -301,9 +311,9 @@ def test_the_command(capsys):
                 "8",
                 "--json",
                 "--pretrain",
-                "Qwen/Qwen2.5-14B",
+                wide,
                 "--offload_idle=false",
-                "--max_tokens_per_microbatch=65536",
+                "--max_tokens_per_microbatch=262144",
                 *flags,
             ]
         )
@@ -349,7 +359,7 @@ def test_ranks_without_work_add_no_speed():
 
 
 @pytest.mark.slow
-def test_the_plan_of_32_nodes(capsys):
+def test_the_plan_of_32_nodes(capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         main(
             [
@@ -357,6 +367,8 @@ def test_the_plan_of_32_nodes(capsys):
                 "--ranks",
                 "256",
                 "--json",
+                "--pretrain",
+                shallow(tmp_path, "Qwen/Qwen2.5-72B"),
                 "--train_batch_size=128",
                 "--rollout_batch_size=64",
             ]
