@@ -45,7 +45,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.rewards.verifiers.reasoning_gym": "reasoning_gym",
     "lightrft.rewards.judge": "httpx",
     "lightrft.rewards.remote": "httpx",
-    "lightrft.app.run.listener": "uvicorn",
+    "lightrft.extras.listener": "uvicorn",
     "lightrft.extras.model_server": "uvicorn",
     "lightrft.extras.reward_server": "starlette",
     "lightrft.extras.tinker.frontend": "starlette",

@@ -22,7 +22,6 @@ from loguru import logger
 from starlette.requests import ClientDisconnect, Request
 
 from lightrft.app.run.interruption import SERVER_STOPS, Interruption
-from lightrft.app.run.listener import listener_of_rank_0, start_answering
 from lightrft.config.references import MODEL_KEY
 from lightrft.config.sections import ServerSection
 from lightrft.core.groups import Group
@@ -42,6 +41,7 @@ from lightrft.extras.agents.session import Session
 from lightrft.extras.agents.tool_calls import before_calls, hermes
 from lightrft.extras.agents.turn_format import TurnFormat
 from lightrft.extras.episode_sampler import EpisodeSampler
+from lightrft.extras.listener import listener_of_rank_0, start_answering
 from lightrft.strategy.strategy import StrategyBase
 
 T = TypeVar("T")

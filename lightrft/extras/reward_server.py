@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.roles.reward_model import RewardModel
 from lightrft.app.run.interruption import SERVER_STOPS, Interruption
-from lightrft.app.run.listener import listener_of_rank_0, start_answering
 from lightrft.config.references import REWARD_KEY
 from lightrft.config.sections import DataSection, ServerSection
 from lightrft.config.values import check_text
@@ -36,6 +35,7 @@ from lightrft.data.loader import share_of
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
 from lightrft.extras.agents.endpoint.server import RequestTooLarge, RequestTooSlow, content_of
+from lightrft.extras.listener import listener_of_rank_0, start_answering
 from lightrft.rewards.steps import StepRewards
 from lightrft.strategy.strategy import StrategyBase
 
