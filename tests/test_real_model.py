@@ -6,7 +6,6 @@ It comes from the package index, and shows what tiny models do not.
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from lightrft.data.conversations import make_example
 from lightrft.data.prompts import RowContext, make_prompt
 from lightrft.models.weight_files import WeightFiles
 from runs import train
+from warm import warm_python
 from with_vllm import load_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("smollm2") / "model"
-    command = [sys.executable, ROOT / "scripts" / "prepare_smollm2.py", "--out", folder]
+    command = [warm_python(), ROOT / "scripts" / "prepare_smollm2.py", "--out", folder]
     made = subprocess.run(
         command,
         capture_output=True,
@@ -105,7 +105,7 @@ def trained(model, flags) -> tuple[Path, list[dict[str, Any]]]:
     folder = model.parent / "run"
     data = model.parent / "words"
     subprocess.run(
-        [sys.executable, ROOT / "scripts/laptop/tasks.py", "words", "--out", data], check=True
+        [warm_python(), ROOT / "scripts/laptop/tasks.py", "words", "--out", data], check=True
     )
     recipe = [
         f"--config={ROOT}/configs/laptop_words.yaml",
