@@ -46,6 +46,12 @@ class FolderEngine(Engine):
         self.names = published_names(self.config, **trust)
         self.draft_names = draft_names(setup.section, **trust) if setup.streams_draft else None
         """Names of the weights of --draft_pretrain, if streams bring them."""
+        quantization = None
+        if setup.section.rollout_quantization != "none":
+            from lightrft.models.weight_sync.quantized import Quantization
+
+            # It adds scales to the names.
+            quantization = Quantization(setup.section.rollout_quantization, self.names, setup.dtype)
         streamed = self.names.shapes | (with_prefix(self.draft_names) if self.draft_names else {})
         super().__init__(
             streamed,
@@ -55,12 +61,7 @@ class FolderEngine(Engine):
             vocabulary=Vocabulary.of(setup.model_path, self.config, **trust),
             adapters=setup.adapters,
         )
-        if setup.section.rollout_quantization != "none":
-            from lightrft.models.weight_sync.quantized import Quantization
-
-            self.quantization = Quantization(
-                setup.section.rollout_quantization, self.names, setup.dtype
-            )
+        self.quantization = quantization
         most_of_media = most_of_each(setup.section, self.config)
         self.model_reads = tuple(most_of_media)
         self.limits = {name: most for name, most in most_of_media.items() if name in self.media}
