@@ -46,7 +46,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.rewards.judge": "httpx",
     "lightrft.rewards.remote": "httpx",
     "lightrft.extras.listener": "uvicorn",
-    "lightrft.extras.model_server": "uvicorn",
+    "lightrft.extras.model_server": "starlette",
     "lightrft.extras.reward_server": "starlette",
     "lightrft.extras.tinker.frontend": "starlette",
     "lightrft.extras.tinker.promises": "starlette",

@@ -19,7 +19,6 @@ from lightrft.models.lora import (
     adapter_shapes,
     adapters_off,
     base_model_of_adapter,
-    fold_adapters,
     freeze_parameters,
     is_adapter,
     is_adapter_folder,
@@ -198,16 +197,23 @@ def test_a_stream_without_adapters_stays_itself(folder):
     )
 
 
-def test_a_bias_keeps_its_name():
-    named = [
-        ("x.base_layer.weight", "W"),
-        ("x.base_layer.bias", "c"),
-        ("x.lora_A.default.weight", "A"),
-        ("x.lora_B.default.weight", "B"),
-        ("y.weight", "V"),
+def test_a_bias_keeps_its_name(folder):
+    """Why: it comes between the matrix and the factors that are merged into it."""
+    model = adapted(folder)
+    name, layer = next(iter(adapted_layers(model).items()))
+    base, a, b = torch.randn(4, 3), torch.randn(2, 3), torch.randn(4, 2)
+    bias = torch.randn(4)
+    stream = [
+        (f"{name}.base_layer.weight", base),
+        (f"{name}.base_layer.bias", bias),
+        (f"{name}.lora_A.default.weight", a),
+        (f"{name}.lora_B.default.weight", b),
+        ("y.weight", base),
     ]
-    folded = list(fold_adapters(named, lambda *parts: parts))
-    assert folded == [("x.bias", "c"), ("x.weight", ("x", "W", "A", "B")), ("y.weight", "V")]
+    merged = dict(merge_adapters(model, stream))
+    assert list(merged) == [f"{name}.bias", f"{name}.weight", "y.weight"]
+    assert merged[f"{name}.bias"] is bias and merged["y.weight"] is base
+    torch.testing.assert_close(merged[f"{name}.weight"], base + layer.scaling["default"] * b @ a)
 
 
 def test_switched_off_the_model_is_its_base(folder):
