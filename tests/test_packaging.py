@@ -169,10 +169,9 @@ def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
     )
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(wheel):
-    here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightrft").rglob("*.py")}
-    here |= {"lightrft/app/observe/report.html", "lightrft/py.typed", "lightrft/__init__.pyi"}
-    here |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightrft").rglob("*.yaml")}
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
+    files = [path.relative_to(ROOT) for path in (ROOT / "lightrft").rglob("*") if path.is_file()]
+    here = {path.as_posix() for path in files if "__pycache__" not in path.parts}
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == here
 

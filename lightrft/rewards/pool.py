@@ -32,7 +32,7 @@ FLUSH_SECONDS = 0.02
 """Time between two looks whether a worker has read what was sent before."""
 STACK_SECONDS = 3.0
 """Seconds for a worker that is out of time to write its stack, and for the thread to end."""
-START_FILES = ("rewards/worker.py", "launch/forks.py", "<string>")
+START_FILES = ("rewards/worker.py", "strategy/launch/forks.py", "<string>")
 """Ends of file names that are on the stack of every worker."""
 STACK_LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 

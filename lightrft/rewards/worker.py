@@ -19,7 +19,7 @@ from lightrft.rewards.weighted import WeightedRewards
 
 SKIPPED_FOLDERS = (
     Path(__file__).parent,
-    Path(__file__).parents[1] / "roles",
+    Path(__file__).parents[1] / "algorithms" / "roles",
     Path(asyncio.__file__).parent,
 )
 """Folders to skip when looking for the user's line in a traceback.

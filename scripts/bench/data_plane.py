@@ -5,7 +5,7 @@ They move in one buffer, or with one exchange for each column.
     python scripts/bench/data_plane.py --ranks 4 --samples 1024 --length 1024
 
 Samples of random lengths up to --length, with the columns of a PPO step, are planned and moved to
-the ranks that learn them: `store` is batching/sample_store.py; `columns` exchanges lengths, and
+the ranks that learn them: `store` is strategy/batching/sample_store.py; `columns` exchanges lengths, and
 then each column by itself. Both alternate; the last line is a JSON object with the medians over
 --repeats.
 """

@@ -39,23 +39,21 @@ MOST = {"hf": (43, 314, 14), "vllm": (45, 330, 14)}
 """Engine -> files, functions, and depth in own frames of the second step. A smaller number is an
 achievement, a larger one a defect."""
 OPTIONS = (
-    "agents/",
-    "compat/",
+    "algorithms/roles/critic",
+    "algorithms/roles/draft",
+    "algorithms/roles/teacher",
+    "algorithms/rollout/media_expansion",
+    "algorithms/schedulers/",
+    "algorithms/stages/filters",
+    "algorithms/stages/penalty",
+    "algorithms/stages/tokens",
+    "app/run/recorded_samples",
     "engine/remote/",
     "engine/vllm/speculation",
     "engine/vllm/text_drafter",
+    "extras/",
+    "models/parallel/tensor_parallel",
     "models/peft",
-    "parallel/tensor_parallel",
-    "roles/critic",
-    "roles/draft",
-    "roles/teacher",
-    "rollout/episode_sampler",
-    "rollout/media_expansion",
-    "run/recorded_samples",
-    "schedulers/",
-    "stages/filters",
-    "stages/penalty",
-    "stages/tokens",
     "strategy/shared_session",
 )
 """Files and packages that plain GRPO on one rank does not enter."""
@@ -125,6 +123,7 @@ def test_a_plain_step_enters_no_option_and_stays_small(engine, tmp_path):
     ((functions, depth),) = run_ranks(1, second_step, engine, str(tmp_path), timeout=600)
     files = {file for file, _ in functions}
 
+    assert all(list(Path(ROOT).glob(f"{option}*")) for option in OPTIONS)
     assert {file for file in files if file.startswith(OPTIONS)} == set()
     assert {"core/step.py", "core/rollout.py"} <= files
     counted = (len(files), len(functions), depth)

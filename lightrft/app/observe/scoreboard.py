@@ -37,7 +37,7 @@ class Scoreboard:
     idle_share: float
     mfu: float | None
     """How much of the training devices' peak the products of tokens and matrices reach while they
-    train (roles/operations.py); None for an unknown device."""
+    train (algorithms/roles/operations.py); None for an unknown device."""
     bottleneck: str
     advice: str
     lines: list[str] = field(default_factory=list)

@@ -20,7 +20,7 @@ import psutil
 from lightrft.models.parallel.gloo import INTERFACE
 from lightrft.models.parallel.processes import RunProcesses
 
-STORE_PREFIX = "lightrft/algorithms/rollout"
+STORE_PREFIX = "lightrft/rollout"
 """Prefix of the keys in the store of all processes."""
 LOOPBACK = "127.0.0.1"
 GREETING_SECONDS = 10.0

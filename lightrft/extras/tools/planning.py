@@ -294,7 +294,7 @@ class Planner:
             phases["log-probs"] = parameters | resident | work
             if not self.config.rollout.rollout_ranks:
                 weights = self.engine_weights() / self.config.engine.engine_tp_size
-                # Two buckets exist at a time; see weight_sync/stream.py.
+                # Two buckets exist at a time; see models/weight_sync/stream.py.
                 work = {"engine's weights": weights, "buckets": 2 * self.bucket()}
                 phases["weight sync"] = parameters | resident | work
                 share = self.config.engine.engine_mem_util * self.device.memory

@@ -5,7 +5,7 @@ every axis that shards them. At most two buckets exist in addition to the model 
 gathered shards, and the full tensors built from them. A tensor larger than a bucket exists once,
 beside one bucket of gathered rows. On an accelerator the next bucket is gathered while an engine
 loads the current one, so buckets are half as large. On CPUs shards are gathered in memory that the
-ranks of a host share. It holds two buckets of that size (parallel/shm_all_gather.py).
+ranks of a host share. It holds two buckets of that size (models/parallel/shm_all_gather.py).
 """
 
 from collections import defaultdict

@@ -36,7 +36,7 @@ launcher of another node ends before them."""
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_MARGIN = timedelta(seconds=60)
 """Time that collectives have beyond the limit, because the timeout of a collective says less."""
-PACKAGE = str(Path(__file__).parents[1])
+PACKAGE = str(Path(__file__).parents[2])
 STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 LIBRARIES = {"site-packages", "dist-packages"}
 """Names of folders with installed packages, of this environment or another."""

@@ -45,7 +45,7 @@ NOTICE = timedelta(seconds=30)
 """Interval between warnings about ranks that have not arrived."""
 FEW_RANKS = 8
 """Up to so many ranks share one gloo device in all groups; more publish one address each instead,
-see parallel/gloo.py."""
+see models/parallel/gloo.py."""
 LAUNCH_ADVICE = (
     "start the run with `torchrun --standalone --nproc-per-node=N ...`, or unset all of these"
     " variables to run one process"
