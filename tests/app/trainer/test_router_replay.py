@@ -192,7 +192,7 @@ def test_vllm_returns_what_its_routers_chose(tmp_path: Path) -> None:
     """
     ranks = 2
     model = tiny_experts(tmp_path / "model", num_experts=8)
-    program = Path(__file__).parent.parent / "engine" / "runner_v2.py"
+    program = Path(__file__).parents[2] / "engine" / "runner_v2.py"
     command = [sys.executable, str(program), model, "experts"]
     shared = os.environ | {"WORLD_SIZE": f"{ranks}", "STORE": str(tmp_path)}
     of_ranks = [
