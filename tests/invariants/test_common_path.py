@@ -2,8 +2,12 @@
 read more than so much to understand it.
 """
 
+import ast
+import runpy
 import sys
 import threading
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,6 +18,7 @@ import torch
 import lightrft
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.trainer.build import ppo_trainer
+from lightrft.app.trainer.ppo import PPOTrainer
 from lightrft.config import parse
 from lightrft.core.step import StepRecord
 from lightrft.strategy import get_strategy
@@ -57,6 +62,9 @@ OPTIONS = (
     "strategy/shared_session",
 )
 """Files and packages that plain GRPO on one rank does not enter."""
+CORE = Path(ROOT) / "core"
+LEAST_OF_CORE = 0.7
+"""Share of the statements in the core's functions that its example and a plain run execute."""
 
 
 class Followed:
@@ -87,7 +95,7 @@ class Followed:
         return code.co_filename.startswith(ROOT) and not code.co_name.startswith("<")
 
 
-def second_step(engine: str, folder: str) -> tuple[set[tuple[str, str]], int]:
+def plain_trainer(engine: str, folder: str) -> PPOTrainer:
     flags = [*prepare(Path(folder)), *FLAGS, f"--save_path={folder}/run", f"--engine_type={engine}"]
     if engine == "vllm":
         flags.append("--engine_kv_cache_gb=0.05")
@@ -95,7 +103,11 @@ def second_step(engine: str, folder: str) -> tuple[set[tuple[str, str]], int]:
     torch.manual_seed(0)
     strategy = get_strategy(config)
     strategy.setup_distributed()
-    trainer = ppo_trainer(config, strategy)
+    return ppo_trainer(config, strategy)
+
+
+def second_step(engine: str, folder: str) -> tuple[set[tuple[str, str]], int]:
+    trainer = plain_trainer(engine, folder)
     followed = Followed()
     step = trainer.step
 
@@ -112,8 +124,45 @@ def second_step(engine: str, folder: str) -> tuple[set[tuple[str, str]], int]:
 
     trainer.step = follow
     trainer.fit()
-    strategy.close()
+    trainer.strategy.close()
     return followed.functions, followed.depth
+
+
+def lines_of_core(folder: str) -> dict[str, set[int]]:
+    """Return the lines of the core that its example and a plain run execute, by file."""
+    lines: dict[str, set[int]] = defaultdict(set)
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        path = Path(frame.f_code.co_filename)
+        if path.parent != CORE:
+            return None
+        lines[path.name].add(frame.f_lineno)
+        return trace
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        runpy.run_path(str(CORE.parent.parent / "examples" / "grpo_core.py"))["main"](num_steps=2)
+        trainer = plain_trainer("hf", folder)
+        trainer.fit()
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)
+    trainer.strategy.close()
+    return lines
+
+
+def statements(node: ast.AST, *, inside: bool = False) -> Iterator[int]:
+    """Yield the first lines of statements in functions, without docstrings and protocols."""
+    if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(n) for n in node.bases):
+        return
+    inside = inside or isinstance(node, ast.FunctionDef)
+    for child in ast.iter_child_nodes(node):
+        documents = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+        if inside and isinstance(child, ast.stmt) and not documents:
+            if not isinstance(child, ast.FunctionDef):
+                yield child.lineno
+        yield from statements(child, inside=inside)
 
 
 @pytest.mark.parametrize("engine", MOST)
@@ -128,3 +177,13 @@ def test_a_plain_step_enters_no_option_and_stays_small(engine, tmp_path):
     assert {"core/step.py", "core/rollout.py"} <= files
     counted = (len(files), len(functions), depth)
     assert all(count <= most for count, most in zip(counted, MOST[engine], strict=True)), counted
+
+
+def test_most_of_the_core_is_executed_by_its_example_and_a_plain_run(tmp_path):
+    (executed,) = run_ranks(1, lines_of_core, str(tmp_path), timeout=300)
+    total = run = 0
+    for path in CORE.glob("*.py"):
+        lines = set(statements(ast.parse(path.read_text())))
+        total += len(lines)
+        run += len(lines & executed[path.name])
+    assert run >= LEAST_OF_CORE * total, f"{run} of {total}"
