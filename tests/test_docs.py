@@ -16,7 +16,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from scripts import configuration_page, python_stub, step_picture
+from scripts import configuration_page, python_stub, shelves_picture, step_picture
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,6 +84,7 @@ def test_the_site_has_every_page():
 
 def test_files_are_what_the_scripts_write():
     assert step_picture.PICTURE.read_text() == step_picture.picture()
+    assert shelves_picture.PICTURE.read_text() == shelves_picture.picture()
     text = configuration_page.PAGE.read_text()
     assert text == configuration_page.page(text)
     assert python_stub.STUB.read_text() == python_stub.stub()
