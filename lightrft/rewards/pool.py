@@ -23,8 +23,8 @@ from loguru import logger
 from lightrft.core.metrics import Untraced
 from lightrft.core.samples import Sample
 from lightrft.rewards.conventions import common_columns
+from lightrft.rewards.forks import STACK_SIGNAL, Forks, Mailbox, Worker
 from lightrft.rewards.worker import Setup
-from lightrft.strategy.launch.forks import STACK_SIGNAL, Forks, Mailbox, Worker
 
 MAX_STACK_BYTES = 65536
 """Number of bytes of a worker's stack to read at most."""
@@ -32,7 +32,7 @@ FLUSH_SECONDS = 0.02
 """Time between two looks whether a worker has read what was sent before."""
 STACK_SECONDS = 3.0
 """Seconds for a worker that is out of time to write its stack, and for the thread to end."""
-START_FILES = ("rewards/worker.py", "strategy/launch/forks.py", "<string>")
+START_FILES = ("rewards/worker.py", "rewards/forks.py", "<string>")
 """Ends of file names that are on the stack of every worker."""
 STACK_LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 

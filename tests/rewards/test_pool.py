@@ -19,9 +19,9 @@ from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.prompts import load_prompts
 from lightrft.models.parallel.collectives import Axis
+from lightrft.rewards.forks import FORK, end_with
 from lightrft.rewards.runner import FAILURES_IN_A_ROW, RewardRunner, importable_name
 from lightrft.rewards.worker import Setup
-from lightrft.strategy.launch.forks import FORK, end_with
 from tiny import byte_tokenizer
 
 FILE = Path(__file__).with_name("misbehaving.py")
@@ -367,7 +367,7 @@ def test_calls_of_a_pool_that_closes_get_a_result():
 @pytest.mark.parametrize("asked", ["setup", "worker"])
 def test_the_process_that_forks_says_nothing_if_the_rank_ends_before_its_answer(asked):
     mine, other = Pipe()
-    program = f"from lightrft.strategy.launch.forks import main; main({other.fileno()})"
+    program = f"from lightrft.rewards.forks import main; main({other.fileno()})"
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         pass_fds=[other.fileno()],

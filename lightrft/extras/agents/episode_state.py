@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lightrft.core.samples import Completion, Episode, Prompt, Sample
 from lightrft.extras.agents.messages import BEGINNING, Ended, Message, TurnRequest
-from lightrft.strategy.launch.forks import Mailbox, Worker
+from lightrft.rewards.forks import Mailbox, Worker
 
 
 class PlayedTurn(NamedTuple):

@@ -32,7 +32,7 @@ from lightrft.extras.agents.messages import (
 from lightrft.extras.agents.programs import ProgramSetup
 from lightrft.extras.agents.tool_calls import Parse
 from lightrft.extras.agents.turn_format import TurnFormat
-from lightrft.strategy.launch.forks import Forks, Mailbox, Worker
+from lightrft.rewards.forks import Forks, Mailbox, Worker
 
 FAILURES_IN_A_ROW = 32
 """Number of failed episodes in a row that end a run: the environment itself must be broken."""

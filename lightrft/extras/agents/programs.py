@@ -59,7 +59,7 @@ tools.register_deferred("python", "lightrft.extras.agents.builtin_tools:python")
 
 @dataclass(frozen=True)
 class ProgramSetup:
-    """Settings for the processes that run episodes; see strategy/launch/forks.py."""
+    """Settings for the processes that run episodes; see rewards/forks.py."""
 
     environment: str
     """Name of a class or an async function, as in --environment; empty for tools alone."""

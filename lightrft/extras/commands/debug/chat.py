@@ -28,7 +28,7 @@ from lightrft.extras.agents.messages import Message
 from lightrft.extras.agents.programs import ProgramSetup
 from lightrft.extras.agents.tool_calls import read_call
 from lightrft.extras.agents.tools import Tools, answers, schemas
-from lightrft.strategy.launch.forks import end_with
+from lightrft.rewards.forks import end_with
 
 LOG_POLL_SECONDS = 0.1
 SERVING = re.compile(r"serving .* at (http://\S+/v1)\s")

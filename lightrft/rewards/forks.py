@@ -168,7 +168,7 @@ class Forks:
         self._control, child_end = Pipe()
         path = [str(folder) for folder in sys.path]
         program = (
-            f"import sys; sys.path[:] = {path!r}; from lightrft.strategy.launch.forks import main;"
+            f"import sys; sys.path[:] = {path!r}; from lightrft.rewards.forks import main;"
             f" main({child_end.fileno()})"
         )
         self._parent = subprocess.Popen(
