@@ -284,7 +284,10 @@ def _native_stacks(pid: int) -> str:
     if shutil.which("gdb") is None:
         return ""
     command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 12"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    except subprocess.TimeoutExpired:
+        return f"process {pid}: gdb took more than a minute"
     return f"process {pid}:\n" + "\n".join(
         line for line in said.splitlines() if line.startswith(("#", "Thread"))
     )
