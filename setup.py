@@ -37,7 +37,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["lightrft = lightrft.__main__:main"],
-        "torchrun.handlers": ["lightrft = lightrft.strategy.launch.torchrun:install"],
+        "torchrun.handlers": ["lightrft = lightrft.models.launch.torchrun:install"],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -22,6 +22,7 @@ from lightrft.config.references import JUDGE, SERVER, RewardTerm, reward_terms
 from lightrft.config.sections import RewardSection
 from lightrft.core.metrics import Metrics, Untraced
 from lightrft.core.samples import Prompt, Sample
+from lightrft.models.launch.heartbeat import code_position, exit_process
 from lightrft.models.parallel.collectives import Axis
 from lightrft.registry import OBJECTS, kept_alive
 from lightrft.rewards.conventions import RewardFunction, as_number, num_rewards
@@ -36,7 +37,6 @@ from lightrft.rewards.pool import (
     out_of_time,
 )
 from lightrft.rewards.worker import Setup, place, said
-from lightrft.strategy.launch.heartbeat import code_position, exit_process
 
 MAX_REWARD = 1e18
 """Largest absolute reward.

@@ -32,6 +32,8 @@ from lightrft.core.order import Order
 from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine
 from lightrft.engine.requests import Sampling
+from lightrft.models.launch.heartbeat import COLLECTIVE_MARGIN, SingleRankWatchdog, Watchdog
+from lightrft.models.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.models.lora import merge_adapters, split_adapters
 from lightrft.models.parallel.collectives import Axis, Op, all_gather, all_reduce
 from lightrft.models.parallel.device import current_device, grow_segments, host_cores, select_device
@@ -48,8 +50,6 @@ from lightrft.strategy.checkpoints import Checkpoints, Trained
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.device_memory import DeviceMemory, memory_report
 from lightrft.strategy.engine_host import EngineHost
-from lightrft.strategy.launch.heartbeat import COLLECTIVE_MARGIN, SingleRankWatchdog, Watchdog
-from lightrft.strategy.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.versions import TENSOR_PARALLEL_VERSIONS, untested_versions
 

@@ -65,6 +65,10 @@ from lightrft.core.batch import Experience  # noqa: E402
 from lightrft.core.groups import RewardTable  # noqa: E402
 from lightrft.core.metrics import Metrics  # noqa: E402
 from lightrft.core.samples import Prompt, Sample  # noqa: E402
+from lightrft.models.launch.connection import Connection  # noqa: E402
+from lightrft.models.launch.heartbeat import BEAT, LOOPBACK, Watchdog  # noqa: E402
+from lightrft.models.launch.monitor import Monitor  # noqa: E402
+from lightrft.models.launch.rendezvous import join_process_group  # noqa: E402
 from lightrft.models.parallel.collectives import Axis  # noqa: E402
 from lightrft.models.parallel.mesh import Mesh  # noqa: E402
 from lightrft.rewards.runner import RewardRunner  # noqa: E402
@@ -73,10 +77,6 @@ from lightrft.strategy.batching.planner import plan  # noqa: E402
 from lightrft.strategy.batching.sample_store import SampleStore  # noqa: E402
 from lightrft.strategy.checkpoint import manager  # noqa: E402
 from lightrft.strategy.checkpoint.model_state import ModelState  # noqa: E402
-from lightrft.strategy.launch.connection import Connection  # noqa: E402
-from lightrft.strategy.launch.heartbeat import BEAT, LOOPBACK, Watchdog  # noqa: E402
-from lightrft.strategy.launch.monitor import Monitor  # noqa: E402
-from lightrft.strategy.launch.rendezvous import join_process_group  # noqa: E402
 from scripts.bench.harness import parser_of  # noqa: E402
 
 LIMIT = timedelta(minutes=30)

@@ -238,7 +238,7 @@ FIRST = {"MASTER_ADDR": "first", "NPROC": "3"}
     ],
 )
 def test_the_place_of_a_node_is_read_from_its_launcher(cluster, given, expected):
-    """tests/strategy/launch/test_nodes.py has the others, where real torchruns meet."""
+    """tests/models/launch/test_nodes.py has the others, where real torchruns meet."""
     (command,) = cluster("scripts/run_grpo_gsm8k.sh", **given)
     assert command[: len(expected)] == expected
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from lightrft.config.errors import ConfigError
-from lightrft.models.parallel.device import check_device_index
-from lightrft.strategy import FSDPStrategy
-from lightrft.strategy.launch.rendezvous import (
+from lightrft.models.launch.rendezvous import (
     adopt_node_size,
     adopt_slurm,
     join_process_group,
     ranks_per_node,
 )
+from lightrft.models.parallel.device import check_device_index
+from lightrft.strategy import FSDPStrategy
 from ranks import run_ranks
 from strategy.training import strategy
 
@@ -230,10 +230,10 @@ def test_a_rank_that_cannot_be_reached_is_explained(clean_environment, monkeypat
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(
-        "lightrft.strategy.launch.rendezvous._meeting_point", lambda *args: dist.HashStore()
+        "lightrft.models.launch.rendezvous._meeting_point", lambda *args: dist.HashStore()
     )
-    monkeypatch.setattr("lightrft.strategy.launch.rendezvous._meet", meet)
-    monkeypatch.setattr("lightrft.strategy.launch.rendezvous.dist.init_process_group", connect)
+    monkeypatch.setattr("lightrft.models.launch.rendezvous._meet", meet)
+    monkeypatch.setattr("lightrft.models.launch.rendezvous.dist.init_process_group", connect)
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
     with pytest.raises(
         RuntimeError,

@@ -88,7 +88,7 @@ def run_command(command: str, description: str | None, argv: Sequence[str] | Non
     except ConfigError as error:
         _log_once(str(error))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from lightrft.strategy.launch.rendezvous import tell_launcher
+            from lightrft.models.launch.rendezvous import tell_launcher
 
             tell_launcher(str(error))
         sys.exit(USER_ERROR)
@@ -107,7 +107,7 @@ def _run(command: str, config: Config) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from lightrft.app.run.interruption import Interrupted
     from lightrft.app.trainer.run import run
-    from lightrft.strategy.launch.rendezvous import end_with_launcher, tell_launcher
+    from lightrft.models.launch.rendezvous import end_with_launcher, tell_launcher
 
     gc.freeze()
     gc.enable()

@@ -15,9 +15,9 @@ from lightrft.config.references import MODEL_KEY, REWARD_KEY
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config
 from lightrft.config.summary import summary
+from lightrft.models.launch.rendezvous import adopt_slurm, check_launched, ranks_per_node
 from lightrft.models.parallel.device import device_name, has_bf16
 from lightrft.strategy.checkpoint.model_folders import name_folders
-from lightrft.strategy.launch.rendezvous import adopt_slurm, check_launched, ranks_per_node
 from lightrft.versions import check_versions
 
 

@@ -24,11 +24,11 @@ from loguru import logger
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import TRACKERS
 from lightrft.config.sections import Config
+from lightrft.models.launch.connection import LOST_AFTER
+from lightrft.models.launch.rendezvous import launcher
 from lightrft.models.parallel.collectives import Axis
 from lightrft.strategy.checkpoint.atomic import write_file
 from lightrft.strategy.checkpoint.manifest import LATEST, checkpoints, read_state
-from lightrft.strategy.launch.connection import LOST_AFTER
-from lightrft.strategy.launch.rendezvous import launcher
 
 LOCK = ".lock"
 DESCRIPTION = "run.json"

@@ -122,13 +122,13 @@ def dry_run(config: Config, command: str) -> int:
     Without an accelerator whose peaks are known it is an h100. Raise ConfigError for a
     process that no launcher has started as a rank, and that would run alone.
     """
-    from lightrft.models.parallel.device import device_name
-    from lightrft.strategy.launch.rendezvous import (
+    from lightrft.models.launch.rendezvous import (
         adopt_slurm,
         check_environment,
         check_launched,
         ranks_per_node,
     )
+    from lightrft.models.parallel.device import device_name
 
     adopt_slurm(os.environ)
     check_environment(os.environ)

@@ -13,8 +13,8 @@ import psutil
 import torch
 
 from lightrft.core.metrics import GB
+from lightrft.models.launch.interface import interface_problem
 from lightrft.models.parallel.device import current_device, free_memory
-from lightrft.strategy.launch.interface import interface_problem
 from lightrft.versions import (
     CORE,
     ENGINE_VERSIONS,

@@ -47,7 +47,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture
 def no_launcher_to_wait_for(monkeypatch):
-    monkeypatch.setattr("lightrft.strategy.launch.heartbeat.GRACE", 0.4)
+    monkeypatch.setattr("lightrft.models.launch.heartbeat.GRACE", 0.4)
 
 
 def entrypoint(flags: list[str], folder: Path) -> None:

@@ -25,7 +25,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_launcher_to_wait_for(monkeypatch):
-    monkeypatch.setattr("lightrft.strategy.launch.heartbeat.GRACE", 0.4)
+    monkeypatch.setattr("lightrft.models.launch.heartbeat.GRACE", 0.4)
 
 
 def entrypoint(flags: list[str], folder: Path, spoil: Callable[[], None] | None) -> None:

@@ -54,7 +54,7 @@ def test_a_killed_run_goes_on_bit_by_bit(inputs, tmp_path, monkeypatch):
     flags = [*inputs, *PPO, *QLORA, "--save_steps=2", "--max_steps=4", "--enable_ema"]
     parts = [*flags, f"--save_path={tmp_path / 'parts'}"]
     whole = train("train_ppo", 2, flags, tmp_path / "whole")
-    monkeypatch.setattr("lightrft.strategy.launch.heartbeat.GRACE", 0.4)
+    monkeypatch.setattr("lightrft.models.launch.heartbeat.GRACE", 0.4)
     monkeypatch.setenv("SABOTAGE", "train:1:kill:4")
     assert exit_codes(2, spoiled, parts, tmp_path)[1] == -9
 

@@ -16,9 +16,9 @@ from loguru import logger
 
 from lightrft.app.run.run_folder import RunFolder
 from lightrft.config import Config, ConfigError
+from lightrft.models.launch.rendezvous import launcher
 from lightrft.models.parallel.collectives import Axis
 from lightrft.strategy.checkpoint.manifest import Manifest
-from lightrft.strategy.launch.rendezvous import launcher
 from ranks import run_ranks
 from strategy.training import fill_the_disk
 

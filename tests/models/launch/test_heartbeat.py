@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
+from lightrft.models.launch import heartbeat, monitor
+from lightrft.models.launch.connection import PENDING, Connection, ConnectionLost
+from lightrft.models.launch.heartbeat import is_secondary
 from lightrft.strategy import FSDPStrategy
-from lightrft.strategy.launch import heartbeat, monitor
-from lightrft.strategy.launch.connection import PENDING, Connection, ConnectionLost
-from lightrft.strategy.launch.heartbeat import is_secondary
 from ranks import exit_codes, run_ranks
 
 LIMIT = timedelta(seconds=1)
@@ -28,7 +28,7 @@ LIMIT = timedelta(seconds=1)
 
 @pytest.fixture(autouse=True)
 def no_launcher_to_wait_for(monkeypatch):
-    monkeypatch.setattr("lightrft.strategy.launch.heartbeat.GRACE", 0.4)
+    monkeypatch.setattr("lightrft.models.launch.heartbeat.GRACE", 0.4)
 
 
 def start(folder: Path, limit: timedelta = LIMIT, **layout) -> FSDPStrategy:
@@ -80,7 +80,7 @@ def test_every_rank_says_who_is_late_and_where_all_are(tmp_path):
         )
         assert (
             where in said
-            and "in phase reward, at tests/strategy/launch/test_heartbeat.py:"
+            and "in phase reward, at tests/models/launch/test_heartbeat.py:"
             in said.replace(f"{os.getcwd()}/", "")
         )
         assert "(oversleep)" in said
@@ -391,7 +391,7 @@ def test_ranks_are_named_by_spans():
 
 
 def test_strangers_and_too_many_files_do_not_end_the_monitor(monkeypatch):
-    monkeypatch.setattr("lightrft.strategy.launch.monitor.ARRIVAL", 1.0)
+    monkeypatch.setattr("lightrft.models.launch.monitor.ARRIVAL", 1.0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     made = monitor.Monitor(
         1, address="127.0.0.1", limit=60.0, phase_limit=60.0, beat=0.2, token="secret"

@@ -89,7 +89,7 @@ else:
 A fresh interpreter would take two seconds for each.
 """
 OTHER = """
-from lightrft.strategy.launch.torchrun import install
+from lightrft.models.launch.torchrun import install
 install()
 import signal
 from torch.distributed.elastic.multiprocessing.api import SignalException

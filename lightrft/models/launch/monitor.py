@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-from lightrft.strategy.launch.connection import (
+from lightrft.models.launch.connection import (
     MAX_FIRST_LINE,
     PENDING,
     Connection,

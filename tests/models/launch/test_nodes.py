@@ -3,7 +3,7 @@
 Each is a `bash scripts/launch.sh` with a torchrun of its own.
 
     # lose a node in each of these phases
-    LOSE_IN=generate,reward,experience,train,checkpoint python -m pytest tests/strategy/launch/test_nodes.py
+    LOSE_IN=generate,reward,experience,train,checkpoint python -m pytest tests/models/launch/test_nodes.py
 """
 
 import json
@@ -43,7 +43,7 @@ import json, os, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from lightrft.strategy.launch.rendezvous import join_process_group
+from lightrft.models.launch.rendezvous import join_process_group
 processes = join_process_group(torch.device("cpu"), timedelta(seconds=60), timedelta(seconds=60))
 ranks = torch.tensor([2.0 ** dist.get_rank()])
 dist.all_reduce(ranks)

@@ -21,11 +21,11 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from loguru import logger
 
+from lightrft.models.launch.connection import Connection, ConnectionLost
+from lightrft.models.launch.monitor import ARRIVAL, OUTSIDE, REPORT_SECONDS, Monitor, death, when
+from lightrft.models.launch.rendezvous import tell_launcher
 from lightrft.models.parallel.mesh import collectives_begun
 from lightrft.models.parallel.processes import RunProcesses
-from lightrft.strategy.launch.connection import Connection, ConnectionLost
-from lightrft.strategy.launch.monitor import ARRIVAL, OUTSIDE, REPORT_SECONDS, Monitor, death, when
-from lightrft.strategy.launch.rendezvous import tell_launcher
 
 BEAT = 5.0
 """Seconds between two heartbeats of a rank; less if the time limit is short."""

@@ -17,12 +17,12 @@ from loguru import logger
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightrft.config.errors import ConfigError
+from lightrft.models.launch import orphan_guard
+from lightrft.models.launch.interface import choose_interface, interface_problem, master_address
+from lightrft.models.launch.monitor import names
 from lightrft.models.parallel.device import collective_backend
 from lightrft.models.parallel.gloo import INTERFACE, RANKS_IN_ADDRESSES, share_gloo_device
 from lightrft.models.parallel.processes import RunProcesses
-from lightrft.strategy.launch import orphan_guard
-from lightrft.strategy.launch.interface import choose_interface, interface_problem, master_address
-from lightrft.strategy.launch.monitor import names
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = {
