@@ -9,8 +9,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.adapter_course import adapted, adapters_of, generated, logprob_gap, stream, trained
+from engine.contract import start
 from lightrft.engine.base import Engine, EngineError
-from lightrft.engine.testing import start
 from lightrft.models.lora import keep_adapters_apart
 from lightrft.models.parallel.device import select_device
 from lightrft.models.parallel.mesh import Mesh

@@ -49,8 +49,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 
-from engine.contract import CASES  # noqa: E402
-from lightrft.engine import testing  # noqa: E402
+from engine import contract  # noqa: E402
 from lightrft.engine.base import Request, Sampling  # noqa: E402
 from lightrft.engine.vllm import shim, speculation  # noqa: E402
 from lightrft.engine.vllm.text_drafter import Costs  # noqa: E402
@@ -74,14 +73,13 @@ def main(folder: str, *names: str) -> None:
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
         axis = Mesh("cpu").world
-        engine = testing.start("vllm", folder, axis)
-        bench = testing.Bench(engine, AutoModelForCausalLM.from_pretrained(folder), axis, 0)
+        engine = contract.start("vllm", folder, axis)
+        bench = contract.Bench(engine, AutoModelForCausalLM.from_pretrained(folder), axis, 0)
         runner = type(
             engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
         ).__module__
         in_flight = engine._llm.llm_engine.engine_core.engine_core.batch_queue_size
-        cases = {case.__name__: case for case in CASES}
-        outcomes = {name: testing.outcome(cases[name], bench) for name in names}
+        outcomes = {name: contract.outcome(getattr(contract, name), bench) for name in names}
         model = engine._shim.model
         left = []
         destroy = shim.destroy_model_parallel
@@ -132,7 +130,7 @@ def with_and_without_drafts(folder: str) -> None:
         speculation.BATCH_SIZES = (1,)
         speculation.MEASUREMENTS = 1
         flags = {"speculative": "ngram", "num_draft_tokens": 3}
-        engine = testing.start("vllm", folder, Mesh("cpu").world, flags)
+        engine = contract.start("vllm", folder, Mesh("cpu").world, flags)
 
         found = {}
         for name, cost in (("drafts", -1.0), ("plain", float("inf"))):
@@ -166,7 +164,7 @@ def recorded_experts(folder: str) -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}/store", rank=rank, world_size=ranks
         )
-        engine = testing.start("vllm", folder, Mesh("cpu").world, {"router_replay": True})
+        engine = contract.start("vllm", folder, Mesh("cpu").world, {"router_replay": True})
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         chosen: dict[int, Tensor] = {}
         for number, router in routers(model).items():

@@ -19,10 +19,9 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, Gemma3Config
 
-from engine.contract import STREAM_ONLY_CASES
+from engine.contract import STREAM_ONLY_CASES, Bench, outcome, start
 from lightrft.config import ConfigError, EngineSection
 from lightrft.engine.base import EngineError, EngineSetup, Request, Sampling
-from lightrft.engine.testing import Bench, outcome, start
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.mesh import Mesh
 

@@ -8,18 +8,18 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.contract import flipped_elements_are_named
-from lightrft.engine.base import Engine
-from lightrft.engine.probe import Probe
-from lightrft.engine.testing import (
+from engine.contract import (
     GREEDY,
     PROMPTS,
     Bench,
+    flipped_elements_are_named,
     perturbed,
     reference_greedy,
     reference_logprobs,
     start,
 )
+from lightrft.engine.base import Engine
+from lightrft.engine.probe import Probe
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.mesh import Mesh
 from tiny import BOS, EOS, PAD, VOCABULARY

@@ -8,6 +8,7 @@ import torch
 from loguru import logger
 from transformers import AutoConfig, PretrainedConfig
 
+from engine.contract import start
 from lightrft.config import ConfigError, EngineSection
 from lightrft.engine import build
 from lightrft.engine.base import EngineError, EngineSetup
@@ -15,7 +16,6 @@ from lightrft.engine.hf import HFEngine
 from lightrft.engine.model_info import end_token_ids, placeholder_token_ids, published_names
 from lightrft.engine.requests import Sampling
 from lightrft.engine.start import starting, warn_if_untested
-from lightrft.engine.testing import start
 from lightrft.models.parallel.collectives import Axis
 from tiny import EOS, tiny_model
 

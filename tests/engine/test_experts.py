@@ -20,19 +20,20 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from engine.contract import _is_noticed, flipped_elements_are_named
-from lightrft.config import ModelSection
-from lightrft.core.batch import Batch
-from lightrft.engine.base import Engine, EngineError, Request, Sampling
-from lightrft.engine.model_info import published_names
-from lightrft.engine.testing import (
+from engine.contract import (
     Bench,
+    _is_noticed,
     a_stream_that_raises_is_repaired,
+    flipped_elements_are_named,
     perturbed,
     reference_greedy,
     sleeping_keeps_or_drops_the_weights,
     start,
 )
+from lightrft.config import ModelSection
+from lightrft.core.batch import Batch
+from lightrft.engine.base import Engine, EngineError, Request, Sampling
+from lightrft.engine.model_info import published_names
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.parallel.dtensor_slices import local_slices

@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.contract import flipped_elements_are_named
+from engine.contract import Bench, flipped_elements_are_named, perturbed, reference_greedy, start
 from flat_models import make_model
 from lightrft.engine.base import EngineError, Request, Sampling
-from lightrft.engine.testing import Bench, perturbed, reference_greedy, start
 from lightrft.models.attention.recurrent import lift_time_step_limits
 from lightrft.models.parallel.mesh import Mesh
 from ranks import run_ranks

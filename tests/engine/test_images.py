@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.video_utils import VideoMetadata
 
-from engine.contract import flipped_elements_are_named
+from engine.contract import Bench, flipped_elements_are_named, perturbed, start
 from lightrft.config import ConfigError, EngineSection, ModelSection
 from lightrft.core.batch import concatenated_features
 from lightrft.core.samples import Completion
@@ -35,7 +35,6 @@ from lightrft.engine.hf import has_positions_in_space
 from lightrft.engine.media import MEDIA_NAMES, Clip, Video, digest, read
 from lightrft.engine.model_info import Vocabulary, most_of_each, placeholder_token_ids
 from lightrft.engine.probe import Probe
-from lightrft.engine.testing import Bench, perturbed, start
 from lightrft.models.load import load_model
 from lightrft.models.parallel.collectives import Axis
 from lightrft.strategy import EngineStatus, FSDPStrategy

@@ -1,14 +1,12 @@
 """Why: --engine_type takes an adapter of the user, which generates in a run like any other."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from lightrft.app.cli import train_ppo
 from runs import NOT_REPEATABLE, PPO, prepare
-from warm import warm_python
 
 OWN = """
 from pathlib import Path
@@ -23,13 +21,6 @@ class Counting(HFEngine):
         with open(Path(__file__).with_name("begun.txt"), "a") as file:
             file.write(f"{len(request.token_ids)}\\n")
         super()._add(key, request)
-
-
-class Restless(HFEngine):
-    '''It forgets its weights when it is asked to keep them.'''
-
-    def sleep(self, level=None):
-        super().sleep(2)
 
 
 def function(setup):
@@ -83,21 +74,3 @@ def test_what_is_no_engine_is_refused(inputs, capfd, engine, said):
     folder, _ = inputs
     assert train(inputs, engine.format(folder=folder), "refused") == 2
     assert said in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_contract_is_a_command(inputs):
-    """An engine that keeps it passes all cases, and one that does not fails the ones about it."""
-    folder, _ = inputs
-    command = [warm_python(), "-m", "lightrft.engine.testing"]
-    for engine, broken in (
-        ("Counting", set()),
-        ("Restless", {"sleeping_keeps_or_drops_the_weights"}),
-    ):
-        said = subprocess.run(
-            [*command, f"{folder}/mine.py:{engine}"], capture_output=True, text=True, timeout=300
-        )
-        words = [line.split() for line in said.stdout.splitlines() if line]
-        cases = {each[1]: each[0] for each in words if each[0] in ("passed", "failed")}
-        assert len(cases) > 20 and said.returncode == bool(broken), said.stderr
-        assert {case for case, how in cases.items() if how == "failed"} == broken

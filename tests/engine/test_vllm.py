@@ -23,11 +23,18 @@ from transformers import (
     Qwen2Config,
 )
 
-from engine.contract import flipped_elements_are_named, p_value
+from engine.contract import (
+    Bench,
+    flipped_elements_are_named,
+    p_value,
+    perturbed,
+    reference_greedy,
+    reference_logprobs,
+    start,
+)
 from lightrft.config import ConfigError, EngineSection
 from lightrft.core.samples import Completion
 from lightrft.engine.base import EngineError, EngineSetup, Request, Sampling
-from lightrft.engine.testing import Bench, perturbed, reference_greedy, reference_logprobs, start
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.mesh import Mesh
 from ranks import run_ranks

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.trainer import sabotage
-from engine.contract import logits_over_one_cache
+from engine.contract import logits_over_one_cache, reference_logprobs
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.trainer.run import run
 from lightrft.config import parse
@@ -37,7 +37,6 @@ from lightrft.engine.remote import door
 from lightrft.engine.remote.server import EngineServer
 from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import CODEC, Abort, Closed, Finished, Generate, LoadWeights, Peer
-from lightrft.engine.testing import reference_logprobs
 from lightrft.models.parallel.processes import RunProcesses
 from lightrft.strategy import get_strategy
 from ranks import exit_codes, run_ranks
