@@ -249,13 +249,18 @@ class Likeliest:
     """
 
     k: int
+    after_all: bool = False
+    """Read the ids after each token of the batch instead, also after the last one of a sequence."""
 
     def __call__(
         self, actor: Actor, hidden: Hidden, temperature: float, truncation: Truncation
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden.batch.num_tokens
-        tokens = hidden.computed.learned_tokens
-        indices, local = hidden.at(tokens - 1)
+        before = hidden.computed.learned_tokens - 1
+        tokens = before + 1
+        if self.after_all:
+            before = tokens = torch.arange(num_tokens)
+        indices, local = hidden.at(before)
         tokens = to_device(tokens[indices], hidden.values.device)
 
         values = top_logprobs(

@@ -11,10 +11,11 @@ models need the model without adapters, so merge_adapters() undoes this for them
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from loguru import logger
@@ -34,6 +35,8 @@ FACTOR_B = f".lora_B.{ADAPTER}.weight"
 ALL_LINEAR = "all-linear"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+
+Value = TypeVar("Value")
 
 
 def freeze_parameters(model: PreTrainedModel, section: ModelSection) -> PreTrainedModel:
@@ -207,23 +210,34 @@ def merge_adapters(
     """
     scalings = {name: layer.scaling[ADAPTER] for name, layer in adapted_layers(model).items()}
     if not scalings:
-        yield from stream
-        return
+        return iter(stream)
     from lightrft.models.peft import merge
 
-    factors: list[Tensor] = []
-    for name, tensor in stream:
+    def product(name: str, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        with torch.no_grad():
+            return merge(base, a, b, scalings[name])
+
+    return fold_adapters(stream, product)
+
+
+def fold_adapters(
+    named: Iterable[tuple[str, Value]], join: Callable[[str, Value, Value, Value], Value]
+) -> Iterator[tuple[str, Value]]:
+    """Yield values under the model's names without adapters.
+
+    The value of an adapted layer is join(layer name, W, A, B).
+    """
+    factors: list[Value] = []
+    for name, value in named:
         if name.endswith((BASE, FACTOR_A)):
-            factors.append(tensor)
+            factors.append(value)
         elif name.endswith(FACTOR_B):
             layer = name.removesuffix(FACTOR_B)
             base, a = factors
             factors = []
-            with torch.no_grad():
-                merged = merge(base, a, tensor, scalings[layer])
-            yield f"{layer}.weight", merged
+            yield f"{layer}.weight", join(layer, base, a, value)
         else:
-            yield plain_name(name), tensor
+            yield plain_name(name), value
 
 
 def adapter_shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -24,18 +24,18 @@ OF_ENGINE = (Phase.REFIT, Phase.GENERATE)
 WAYS: dict[Phase, dict[Phase, str]] = {
     Phase.TRAIN: {
         Phase.LOGPROB: "prepare_for_logprobs() or finish_training()",
-        Phase.REFIT: "prepare_for_generation() or engine_awake()",
+        Phase.REFIT: "offload_before_refit() or engine_awake()",
     },
     Phase.LOGPROB: {
         Phase.TRAIN: "prepare_for_training()",
-        Phase.REFIT: "prepare_for_generation() or engine_awake()",
+        Phase.REFIT: "offload_before_refit() or engine_awake()",
     },
     Phase.REFIT: {
         Phase.GENERATE: "prepare_for_generation()",
         Phase.LOGPROB: "finish_generation(): the engine must sleep",
     },
     Phase.GENERATE: {
-        Phase.REFIT: "update_engine_weights()",
+        Phase.REFIT: "offload_before_refit() or update_engine_weights()",
         Phase.LOGPROB: "finish_generation(): the engine must sleep",
     },
 }

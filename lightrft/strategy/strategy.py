@@ -44,7 +44,7 @@ from lightrft.strategy.backends.base import Backend, draw_by_data_rank
 from lightrft.strategy.backends.optim import create_adamw, create_lr_scheduler, parameter_names
 from lightrft.strategy.batching.micro_batches import B, find_shared_prefixes, redistribute
 from lightrft.strategy.batching.planner import MIN_SAVING
-from lightrft.strategy.batching.sample_store import SampleStore
+from lightrft.strategy.batching.sample_store import MemoryStore, SampleStore
 from lightrft.strategy.call_forms import as_dicts, sampling_from_dict
 from lightrft.strategy.checkpoints import Checkpoints, Trained
 from lightrft.strategy.dataloader import ResumableBatchSampler
@@ -358,7 +358,7 @@ class StrategyBase(Backend):
         """Return an empty store for the samples of a step."""
         axes = self.mesh.data, self.mesh.model_parallel
         if self.config.strategy.sample_store == "memory":
-            return SampleStore(*axes)
+            return MemoryStore(*axes)
         from lightrft.strategy.batching.transfer_queue import TransferQueueStore
 
         return TransferQueueStore(*axes, self.mesh.world)

@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     from lightrft.models.parallel.collectives import Axis
     from lightrft.strategy.batching.micro_batches import get_batch, put_batch
     from lightrft.strategy.batching.planner import plan
-    from lightrft.strategy.batching.sample_store import SampleStore
+    from lightrft.strategy.batching.sample_store import MemoryStore
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         return [schedule.rows(place) for place in range(size)]
 
     def store():
-        used = SampleStore(axis, alone)
+        used = MemoryStore(axis, alone)
         put_batch(used, batch)
         chosen = owners(used.rows().lengths.tolist())
         used.move(chosen)

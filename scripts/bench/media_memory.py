@@ -34,7 +34,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     from lightrft.core.batch import Batch
     from lightrft.models.parallel.collectives import Axis
     from lightrft.strategy.batching.micro_batches import redistribute
-    from lightrft.strategy.batching.sample_store import SampleStore
+    from lightrft.strategy.batching.sample_store import MemoryStore
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     del features, media
     dist.barrier()
     before = _peak()
-    moved, _ = redistribute(SampleStore(axis, alone), batch, max_tokens=args.tokens)
+    moved, _ = redistribute(MemoryStore(axis, alone), batch, max_tokens=args.tokens)
     most = _peak() - before
     sizes = {each["pixel_values"].data_ptr(): each["pixel_values"].nbytes for each in moved.media}
     totals = torch.tensor([own, sum(sizes.values()), most], dtype=torch.float64)

@@ -74,7 +74,7 @@ from lightrft.models.parallel.mesh import Mesh  # noqa: E402
 from lightrft.rewards.runner import RewardRunner  # noqa: E402
 from lightrft.strategy.batching.micro_batches import get_batch, put_batch  # noqa: E402
 from lightrft.strategy.batching.planner import plan  # noqa: E402
-from lightrft.strategy.batching.sample_store import SampleStore  # noqa: E402
+from lightrft.strategy.batching.sample_store import MemoryStore  # noqa: E402
 from lightrft.strategy.checkpoint import manager  # noqa: E402
 from lightrft.strategy.checkpoint.model_state import ModelState  # noqa: E402
 from scripts.bench.harness import parser_of  # noqa: E402
@@ -404,7 +404,7 @@ def run_rank(
             rollout.score(rollout.collect(1, Metrics()))
 
     batch = experience(rows, rank * rows)
-    store = SampleStore(axis, alone)
+    store = MemoryStore(axis, alone)
     with meter("rewards"):
         RewardTable.share(axis, invented_samples(rank, rows), first_row=rank * rows)
     put_batch(store, batch)
@@ -561,7 +561,7 @@ def simulate(size: int, rows: int) -> dict[str, float]:
     gc.freeze()
     timed("collect", lambda: decide(size, rows))
     batch = experience(rows, 0)
-    store = SampleStore(axis, alone)
+    store = MemoryStore(axis, alone)
     put_batch(store, batch)
     lengths = timed("rows", lambda: store.rows().lengths.tolist())
     chosen = timed("plan", lambda: owners(lengths, size))

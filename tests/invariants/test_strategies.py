@@ -31,7 +31,6 @@ from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.terms import policy_objective
 from lightrft.config import Config, ModelSection
 from lightrft.core.batch import micro_batches
-from lightrft.core.role import LossTerm
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
 from lightrft.strategy import get_strategy
@@ -192,16 +191,14 @@ def one_update(
     store.move([schedule.rows(rank) for rank in range(data.size)])
     mine = get_batch(store, schedule.rows(data.rank), here)
     assert len(rows) > 1
-    terms = {}
     for name, role in roles.items():
-        terms[name] = LossTerm(mine, rows, objectives[name], role.denominator(mine, rows))
-        role.begin(len(rows))
+        role.begin_train_step(objectives[name], role.denominator(mine, rows), len(rows))
 
     for batch in micro_batches(mine, rows, strategy.to_device):
-        for name, role in roles.items():
-            role.add_gradients(batch, terms[name])
+        for role in roles.values():
+            role.train_microbatch(batch)
 
-    return {name: role.finish() for name, role in roles.items()}
+    return {name: role.finish_train_step() for name, role in roles.items()}
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -55,8 +55,8 @@ def test_the_error_names_both_phases_and_the_ways():
     assert (
         str(caught.value)
         == "phase GENERATE cannot begin in phase TRAIN; the ways from TRAIN are: LOGPROB by"
-        " prepare_for_logprobs() or finish_training(); REFIT by prepare_for_generation()"
-        " or engine_awake()"
+        " prepare_for_logprobs() or finish_training(); REFIT by offload_before_refit() or"
+        " engine_awake()"
     )
     phases.enter(REFIT)
     phases.enter(GENERATE)
@@ -65,7 +65,8 @@ def test_the_error_names_both_phases_and_the_ways():
     assert (
         str(caught.value)
         == "phase TRAIN cannot begin in phase GENERATE; the ways from GENERATE are: REFIT by"
-        " update_engine_weights(); LOGPROB by finish_generation(): the engine must sleep"
+        " offload_before_refit() or update_engine_weights(); LOGPROB by finish_generation(): the"
+        " engine must sleep"
     )
 
 

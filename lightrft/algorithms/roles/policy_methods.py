@@ -3,7 +3,7 @@
 A run of train_ppo calls none of them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,17 @@ from lightrft.algorithms.roles.padded import flatten_padded
 from lightrft.core.batch import Batch, padded
 from lightrft.core.samples import Completion
 from lightrft.engine.requests import Sampling
-from lightrft.models.heads import Actor
-from lightrft.models.logits.truncation import Truncation
+from lightrft.models.heads import Actor, Likeliest
+from lightrft.models.logits.truncation import ALL, Truncation
+from lightrft.models.lora import fold_adapters, plain_name
+from lightrft.models.weight_sync.stream import hf_parameters, persistent_buffers, unwrap
 from lightrft.strategy.phases import Phase
+from lightrft.strategy.profiler import Profiler
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.strategy.strategy import StrategyBase
 
 EVERYTHING = 2**62
+PROFILES = "profile"
 
 
 class PolicyMethods:
@@ -42,12 +46,15 @@ class PolicyMethods:
     temperature: float
     truncation: Truncation
     width_multiple: int
+    refuse_open_step: Callable[[], None]
     _answer: Callable[..., Tensor]
     _token_logprobs: Callable[[Actor, Batch], Tensor]
     _reference: Callable[[], AbstractContextManager[Actor]]
 
     _generations = 0
     """Number of calls of generate()."""
+    _version_before_refit: int | None = None
+    _profiler: Profiler | None = None
 
     # -- log-probs
 
@@ -68,6 +75,24 @@ class PolicyMethods:
                 batch, lambda part: self._token_logprobs(reference, part), mbs, reference
             )
         return {"reference_logprobs": values}
+
+    def get_top_logprobs(
+        self, batch: Mapping[str, Any], k: int, mbs: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return the k most likely next tokens after each token.
+
+        `top_logprobs` [B, S, k] is float32 and `top_ids` [B, S, k] int64. The most likely comes
+        first; log-probs are at the policy's temperature, over the whole vocabulary. Unlike in
+        get_logprobs(), column t is about the token after column t; the padding is 0.
+        """
+
+        def ask(part: Batch) -> Tensor:
+            logprobs, ids = self.actor(part, self.temperature, ALL, Likeliest(k, after_all=True))
+            return torch.cat([logprobs, ids.float()], dim=1)  # float32 is exact for ids below 2^24
+
+        top = self._answer(batch, ask, mbs)
+        top = top.view(*top.shape[:2], 2 * k)  # also if no rank has rows
+        return {"top_logprobs": top[..., :k], "top_ids": top[..., k:].long()}
 
     # -- generation
 
@@ -136,9 +161,17 @@ class PolicyMethods:
     # -- phases
 
     def prepare_for_generation(self) -> None:
-        """Wake the engine with the actor's newest weights, unless it is awake."""
-        awake = self.strategy.phase is Phase.GENERATE
-        self.strategy.wakeup_inference_engine(None if awake else self.actor)
+        """Wake the engine with the actor's newest weights.
+
+        They are streamed unless that was done since offload_before_refit().
+        """
+        refitted = (
+            self._version_before_refit is not None
+            and self.strategy.weight_version > self._version_before_refit
+        )
+        phase = self.strategy.phase
+        stale = phase in (Phase.TRAIN, Phase.LOGPROB) or (phase is Phase.REFIT and not refitted)
+        self.strategy.wakeup_inference_engine(self.actor if stale else None)
 
     def prepare_for_training(self) -> None:
         """Bring the actor and its optimizer to the device.
@@ -160,7 +193,50 @@ class PolicyMethods:
 
     def finish_training(self) -> None:
         """Move actor and optimizer off the device with --offload_idle."""
+        self.refuse_open_step()
         self.strategy.enter(Phase.LOGPROB)
+
+    def finish_inference(self) -> None:
+        """Move the model that was used off the device with --offload_idle."""
+        self.strategy.enter(Phase.LOGPROB)
+
+    def offload_before_refit(self) -> None:
+        """Move the optimizer off the device, and bring the actor there for the weight stream."""
+        self._version_before_refit = self.strategy.weight_version
+        self.strategy.enter(Phase.REFIT, self.actor)
+        if self.optimizer is not None:
+            self.strategy.maybe_offload_optimizer(self.optimizer)
+
+    def offload_after_refit(self) -> None:
+        """Move the actor off the device too, which frees memory for the engine's cache."""
+        self.strategy.enter(Phase.REFIT)
+        self.strategy.offload_model(self.actor)
+
+    def refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Return Hugging Face name -> full shape and dtype of the tensors of stream_weights().
+
+        They are in the order of the stream.
+        """
+        shapes = (
+            (name, self.strategy.full_shape(parameter))
+            for name, parameter in hf_parameters(self.actor)
+        )
+        learned = {
+            name: (shape, self.strategy.dtype)
+            for name, shape in fold_adapters(shapes, lambda _, base, *adapter: base)
+        }
+        buffers = persistent_buffers(unwrap(self.actor))
+
+        return learned | {
+            plain_name(name): (buffer.shape, buffer.dtype) for name, buffer in buffers
+        }
+
+    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator over (Hugging Face name, full tensor) of the actor.
+
+        All ranks consume it to the end.
+        """
+        return self.strategy.full_params(self.actor)
 
     # -- files
 
@@ -205,3 +281,56 @@ class PolicyMethods:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._generations = state["generations"]
+
+    def start_profiling(self, folder: str | Path) -> None:
+        """Record what this rank computes until stop_profiling()."""
+        if self._profiler is not None:
+            raise RuntimeError("profiling is already active: call stop_profiling() first")
+        self._profiler = Profiler(Path(folder), self.strategy.get_rank())
+
+    def stop_profiling(self) -> Path:
+        """Write the record as a Chrome trace and return its path."""
+        if self._profiler is None:
+            raise RuntimeError("profiling is not active: call start_profiling() first")
+        profiler = self._profiler
+        self._profiler = None
+        return profiler.stop()
+
+    def shutdown(self) -> None:
+        """End profiling, the engine, and the process group if the strategy made it.
+
+        May be called at any time.
+        """
+        if self._profiler is not None:
+            self.stop_profiling()
+        self.strategy.close()
+
+    # -- NeMo-RL's names of these methods
+
+    def get_reference_policy_logprobs(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> dict[str, Tensor]:
+        return self.get_reference_logprobs(data, micro_batch_size)
+
+    def get_topk_logits(
+        self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return `topk_logits` and `topk_indices` [B, S, k].
+
+        The logits are normalised, so they are log-probs. Unnormalised logits differ by a constant
+        at each position, so they have the same softmax.
+        """
+        top = self.get_top_logprobs(data, k, micro_batch_size)
+        return {"topk_logits": top["top_logprobs"], "topk_indices": top["top_ids"]}
+
+    def prepare_for_lp_inference(self) -> None:
+        self.prepare_for_logprobs()
+
+    def prepare_refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        return self.refit_info()
+
+    def start_gpu_profiling(self, folder: str | Path = PROFILES) -> None:
+        self.start_profiling(folder)
+
+    def stop_gpu_profiling(self) -> Path:
+        return self.stop_profiling()

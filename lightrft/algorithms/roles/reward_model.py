@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.roles.padded import SAMPLE_MASK
+from lightrft.algorithms.roles.padded import LENGTHS, SAMPLE_MASK
 from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.core.batch import Batch, JudgedBatch, to_device
 from lightrft.core.losses import Report, sequence_sums
@@ -22,6 +22,10 @@ class RewardModel(DistributedRole):
     NAME = "reward model"
     TRAIN_KEYS = (SAMPLE_MASK,)
 
+    def get_scores(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
+        """Return the score at each token, [B, S] float32 on the host."""
+        return self._answer(batch, lambda part: _mean(self.module(part)), mbs)
+
     def get_flat_scores(self, columns: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the score at each token of this rank's rows, [T] float32 on the host.
 
@@ -36,6 +40,16 @@ class RewardModel(DistributedRole):
             **columns, rows=torch.tensor(owners[self.strategy.mesh.data.rank], dtype=torch.int64)
         )
         return self._answer_flat(batch, owners, lambda part: _mean(self.module(part)), mbs)
+
+    def get_rewards(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
+        """Return the rewards, [B] float32 on the host: the scores at the last tokens."""
+        return self.get_scores(batch, mbs).gather(1, batch[LENGTHS].cpu().long()[:, None] - 1)[:, 0]
+
+    def score(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return `scores` [B]: get_rewards() by the name that NeMo-RL has for it."""
+        return {"scores": self.get_rewards(data, micro_batch_size)}
 
     def forward(self, batch: Batch) -> tuple[Tensor, Report]:
         """Return the scores [N]."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from lightrft.algorithms.roles.operations import TrainingOperations
 from lightrft.algorithms.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten_padded
 from lightrft.algorithms.roles.reports import MicroBatchReports
 from lightrft.config.sections import TrainSection
-from lightrft.core.batch import Batch, Rows, micro_batches, padded
+from lightrft.core.batch import Batch, Rows, empty_microbatch, micro_batches, padded
 from lightrft.core.losses import Denominator, Report, sequence_sums
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import Forward, LossTerm, Objective, Role
@@ -25,7 +25,21 @@ from lightrft.strategy.batching.micro_batches import regroup
 from lightrft.strategy.batching.planner import Batching
 from lightrft.strategy.strategy import StrategyBase
 
+ALL_MB_METRICS = "all_mb_metrics"
+"""NeMo-RL's name for the metrics of all micro-batches."""
+OPEN = "a train step is open: call finish_train_step() or abort_train_step() first"
+NO_STEP = "no train step is open: call begin_train_step() first"
 MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
+
+
+@dataclass(slots=True)
+class TrainStep:
+    """An optimizer step by hand that has begun."""
+
+    num_microbatches: int
+    learn: bool
+    term: LossTerm
+    """Objective and denominator."""
 
 
 class DistributedRole(Role):
@@ -71,6 +85,7 @@ class DistributedRole(Role):
         """Method of grouping rows into micro-batches; see planner.plan."""
         self.width_multiple = width_multiple
         """The width S of results is a multiple of this number."""
+        self._step: TrainStep | None = None
 
     @property
     def operations(self) -> float:
@@ -119,22 +134,98 @@ class DistributedRole(Role):
 
         Reports `train/NAME` become `eval/NAME`.
         """
-        self.begin(len(term.rows), learn=False)
+        count = len(term.rows)
+        self.begin_train_step(term.objective, term.denominator, count, eval_mode=True)
         for batch in micro_batches(term.batch, term.rows, self.strategy.to_device):
-            report = self._measured(batch, term)
+            report = self.train_microbatch(batch, term)
             measured = {name.replace("train/", "eval/", 1): each for name, each in report.items()}
             self.record(measured, batch, metrics)
-        return self._end_measuring()
+        return self.finish_train_step()[0]
 
-    @torch.no_grad()
-    def _measured(self, batch: Batch, term: LossTerm) -> Report:
-        loss, report = super().loss(batch, term)
+    # -- one optimizer step by hand
+
+    def begin_train_step(
+        self,
+        objective: Objective,
+        denominator: Denominator,
+        num_microbatches: int,
+        *,
+        eval_mode: bool = False,
+    ) -> None:
+        """Begin an optimizer step of `num_microbatches` micro-batches, as many on every rank."""
+        self.refuse_open_step()
+        if self.optimizer is None and not eval_mode:
+            raise ValueError(
+                f"this {type(self).__name__} has no optimizer: create it with one, or pass"
+                " eval_mode=True"
+            )
+        self.begin(num_microbatches, learn=not eval_mode)
+        term = LossTerm(None, [], objective, denominator)
+        self._step = TrainStep(num_microbatches, not eval_mode, term)
+
+    def train_microbatch(self, batch: Batch, term: LossTerm | None = None) -> Report:
+        """Add the gradients of one micro-batch on the device; return the reports, on the device.
+
+        It belongs to `term`; None: to the objective that the step was begun with.
+        """
+        step = self._open_step()
+        if not self.left:
+            raise RuntimeError(
+                f"the train step was begun with {step.num_microbatches} micro-batches, but got"
+                " another one"
+            )
+        term = term or step.term
+        if step.learn:
+            return self.add_gradients(batch, term)
+
+        with torch.no_grad():
+            loss, report = super().loss(batch, term)
+        self.left -= 1
         self.total += loss
         return report
 
-    def _end_measuring(self) -> Tensor:
+    def finish_train_step(self) -> tuple[Tensor, Tensor]:
+        """Step the optimizer; return the global loss and the gradient norm before clipping.
+
+        Both are [] on the device.
+        """
+        step = self._open_step()
+        if self.left:
+            raise RuntimeError(
+                f"finish_train_step() after {step.num_microbatches - self.left} of"
+                f" {step.num_microbatches} micro-batches"
+            )
+        self._step = None
+        if step.learn:
+            return self.finish()
+
         self.left = None
-        return self.strategy.begin_sum(self.total)()
+        return self.strategy.begin_sum(self.total)(), torch.zeros_like(self.total)
+
+    def abort_train_step(self) -> None:
+        """Discard the open step.
+
+        Parameters, optimizer and schedule are unchanged, and no gradient is left.
+        """
+        if self.left is None:
+            raise RuntimeError(NO_STEP)
+        if self.batch is not None and self.left:
+            # Gradients that wait for the last micro-batch are inside the strategy: an empty one
+            # flushes them.
+            values, _ = self.forward(empty_microbatch(self.batch))
+            self.strategy.backward(values.sum() * 0, self.module, self.optimizer)
+        self.left = self.batch = self._step = None
+        self.strategy.clear_gradients(self.module)
+
+    def refuse_open_step(self) -> None:
+        """Raise RuntimeError if an optimizer step by hand has begun and not ended."""
+        if self.left is not None:
+            raise RuntimeError(OPEN)
+
+    def _open_step(self) -> TrainStep:
+        if self._step is None:
+            raise RuntimeError(NO_STEP)
+        return self._step
 
     def update_average(self, beta: float) -> None:
         """Update the average, if there is one.
@@ -176,7 +267,8 @@ class DistributedRole(Role):
         `mbs` bounds the rows of one micro-batch. Returns `loss` [k] and `grad_norm` [k] (before
         clipping), global, of the k steps, and `metrics`: for each name a list with an entry for
         each micro-batch of all ranks. An entry is the mean over learned tokens, and `tokens` has
-        the number. In eval_mode nothing is learned, no gradient is computed, and grad_norm is 0.
+        the number. `all_mb_metrics` is another name for the same. In eval_mode nothing is
+        learned, no gradient is computed, and grad_norm is 0.
         """
         flat, steps = self.redistribute(batch, gbs=gbs, mbs=mbs)
         if not steps:
@@ -184,21 +276,18 @@ class DistributedRole(Role):
 
         numbers = []
         reports = MicroBatchReports()
-        take = self._measured if eval_mode else self.add_gradients
         for rows in steps:
-            term = LossTerm(flat, rows, loss_fn, self.denominator(flat, rows))
-            self.begin(len(rows), learn=not eval_mode)
+            self.begin_train_step(
+                loss_fn, self.denominator(flat, rows), len(rows), eval_mode=eval_mode
+            )
             for micro_batch in micro_batches(flat, rows, self.strategy.to_device):
-                reports.add(take(micro_batch, term), self.weight(micro_batch))
-            if eval_mode:
-                numbers.append(torch.stack([self._end_measuring(), torch.zeros_like(self.total)]))
-            else:
-                numbers.append(torch.stack(self.finish()))
+                reports.add(self.train_microbatch(micro_batch), self.weight(micro_batch))
+            numbers.append(torch.stack(self.finish_train_step()))
 
         # One transfer for all steps, so the host waits for the device only here.
         losses, norms = torch.stack(numbers).cpu().unbind(1)
         metrics = reports.gather(self.strategy.data)
-        return {"loss": losses, "grad_norm": norms, "metrics": metrics}
+        return {"loss": losses, "grad_norm": norms, "metrics": metrics, ALL_MB_METRICS: metrics}
 
     def redistribute(
         self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None

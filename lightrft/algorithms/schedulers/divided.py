@@ -8,7 +8,7 @@ import torch
 from lightrft.core.engine import ABORTED
 from lightrft.core.samples import Completion, Drafts, Sample
 from lightrft.models.parallel.collectives import Axis
-from lightrft.strategy.batching.sample_store import SampleStore
+from lightrft.strategy.batching.sample_store import MemoryStore
 
 REASONS = (None, "stop", "length")
 
@@ -29,7 +29,7 @@ def move_responses(
     All ranks call it together, and the ranks of a replica pass the same arguments. It takes two
     collectives, whatever the number of responses.
     """
-    store = SampleStore(data, replica)
+    store = MemoryStore(data, replica)
     rows = list(samples.values())
     lengths = torch.tensor([len(sample.token_ids) for sample in rows], dtype=torch.int64)
     tokens = {"token_ids": torch.int32, "weight_versions": torch.int32, "logprobs": torch.float64}

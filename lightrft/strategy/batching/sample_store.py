@@ -7,6 +7,7 @@ them, the leader, writes and moves; it sends what it has received to the others 
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,29 @@ class SampleRows:
         places = torch.tensor(places, dtype=torch.int64) if isinstance(places, Sequence) else places
         tags = {name: values[places] for name, values in self.tags.items()}
         return type(self)(self.ids[places], self.lengths[places], self.ranks[places], tags)
+
+    def drop(self, ids: Collection[int]) -> Self:
+        """Return the rows except those with these ids."""
+        return self.select(~torch.isin(self.ids, torch.tensor(list(ids), dtype=torch.int64)))
+
+    def concatenate(self, other: Self) -> Self:
+        """Return these rows and then the others. Raises ValueError if the tags differ."""
+        if self.tags.keys() != other.tags.keys():
+            raise ValueError(
+                f"these rows have the tags {sorted(self.tags)}, and the others {sorted(other.tags)}"
+            )
+
+        tags = {name: torch.cat([values, other.tags[name]]) for name, values in self.tags.items()}
+        both = (
+            torch.cat(pair)
+            for pair in (
+                (self.ids, other.ids),
+                (self.lengths, other.lengths),
+                (self.ranks, other.ranks),
+            )
+        )
+
+        return type(self)(*both, tags)
 
     def held_by(self, owners: Sequence[Sequence[int]]) -> Self:
         """Return the rows after a move, in the order of the lists of ids."""
@@ -98,13 +122,16 @@ class Column:
         return Column(self.per_token, *(torch.cat(pair) for pair in parts))
 
 
-class SampleStore:
-    """Columns of samples under ids, where they were put or where a move has sent them.
+class SampleStore(ABC):
+    """Columns of samples under ids.
 
     All ranks call every method, and the ranks of a replica pass the same arguments.
+
+    A value counts as produced once it has been put. Each task can claim a sample once, when all
+    fields that the task needs are produced.
     """
 
-    is_outside = False
+    is_outside = True
     """True if the values are outside of this program, where others may read them."""
 
     def __init__(self, data: Axis, replica: Axis):
@@ -114,17 +141,14 @@ class SampleStore:
         """
         self.data = data
         self.replica = replica
-        self._columns: dict[str, Column] = {}
-        self._objects: dict[str, dict[int, Any]] = {}
-        self._lengths = Column(False, *(torch.zeros(0, dtype=torch.int64) for _ in range(3)))
-        self._cleared: set[int] = set()
-        self._known: SampleRows | None = None
+        self._claimed: dict[str, set[int]] = {}
 
     @property
     def leads(self) -> bool:
         """Return True on the rank that reads and writes for the whole replica."""
         return self.replica.rank == 0
 
+    @abstractmethod
     def put(
         self,
         ids: Tensor,
@@ -141,6 +165,82 @@ class SampleStore:
         rows(), results can only be written back to rows that this rank holds. Raises LookupError
         for the id of another row then, and ValueError for another length.
         """
+
+    @abstractmethod
+    def rows(self, tags: Mapping[str, Tensor] | None = None) -> SampleRows:
+        """Return the metadata of all ranks' rows, with `tags` [n, ...] int64 of this rank's rows.
+
+        It takes one collective over the data ranks and one broadcast in a replica. Raises
+        ValueError on all ranks if the columns differ between them.
+        """
+
+    @abstractmethod
+    def move(
+        self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None
+    ) -> SampleRows:
+        """Give each row to the data rank whose list has the id; return the new metadata.
+
+        With `fields`, only these move. It takes one collective over the data ranks, for any number
+        of fields, and one broadcast in a replica; objects take more. Raises ValueError on all ranks
+        unless the lists contain every row exactly once.
+        """
+
+    @abstractmethod
+    def get(
+        self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Return columns of this rank's rows, in the order of `ids`, and the column `lengths`.
+
+        Raises LookupError, with the field's name and the id, for a value that has not been produced
+        or was cleared.
+        """
+
+    @abstractmethod
+    def produced_ids(self, name: str) -> set[int]:
+        """Return the ids of this rank's rows that have a value of this field."""
+
+    @abstractmethod
+    def clear(self, ids: Collection[int]) -> None:
+        """Forget rows and claims on them.
+
+        Other rows may be written then, and rows() must come before the next move.
+        """
+
+    def claim(self, task: str, fields: Sequence[str], count: int | None = None) -> list[int]:
+        """Claim at most `count` rows that have all these fields, for a task; return ids, ascending.
+
+        A task gets each row only once.
+        """
+        claimed = self._claimed.setdefault(task, set())
+        ready = sorted(set.intersection(*(self.produced_ids(name) for name in fields)) - claimed)[
+            :count
+        ]
+        claimed |= set(ready)
+        return ready
+
+
+class MemoryStore(SampleStore):
+    """Keeps rows in the memory of the ranks: where they were put, or where a move has sent them."""
+
+    is_outside = False
+
+    def __init__(self, data: Axis, replica: Axis):
+        super().__init__(data, replica)
+        self._columns: dict[str, Column] = {}
+        self._objects: dict[str, dict[int, Any]] = {}
+        self._lengths = Column(False, *(torch.zeros(0, dtype=torch.int64) for _ in range(3)))
+        self._cleared: set[int] = set()
+        self._known: SampleRows | None = None
+
+    def put(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        *,
+        tokens: Mapping[str, Tensor] | None = None,
+        sequences: Mapping[str, Tensor] | None = None,
+        objects: Mapping[str, list[Any]] | None = None,
+    ) -> None:
         columns = checked_columns(ids, lengths, tokens=tokens or {}, sequences=sequences or {})
         self._check_held(ids, lengths)
         if not self.leads:  # it will receive the values, and only keeps the types of the columns
@@ -183,11 +283,6 @@ class SampleStore:
             )
 
     def rows(self, tags: Mapping[str, Tensor] | None = None) -> SampleRows:
-        """Return the metadata of all ranks' rows, with `tags` [n, ...] int64 of this rank's rows.
-
-        It takes one collective over the data ranks and one broadcast in a replica. Raises
-        ValueError on all ranks if the columns differ between them.
-        """
         tags = tags or {}
         if self.leads:
             widths = {
@@ -249,12 +344,6 @@ class SampleStore:
     def move(
         self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None
     ) -> SampleRows:
-        """Give each row to the data rank whose list has the id; return the new metadata.
-
-        With `fields`, only these move. It takes one collective over the data ranks, for any number
-        of fields, and one broadcast in a replica; objects take more. Raises ValueError on all ranks
-        unless the lists contain every row exactly once.
-        """
         if self._known is None:
             raise RuntimeError("move() needs the metadata of all rows: call rows() first")
 
@@ -334,11 +423,6 @@ class SampleStore:
     def get(
         self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None
     ) -> dict[str, Any]:
-        """Return columns of this rank's rows, in the order of `ids`, and the column `lengths`.
-
-        Raises LookupError, with the field's name and the id, for a value that has not been produced
-        or was cleared.
-        """
         ids = torch.as_tensor(ids, dtype=torch.int64)
         names = [*self._columns, *self._objects] if fields is None else fields
         return {name: self._values(name, ids) for name in (*names, "lengths")}
@@ -357,11 +441,12 @@ class SampleStore:
             state = "was cleared" if missing in self._cleared else f"has no {name!r} on this rank"
             raise LookupError(f"sample {missing} {state}") from None
 
-    def clear(self, ids: Collection[int]) -> None:
-        """Forget rows.
+    def produced_ids(self, name: str) -> set[int]:
+        if name in self._columns:
+            return set(self._columns[name].ids.tolist())
+        return set(self._objects.get(name, ()))
 
-        Other rows may be written then, and rows() must come before the next move.
-        """
+    def clear(self, ids: Collection[int]) -> None:
         gone = torch.tensor(sorted(ids), dtype=torch.int64)
         self._lengths = self._lengths.without(gone)
         self._columns = {name: column.without(gone) for name, column in self._columns.items()}
@@ -369,6 +454,8 @@ class SampleStore:
             for row in ids:
                 values.pop(row, None)
         self._cleared |= set(ids)
+        for claimed in self._claimed.values():
+            claimed -= set(ids)
         self._known = None
 
 

@@ -1,7 +1,7 @@
 """Keep samples in a TransferQueue, an external table on a Ray cluster (arXiv 2507.01663).
 
 It is for pipelines where other programs read or write a step's samples too. Ranks that move samples
-only among themselves need no such service: SampleStore sends each value once.
+only among themselves need no such service: MemoryStore sends each value once.
 """
 
 import os
@@ -17,8 +17,8 @@ from torch import Tensor
 from lightrft.models.parallel.collectives import Axis
 from lightrft.strategy.batching.sample_store import (
     Column,
+    MemoryStore,
     SampleRows,
-    SampleStore,
     check_owners,
     pack_columns,
     packed_size,
@@ -29,7 +29,7 @@ _numbers = count()
 """Numbers of the stores. All ranks build them together, so they count alike."""
 
 
-class TransferQueueStore(SampleStore):
+class TransferQueueStore(MemoryStore):
     """Store that keeps the values in the queue.
 
     A move only changes who reads the values, and only leaders read and write. Each store is a
@@ -92,8 +92,7 @@ class TransferQueueStore(SampleStore):
         names = [*self._columns, *self._objects] if fields is None else list(fields)
         types = {name: self._columns[name] for name in names if name in self._columns}
         for name in names:
-            held = {*self._own_ids.get(name, ()), *self._objects.get(name, ())}
-            if absent := set(ids.tolist()) - held:
+            if absent := set(ids.tolist()) - self.produced_ids(name):
                 raise LookupError(f"sample {min(absent)} has no {name!r} on this rank")
         rows = SampleRows(ids, self._values("lengths", ids), torch.zeros_like(ids))
         objects = {name: self._values(name, ids) for name in names if name in self._objects}
@@ -126,6 +125,9 @@ class TransferQueueStore(SampleStore):
                 self.replica.broadcast_tensor(flat), order, rows
             ).items()
         }
+
+    def produced_ids(self, name: str) -> set[int]:
+        return self._own_ids[name] if name in self._own_ids else super().produced_ids(name)
 
     def clear(self, ids: Collection[int]) -> None:
         if self.leads and ids:

@@ -3,11 +3,12 @@
 Results are in the caller's order, on any ranks.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from algorithms.roles import rows
-from lightrft.core.batch import unpadded
 from ranks import run_ranks
 
 LIMITS = [
@@ -18,8 +19,8 @@ LIMITS = [
     {"max_tokens": 33, "mbs": 2},
     {"max_tokens": 10, "logprobs": 21},
 ]
-TOP = 5
 BATCHING = ["packed", "packed", "plain", "dynamic", "dynamic", "packed"]
+TOP = 5
 
 
 def answers(folder: str, reference_folder: str, scorer_folder: str, limits: list[dict]):
@@ -45,20 +46,18 @@ def answers(folder: str, reference_folder: str, scorer_folder: str, limits: list
                 policy.get_logprobs(mine, mbs=mbs)["logprobs"],
                 policy.get_reference_logprobs(mine, mbs=mbs)["reference_logprobs"],
                 critic.get_values(mine, mbs=mbs)["values"],
-                flat_rewards(judge, mine, mbs),
+                judge.get_rewards(mine, mbs=mbs),
             ]
         )
+        again = [
+            policy.get_reference_policy_logprobs(mine, mbs)["reference_logprobs"],
+            judge.score(mine, mbs)["scores"],
+        ]
+        assert torch.equal(again[0], found[-1][1]) and torch.equal(again[1], found[-1][3])
+        top = policy.get_topk_logits(mine, TOP, mbs)
+        found[-1] += [top["topk_logits"], top["topk_indices"]]
 
     return found
-
-
-def flat_rewards(judge, batch: dict[str, torch.Tensor], mbs: int | None) -> torch.Tensor:
-    """Return the scores at the last tokens, [B]."""
-    lengths = batch["input_lengths"]
-    ids = unpadded(batch["input_ids"], lengths)
-    mask = torch.ones(len(ids), dtype=torch.bool)
-    columns = {"lengths": lengths, "input_ids": ids, "loss_mask": mask}
-    return judge.get_flat_scores(columns, mbs)[lengths.cumsum(0) - 1]
 
 
 def plain(folder: str, reference_folder: str, scorer_folder: str) -> list[torch.Tensor]:
@@ -76,7 +75,24 @@ def plain(folder: str, reference_folder: str, scorer_folder: str) -> list[torch.
         rows.every_row(lambda ids: rows.plain_logprobs(reference, ids)),
         before,
         scores[torch.arange(len(last)), last],
+        *top_of_rows(actor),
     ]
+
+
+@torch.no_grad()
+def top_of_rows(actor: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and ids of the likeliest tokens after each token, [10, WIDTH, TOP].
+
+    The padding is 0.
+    """
+    ids = rows.whole()["input_ids"]
+    size = (len(rows.LENGTHS), rows.WIDTH, TOP)
+    values = torch.zeros(size)
+    indices = torch.zeros(size, dtype=torch.int64)
+    for row, length in enumerate(rows.LENGTHS):
+        logprobs = (actor(ids[row : row + 1, :length]).logits[0] / rows.TEMPERATURE).log_softmax(-1)
+        values[row, :length], indices[row, :length] = logprobs.topk(TOP)
+    return values, indices
 
 
 @pytest.mark.slow
@@ -147,48 +163,42 @@ def top_in_layouts(folder: str):
     found = []
     for layout in ({"sp_size": 2}, {"sp_size": 2, "sp_impl": "zigzag"}, {"tp_size": 2}):
         made = rows.strategy(**layout)
-        policy = rows.policy(made, folder)
-        flat, (members,) = policy.redistribute(rows.whole())
-        found.append((flat, *policy.likeliest(flat, members, TOP)))
+        top = rows.policy(made, folder).get_top_logprobs(rows.whole(), TOP)
+        found.append((top["top_logprobs"], top["top_ids"]))
         made.close()
     return found
 
 
 @pytest.mark.slow
 def test_the_likeliest_tokens_do_not_depend_on_the_layout(folder):
-    model = rows.plain_model(folder)
+    expected = top_of_rows(rows.plain_model(folder))
     for rank in run_ranks(2, top_in_layouts, folder):
-        for flat, logprobs, ids in rank:
-            starts = flat.offsets[:-1].tolist()
-            for start, length in zip(starts, flat.lengths.tolist(), strict=True):
-                tokens = flat.input_ids[start : start + length]
-                learned = flat.loss_mask[start : start + length]
-                with torch.no_grad():
-                    logits = model(tokens[None]).logits[0].roll(1, 0)[learned]
-                expected = (logits / rows.TEMPERATURE).log_softmax(-1).topk(TOP)
-                place = slice(start, start + length)
-                torch.testing.assert_close(
-                    logprobs[place][learned], expected.values, rtol=0, atol=1e-5
-                )
-                assert torch.equal(ids[place][learned].long(), expected.indices)
+        for found in rank:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def odd_batches(folder: str):
+def odd_batches(folder: str, target: Path):
     made = rows.strategy()
     policy = rows.policy(made, folder)
+    policy.prepare_for_lp_inference()
+    policy.start_gpu_profiling(target)
     nothing = {name: value[:0] for name, value in rows.whole().items()}
     # int32, as some tokenizers make them
     as_lists = {name: value.int() for name, value in rows.whole().items()}
     first = policy.get_logprobs(as_lists)["logprobs"]
     short = {"input_ids": as_lists["input_ids"][:2, :1], "input_lengths": torch.ones(2)}
 
-    shape = policy.get_logprobs(nothing)["logprobs"].shape
-    return shape, first, policy.get_logprobs(short)["logprobs"]
+    shapes = (
+        policy.get_logprobs(nothing)["logprobs"].shape,
+        policy.get_topk_logits(nothing, TOP)["topk_logits"].shape,
+    )
+    return shapes, first, policy.get_logprobs(short)["logprobs"], policy.stop_gpu_profiling()
 
 
-def test_no_rows_anywhere_and_rows_of_one_token(folder):
-    shape, logprobs, short = run_ranks(1, odd_batches, folder)[0]
-    assert shape == (0, rows.WIDTH)
+def test_no_rows_anywhere_and_rows_of_one_token(folder, tmp_path):
+    shapes, logprobs, short, trace = run_ranks(1, odd_batches, folder, tmp_path)[0]
+    assert trace.parent == tmp_path and "aten::mm" in trace.read_text()
+    assert shapes == ((0, rows.WIDTH), (0, rows.WIDTH, TOP))
     assert logprobs.shape == (10, rows.WIDTH)
     assert short.tolist() == [[0.0], [0.0]]
 
@@ -203,15 +213,24 @@ def of_different_widths(folder: str):
     width = (5, 9)[made.get_rank()]
     ids = torch.arange(4 * width).view(4, width)[: 1 + made.get_rank()]
     given = {"input_ids": ids, "input_lengths": torch.full((len(ids),), width - 1)}
-    return ids, policy.get_logprobs(given)["logprobs"]
+    top = policy.get_top_logprobs(given, TOP)
+    return ids, policy.get_logprobs(given)["logprobs"], top["top_logprobs"], top["top_ids"]
 
 
 def test_the_width_of_results_is_agreed_by_all_ranks_and_rounded_up(folder):
     actor = rows.plain_model(folder)
-    for ids, logprobs in run_ranks(2, of_different_widths, folder):
-        assert logprobs.shape == (len(ids), 16)
+    for ids, logprobs, top, top_ids in run_ranks(2, of_different_widths, folder):
+        assert logprobs.shape == (len(ids), 16) and top.shape == top_ids.shape == (
+            len(ids),
+            16,
+            TOP,
+        )
         with torch.no_grad():
             expected = torch.stack([rows.plain_logprobs(actor, row[:-1]) for row in ids])
         end = expected.shape[1]
         torch.testing.assert_close(logprobs[:, :end], expected, rtol=0, atol=1e-5)
-        assert logprobs[:, end:].eq(0).all()
+        assert (
+            logprobs[:, end:].eq(0).all()
+            and top[:, end:].eq(0).all()
+            and top[:, : end - 1].ne(0).any(-1).all()
+        )

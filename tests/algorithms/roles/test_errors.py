@@ -159,12 +159,13 @@ def missing_column(folder: str):
     policy = rows.policy(rows.strategy(), folder)
     with pytest.raises(ValueError) as caught:
         policy.train(rows.whole(), policy_objective(Config().algorithm))
-    return str(caught.value)
+    policy.abort_train_step()
+    return str(caught.value), policy.train(rows.whole(), sft)["loss"].item() > 0
 
 
 def test_a_column_that_the_loss_needs(folder):
     text = "the policy gradient needs advantages, engine_logprobs in the batch"
-    assert run_ranks(2, missing_column, folder) == [text] * 2
+    assert run_ranks(2, missing_column, folder) == [(text, True)] * 2
 
 
 def no_reference(folder: str):

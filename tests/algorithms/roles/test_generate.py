@@ -1,5 +1,7 @@
 """The policy generates what transformers would, and hands the device to the engine and back."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -7,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from algorithms.roles import rows
 from lightrft.algorithms.objectives import sft
 from lightrft.engine.base import EngineError, Sampling
-from lightrft.strategy.phases import PhaseError
+from lightrft.strategy.phases import Phase, PhaseError
 from ranks import run_cases, run_ranks
 from tiny import EOS, PAD, byte_tokenizer
 
@@ -116,8 +118,12 @@ def phases(folder: str, flag: bool):
     look(policy.prepare_for_training)
     loss = policy.train(mine, sft)["loss"]
     version = made.engine.version
+    look(
+        policy.offload_before_refit,
+        lambda: made.update_engine_weights(policy.actor),
+        policy.offload_after_refit,
+    )
     look(policy.prepare_for_generation)
-    policy.prepare_for_generation()  # it is awake
     streams = made.engine.version - version
     with pytest.raises(PhaseError, match="phase TRAIN cannot begin in phase GENERATE"):
         policy.train(mine, sft)
@@ -128,7 +134,12 @@ def phases(folder: str, flag: bool):
         policy.get_logprobs(mine)
 
     policy.generate(mine)
-    look(policy.finish_generation, policy.prepare_for_logprobs, policy.prepare_for_training)
+    look(
+        policy.finish_generation,
+        policy.prepare_for_logprobs,
+        policy.finish_inference,
+        policy.prepare_for_training,
+    )
     look(policy.finish_training)
     second = policy.train(mine, sft)["loss"]
 
@@ -146,29 +157,100 @@ def test_a_step_by_hand(folder):
     found = run_cases(2, phases, {flag: (folder, flag) for flag in (True, False)})
     (idle, streams, *losses), (kept, _, *expected) = found[True][0], found[False][0]
     assert losses == expected and losses[0] > losses[1]
-    assert streams == 1
+    assert streams == 1  # the one by hand; prepare_for_generation() had nothing to add
     assert (
         [phase for phase, *_ in idle]
         == [phase for phase, *_ in kept]
-        == ["TRAIN", "GENERATE", "LOGPROB", "LOGPROB", "TRAIN", "LOGPROB"]
+        == [
+            "TRAIN",
+            "REFIT",
+            "REFIT",
+            "REFIT",
+            "GENERATE",
+            "LOGPROB",
+            "LOGPROB",
+            "LOGPROB",
+            "TRAIN",
+            "LOGPROB",
+        ]
     )
     here = (True, True)
     away = (False, False)
     only_actor = (True, False)
-    assert [tuple(where) for _, *where in idle] == [here, away, away, only_actor, here, away]
-    assert all(where == [True, True] for _, *where in kept)
+    assert [tuple(where) for _, *where in idle] == [
+        here,
+        only_actor,
+        only_actor,
+        away,
+        away,
+        away,
+        only_actor,
+        away,
+        here,
+        away,
+    ]
+    # the explicit verbs offload anyway, and it all stays once it is back
+    assert [tuple(where) for _, *where in kept] == [
+        here,
+        only_actor,
+        only_actor,
+        away,
+        away,
+        away,
+        only_actor,
+        only_actor,
+        here,
+        here,
+    ]
+
+
+def refits(folder: str):
+    policy, _ = start(folder, engine_sleep_level=1)
+    info = policy.refit_info()
+    stream = {name: tensor.clone() for name, tensor in policy.stream_weights()}
+    policy.offload_before_refit()
+    before = policy.strategy.engine.version
+    policy.prepare_for_generation()  # nobody streamed: the engine's weights are old
+    after = policy.strategy.engine.version
+    policy.prepare_for_generation()
+
+    return (
+        info,
+        {name: (tensor.shape, tensor.dtype) for name, tensor in stream.items()},
+        (
+            after - before,
+            policy.strategy.engine.version - after,
+            policy.strategy.phase is Phase.GENERATE,
+        ),
+    )
+
+
+def test_refit_info_is_what_the_stream_brings_and_old_weights_never_generate(folder):
+    for info, stream, versions in run_ranks(2, refits, folder):
+        assert info == stream and list(info) == list(stream) and len(info) > 20
+        assert versions == (1, 0, True)
 
 
 def files(folder: str, root: str):
     policy, mine = start(folder)
+    policy.start_profiling(f"{root}/profile")
+    with pytest.raises(RuntimeError, match="is already active"):
+        policy.start_profiling(root)
     policy.train(mine, sft)
+    trace = policy.stop_profiling()
+    with pytest.raises(RuntimeError, match="start_profiling"):
+        policy.stop_profiling()
     policy.save_checkpoint(f"{root}/weights", f"{root}/training/three", f"{root}/tokenizer")
     expected = policy.train(mine, sft)
     other, _ = start(folder)
     other.strategy.load_ckpt(other.actor, f"{root}/training", "three", parts={"policy": other})
     found = other.train(mine, sft)
+    policy.start_profiling(f"{root}/profile2")
+    policy.shutdown()
+    policy.shutdown()
 
     return (
+        trace,
         [result["loss"].item() for result in (expected, found)],
         [r["grad_norm"].item() for r in (expected, found)],
     )
@@ -176,7 +258,11 @@ def files(folder: str, root: str):
 
 def test_files(folder, tmp_path):
     results = run_ranks(2, files, folder, str(tmp_path))
-    for losses, norms in results:
+    for rank, (trace, losses, norms) in enumerate(results):
+        assert trace == tmp_path / "profile" / f"trace_rank{rank}.json"
+        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert any("aten::" in str(name) for name in names)
+        assert (tmp_path / "profile2" / f"trace_rank{rank}.json").is_file()
         assert losses[0] == losses[1] and norms[0] == norms[1]
     assert AutoTokenizer.from_pretrained(tmp_path / "tokenizer").pad_token_id == PAD
     AutoModelForCausalLM.from_pretrained(tmp_path / "weights")

@@ -47,7 +47,9 @@ def policy_of_adapters(folder: str, args: dict) -> dict:
     )
     again = alone.get_logprobs(batch)["logprobs"]
     norm = alone.train(batch, sft)["grad_norm"]
-    changed = dict(made.full_params(actor))["model.layers.1.mlp.up_proj.weight"].clone()
+    info = alone.prepare_refit_info()
+    streamed = {name: (tensor.shape, tensor.dtype) for name, tensor in alone.stream_weights()}
+    changed = dict(alone.stream_weights())["model.layers.1.mlp.up_proj.weight"].clone()
     base = dict(made.full_params(reference))["model.layers.1.mlp.up_proj.weight"].clone()
     made.close()
 
@@ -58,6 +60,7 @@ def policy_of_adapters(folder: str, args: dict) -> dict:
         "expected": expected,
         "again": again,
         "norm": norm,
+        "info": (info, streamed),
         "weights": (changed, base),
     }
 
@@ -91,6 +94,8 @@ def test_asking_it_leaves_no_trace(outcome):
         assert (rank["norm"] > 0).all()
 
 
-def test_the_stream_brings_merged_matrices(outcome):
+def test_refit_info_is_what_the_merged_stream_brings(outcome):
     for rank in outcome:
+        info, streamed = rank["info"]
+        assert list(info.items()) == list(streamed.items())
         assert not torch.equal(*rank["weights"])

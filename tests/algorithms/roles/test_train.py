@@ -218,7 +218,7 @@ def test_metrics_have_every_microbatch_of_all_ranks(folder, world_size, mbs):
     """
     results = run_ranks(world_size, reported, folder, mbs)
     metrics = results[0]["metrics"]
-    assert all(result["metrics"] == metrics for result in results)
+    assert all(result["metrics"] == result["all_mb_metrics"] == metrics for result in results)
     batch = batch_of("own")
 
     model = rows.plain_model(folder)

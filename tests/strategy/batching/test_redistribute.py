@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightrft.core.batch import Experience, token_index
 from lightrft.models.parallel.collectives import Axis
 from lightrft.strategy.batching.micro_batches import get_batch, put_batch, share
-from lightrft.strategy.batching.sample_store import SampleStore
+from lightrft.strategy.batching.sample_store import MemoryStore
 from ranks import run_ranks
 
 
@@ -105,7 +105,7 @@ def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]], re
 
         return mock.patch.object(dist, name, call)
 
-    store = SampleStore(axes["data"], axes["replica"])
+    store = MemoryStore(axes["data"], axes["replica"])
     columns = {}
     # the first gather of a number of rows that nobody expects takes two collectives
     for _ in range(2):
@@ -214,7 +214,7 @@ def disagreeing() -> list[str]:
     ]
 
     for form in forms:
-        store = SampleStore(data, replica)
+        store = MemoryStore(data, replica)
         columns = form[data.rank]
         ids = torch.tensor([2**40, 7]) if data.rank == 0 else torch.zeros(0, dtype=torch.int64)
         store.put(ids, torch.ones_like(ids), sequences=columns)

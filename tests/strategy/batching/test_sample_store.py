@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from lightrft.models.parallel.collectives import Axis
-from lightrft.strategy.batching.sample_store import SampleRows, SampleStore, check_owners
+from lightrft.strategy.batching.sample_store import MemoryStore, SampleRows, check_owners
 
 ALONE = Axis("alone", 1, 0, None)
 IDS = torch.tensor([7, 3, 5])
 LENGTHS = torch.tensor([2, 0, 3])
 
 
-def store() -> SampleStore:
-    made = SampleStore(ALONE, ALONE)
+def store() -> MemoryStore:
+    made = MemoryStore(ALONE, ALONE)
     tokens = {
         "half": torch.arange(5).bfloat16(),
         "wide": torch.arange(10).view(5, 2),
@@ -57,6 +57,7 @@ def test_results_go_under_the_ids_of_their_rows_whatever_the_order_of_the_plan()
     assert made.get([7, 5], ["values"])["values"].tolist() == [4, 5, 1, 2, 3]
     made.put(torch.tensor([7]), torch.tensor([2]), tokens={"values": torch.tensor([6.0, 7])})
     assert made.get([5, 7], ["values", "half"])["values"].tolist() == [1, 2, 3, 6, 7]
+    assert made.produced_ids("values") == {5, 7} and made.produced_ids("nothing") == set()
 
 
 @pytest.mark.parametrize(
@@ -92,17 +93,29 @@ def test_results_are_written_back_only_to_rows_that_the_rank_holds():
         made.put(torch.tensor([7, 4]), torch.tensor([2, 3]), tokens={"values": torch.zeros(5)})
     with pytest.raises(ValueError, match="sample 7 has 2 tokens, not 3"):
         made.put(IDS[:1], LENGTHS[:1] + 1, tokens={"values": torch.zeros(3)})
+    assert made.produced_ids("values") == {7}
     made.clear(IDS.tolist())
     made.put(torch.tensor([4]), torch.tensor([3]), tokens={"values": torch.zeros(3)})
     assert made.rows().ids.tolist() == [4]
 
 
+def test_each_task_claims_a_row_once_when_its_fields_are_there():
+    made = store()
+    assert made.claim("reference", ["half"], 2) == [3, 5] and made.claim("reference", ["half"]) == [
+        7
+    ]
+    assert made.claim("train", ["half", "values"]) == []
+    made.put(IDS[:1], LENGTHS[:1], tokens={"values": torch.zeros(2)})
+    assert (
+        made.claim("train", ["half", "values"]) == [7]
+        and made.claim("train", ["half", "values"]) == []
+    )
+
+
 def test_only_the_leader_of_a_replica_writes():
-    sibling = SampleStore(ALONE, Axis("replica", 2, 1, None))
+    sibling = MemoryStore(ALONE, Axis("replica", 2, 1, None))
     sibling.put(IDS, LENGTHS, tokens={"x": torch.zeros(5)})
-    assert not sibling.leads
-    with pytest.raises(LookupError, match="sample 7 has no 'x' on this rank"):
-        sibling.get(IDS, ["x"])
+    assert not sibling.leads and sibling.produced_ids("x") == set()
 
 
 def test_metadata_selects_without_the_values():
@@ -111,9 +124,12 @@ def test_metadata_selects_without_the_values():
     )
     assert rows.select(rows.tags["solved"][:, 0] > 0).ids.tolist() == [7, 5]
     assert rows.select(slice(1, 3)).lengths.tolist() == [0, 3]
+    assert rows.drop([3]).ids.tolist() == [7, 5] and len(rows.drop([3]).concatenate(rows)) == 5
     moved = rows.held_by([[5], [7, 3]])
     assert moved.ids.tolist() == [5, 7, 3] and moved.ranks.tolist() == [0, 1, 1]
     assert moved.tags["solved"].tolist() == [[1], [1], [0]]
+    with pytest.raises(ValueError, match="tags"):
+        rows.concatenate(SampleRows(IDS, LENGTHS, IDS))
 
 
 @pytest.mark.parametrize(
