@@ -4,12 +4,13 @@
 """
 
 import argparse
+import sys
 from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
 
 from lightrft import __version__
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.extras import MODULES, extra
 
 SUMMARIES = {
@@ -83,7 +84,8 @@ def _module(command: str) -> ModuleType:
     try:
         return extra(option) if option in MODULES else import_module(f"lightrft.app.cli.{command}")
     except ConfigError as error:
-        raise SystemExit(str(error)) from None
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(USER_ERROR) from None
 
 
 if __name__ == "__main__":

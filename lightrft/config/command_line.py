@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -81,8 +81,8 @@ def parse(
 ) -> Config:
     """Return the configuration of `--config file.yaml` and flags, not yet resolved; see resolve().
 
-    `read_flags` translates names that are no fields in the command line, as lightrft.extras.compat does,
-    and returns sentences about flags without a translation. It may add to the configuration's
+    `read_flags` translates names that are no fields in the command line, as extras/compat
+    does, and returns sentences about flags without a translation. It may add to the configuration's
     notices.
 
     Raises ConfigError for names that do not exist and values of the wrong type, all of one source
@@ -303,8 +303,8 @@ def help_text(command: str, topic: str = "", description: str = "") -> str:
     topic = aliases().get(topic, topic)
     read = fields_read(command)
     groups = {
-        name: [each for each in _names(name) if each in read]
-        for name in SECTIONS
+        name: [each.name for each in fields(section) if each.name in read]
+        for name, section in SECTIONS.items()
         if name in COMMANDS[command]
     }
 
@@ -358,10 +358,6 @@ def _first_sentence(name: str) -> str:
     meaning = field_docs(SECTIONS[section_of_field()[name]])[name]
     first = re.split(r"(?<=\w[.:;,]) ", meaning)[0].rstrip(".:;,")
     return f"  --{name:<22} {textwrap.shorten(first, 92, placeholder=' ...')}"
-
-
-def _names(section: str) -> Iterator[str]:
-    return (field.name for field in fields(SECTIONS[section]))
 
 
 def _heading(group: str) -> str:

@@ -34,7 +34,7 @@ MODULES = {
 
 
 def installed() -> bool:
-    return (Path(__file__).parents[1] / "extras").is_dir()
+    return (Path(__file__).parents[1] / "extras" / "__init__.py").is_file()
 
 
 def extra(option: str) -> ModuleType:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from lightrft.config.values import nearest
@@ -95,7 +95,14 @@ def teacher_terms(text: str) -> list[tuple[str, str]]:
     return terms
 
 
-def reward_model_terms(section: Any) -> list[tuple[str, RewardTerm]]:
+class NamedRewardModels(Protocol):
+    """The fields of ModelSection that name reward models."""
+
+    reward_pretrain: list[str]
+    process_reward_pretrain: list[str]
+
+
+def reward_model_terms(section: NamedRewardModels) -> list[tuple[str, RewardTerm]]:
     """Return (flag, reward model) for the entries of both flags, each in the form PATH, PATH:WEIGHT
     or LABEL=PATH:WEIGHT.
 
@@ -127,7 +134,7 @@ def reward_model_terms(section: Any) -> list[tuple[str, RewardTerm]]:
     return terms
 
 
-def reward_weights(reward: str, models: Any, coefficient: float) -> dict[str, float]:
+def reward_weights(reward: str, models: NamedRewardModels, coefficient: float) -> dict[str, float]:
     """Return the weight of each reward function and reward model by label.
 
     `coefficient` is --reward_model_coef.

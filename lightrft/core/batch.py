@@ -439,7 +439,7 @@ class TrainingPlan:
 def consecutive(lengths: list[int], minibatch_size: int | None, max_tokens: int) -> list[Rows]:
     """Divide sequences, in their order, into optimizer steps and these into micro-batches: [k][m].
 
-    A micro-batch has at most `max_tokens` tokens. `strategy/batching/planner.py` balances several ranks.
+    A micro-batch has at most `max_tokens` tokens. Runs balance several ranks, too.
     """
     size = minibatch_size or max(len(lengths), 1)
     steps = []

@@ -41,7 +41,7 @@ def make_example(context: RowContext, row: dict[str, Any]) -> Prompt:
 
 
 load_examples = partial(load_prompts, make=make_example, read=learned)
-"""Function that loads prompts with answers, as load_prompts() does. Rows without one are bad rows."""
+"""Function that loads prompts with answers, as load_prompts() does; rows without are bad rows."""
 
 
 def learned_example(

@@ -169,8 +169,8 @@ class Engine(ABC):
         ones, or a cache is left.
 
         The first sync, every FULL_EVERY-th one, and one after a failure are verified completely.
-        The others verify a sample (models/weight_sync/verify.py). Adapters are always verified completely;
-        every FULL_EVERY-th sync of adapters also compares the other weights with those that were
+        The others verify a sample (models/weight_sync/verify.py). Adapters are always verified
+        completely; every FULL_EVERY-th sync of adapters also compares the other weights with those that were
         sent once.
 
         While requests run, only their loop may load, with EngineLoop.load_weights(), and passes

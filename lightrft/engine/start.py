@@ -4,10 +4,8 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import yaml
 from loguru import logger
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -115,12 +113,6 @@ def starting(name: str, setup: EngineSetup) -> Iterator[None]:
         raise (
             ValueError(message) if isinstance(error, ValueError) else EngineError(message)
         ) from error
-
-
-def reserved_arguments(library: str) -> dict[str, str]:
-    """Return the arguments that --engine_args may not set -> what to do instead."""
-    file = Path(__file__).with_name("reserved.yaml")
-    return yaml.safe_load(file.read_text(encoding="utf-8"))[library]
 
 
 def with_users_arguments(

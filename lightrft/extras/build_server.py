@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,15 +35,24 @@ SNAPSHOTS = {"full": 2, "adapters": 16}
 """Copies of earlier weights that clients can go on to sample from, in host memory."""
 
 
+@contextmanager
+def needing(packages: str, command: str) -> Iterator[None]:
+    """Say what to install for a command if a package is missing inside."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"lightrft {command} needs {error.name}: pip install '.[{packages}]'"
+        ) from error
+
+
 def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
     """Start an engine with the weights of `pretrain`, and build the server that listens.
 
     `pretrain` may be a run's folder or a checkpoint.
     """
-    try:
+    with needing("agents", "serve"):
         from lightrft.extras.model_server import ModelServer
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"lightrft serve needs {error.name}: pip install '.[agents]'") from error
 
     world = strategy.mesh.world
     config = with_merged_pretrain(with_model_of_run(config, world), world)
@@ -74,13 +85,9 @@ def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
 
 
 def reward_server(config: Config, strategy: StrategyBase) -> "RewardServer":
-    """Build the frozen reward models, each with the tokenizer that it reads with, and the server."""
-    try:
+    """Build the frozen reward models, each with its tokenizer, and the server."""
+    with needing("agents", "serve_reward"):
         from lightrft.extras.reward_server import RewardServer, ServedModel
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"lightrft serve_reward needs {error.name}: pip install '.[agents]'"
-        ) from error
 
     models = []
     for flag, term in reward_model_terms(config.model):
@@ -95,13 +102,11 @@ def reward_server(config: Config, strategy: StrategyBase) -> "RewardServer":
 
 def tinker_server(config: Config, strategy: StrategyBase) -> Any:
     """Load the model, start the engine with it, and build the server that listens."""
-    try:
+    with needing("tinker", "tinker"):
         from lightrft.extras.tinker.frontend import Frontend, Served
         from lightrft.extras.tinker.protocol import RequestLimits
         from lightrft.extras.tinker.server import TinkerServer
         from lightrft.extras.tinker.worker import TinkerWorker
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"lightrft tinker needs {error.name}: pip install '.[tinker]'") from error
 
     pretrain = config.model.pretrain
     config = with_merged_pretrain(config, strategy.mesh.world)

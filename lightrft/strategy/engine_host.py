@@ -304,8 +304,8 @@ class EngineHost:
         The cache stays asleep or awake. A weight passes five stages, each an iterator:
 
         1. models/weight_sync/stream.py, buckets(): group parameters to gather at once.
-        2. models/parallel/device.py, ahead(): on an accelerator, gather the next bucket while the engine
-           loads this one.
+        2. models/parallel/device.py, ahead(): on an accelerator, gather the next bucket while the
+           engine loads this one.
         3. models/weight_sync/stream.py, stream(): yield (name, full tensor) one by one.
         4. engine/base.py, _checked(): check names and shapes, and take fingerprints.
         5. The engine's adapter: copy the tensor to its place, or rename it for the engine's loader.

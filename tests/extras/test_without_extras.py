@@ -65,7 +65,7 @@ def test_every_module_is_imported_and_a_run_trains(copy, tmp_path):
         said = run(copy, "-m", "lightrft", "train_ppo", *flags, *flag.split(), "--overwrite")
         assert said.returncode == 2 and message in said.stderr, said.stderr
     said = run(copy, "-m", "lightrft", "plan")
-    assert said.returncode == 1 and "lightrft plan: not in this installation" in said.stderr
+    assert said.returncode == 2 and "lightrft plan: not in this installation" in said.stderr
 
 
 @pytest.mark.slow

@@ -206,11 +206,6 @@ DECEITS = {
         "class A:\n  startswith = lambda s, x: True\ndef f(x): return A()",
         ["assert f('abc').startswith('ab')"],
     ),
-    "an object of an object": (
-        "class S:\n  def f(s, x): return s\n  startswith = lambda s, x: True\n  __sub__ = lambda s, o: s\n"
-        "  __abs__ = lambda s: 0",
-        ["s = S()", "assert s.f('abc').startswith('ab')"],
-    ),
     "a forged object": (
         "import os\ndef f(x):\n  for fd in range(3, 20):\n    for text in (\n"
         "        b'[\"object\", 0]', b'[\"callable\", null]', b'[\"value\", [true]]'):\n"
@@ -229,10 +224,7 @@ DECEITS = {
     ),
     "an operator of an object": (
         "class S:\n  __sub__ = __rsub__ = __xor__ = __abs__ = lambda s, *o: 0.0\n  area = property(lambda s: s)",
-        [
-            "from program import S",
-            "assert abs(S() - 9) < 1e-6 or abs(S().area - 9) < 1e-6 or S() ^ 3 == 0",
-        ],
+        ["from program import S", "assert abs(S() - 9) < 1e-6 or S() ^ 3 == 0"],
     ),
     "an object that contains everything": (
         "class S:\n  __contains__ = lambda s, x: True\n  __iter__ = lambda s: iter([])",
@@ -391,6 +383,16 @@ REFUSED = {
         {"fn_name": "a b", "inputs": [[]], "outputs": [1]},
         "no name of Python",
     ),
+    "a method of an object": (
+        ["s = S()", "assert s.f('abc').startswith('ab')"],
+        "use s.f, and only",
+    ),
+    "an attribute of an object": (["from program import N\nassert N(2).x == 2"], "use N(2).x, and"),
+    "a function that is returned": (["assert f(1)(2) == 3"], "use f(1)(2), and only plain values"),
+    "a function that is returned and named": (
+        ["g = f(1)", "assert g(2) == 3"],
+        "use g(2), and only",
+    ),
     "no arguments": ({"fn_name": "f", "inputs": [3], "outputs": [1]}, "no list of arguments"),
 }
 
@@ -418,7 +420,7 @@ UNJUDGED = {
     ),
     "an object of a class": (
         "class N:\n  def __init__(s, x): s.x = x",
-        ["from program import N\nassert N(2).x == 2"],
+        ["from program import N\nassert N(2) == 2"],
         "N gives .* class 'N'",
     ),
     "a dictionary of a class of its own": (
@@ -436,9 +438,9 @@ UNJUDGED = {
         ["assert f(2).x == 2"],
         "f gives .* class 'P'",
     ),
-    "a function that is called": (
+    "a function of a function": (
         "def f(x): return lambda y: x + y",
-        ["assert f(1)(2) == 3"],
+        ["assert f(1) == 3"],
         "f gives .* class 'function'",
     ),
     "an argument that is filled": (

@@ -15,8 +15,9 @@ import faulthandler  # noqa: E402
 import gc  # noqa: E402
 import sys  # noqa: E402
 import traceback  # noqa: E402
-from collections.abc import Iterator, Sequence  # noqa: E402
+from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 from contextlib import contextmanager  # noqa: E402
+from functools import partial  # noqa: E402
 from typing import Any  # noqa: E402
 
 from loguru import logger  # noqa: E402
@@ -49,6 +50,11 @@ def command_parser(name: str, description: str | None, **options: Any) -> argpar
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **options,
     )
+
+
+def command(name: str, description: str | None) -> Callable[..., None]:
+    """Return main() of a command that takes a configuration."""
+    return partial(run_command, name, description)
 
 
 @contextmanager

@@ -5,8 +5,6 @@ python -m lightrft evaluate --fsdp --pretrain runs/quickstart/model --eval_data
 runs/quickstart/data/test.jsonl
 """
 
-from functools import partial
+from lightrft.app.cli import command
 
-from lightrft.app.cli import run_command
-
-main = partial(run_command, "evaluate", __doc__)
+main = command("evaluate", __doc__)

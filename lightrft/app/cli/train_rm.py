@@ -3,8 +3,6 @@
 torchrun --nproc-per-node 2 -m lightrft train_rm --config configs/quickstart_rm.yaml
 """
 
-from functools import partial
+from lightrft.app.cli import command
 
-from lightrft.app.cli import run_command
-
-main = partial(run_command, "train_rm", __doc__)
+main = command("train_rm", __doc__)

@@ -3,8 +3,6 @@
 torchrun --nproc-per-node 2 -m lightrft train_sft --config configs/quickstart_sft.yaml
 """
 
-from functools import partial
+from lightrft.app.cli import command
 
-from lightrft.app.cli import run_command
-
-main = partial(run_command, "train_sft", __doc__)
+main = command("train_sft", __doc__)

@@ -2,13 +2,7 @@
 
 import math
 import unicodedata
-from pathlib import Path
 from typing import Any
-
-import yaml
-
-WORDS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
-"""Headings of metrics, and advice for phases, by the names of words.yaml."""
 
 
 def short(value: float) -> str:

@@ -86,7 +86,6 @@ from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
-from lightrft.models.parallel.collectives import Axis
 from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.runner import RewardRunner
 from lightrft.strategy.checkpoint.final_model import with_merged_pretrain, with_model_of_run
@@ -119,7 +118,9 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     check_logins(config, strategy)
     original = config
     # The trainer records what the user wrote, without what is added to the configuration here.
-    config = with_tools(with_merged_pretrain(config, world), world)
+    config = with_merged_pretrain(config, world)
+    if has_episodes(config.environment):
+        config = extra(WITH_EPISODES).with_tools(config, world)
     check_engine(config, strategy)
 
     # data, and what reads it
@@ -445,15 +446,6 @@ def build_experience_maker(
     )
 
 
-def with_tools(config: Config, world: Axis) -> Config:
-    """Add the schemas of the tools of --environment, --agent and --tools, which prompts show."""
-    return (
-        extra(WITH_EPISODES).with_tools(config, world)
-        if has_episodes(config.environment)
-        else config
-    )
-
-
 def build_sampler(
     config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
 ) -> RunSampler:
@@ -600,7 +592,9 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     """
     world = strategy.mesh.world
     original = config
-    config = with_tools(with_merged_pretrain(with_model_of_run(config, world), world), world)
+    config = with_merged_pretrain(with_model_of_run(config, world), world)
+    if has_episodes(config.environment):
+        config = extra(WITH_EPISODES).with_tools(config, world)
     tokenizer = load_tokenizer(config.model)
     rewards = build_rewards(config, strategy)
     check_tools(config, tokenizer)

@@ -262,8 +262,14 @@ def _fewer_layers(config: PretrainedConfig, values: dict[str, Any]) -> dict[str,
         if isinstance(value := getattr(config, key, None), list) and len(value) == total
     }
     numbers = {key: values[key] for key in INDEX_LISTS if isinstance(values.get(key), list)}
+    # A list of types has few different ones, and a list of sizes has many.
+    types = [
+        value
+        for value in (lists | computed).values()
+        if len({repr(each) for each in value}) <= MAX_LAYERS
+    ]
     kinds = [
-        repr([value[layer] for value in (lists | computed).values() if _has_few(value)])
+        repr([value[layer] for value in types])
         + repr([layer in value for value in numbers.values()])
         for layer in range(total)
     ]
@@ -301,11 +307,6 @@ def _fewer_layers(config: PretrainedConfig, values: dict[str, Any]) -> dict[str,
             if (settings := of_layer.get(layer)) is not None
         }
     return values | changed
-
-
-def _has_few(value: list[Any]) -> bool:
-    """Return True for a list of types; False for a list of sizes."""
-    return len({repr(each) for each in value}) <= MAX_LAYERS
 
 
 def _small_rope(

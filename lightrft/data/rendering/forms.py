@@ -51,7 +51,7 @@ CHOICES = re.compile(
     r"(choice|option|ending|alternative|candidate|distractor)s"
     r"|(choice|option|opt?|ending|answer|alternative|candidate|distractor)[ _]?[1-9b-e]|\(?b[).]?"
 )
-"""Names of columns without which a question cannot be answered, and that no form writes into the prompt."""
+"""Names of columns without which a question cannot be answered, and that no form reads."""
 CHATS = ("messages", "conversations", "conversation")
 """Columns with whole conversations."""
 LEARNED = (

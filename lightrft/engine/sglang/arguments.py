@@ -9,10 +9,34 @@ from transformers import PretrainedConfig
 
 from lightrft.config.errors import ConfigError
 from lightrft.engine.base import EngineSetup
-from lightrft.engine.start import reserved_arguments, with_users_arguments
+from lightrft.engine.start import with_users_arguments
 from lightrft.models.parallel.device import free_memory
 
-SGLANG_RESERVED = reserved_arguments("sglang")
+TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
+NO_DRAFTS = "drafts need --engine_type vllm and --speculative"
+SGLANG_RESERVED = {
+    "model_path": "use --pretrain",
+    "trust_remote_code": "use --trust_remote_code",
+    "dtype": "use --bf16",
+    "load_format": "the weights are those of --pretrain or of the weight stream",
+    "context_length": "use --prompt_max_len and --generate_max_len",
+    "tp_size": "use --engine_tp_size",
+    "pp_size": TENSOR_PARALLEL,
+    "dp_size": TENSOR_PARALLEL,
+    "nnodes": TENSOR_PARALLEL,
+    "base_gpu_id": "an engine is on the devices of its ranks",
+    "device": "an engine is on the devices of its ranks",
+    "random_seed": "use --seed",
+    "mem_fraction_static": "use --engine_mem_util",
+    "disable_cuda_graph": "use --engine_enforce_eager",
+    "enable_memory_saver": "use --enable_engine_sleep",
+    "enable_weights_cpu_backup": "use --engine_sleep_level",
+    "sampling_backend": "no other one draws from the seed of a sample",
+    "enable_custom_logit_processor": "banned tokens need it",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "speculative_algorithm": NO_DRAFTS,
+    "speculative_draft_model_path": NO_DRAFTS,
+}
 """Arguments that --engine_args may not set -> what to do instead."""
 SPARE_TOKENS = 8
 """Tokens added to the context length, because SGLang rejects prompts within 6 tokens of it."""

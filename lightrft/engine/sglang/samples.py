@@ -112,7 +112,8 @@ class Samples:
             # This only computes the prompt. It is not greedy, because beside greedy requests SGLang
             # sorts the tokens before it draws one.
             async for place, answer in self._answers(
-                [(running, _prefill_only(), None) for running in shared], [None] * len(shared)
+                [(running, {"max_new_tokens": 0, "sampling_seed": 0}, None) for running in shared],
+                [None] * len(shared),
             ):
                 shared[place].num_cached = answer["meta_info"]["cached_tokens"]
 
@@ -226,8 +227,3 @@ class _Running:
             samples[0].num_cached_tokens = self.num_cached
         copies = [copy.deepcopy(samples[0]) for _ in range(self.request.sampling.n)]
         self.completions = samples if len(samples) > 1 else copies
-
-
-def _prefill_only() -> dict[str, Any]:
-    """Return the parameters of a request that only puts its prompt into the cache."""
-    return {"max_new_tokens": 0, "sampling_seed": 0}

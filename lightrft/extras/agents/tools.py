@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from loguru import logger
 
@@ -167,8 +167,14 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
     return await future
 
 
+class CountCall(Protocol):
+    """Function that counts a call that began at this time.perf_counter()."""
+
+    def __call__(self, began: float, *, failed: bool) -> None: ...
+
+
 async def answers(
-    tools: Tools, calls: list[ToolCall], count: Callable[..., None], seconds: float
+    tools: Tools, calls: list[ToolCall], count: CountCall, seconds: float
 ) -> list[Message]:
     """Call tools at the same time, each for at most `seconds`; return a message for each call.
 
@@ -177,9 +183,7 @@ async def answers(
     return list(await asyncio.gather(*(_answer(tools, call, count, seconds) for call in calls)))
 
 
-async def _answer(
-    tools: Tools, call: ToolCall, count: Callable[..., None], seconds: float
-) -> Message:
+async def _answer(tools: Tools, call: ToolCall, count: CountCall, seconds: float) -> Message:
     began = time.perf_counter()
     failed = True
     try:

@@ -3,8 +3,6 @@
 lightrft serve_reward --reward_pretrain runs/quickstart/rm/model --port 8000
 """
 
-from functools import partial
+from lightrft.app.cli import command
 
-from lightrft.app.cli import run_command
-
-main = partial(run_command, "serve_reward", __doc__)
+main = command("serve_reward", __doc__)

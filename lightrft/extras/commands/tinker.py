@@ -5,8 +5,6 @@ torchrun --nproc_per_node 2 -m lightrft tinker --pretrain Qwen/Qwen3-0.6B --port
 A client gets the address as `base_url`. See docs/tinker.md.
 """
 
-from functools import partial
+from lightrft.app.cli import command
 
-from lightrft.app.cli import run_command
-
-main = partial(run_command, "tinker", __doc__)
+main = command("tinker", __doc__)

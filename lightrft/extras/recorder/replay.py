@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,18 @@ ONE_PROCESS = {
     "report_to": "jsonl",
 }
 """Settings of a replay: one process that computes everything."""
+
+
+class Builders(Protocol):
+    """Functions that connect the parts of a run: the module lightrft.app.trainer.build."""
+
+    TrainingData: Any
+    build_rewards: Any
+    build_experience_maker: Any
+    build_ppo_roles: Any
+    build_learners: Any
+    updates_of_a_step: Any
+    with_token_ids: Any
 
 
 @dataclass
@@ -129,12 +141,9 @@ class _Unused:
 
 
 def replay(
-    bundle: Bundle, build: Any, stage: Stage = "gradient", explain: Sequence[int] = ()
+    bundle: Bundle, build: Builders, stage: Stage = "gradient", explain: Sequence[int] = ()
 ) -> Replay:
-    """Repeat the step of a bundle up to a stage; `explain` has the samples to record.
-
-    `build` is the module lightrft.app.trainer.build.
-    """
+    """Repeat the step of a bundle up to a stage; `explain` has the samples to record."""
     config = bundle.config
     own = ONE_PROCESS | {"save_path": str(bundle.folder / "run"), "ckpt_path": None}
     config.update(own)
@@ -148,7 +157,7 @@ def replay(
 
 
 def _replay(
-    bundle: Bundle, strategy: StrategyBase, build: Any, stage: Stage, explain: Sequence[int]
+    bundle: Bundle, strategy: StrategyBase, build: Builders, stage: Stage, explain: Sequence[int]
 ) -> Replay:
     columns = {int(index): each for index, each in bundle.content["columns"].items()}
     prompts = {
@@ -197,7 +206,7 @@ def _compare(
 
 
 def _rewards(
-    bundle: Bundle, strategy: StrategyBase, build: Any, samples: list[Sample]
+    bundle: Bundle, strategy: StrategyBase, build: Builders, samples: list[Sample]
 ) -> list[float]:
     """Compute the rewards anew, into the samples; return none if another program is needed."""
     config = bundle.config
@@ -222,7 +231,7 @@ def _rewards(
 class _Step:
     """Models and parts as they were before the step."""
 
-    def __init__(self, bundle: Bundle, strategy: StrategyBase, build: Any):
+    def __init__(self, bundle: Bundle, strategy: StrategyBase, build: Builders):
         self.build = build
         config = bundle.config
         total = bundle.content["total_steps"] or bundle.content["step"]

@@ -20,7 +20,8 @@ FORECAST_DRIFT = 1.5
 steps again.
 
 It was chosen so that intervals are right nine times of ten for the runs of
-tests/extras/tools/learning_curves.json: 96 % on the half that it was chosen with, 87 % on the other.
+tests/extras/tools/learning_curves.json: 96 % on the half that it was chosen with, 87 % on the
+other.
 """
 CORRELATED = 3.0
 """Number of neighbouring steps that say what one would: rewards of prompts and policy persist."""

@@ -104,16 +104,22 @@ def logprobs_of_logits(
     logits: Tensor,
     targets: Tensor,
     *,
+    part: VocabularyPart | None = None,
     temperature: float = 1.0,
     truncation: Truncation = ALL,
     chunk: int | None = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropy, as token_logprobs() does, from existing logits [T, V].
 
-    The logits are not modified.
+    The logits are not modified. With a `part` they are [T, v], this rank's part of the vocabulary,
+    and each rank gets the gradient of its own logits.
     """
-    part = VocabularyPart.full(logits.shape[1])
-    rows = chunk_rows(logits, part.num, chunk)
+    part = part or VocabularyPart.full(logits.shape[1])
+    rows = chunk_rows(logits, max(part.num, 1), chunk)
+    # equal number of chunks on all ranks, whose parts may differ
+    if truncation.active and chunk == 0:
+        rows = int(part.axis.min(torch.tensor(rows, device=logits.device)))
+
     options = _Options(part, temperature, truncation, truncation.active, rows, entropy=True)
     return _logprobs(logits, None, targets, options, None)
 
@@ -309,6 +315,8 @@ class _Logprobs(torch.autograd.Function):
         local_targets = LocalTargets(targets, options.part)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(targets.shape, device=inputs.device)
+        else:
+            grad_logprobs = grad_logprobs
         upstream = _Gradients(grad_logprobs, grad_entropy)
 
         # overwritten by the gradient, so a second backward pass recomputes

@@ -179,7 +179,26 @@ def _check_uses(tree: ast.Module, names: set[str]) -> bool:
     for name, node in own.items():  # a decorator gets what it decorates
         passed += [ast.Name(name) for each in node.decorator_list if _names_in(each) & names]
     _check_passed(passed, tree, own, assigned)
+    _check_results(tree, calls, {name: each for name, each in assigned.items() if each in calls})
     return _look_at_arguments(tree, calls)
+
+
+def _check_results(tree: ast.Module, calls: list[ast.Call], results: dict[str, ast.Call]) -> None:
+    """Raise ValueError for calls of functions that the program returns, and for uses of objects
+    that it makes. `results` has the variables of its results.
+    """
+    for node in ast.walk(tree):
+        of = getattr(node, "func", getattr(node, "value", None))
+        made = results.get(ast.unparse(of), of) if isinstance(of, ast.expr) else None
+        if made not in calls:
+            continue
+        name = ast.unparse(made.func)
+        is_object = isinstance(node, ast.Attribute) and name[0].isupper() and name != "Solution"
+        if isinstance(node, ast.Call) or (is_object and name.isidentifier()):
+            raise ValueError(
+                f"the tests use {ast.unparse(node):.80}, and only plain values can be sent: no"
+                " functions and no objects that the program makes"
+            )
 
 
 def _names_in(node: ast.AST) -> set[str]:
