@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ARGUMENTS = ("arguments", "_on_accelerator", "_on_cpu")
-SAMPLING = ("_parameters", "_prefill_only")
+SAMPLING = ("_parameters",)
 TAGS = ("_sleep", "_wake")
 """Functions of the adapter whose strings are names of SGLang's.
 

@@ -31,7 +31,7 @@ TORCHRUN = """#!{python} -IS
 import os, sys
 launcher, arguments = {launcher!r}, sys.argv[1:]
 module = arguments.index("-m")
-arguments[module : module + 2] = [os.environ["PROGRAM"]]
+arguments[module : module + 3] = [os.environ["PROGRAM"]]
 os.execv(launcher[0], [*launcher, *arguments])
 """
 """The real torchrun, which starts PROGRAM instead of a command of lightrft."""
