@@ -34,7 +34,7 @@ class Routing:
 class RoutedShape:
     """Shape of a record of the experts that each layer has chosen for a token: [layers, k].
 
-    Layers without experts have a place too, with any ids.
+    Layers without experts have an entry too, with any ids.
     """
 
     num_layers: int
@@ -212,7 +212,7 @@ class Batch:
         return {name: value for name, value in present.items() if value is not None}
 
     def with_columns(self, columns: Mapping[str, Any]) -> Self:
-        """Return a batch with these columns, by name, in place of its own.
+        """Return a batch with these columns, by name, in place of the current ones.
 
         What is derived from them is left out.
         """

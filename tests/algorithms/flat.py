@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.means import MoreCounts, PromptTokens
+from lightrft.algorithms.means import MeanCounts, PromptTokens
 from lightrft.algorithms.terms import policy_objective
 from lightrft.config import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
@@ -66,8 +66,11 @@ def step_denominator(batch: Batch) -> Denominator:
     parts = batch.loss_mask.split(batch.lengths.tolist())
     for group, part in zip(batch.groups.tolist(), parts, strict=True):
         counts[group] = counts.get(group, 0.0) + float(part.sum())
-    more = MoreCounts(7, PromptTokens.of(counts))
-    return Denominator(batch.loss_mask.sum().float(), torch.tensor(float(sum(learned))), more=more)
+    return Denominator(
+        batch.loss_mask.sum().float(),
+        torch.tensor(float(sum(learned))),
+        mean_counts=MeanCounts(7, PromptTokens.of(counts)),
+    )
 
 
 def loss_and_gradient(

@@ -99,7 +99,7 @@ def test_an_aborted_response_goes_on_with_a_request_of_its_own():
     second.token_ids = []
 
     loop = scheduler.sampler.open(seed=9)
-    loop.add([(group, group.places)])
+    loop.add([(group, group.slots)])
     assert loop.running() == {(group.number, 0), (group.number, 1)}
     assert list(loop.steps()) == [group]
     new, rest = engine.asked[-1]
@@ -115,7 +115,7 @@ def test_an_abort_ends_the_requests_and_not_the_responses():
     for sample in group.samples:
         sample.finish_reason = None
     loop = scheduler.sampler.open(seed=9)
-    loop.add([(group, group.places)])
+    loop.add([(group, group.slots)])
     loop.abort()
     assert not loop.running() and list(loop.steps()) == []
     assert [len(sample.token_ids) for sample in group.samples] == [2, 2, 2] and not group.complete

@@ -56,7 +56,9 @@ class PolicyMethods:
 
         Column 0 and the padding are 0.
         """
-        values = self._answer(batch, lambda part: self._token_logprobs(self.actor, part), mbs)
+        values = self._answer(
+            batch, lambda micro_batch: self._token_logprobs(self.actor, micro_batch), mbs
+        )
         return {"logprobs": values}
 
     def get_reference_logprobs(
@@ -65,7 +67,10 @@ class PolicyMethods:
         """Return `reference_logprobs` [B, S]: the same under the reference model."""
         with self._reference() as reference:
             values = self._answer(
-                batch, lambda part: self._token_logprobs(reference, part), mbs, reference
+                batch,
+                lambda micro_batch: self._token_logprobs(reference, micro_batch),
+                mbs,
+                reference,
             )
         return {"reference_logprobs": values}
 

@@ -35,7 +35,7 @@ class Teachers:
     """Several teachers as one, each for samples of its own; they may see prompts of their own.
 
     The experience says which teacher scores a sample (`teachers`), and what it sees in place of the
-    prompt (`teacher_prompts`). The response is the same, so its tokens keep their places in it.
+    prompt (`teacher_prompts`). The response is the same, so its tokens keep their positions in it.
     """
 
     teachers: Sequence[Teacher]
@@ -45,11 +45,11 @@ class Teachers:
     batching: Batching
 
     def logprobs(self, batch: Experience, rows: Rows) -> Tensor:
-        return self._ask(batch, lambda teacher, *part: teacher.logprobs(*part))
+        return self._ask(batch, lambda teacher, *arguments: teacher.logprobs(*arguments))
 
     def likeliest(self, batch: Experience, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
-        def ask(teacher: TeacherOfTokens, *part: Batch | Rows) -> Tensor:
-            logprobs, ids = teacher.likeliest(*part, k)
+        def ask(teacher: TeacherOfTokens, *arguments: Batch | Rows) -> Tensor:
+            logprobs, ids = teacher.likeliest(*arguments, k)
             return torch.cat([logprobs, ids.float()], dim=1)  # exact below 2^24
 
         logprobs, ids = self._ask(batch, ask, 2 * k).tensor_split([k], dim=1)

@@ -26,7 +26,9 @@ class HighEntropyTokens(Stage):
         self.total = total
 
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
-        chosen = of_steps(plan, lambda part: top_share(part.entropy, self.share, part, self.total))
+        chosen = of_steps(
+            plan, lambda minibatch: top_share(minibatch.entropy, self.share, minibatch, self.total)
+        )
         plan.experience.weights = chosen.float()
 
 
@@ -43,7 +45,7 @@ class SelectedTokens(Stage):
 
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
         plan.experience.marked = of_steps(
-            plan, lambda part: self.select(part, self.total, **self.options)
+            plan, lambda minibatch: self.select(minibatch, self.total, **self.options)
         )
 
 

@@ -585,7 +585,7 @@ def build_learners(
         "train",
         first_step=config.train.freezing_actor_steps + 1,
         count=policy.with_prompts if by_prompt else None,
-        more_terms=[ptx_loss.next] if ptx_loss else [],
+        further_terms=[ptx_loss.next] if ptx_loss else [],
     )
     return [*learners, actor]
 

@@ -234,7 +234,7 @@ def test_dynamic_sampling_replaces_groups_without_signal():
 
 def test_few_signals_fill_a_step_up_with_groups_that_are_left_out():
     rollout = new_rollout(prompts("s" + "a" * 39), dynamic_sampling=True, dynamic_sampling_rounds=3)
-    rollout.scheduler.place = rollout.scheduler.order.rows(0, 40).index(0)
+    rollout.scheduler.position = rollout.scheduler.order.rows(0, 40).index(0)
     groups, _ = step(rollout)
     assert len(groups) == 4 and groups[0].row == 0
     assert [all(sample.masked for sample in group.samples) for group in groups] == [
@@ -268,7 +268,7 @@ def test_partial_rollouts_go_on_in_the_next_step():
     assert len(rollout.scheduler.partial.local) == 4 and all(
         len(s.token_ids) == 15 for group in rollout.scheduler.partial.local for s in group.samples
     )
-    carried = {
+    partial_groups = {
         group.number: [list(sample.token_ids) for sample in group.samples]
         for group in rollout.scheduler.partial.local
     }
@@ -276,12 +276,14 @@ def test_partial_rollouts_go_on_in_the_next_step():
 
     for number in range(2, 6):
         finished |= {
-            group.number: group for group in step(rollout, number)[0] if group.number in carried
+            group.number: group
+            for group in step(rollout, number)[0]
+            if group.number in partial_groups
         }
 
-    assert set(finished) == set(carried)
+    assert set(finished) == set(partial_groups)
     for number, group in finished.items():
-        assert [sample.token_ids[:15] for sample in group.samples] == carried[number]
+        assert [sample.token_ids[:15] for sample in group.samples] == partial_groups[number]
         assert all(len(sample.token_ids) == len(sample.logprobs) == 35 for sample in group.samples)
         assert len({token for sample in group.samples for token in sample.token_ids}) > 1, (
             "drawn in several calls"
@@ -388,7 +390,7 @@ def test_groups_begun_ahead_begin_anew_in_a_resumed_run(tmp_path):
 
     assert (
         ahead_course(resumed, range(5, 10), 9) == expected[4:]
-        and not resumed.state_dict()["parked"]
+        and not resumed.state_dict()["deferred"]
     )
     assert len(resumed.scheduler.sampler.calls) == 5, (
         "the last steps begin nothing that nobody learns from"
@@ -439,7 +441,7 @@ def test_a_history_takes_back_the_rows_that_changed_since_the_step_began():
 
 
 def test_tail_rounds_ahead_lose_no_group_and_learn_from_none_twice():
-    """Rounds of the next pass may begin before the last groups of this one have been parked.
+    """Rounds of the next pass may begin before the last groups of this one have been deferred.
 
     There are 36 prompts and 9 steps.
     """
@@ -480,26 +482,26 @@ def test_a_resumed_run_with_shorter_responses_loses_those_that_are_too_long():
 def on_ranks(state: dict | None = None) -> tuple[list, dict, list[int], list]:
     """Take steps 1 to 8, or steps 9 to 12 of a run that resumes.
 
-    Return the state after them, what is carried here, and what is learned later.
+    Return the state after them, which groups continue here, and what is learned later.
     """
     rollout = new_rollout(copy.deepcopy(MIXED), Mesh("cpu").data, **FLAGS)
     if state is not None:
         rollout.load_state_dict(state)
     steps = course(rollout, range(1, 9) if state is None else range(9, 13))
     state = copy.deepcopy(rollout.state_dict())
-    carried = [group.number for group in rollout.scheduler.partial.local]
+    partial_groups = [group.number for group in rollout.scheduler.partial.local]
     assert [
         group.number
         for group in rollout.scheduler.partial.of_all
         if group.rank == rollout.scheduler.data.rank
-    ] == carried
+    ] == partial_groups
     rollback = rollout.scheduler.snapshot()
     first = course(rollout, range(9, 10))
     rollback()
     assert course(rollout, range(9, 10)) == first, "a step that is taken back comes again"
     rollback()
 
-    return steps, state, carried, course(rollout, range(9, 13))
+    return steps, state, partial_groups, course(rollout, range(9, 13))
 
 
 @cache
@@ -578,14 +580,14 @@ def test_prompts_whose_files_cannot_be_read_any_more_are_left_out_on_all_ranks(t
 
 
 def test_ranks_decide_alike_and_together_as_one():
-    """The ranks agree on which groups fill a step, and on what is carried and remembered.
+    """The ranks agree on which groups fill a step, and on what continues and is remembered.
 
     One rank alone decides the same.
     """
     (alone,), pair = from_the_beginning(1), from_the_beginning(2)
     assert joined_steps(pair, 0) == alone[0] and all(len(groups) == 4 for groups in alone[0])
     for _, state, *_ in pair:
-        assert state["place"] == alone[1]["place"] and state["number"] == alone[1]["number"]
+        assert state["position"] == alone[1]["position"] and state["number"] == alone[1]["number"]
         assert all(
             torch.equal(state["history"][name], alone[1]["history"][name])
             for name in state["history"]
@@ -593,7 +595,7 @@ def test_ranks_decide_alike_and_together_as_one():
 
 
 @pytest.mark.slow
-def test_carried_groups_are_on_one_rank_and_all_in_a_checkpoint():
+def test_partial_groups_are_on_one_rank_and_all_in_a_checkpoint():
     """Each group stays on the rank that began it.
 
     A run goes on alike from a checkpoint, on as many ranks or on others, and from an old
@@ -601,11 +603,11 @@ def test_carried_groups_are_on_one_rank_and_all_in_a_checkpoint():
     """
     (alone,), pair = from_the_beginning(1), from_the_beginning(2)
     (_, state, first, _), (_, other, second, _) = pair
-    assert sorted(first + second) == alone[2] and first and second and not other["carried"]
-    assert [group["number"] for group in state["carried"]] == alone[2]
+    assert sorted(first + second) == alone[2] and first and second and not other["partial"]
+    assert [group["number"] for group in state["partial"]] == alone[2]
     assert [
-        sum(len(tokens) for tokens, *_ in group["responses"]) for group in state["carried"]
-    ] == [sum(len(tokens) for tokens, *_ in group["responses"]) for group in alone[1]["carried"]]
+        sum(len(tokens) for tokens, *_ in group["responses"]) for group in state["partial"]
+    ] == [sum(len(tokens) for tokens, *_ in group["responses"]) for group in alone[1]["partial"]]
     resumed = run_ranks(2, on_ranks, state)
     assert [each[0] for each in resumed] == [each[3] for each in pair], (
         "groups stay where they were"
@@ -653,8 +655,8 @@ def test_tail_rounds_are_alike_on_all_ranks_and_resume(tmp_path):
         first = run_ranks(ranks, tail_on_ranks)
         assert (
             joined_steps(first, 0) == whole[:5]
-            and first[0][1]["parked"]
-            and first[0][1]["parked"] == first[-1][1]["parked"]
+            and first[0][1]["deferred"]
+            and first[0][1]["deferred"] == first[-1][1]["deferred"]
         )
         torch.save(first[0][1], tmp_path / "state.pt")
         second = run_ranks(
@@ -751,12 +753,12 @@ def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:
         for groups in steps
     ]
     partial = rollout.scheduler.partial.local if "partial_rollout" in flags else []
-    carried = [(group.number, state_of(group)["responses"]) for group in partial]
+    partial_groups = [(group.number, state_of(group)["responses"]) for group in partial]
 
     return (
         learned,
         [number for _, numbers in rollout.scheduler.sampler.calls for number in numbers],
-        carried,
+        partial_groups,
     )
 
 
@@ -783,7 +785,7 @@ def test_divided_groups_are_complete_at_home(case):
     both = set(pair[0][1]) & set(pair[1][1])
     assert len(both) > 4, "groups were divided"
 
-    for learned, _, carried in pair:
+    for learned, _, partial_groups in pair:
         for samples in learned:
             lengths = {number: [] for number, *_ in samples}
             for number, token_ids, logprobs, versions, *_ in samples:
@@ -793,7 +795,7 @@ def test_divided_groups_are_complete_at_home(case):
                 [each - found[0] for each in found] == [0, 1, 2, 0, 1, 2, 0, 1]
                 for found in lengths.values()
             )
-        assert carried == [] or case == "partial"
+        assert partial_groups == [] or case == "partial"
 
     if "over_sampling" not in flags:
         assert [learned for learned, *_ in pair] == [
@@ -803,8 +805,8 @@ def test_divided_groups_are_complete_at_home(case):
     if case == "partial":
         assert any(
             0 < len(token_ids)
-            for _, _, carried in pair
-            for _, responses in carried
+            for _, _, partial_groups in pair
+            for _, responses in partial_groups
             for token_ids, *_ in responses
         )
 

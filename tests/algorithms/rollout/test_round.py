@@ -24,7 +24,7 @@ def owned(assignment: Assignment) -> list[tuple[int, int, int]]:
     """Return (group, first response, rank) of each chunk that has begun, in order."""
     return [
         (
-            assignment.chunks[index].place,
+            assignment.chunks[index].group,
             assignment.chunks[index].responses.start,
             assignment.owners[index],
         )

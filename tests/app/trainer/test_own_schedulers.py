@@ -40,7 +40,7 @@ class FirstOnly:
         first = Group.begin(step, 0, self.prompts[0], self.count)
         self.groups = [first] if self.data.rank == 0 else []
         loop = self.sampler.open(self.seed + step)
-        loop.add([(group, group.places) for group in self.groups])
+        loop.add([(group, group.slots) for group in self.groups])
         yield from loop.steps()
         yield from loop.finish()
 
