@@ -204,7 +204,7 @@ def solved_share(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def share_of_draws(chosen: Tensor, total: Tensor, k: int) -> Tensor:
-    """Return C(chosen, k) / C(total, k): the share of draws of k that are entirely among the chosen.
+    """Return C(chosen, k) / C(total, k): the share of draws of k from the chosen alone.
 
     [N], [N] -> [N] float64.
     """

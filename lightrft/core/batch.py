@@ -360,8 +360,8 @@ def concatenated_features(features: Sequence[Features]) -> Features:
 
     Smaller tensors are padded with zeros, as by a processor.
     """
-    names = dict.fromkeys(name for each in features for name in each)
-    return {name: _stack([each[name] for each in features if name in each]) for name in names}
+    names = dict.fromkeys(name for one in features for name in one)
+    return {name: _stack([one[name] for one in features if name in one]) for name in names}
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

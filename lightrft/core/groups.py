@@ -95,17 +95,17 @@ class RewardTable:
         samples: Sequence[Sample],
         *,
         first_row: int,
-        further_columns: Mapping[str, RewardColumn] | None = None,
+        further: Mapping[str, RewardColumn] | None = None,
     ) -> Self:
         """Gather the rewards of all ranks; the first sample of this rank is row `first_row`.
 
         It takes one collective, or two if a rank has more rewards than ever before. All ranks have
-        the same names in `further_columns`, the columns beside those of every table.
+        the same names in `further`, the columns beside those of every table.
         """
-        further_columns = further_columns or {}
+        further = further or {}
         lines: list[tuple[float, ...]] = []
         for row, sample in enumerate(samples, first_row):
-            columns = [column(sample) for column in further_columns.values()]
+            columns = [column(sample) for column in further.values()]
             steps = sample.steps
             ends = [*[0] * (len(steps) - 1), len(sample.token_ids)]
             before = 0
@@ -115,7 +115,7 @@ class RewardTable:
                 lines.append((row, sample.group, reward, length, ends[index], *named))
                 before = token + 1
 
-        header = (*REWARD_COLUMNS, *further_columns)
+        header = (*REWARD_COLUMNS, *further)
         table = torch.tensor(lines, dtype=torch.float64).reshape(-1, len(header))
         tables, _ = data.gather_rows(table.view(torch.int64))  # the same bits
         first = sum(map(len, tables[: data.rank]))

@@ -83,15 +83,13 @@ class Policy(DistributedRole, PolicyMethods):
 
         [T] float32 on the host.
         """
-        return self.infer(
-            lambda micro_batch: self._token_logprobs(self.actor, micro_batch), batch, rows
-        )
+        return self.infer(lambda micro: self._token_logprobs(self.actor, micro), batch, rows)
 
     def logprobs_and_entropy(self, batch: Batch, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return logprobs(), and the entropy of the distribution at the same positions: [T], [T]."""
+        """Return logprobs(), and the entropy of the distribution at these positions: [T], [T]."""
 
-        def ask(micro_batch: Batch) -> Tensor:
-            return torch.stack(self.actor(micro_batch, self.temperature, self.truncation), dim=1)
+        def ask(micro: Batch) -> Tensor:
+            return torch.stack(self.actor(micro, self.temperature, self.truncation), dim=1)
 
         both = self.infer(ask, batch, rows)
         return both[:, 0], both[:, 1]
@@ -104,10 +102,8 @@ class Policy(DistributedRole, PolicyMethods):
         """
         num = min(k, self.vocabulary_size)
 
-        def ask(micro_batch: Batch) -> Tensor:
-            logprobs, ids = self.actor(
-                micro_batch, self.temperature, self.truncation, Likeliest(num)
-            )
+        def ask(micro: Batch) -> Tensor:
+            logprobs, ids = self.actor(micro, self.temperature, self.truncation, Likeliest(num))
             logprobs = F.pad(logprobs, (0, k - num), value=-torch.inf)
             # The columns of all micro-batches may be too much for the device. Float32 is exact for
             # ids below 2^24.
@@ -124,10 +120,7 @@ class Policy(DistributedRole, PolicyMethods):
         batch = replace(batch, experts=None)
         with self._reference() as reference:
             return self.infer(
-                lambda micro_batch: self._token_logprobs(reference, micro_batch),
-                batch,
-                rows,
-                reference,
+                lambda micro: self._token_logprobs(reference, micro), batch, rows, reference
             )
 
     def forward(

@@ -56,9 +56,7 @@ class PolicyMethods:
 
         Column 0 and the padding are 0.
         """
-        values = self._answer(
-            batch, lambda micro_batch: self._token_logprobs(self.actor, micro_batch), mbs
-        )
+        values = self._answer(batch, lambda micro: self._token_logprobs(self.actor, micro), mbs)
         return {"logprobs": values}
 
     def get_reference_logprobs(
@@ -67,10 +65,7 @@ class PolicyMethods:
         """Return `reference_logprobs` [B, S]: the same under the reference model."""
         with self._reference() as reference:
             values = self._answer(
-                batch,
-                lambda micro_batch: self._token_logprobs(reference, micro_batch),
-                mbs,
-                reference,
+                batch, lambda micro: self._token_logprobs(reference, micro), mbs, reference
             )
         return {"reference_logprobs": values}
 

@@ -108,14 +108,10 @@ class RemoteTeacher:
 
         _, server_tokens = self._score(ids)
         for token, server_token in zip(ids, server_tokens, strict=True):
-            local_text = tokenizer.decode([token])
-            if (
-                local_text.isascii()
-                and local_text.isprintable()
-                and local_text.strip() != server_token.strip()
-            ):
+            text = tokenizer.decode([token])
+            if text.isascii() and text.isprintable() and text.strip() != server_token.strip():
                 raise ValueError(
                     f"{self._server.named} has another vocabulary: token {token} is"
-                    f" {server_token!r} there and {local_text!r} in the tokenizer of --pretrain; the"
+                    f" {server_token!r} there and {text!r} in the tokenizer of --pretrain; the"
                     " teacher needs the same vocabulary"
                 )

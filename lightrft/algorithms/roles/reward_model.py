@@ -35,9 +35,7 @@ class RewardModel(DistributedRole):
         batch = Batch(
             **columns, rows=torch.tensor(owners[self.strategy.mesh.data.rank], dtype=torch.int64)
         )
-        return self._answer_flat(
-            batch, owners, lambda micro_batch: _mean(self.module(micro_batch)), mbs
-        )
+        return self._answer_flat(batch, owners, lambda micro: _mean(self.module(micro)), mbs)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Report]:
         """Return the scores [N]."""

@@ -67,14 +67,14 @@ class Teachers:
             members = torch.arange(len(batch))
             if batch.teachers is not None:
                 members = members[batch.teachers == number]
-            part = batch.select(members)
+            asked = batch.select(members)
             tokens = token_index(batch.offsets, members)
-            scored = part
+            scored = asked
             answered = torch.ones(len(tokens), dtype=torch.bool)
-            if part.teacher_prompts is not None:
-                scored = with_teacher_prompts(part)
-                answered = response_mask(scored, teacher_prompt_lengths(part))
-                tokens = tokens[response_mask(part, part.prompt_lengths)]
+            if asked.teacher_prompts is not None:
+                scored = with_teacher_prompts(asked)
+                answered = response_mask(scored, teacher_prompt_lengths(asked))
+                tokens = tokens[response_mask(asked, asked.prompt_lengths)]
 
             rows = regroup(self.data, scored, max_tokens=self.max_tokens, batching=self.batching)
             if rows:  # on all ranks, or on none

@@ -166,15 +166,13 @@ class EarlyOutputs:
         owners = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
         flattened = self.flatten(rows, first_row=ends[strategy.data.rank] - len(rows))
 
-        def run(experience: Experience, minibatches: list[Rows]) -> dict[str, Tensor]:
-            plan = TrainingPlan(experience, minibatches or [[]], self.num_updates)
+        def run(local: Experience, minibatches: list[Rows]) -> dict[str, Tensor]:
+            plan = TrainingPlan(local, minibatches or [[]], self.num_updates)
             stages = [each for each in self.stages if each.depends_on_samples_alone]
             for stage in stages:
                 stage(plan, Metrics())
             names = dict.fromkeys(name for stage in stages for name in stage.writes)
-            return {
-                name: value for name in names if (value := getattr(experience, name)) is not None
-            }
+            return {name: value for name in names if (value := getattr(local, name)) is not None}
 
         limits = self.role.limits(self.max_sequences)
         columns = strategy.compute_tokens(flattened, owners, run, **limits)

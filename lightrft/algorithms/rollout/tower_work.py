@@ -71,6 +71,4 @@ def _per_element(model: PreTrainedModel, medium: str) -> Fraction:
 def _products(module: nn.Module) -> int:
     """Count the parameters that are multiplied at each position; embeddings are only looked up."""
     layers = [layer for layer in module.modules() if not isinstance(layer, nn.Embedding)]
-    return sum(
-        parameter.numel() for layer in layers for parameter in layer.parameters(recurse=False)
-    )
+    return sum(weight.numel() for layer in layers for weight in layer.parameters(recurse=False))

@@ -84,16 +84,14 @@ class CompareShapedRewards(CompareRewards):
         mine = {name for sample in samples for name in _components(sample, sample.reward)}
         names = sorted(set().union(*data.gather(mine)))
         columns = {f"{COMPONENTS}/{name}": partial(_component, name) for name in names}
-        return RewardTable.share(
-            data, samples, first_row=first_row, further_columns=self.columns | columns
-        )
+        return RewardTable.share(data, samples, first_row=first_row, further=self.columns | columns)
 
     def inputs(self, table: RewardTable) -> tuple[Tensor, dict[str, Tensor]]:
         _, named = super().inputs(table)
         prefix = f"{COMPONENTS}/"
         if names := [name for name in table.columns if name.startswith(prefix)]:
             weights = [self._weight(name.removeprefix(prefix)) for name in names]
-            # Rounded like shaped rewards, whose float64 sums are exact: equal components have no spread.
+            # Rounded like shaped rewards, whose float64 sums are exact: equal ones have no spread.
             named[COMPONENTS] = torch.stack([table[name] for name in names], 1).float()
             named[COMPONENT_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)
         rewards = self.shaper(table["reward"], table["group"].long(), table["response_length"])
@@ -111,7 +109,7 @@ class CompareShapedRewards(CompareRewards):
 def _components(sample: Sample, reward: float) -> dict[str, float]:
     """Return the named components of a reward.
 
-    A response whose reward has no components, or that has several rewards, has the component `reward`.
+    A response whose reward has no components, or that has several rewards, has one, `reward`.
     """
     named = sample.reward_parts if sample.token_rewards is None else {}
     return named or {"reward": reward}
