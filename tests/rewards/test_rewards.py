@@ -184,7 +184,7 @@ BROKEN = {
     ),
     "parts": (
         "return {'format': [1, 2], 'answer': [0, 1]}",
-        "{.*} is not a list .*; to return parts of a reward",
+        "{.*} is not a list .*; to return components of a reward",
     ),
     "rewards by row": ("return {0: 1.0, 1: 2.0}", "{0: 1.0, 1: 2.0} is not a list of 2 rewards"),
     "a text": ("return '12'", "'12' is not a list of 2 rewards"),

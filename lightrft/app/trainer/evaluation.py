@@ -55,7 +55,7 @@ class Evaluation:
         with strategy.engine_awake():
             answered = [
                 self.sampler.answer(
-                    each.prompts, seed=derived_seed(seed, "evaluation", *each.seed_parts)
+                    each.prompts, seed=derived_seed(seed, "evaluation", *each.seed_names)
                 )
                 for each in self.sets
             ]
@@ -97,27 +97,27 @@ class Evaluation:
     def _write_responses(self, answered: list[list[Group]]) -> None:
         """Write every response to a file that appears when it is complete. All ranks call it."""
         path = self.folder / "responses.jsonl"
-        part = path.with_suffix(".part")
+        unfinished = path.with_suffix(".part")
         file: IO[bytes] | None = None
 
         if self.strategy.is_rank_0():
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = part.open("wb")
+            file = unfinished.open("wb")
 
-        for each, groups in zip(self.sets, answered, strict=True):
-            for received in to_first_rank(groups, len(each.prompts), self.strategy.mesh.data):
+        for held_out, groups in zip(self.sets, answered, strict=True):
+            for received in to_first_rank(groups, len(held_out.prompts), self.strategy.mesh.data):
                 if file is not None:
                     file.write(
                         b"".join(
                             encode_row(row)
                             for group in received
-                            for row in response_rows(each.name, group)
+                            for row in response_rows(held_out.name, group)
                         )
                     )
 
         if file is not None:
             file.close()
-            part.replace(path)
+            unfinished.replace(path)
 
 
 def to_first_rank(groups: list[Group], count: int, data: Axis) -> Iterator[list[Group]]:
@@ -135,13 +135,13 @@ def to_first_rank(groups: list[Group], count: int, data: Axis) -> Iterator[list[
 
 def response_rows(name: str, group: Group) -> Iterator[dict[str, Any]]:
     """Yield a row for each response to a prompt, the greedy one first."""
-    places = [*["greedy"] * len(group.others), *range(len(group.samples))]
-    for place, row in zip(places, sample_rows([*group.others, *group.samples]), strict=True):
+    labels = [*["greedy"] * len(group.others), *range(len(group.samples))]
+    for label, row in zip(labels, sample_rows([*group.others, *group.samples]), strict=True):
         row.pop("group")
         yield {
             **({"set": name} if name else {}),
             "row": group.responses[0].prompt.index,
-            "sample": place,
+            "sample": label,
             **row,
         }
 

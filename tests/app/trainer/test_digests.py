@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from app.trainer.planted import run_all
-from lightrft.app.run.digests import OF_SEQUENCES, PHASES, parts_of, read_digests
+from lightrft.app.run.digests import OF_SEQUENCES, PHASES, blocks_of, read_digests
 from lightrft.strategy.backends.optim import (
     MIXING_FACTOR,
     SHORT,
@@ -140,7 +140,7 @@ def test_parts_of_deep_models_share_a_digest():
         "model.norm.weight",
         "lm_head.weight",
     ]
-    parts = parts_of(names, 10)
+    parts = blocks_of(names, 10)
     assert parts["model.layers.0.mlp.up.weight"] == "layers.0-5"
     assert parts["model.layers.35.mlp.up.weight"] == "layers.30-35"
     assert len(set(parts.values())) <= 10
@@ -149,7 +149,7 @@ def test_parts_of_deep_models_share_a_digest():
         "norm",
         "lm_head",
     }
-    assert parts_of(names[:3], 10)["model.layers.1.mlp.up.weight"] == "layers.1"
+    assert blocks_of(names[:3], 10)["model.layers.1.mlp.up.weight"] == "layers.1"
 
 
 @pytest.mark.slow
