@@ -61,11 +61,11 @@ def actor_logprobs(batch: Experience, seed: int) -> Tensor:
 
 
 def step_denominator(batch: Batch) -> Denominator:
-    learned = [bool(part.any()) for part in batch.loss_mask.split(batch.lengths.tolist())]
+    learned = [bool(mask.any()) for mask in batch.loss_mask.split(batch.lengths.tolist())]
     counts: dict[int, float] = {}
-    parts = batch.loss_mask.split(batch.lengths.tolist())
-    for group, part in zip(batch.groups.tolist(), parts, strict=True):
-        counts[group] = counts.get(group, 0.0) + float(part.sum())
+    masks = batch.loss_mask.split(batch.lengths.tolist())
+    for group, mask in zip(batch.groups.tolist(), masks, strict=True):
+        counts[group] = counts.get(group, 0.0) + float(mask.sum())
     return Denominator(
         batch.loss_mask.sum().float(),
         torch.tensor(float(sum(learned))),

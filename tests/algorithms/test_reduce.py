@@ -98,7 +98,7 @@ SEQUENCES = st.lists(
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=60)
 @given(SEQUENCES, st.integers(1, 5), st.randoms(use_true_random=False))
-def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, parts, random):
+def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, num_ranks, random):
     """Sequences are dealt at random over ranks and micro-batches; the shares add up to the mean in
     plain Python.
     """
@@ -124,12 +124,12 @@ def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, parts, rando
         torch.tensor(float(len(present))),
         mean_counts=MeanCounts(7, PromptTokens.of(counts)),
     )
-    share = [random.randrange(parts) for _ in sequences]
+    share = [random.randrange(num_ranks) for _ in sequences]
     total = 0.0
 
-    for part in range(parts):
-        mine = [sequence for sequence, owner in zip(sequences, share, strict=True) if owner == part]
-        of_mine = [group for group, owner in zip(groups, share, strict=True) if owner == part]
+    for rank in range(num_ranks):
+        mine = [sequence for sequence, owner in zip(sequences, share, strict=True) if owner == rank]
+        of_mine = [group for group, owner in zip(groups, share, strict=True) if owner == rank]
         batch = make_batch(
             [[is_learned for is_learned, _ in sequence] for sequence in mine], of_mine
         )

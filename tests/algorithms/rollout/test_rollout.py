@@ -37,7 +37,7 @@ def rows_reward(samples, mode, length, **columns):
         "a function is called for one prompt at a time"
     )
     share = {"all": len(samples), "none": 0, "some": 1}[mode[0]]
-    return [float(place < share) for place in range(len(samples))]
+    return [float(slot < share) for slot in range(len(samples))]
 
 
 class Script:
@@ -60,15 +60,15 @@ class Script:
     def exchange(self) -> Axis:
         return Mesh("cpu").exchange_axis() if torch.distributed.is_initialized() else ALONE
 
-    def length(self, seed: int, sample, place: int) -> int:
+    def length(self, seed: int, sample, slot: int) -> int:
         return sample.prompt.columns["length"]
 
     def open(self, seed: int) -> "ScriptedLoop":
         self.calls.append((seed, []))
         return ScriptedLoop(self, seed)
 
-    def prepare(self, parts, seed: int) -> list:
-        return [(seed, part) for part in parts]
+    def prepare(self, all_begun, seed: int) -> list:
+        return [(seed, begun) for begun in all_begun]
 
     def capacity(self, loop) -> int:
         return self.at_once
@@ -86,51 +86,51 @@ class ScriptedLoop:
     def __init__(self, script: Script, seed: int):
         self.script = script
         self.seed = seed
-        self.parts = []
+        self.all_begun = []
 
     def begin(self, prepared) -> None:
         assert all(seed == self.seed for seed, _ in prepared)
         self.script.prepared += len(prepared)
-        self.add([part for _, part in prepared])
+        self.add([begun for _, begun in prepared])
 
-    def add(self, parts) -> None:
-        self.script.calls[-1][1].extend(group.number for group, _ in parts)
-        self.parts += [part for part in parts if not part[0].complete]
+    def add(self, all_begun) -> None:
+        self.script.calls[-1][1].extend(group.number for group, _ in all_begun)
+        self.all_begun += [begun for begun in all_begun if not begun[0].complete]
 
     def running(self) -> set[tuple[int, int]]:
         return {
-            (group.number, place)
-            for group, places in self.parts
-            for place in places
-            if group.responses[place].finish_reason is None
+            (group.number, slot)
+            for group, slots in self.all_begun
+            for slot in slots
+            if group.responses[slot].finish_reason is None
         }
 
     def steps(self, most=None):
-        while self.parts and most != 0:
+        while self.all_begun and most != 0:
             most = most and most - 1
             self.script.clock += 1
-            for part in list(self.parts):
-                group, places = part
-                for place in places:
-                    self._grow(group.responses[place], place)
-                if all(group.responses[place].finish_reason is not None for place in places):
-                    self.parts.remove(part)
+            for begun in list(self.all_begun):
+                group, slots = begun
+                for slot in slots:
+                    self._grow(group.responses[slot], slot)
+                if all(group.responses[slot].finish_reason is not None for slot in slots):
+                    self.all_begun.remove(begun)
                     if group.complete:
                         yield group
 
-    def _grow(self, sample, place: int) -> None:
+    def _grow(self, sample, slot: int) -> None:
         if sample.finish_reason is None:
-            sample.token_ids.append((self.seed + 7 * place) % 251)
-            sample.logprobs.append(-0.5 - place / 3)
+            sample.token_ids.append((self.seed + 7 * slot) % 251)
+            sample.logprobs.append(-0.5 - slot / 3)
             sample.weight_versions.append(3)
             self.script.tokens += 1
             if len(sample.token_ids) == min(
-                self.script.length(self.seed, sample, place), self.script.longest
+                self.script.length(self.seed, sample, slot), self.script.longest
             ):
                 sample.finish_reason = "stop"
 
     def abort(self) -> None:
-        self.parts = []
+        self.all_begun = []
 
     def finish(self):
         return iter(())
@@ -201,12 +201,12 @@ def test_samples_carry_rewards_and_groups():
 )
 def test_a_group_has_a_signal_if_any_reward_differs(rewards, signal):
     samples = [
-        Sample(Prompt(0, "", [1]), 0, [2] * len(own), [0.0] * len(own), "", "stop")
-        for own in rewards
+        Sample(Prompt(0, "", [1]), 0, [2] * len(values), [0.0] * len(values), "", "stop")
+        for values in rewards
     ]
-    for sample, own in zip(samples, rewards, strict=True):
-        sample.token_rewards = own
-        sample.reward = sum(filter(None, own))
+    for sample, token_rewards in zip(samples, rewards, strict=True):
+        sample.token_rewards = token_rewards
+        sample.reward = sum(filter(None, token_rewards))
     assert GroupOutcome.of(Group(0, 0, samples)).has_signal is signal
     for sample in samples:
         sample.masked = True
@@ -510,8 +510,8 @@ def from_the_beginning(ranks: int) -> list[tuple]:
     return run_ranks(ranks, on_ranks)
 
 
-def joined_steps(found: list, place: int) -> list:
-    return [sorted(sum(parts, [])) for parts in zip(*(each[place] for each in found), strict=True)]
+def joined_steps(found: list, index: int) -> list:
+    return [sorted(sum(steps, [])) for steps in zip(*(each[index] for each in found), strict=True)]
 
 
 def give_files(data: list[Prompt], folder: Path | str) -> None:
@@ -553,7 +553,7 @@ def with_files(folder: str) -> tuple[list, list]:
 
 
 def test_prompts_whose_files_cannot_be_read_any_more_are_left_out_on_all_ranks(tmp_path):
-    """Other prompts take their places, in the order of the data."""
+    """Other prompts replace them, in the order of the data."""
     found = {}
     for ranks in (1, 2):
         for index in range(12):
@@ -718,8 +718,8 @@ DIVIDED = {
 
 
 class Uneven(Script):
-    def length(self, seed: int, sample, place: int) -> int:
-        return sample.prompt.columns["length"] + place % 3
+    def length(self, seed: int, sample, slot: int) -> int:
+        return sample.prompt.columns["length"] + slot % 3
 
 
 def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:

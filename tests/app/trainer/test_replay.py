@@ -93,7 +93,7 @@ def test_samples_that_cannot_be_written_end_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "place"),
+    ("content", "line"),
     [
         ("", 1),
         ("{", 1),
@@ -105,13 +105,13 @@ def test_samples_that_cannot_be_written_end_the_run(tmp_path):
         ('{"version": 1}\n' + "[" * 9000, 2),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, content, place):
+def test_a_broken_line_is_named(tmp_path, content, line):
     alone = SimpleNamespace(size=1, rank=0)
     (tmp_path / "step_000001").mkdir()
     (tmp_path / "step_000001" / "replica_0_of_1.jsonl").write_text(content)
     samples = RecordedSamples(str(tmp_path), SimpleNamespace(data=alone, model_parallel=alone))
     with pytest.raises(
-        DataError, match=f"--replay_rollouts .*replica_0_of_1.jsonl:{place} is no line of a dump"
+        DataError, match=f"--replay_rollouts .*replica_0_of_1.jsonl:{line} is no line of a dump"
     ):
         samples.read(1, [])
 
