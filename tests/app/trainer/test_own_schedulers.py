@@ -23,8 +23,8 @@ class Backwards(FixedBatch):
         super().__init__(*args, order=self, **options)
         self.num_rows = order.num_rows
 
-    def rows(self, position, count):
-        return [self.num_rows - 1 - row % self.num_rows for row in range(position, position + count)]
+    def rows(self, first, count):
+        return [self.num_rows - 1 - row % self.num_rows for row in range(first, first + count)]
 
 
 class FirstOnly:
