@@ -186,8 +186,8 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
         metrics.max(f"{name}_max", values)
 
     for sample in samples:
-        for part, reward in sample.reward_parts.items():
-            metrics.mean(f"rollout/reward_of_{part}", reward)
+        for name, reward in sample.reward_components.items():
+            metrics.mean(f"rollout/reward_of_{name}", reward)
 
     metrics.mean("rollout/truncated", torch.tensor([float(sample.truncated) for sample in samples]))
     metrics.mean("rollout/staleness", staleness)

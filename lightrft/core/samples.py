@@ -211,7 +211,7 @@ class Sample:
     """Drafts of the response since this process began it; empty without --speculative."""
     reward: float = 0.0
     """Reward of the whole response; the sum of step rewards if there are any."""
-    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_components: dict[str, float] = field(default_factory=dict)
     """Terms of the reward by name, if the reward function returns them; for metrics."""
     masked: bool = False
     """True if the sample is excluded from the loss; the reward still counts for the group."""

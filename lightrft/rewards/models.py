@@ -120,7 +120,8 @@ def add_score(sample: Sample, name: str, score: float) -> None:
 
     If tokens have rewards, it is added at the last one.
     """
-    sample.reward_parts = (sample.reward_parts or {FUNCTION: sample.reward}) | {name: score}
+    components = sample.reward_components or {FUNCTION: sample.reward}
+    sample.reward_components = components | {name: score}
     sample.reward += score
     if sample.token_rewards is not None:
         *before, last = sample.token_rewards
@@ -131,7 +132,8 @@ def _add_to_tokens(sample: Sample, name: str, rewards: TokenRewards) -> None:
     """Add rewards of tokens; a reward that was one number until now moves to the last token."""
     before = sample.token_rewards or [*[None] * (len(rewards) - 1), sample.reward]
     total = sum(value for value in rewards if value is not None)
-    sample.reward_parts = (sample.reward_parts or {FUNCTION: sample.reward}) | {name: total}
+    components = sample.reward_components or {FUNCTION: sample.reward}
+    sample.reward_components = components | {name: total}
     sample.reward += total
     sample.token_rewards = [
         None if old is None and new is None else (old or 0.0) + (new or 0.0)

@@ -220,12 +220,13 @@ class RewardRunner:
             failure = self._failure()
         if self.model_parallel.size > 1:
             results = [
-                (one.reward, one.reward_parts, one.token_rewards, one.masked) for one in samples
+                (one.reward, one.reward_components, one.token_rewards, one.masked)
+                for one in samples
             ]
             values, message = self.model_parallel.broadcast((results, failure and str(failure)))
             failure = failure or (message and ConfigError(message))
             for one, value in zip(samples, values, strict=True):
-                one.reward, one.reward_parts, one.token_rewards, one.masked = value
+                one.reward, one.reward_components, one.token_rewards, one.masked = value
 
         if failure:
             raise failure
@@ -334,14 +335,15 @@ class RewardRunner:
         return None
 
     def _set(self, sample: Sample, value: Any) -> None:
-        sample.reward_parts = {}
+        sample.reward_components = {}
         sample.token_rewards = None
         if isinstance(value, list):
             sample.token_rewards = self._per_token(value, sample)
             sample.reward = math.fsum(reward for _, reward in sample.steps)  # exact, in any order
         elif isinstance(value, dict):
-            sample.reward_parts = {name: self._number(part, sample) for name, part in value.items()}
-            sample.reward = math.fsum(sample.reward_parts.values())
+            components = {name: self._number(one, sample) for name, one in value.items()}
+            sample.reward_components = components
+            sample.reward = math.fsum(sample.reward_components.values())
         else:
             sample.reward = self._number(value, sample)
 
@@ -394,7 +396,7 @@ class RewardRunner:
         self._failures += len(failed)
         for sample in failed:
             sample.reward = 0.0
-            sample.reward_parts = {}
+            sample.reward_components = {}
             sample.token_rewards = None
             sample.masked |= self.section.reward_failure == "drop"
 

@@ -196,7 +196,7 @@ def in_engine(folder: str) -> list[tuple[str, float, dict]]:
     runner.ask_judge(samples[:1])
     runner(samples)
 
-    return [(sample.prompt.text, sample.reward, sample.reward_parts) for sample in samples]
+    return [(sample.prompt.text, sample.reward, sample.reward_components) for sample in samples]
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def scored(
         judge.models.compute_early(mine[:early])
     judge(mine)
 
-    return [(sample.reward, sample.reward_parts, sample.token_rewards) for sample in mine]
+    return [(sample.reward, sample.reward_components, sample.token_rewards) for sample in mine]
 
 
 @pytest.fixture(scope="module")

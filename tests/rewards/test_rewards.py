@@ -456,7 +456,7 @@ def test_equal_components_in_another_order_are_an_equal_reward(tokens):
 def test_a_reward_may_have_components():
     samples = [sample("") for _ in range(3)]
     assert judged(f"{__file__}:components", *samples) == [1.1, 0.1, 0.0]
-    assert samples[0].reward_parts == {"format": 0.1, "answer": 1.0}
+    assert samples[0].reward_components == {"format": 0.1, "answer": 1.0}
     judged("exact_match", *[replace(s, prompt=sample("", label="").prompt) for s in samples])
 
 
@@ -552,7 +552,7 @@ def test_functions_for_verl_and_easy_r1_are_called_as_there(name, column):
     judge.check([one.prompt for one in samples])
     assert judge.row_problem(samples[0].prompt) is None
     judge(samples)
-    assert [one.reward for one in samples] == [1.0, 0.0] and not samples[0].reward_parts
+    assert [one.reward for one in samples] == [1.0, 0.0] and not samples[0].reward_components
 
     for null in (
         {"label": None},

@@ -108,7 +108,7 @@ def test_several_models_on_two_ranks_answer_a_run(folders, monkeypatch):
                 ].sigmoid()
             ends = [5, 7] if "\n\n" in response else [len(response)]
             expected = {"good": float(good), "steps": float(steps[ends].sum())}
-            assert sample.reward_parts == pytest.approx(expected, abs=1e-4)
+            assert sample.reward_components == pytest.approx(expected, abs=1e-4)
 
         assert post(address, {"query": ["x"]})[0] == 401
         process.send_signal(signal.SIGINT)

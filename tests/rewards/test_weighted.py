@@ -41,7 +41,7 @@ def rewarded(terms: str, *samples, workers: int = 0, **settings):
     runner = RewardRunner(terms, section=RewardSection(reward_workers=workers, **settings))
     runner.check([each.prompt for each in samples])
     runner(list(samples))
-    return [(each.reward, each.reward_parts) for each in samples]
+    return [(each.reward, each.reward_components) for each in samples]
 
 
 @pytest.mark.parametrize(

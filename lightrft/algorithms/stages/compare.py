@@ -111,7 +111,7 @@ def _components(sample: Sample, reward: float) -> dict[str, float]:
 
     A response whose reward has no components, or that has several rewards, has one, `reward`.
     """
-    named = sample.reward_parts if sample.token_rewards is None else {}
+    named = sample.reward_components if sample.token_rewards is None else {}
     return named or {"reward": reward}
 
 

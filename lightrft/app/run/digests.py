@@ -169,7 +169,7 @@ def _sequences(record: StepRecord) -> dict[str, int]:
             tokens = array("i", row.token_ids).tobytes()
             add("samples", group, tokens)
             add("logprobs", group, tokens, array("d", row.logprobs).tobytes())
-        reward = [sample.reward, sample.reward_parts, sample.token_rewards, sample.masked]
+        reward = [sample.reward, sample.reward_components, sample.token_rewards, sample.masked]
         add("rewards", group, tokens, repr(reward).encode())
 
     batch = record.batch

@@ -317,7 +317,7 @@ def with_components(samples: list[Sample]) -> list[Sample]:
     """A reward is a component for the answer and, in group 1, 1 for a short response."""
     for sample in samples:
         short = float(sample.group == 1 and len(sample.token_ids) < 5)
-        sample.reward_parts = {"answer": sample.reward - short} | (
+        sample.reward_components = {"answer": sample.reward - short} | (
             {"short": short} if short else {}
         )
     return samples

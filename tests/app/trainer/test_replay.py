@@ -127,7 +127,7 @@ def test_all_of_a_sample_is_recorded_except_experts(tmp_path):
         "weight_versions": [3, 4],
         "drafts": Drafts(1, 2, 1),
         "reward": 0.5,
-        "reward_parts": {"style": 0.5},
+        "reward_components": {"style": 0.5},
         "masked": True,
         "greedy_reward": 0.25,
         "token_rewards": [None, 0.5],
