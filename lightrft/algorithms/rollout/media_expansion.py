@@ -107,7 +107,7 @@ class Expander:
                 expanded.token_ids == reference.token_ids
                 and names == reference.features.keys()
                 and all(
-                    torch.equal(expanded.features[each], reference.features[each]) for each in names
+                    torch.equal(expanded.features[name], reference.features[name]) for name in names
                 )
             )
             if not same:

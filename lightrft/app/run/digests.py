@@ -67,7 +67,8 @@ class Digests:
             named = dict(role.module.named_parameters())
             prefix = "" if name == "actor" else f"{name}."
             blocks = {
-                named[each]: prefix + block for each, block in blocks_of([*named], most).items()
+                named[parameter]: prefix + block
+                for parameter, block in blocks_of([*named], most).items()
             }
             # ZeRO steps partitions in place of parameters.
             others = f"{prefix}partitions"

@@ -55,17 +55,17 @@ class Evaluation:
         with strategy.engine_awake():
             answered = [
                 self.sampler.answer(
-                    each.prompts, seed=derived_seed(seed, "evaluation", *each.seed_names)
+                    held_out.prompts, seed=derived_seed(seed, "evaluation", *held_out.seed_names)
                 )
-                for each in self.sets
+                for held_out in self.sets
             ]
             ask_judges(self.sets, answered)
 
         data = strategy.mesh.data
         metrics = Metrics()
         estimates = [
-            evaluate(each, groups, metrics, data)
-            for each, groups in zip(self.sets, answered, strict=True)
+            evaluate(held_out, groups, metrics, data)
+            for held_out, groups in zip(self.sets, answered, strict=True)
         ]
         result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(data).items()}
         result |= self._bounds(estimates)
@@ -87,8 +87,8 @@ class Evaluation:
     def _bounds(self, estimates: list[dict[str, Estimate]]) -> dict[str, float]:
         """Return the ends of the confidence intervals by name, as accuracy_low and _high."""
         return {
-            f"{each.prefix}{name}_{end}": getattr(value, end)
-            for each, values in zip(self.sets, estimates, strict=True)
+            f"{held_out.prefix}{name}_{end}": getattr(value, end)
+            for held_out, values in zip(self.sets, estimates, strict=True)
             for name, value in values.items()
             if has_interval(name, value)
             for end in ("low", "high")

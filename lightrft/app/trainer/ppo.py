@@ -167,9 +167,10 @@ class PPOTrainer(Trainer):
             seed = self.config.train.seed
             answered = [
                 self.sampler.answer(
-                    each.prompts, seed=derived_seed(seed, "evaluation", self.done, *each.seed_names)
+                    held_out.prompts,
+                    seed=derived_seed(seed, "evaluation", self.done, *held_out.seed_names),
                 )
-                for each in self.eval_sets
+                for held_out in self.eval_sets
             ]
             ask_judges(self.eval_sets, answered)
 

@@ -215,8 +215,8 @@ def compare_small_copy(
     shared = replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths))
     try:
         comparisons = [
-            _compare(name, _packed(flat(), each), expected)
-            for name, each in ((PACKED, batch), (SHARED, shared))
+            _compare(name, _packed(flat(), layout), expected)
+            for name, layout in ((PACKED, batch), (SHARED, shared))
         ]
         if ranks > 1:
             actor = flat().to(device)
