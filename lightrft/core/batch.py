@@ -83,26 +83,26 @@ class SharedPrefix:
 
         tokens    a b c a b d    [T]
         computed  0 1 2 5        [U]
-        places    0 1 2 0 1 3    [T], spread() of values w x y z gives w x y w x z
+        indices   0 1 2 0 1 3    [T], spread() of values w x y z gives w x y w x z
     """
 
     # [U] int64 on the host, ascending: indices of the computed tokens, one for all with the same
     # prefix
     computed: Tensor
     # [T] int64 on the host: for each token, the index of its representative in `computed`
-    places: Tensor
+    indices: Tensor
 
     def spread(self, values: Tensor) -> Tensor:
         """Expand values of computed tokens, [U, ...], to all tokens: [T, ...]."""
-        return values.index_select(0, to_device(self.places, values.device))
+        return values.index_select(0, to_device(self.indices, values.device))
 
     def append_sequence(self, count: int) -> Self:
         """Return a copy with one more sequence of `count` tokens that shares nothing."""
-        more = torch.arange(count)
+        appended = torch.arange(count)
         return replace(
             self,
-            computed=torch.cat([self.computed, len(self.places) + more]),
-            places=torch.cat([self.places, len(self.computed) + more]),
+            computed=torch.cat([self.computed, len(self.indices) + appended]),
+            indices=torch.cat([self.indices, len(self.computed) + appended]),
         )
 
 
