@@ -63,13 +63,12 @@ class Digests:
         learning = {name: role for name, role in roles.items() if role.optimizer is not None}
         most = MOST_BLOCKS // max(len(learning), 1)
         self.models: list[BitSums] = []
+
         for name, role in learning.items():
             named = dict(role.module.named_parameters())
             prefix = "" if name == "actor" else f"{name}."
-            blocks = {
-                named[parameter]: prefix + block
-                for parameter, block in blocks_of([*named], most).items()
-            }
+            found = blocks_of([*named], most).items()
+            blocks = {named[parameter]: prefix + block for parameter, block in found}
             # ZeRO steps partitions in place of parameters.
             others = f"{prefix}partitions"
             self.models.append(BitSums(role.optimizer, role.strategy.device, blocks, others))
