@@ -2,7 +2,7 @@
 
 core/advantages.py has the estimators of plain runs, and says what an estimator is. Some of these
 here read more columns: `greedy_rewards` [M], the reward of the greedy response to the same prompt,
-0 for all steps of a response but the last; `components` [M, R], the named parts of each reward
+0 for all steps of a response but the last; `components` [M, R], the named components of each reward
 before shaping, with their weights, and `component_weights` [R].
 """
 
@@ -107,9 +107,9 @@ def turn_grpo(rewards: Tensor, groups: Tensor, *, responses: Tensor, eps: float 
     sums these to A_ik.
     """
     _, index = torch.unique_consecutive(responses, return_inverse=True)
-    places = torch.arange(len(responses))
-    starts = torch.full_like(places, len(responses)).scatter_reduce(0, index, places, "amin")
-    turns = places - starts[index]
+    indices = torch.arange(len(responses))
+    starts = torch.full_like(indices, len(responses)).scatter_reduce(0, index, indices, "amin")
+    turns = indices - starts[index]
     before = rewards.double().cumsum(0) - rewards
     totals = group_sum(rewards.double(), responses)
     returns = totals - (before - before[starts[index]])
@@ -203,13 +203,13 @@ def solved_share(rewards: Tensor, groups: Tensor) -> Tensor:
     )
 
 
-def share_of_draws(part: Tensor, total: Tensor, k: int) -> Tensor:
-    """Return C(part, k) / C(total, k): the share of draws of k that are entirely in the part.
+def share_of_draws(chosen: Tensor, total: Tensor, k: int) -> Tensor:
+    """Return C(chosen, k) / C(total, k): the share of draws of k from the chosen alone.
 
     [N], [N] -> [N] float64.
     """
     drawn = torch.arange(k, dtype=torch.float64)
-    return ((part[:, None] - drawn).clamp(min=0) / (total[:, None] - drawn).clamp(min=1)).prod(1)
+    return ((chosen[:, None] - drawn).clamp(min=0) / (total[:, None] - drawn).clamp(min=1)).prod(1)
 
 
 def batch_std(values: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ class PromptTokens(NamedTuple):
         return type(self)(self.groups.to(device), self.tokens.to(device))
 
 
-class MoreCounts(NamedTuple):
-    """Holds what only some means divide by: the field `more` of Denominator."""
+class MeanCounts(NamedTuple):
+    """Holds what only some means divide by: the field `mean_counts` of Denominator."""
 
     length: int
     """Constant of seq-mean-token-sum-norm: the longest response in tokens."""
@@ -51,7 +51,7 @@ def mean_of_sums(values: Tensor, batch: Batch, denominator: Denominator) -> Tens
 
 def mean_of_sums_by_length(values: Tensor, batch: Batch, denominator: Denominator) -> Tensor:
     """Divide mean_of_sums() by a constant length (Dr. GRPO, arXiv 2503.20783)."""
-    return mean_of_sums(values, batch, denominator) / denominator.more.length
+    return mean_of_sums(values, batch, denominator) / denominator.mean_counts.length
 
 
 def prompt_mean(values: Tensor, batch: Batch, denominator: Denominator) -> Tensor:
@@ -59,15 +59,15 @@ def prompt_mean(values: Tensor, batch: Batch, denominator: Denominator) -> Tenso
 
     Raises ValueError if the denominator does not have the tokens of each prompt.
     """
-    if denominator.more is None or denominator.more.prompts is None:
+    if denominator.mean_counts is None or denominator.mean_counts.prompts is None:
         raise ValueError("prompt-mean needs the tokens of each prompt: use Role.with_prompts()")
 
     loss_values = torch.where(batch.loss_mask, values, 0.0)
-    groups, tokens = denominator.more.prompts
+    groups, tokens = denominator.mean_counts.prompts
     if not len(groups):
         return loss_values.sum()
-    places = torch.searchsorted(groups, batch.groups).clamp(max=len(groups) - 1)
-    return (sequence_sums(loss_values, batch) / tokens[places]).sum() / len(groups)
+    indices = torch.searchsorted(groups, batch.groups).clamp(max=len(groups) - 1)
+    return (sequence_sums(loss_values, batch) / tokens[indices]).sum() / len(groups)
 
 
 means: dict[str, Mean] = {

@@ -13,7 +13,7 @@ from lightrft.models.logits.truncation import float_keys
 
 BYTE = 256
 ROUNDED_BITS = 10
-PLACE_BITS = 24
+POSITION_BITS = 24
 """Bits of a row, and of a position in a sequence; both are below 2^24."""
 
 
@@ -61,8 +61,8 @@ def largest(values: Tensor, mask: Tensor, count: int, batch: Batch, total: Sum) 
     threshold, still_wanted = kth_largest(keys[mask], count, 32, total)
     chosen = mask & (keys > threshold)
     tied = mask & (keys == threshold)
-    order = -place_keys(batch) + (1 << 2 * PLACE_BITS) - 1
-    last, _ = kth_largest(order[tied], still_wanted, 2 * PLACE_BITS, total)
+    order = -position_keys(batch) + (1 << 2 * POSITION_BITS) - 1
+    last, _ = kth_largest(order[tied], still_wanted, 2 * POSITION_BITS, total)
     return chosen | (tied & (order >= last))
 
 
@@ -88,6 +88,6 @@ def value_keys(values: Tensor) -> Tensor:
     return float_keys(values.float()) + (1 << 31)
 
 
-def place_keys(batch: Batch) -> Tensor:
+def position_keys(batch: Batch) -> Tensor:
     """Combine row and position of each token in one number, unique over all ranks: [T] int64."""
-    return (batch.rows[batch.sequence_ids] << PLACE_BITS) + batch.position_ids
+    return (batch.rows[batch.sequence_ids] << POSITION_BITS) + batch.position_ids

@@ -157,7 +157,7 @@ class CompareRewards:
 
     def gather(self, data: DataRanks, samples: Sequence[Sample], *, first_row: int) -> RewardTable:
         """Return what the estimator reads, of all ranks; the first sample is row `first_row`."""
-        return RewardTable.share(data, samples, first_row=first_row, more=self.columns)
+        return RewardTable.share(data, samples, first_row=first_row, further=self.columns)
 
     def __call__(self, table: RewardTable) -> Tensor:
         """Return the advantage of each reward: [M]."""

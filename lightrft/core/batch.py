@@ -34,7 +34,7 @@ class Routing:
 class RoutedShape:
     """Shape of a record of the experts that each layer has chosen for a token: [layers, k].
 
-    Layers without experts have a place too, with any ids.
+    Layers without experts have an entry too, with any ids.
     """
 
     num_layers: int
@@ -83,26 +83,26 @@ class SharedPrefix:
 
         tokens    a b c a b d    [T]
         computed  0 1 2 5        [U]
-        places    0 1 2 0 1 3    [T], spread() of values w x y z gives w x y w x z
+        indices   0 1 2 0 1 3    [T], spread() of values w x y z gives w x y w x z
     """
 
     # [U] int64 on the host, ascending: indices of the computed tokens, one for all with the same
     # prefix
     computed: Tensor
     # [T] int64 on the host: for each token, the index of its representative in `computed`
-    places: Tensor
+    indices: Tensor
 
     def spread(self, values: Tensor) -> Tensor:
         """Expand values of computed tokens, [U, ...], to all tokens: [T, ...]."""
-        return values.index_select(0, to_device(self.places, values.device))
+        return values.index_select(0, to_device(self.indices, values.device))
 
     def append_sequence(self, count: int) -> Self:
         """Return a copy with one more sequence of `count` tokens that shares nothing."""
-        more = torch.arange(count)
+        appended = torch.arange(count)
         return replace(
             self,
-            computed=torch.cat([self.computed, len(self.places) + more]),
-            places=torch.cat([self.places, len(self.computed) + more]),
+            computed=torch.cat([self.computed, len(self.indices) + appended]),
+            indices=torch.cat([self.indices, len(self.computed) + appended]),
         )
 
 
@@ -212,7 +212,7 @@ class Batch:
         return {name: value for name, value in present.items() if value is not None}
 
     def with_columns(self, columns: Mapping[str, Any]) -> Self:
-        """Return a batch with these columns, by name, in place of its own.
+        """Return a batch with these columns, by name, in place of the current ones.
 
         What is derived from them is left out.
         """
@@ -360,8 +360,8 @@ def concatenated_features(features: Sequence[Features]) -> Features:
 
     Smaller tensors are padded with zeros, as by a processor.
     """
-    names = dict.fromkeys(name for each in features for name in each)
-    return {name: _stack([each[name] for each in features if name in each]) for name in names}
+    names = dict.fromkeys(name for one in features for name in one)
+    return {name: _stack([one[name] for one in features if name in one]) for name in names}
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

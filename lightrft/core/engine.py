@@ -68,9 +68,9 @@ class Request:
         return replace(self, token_ids=self.token_ids + token_ids, expanded=expanded)
 
 
-def derived_seed(*parts: int | str) -> int:
-    """Return a seed of 63 bits from all parts in order, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+def derived_seed(*values: int | str) -> int:
+    """Return a seed of 63 bits from all values in order, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest()) >> 1
 
 
 Ended = list[tuple[int, list[Completion]]]

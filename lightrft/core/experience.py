@@ -23,7 +23,7 @@ from lightrft.core.strategy import DataRanks, Strategy
 
 @dataclass(frozen=True, slots=True)
 class LocalSamples:
-    """This rank's own samples as experience, before sequences move between ranks."""
+    """This rank's samples as experience, before sequences move between ranks."""
 
     experience: Experience
     rows: list[Sample]
@@ -87,7 +87,7 @@ class ExperienceMaker:
     epochs: int = 1
     """How often a step uses each sample."""
     local_stages: Sequence[LocalStage] = ()
-    """Run in order on this rank's own samples, before rewards are compared."""
+    """Run in order on this rank's samples, before rewards are compared."""
     flatten: Callable[..., Experience] = flatten
     limits: Mapping[str, Any] = field(default_factory=dict)
     """Limits on micro-batches, for the strategy."""
@@ -168,7 +168,7 @@ def place_at_tokens(values: Tensor, rows: Sequence[Sample], experience: Experien
     """
     ends = experience.offsets.tolist()[1:]
     # A reward at -1 comes before anything was sampled, so it has no token to go to.
-    places = torch.tensor(
+    indices = torch.tensor(
         [
             end - len(row.token_ids) + token if token >= 0 else -1
             for end, row in zip(ends, rows, strict=True)
@@ -176,18 +176,18 @@ def place_at_tokens(values: Tensor, rows: Sequence[Sample], experience: Experien
         ],
         dtype=torch.int64,
     )
-    values = values.float()[places >= 0]
-    places = places[places >= 0]
+    values = values.float()[indices >= 0]
+    indices = indices[indices >= 0]
     result = torch.zeros(experience.num_tokens)
-    if not len(places):
+    if not len(indices):
         return result
 
     # for each token, the latest learned token so far in the sequence, or -1
     tokens = torch.arange(experience.num_tokens)
     latest = torch.where(experience.loss_mask, tokens, -1).cummax(0).values
     latest = torch.where(latest >= experience.offsets[experience.sequence_ids], latest, -1)
-    places = latest[places]
-    return result.index_add(0, places[places >= 0], values[places >= 0])
+    indices = latest[indices]
+    return result.index_add(0, indices[indices >= 0], values[indices >= 0])
 
 
 def measure_experience(experience: Experience, metrics: Metrics) -> None:

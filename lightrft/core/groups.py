@@ -36,12 +36,12 @@ class Group:
     """Responses that are generated and scored like the samples, and that nobody learns from."""
     responses: list[Sample] = field(init=False)
     """All responses that are generated and scored."""
-    places: range = field(init=False)
-    """Places of all responses."""
+    slots: range = field(init=False)
+    """Slots of all responses."""
 
     def __post_init__(self) -> None:
         self.responses = self.samples + self.others
-        self.places = range(len(self.responses))
+        self.slots = range(len(self.responses))
 
     @classmethod
     def begin(cls, number: int, row: int, prompt: Prompt, count: int, *, others: int = 0) -> Self:
@@ -95,17 +95,17 @@ class RewardTable:
         samples: Sequence[Sample],
         *,
         first_row: int,
-        more: Mapping[str, RewardColumn] | None = None,
+        further: Mapping[str, RewardColumn] | None = None,
     ) -> Self:
         """Gather the rewards of all ranks; the first sample of this rank is row `first_row`.
 
         It takes one collective, or two if a rank has more rewards than ever before. All ranks have
-        the same names in `more`, the columns beside those of every table.
+        the same names in `further`, the columns beside those of every table.
         """
-        more = more or {}
+        further = further or {}
         lines: list[tuple[float, ...]] = []
         for row, sample in enumerate(samples, first_row):
-            columns = [column(sample) for column in more.values()]
+            columns = [column(sample) for column in further.values()]
             steps = sample.steps
             ends = [*[0] * (len(steps) - 1), len(sample.token_ids)]
             before = 0
@@ -115,7 +115,7 @@ class RewardTable:
                 lines.append((row, sample.group, reward, length, ends[index], *named))
                 before = token + 1
 
-        header = (*REWARD_COLUMNS, *more)
+        header = (*REWARD_COLUMNS, *further)
         table = torch.tensor(lines, dtype=torch.float64).reshape(-1, len(header))
         tables, _ = data.gather_rows(table.view(torch.int64))  # the same bits
         first = sum(map(len, tables[: data.rank]))
@@ -166,9 +166,9 @@ def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
     worst = zeros.scatter_reduce(0, member, rewards, "amin", include_self=False)
     metrics.mean("rollout/groups_without_signal", (best == worst).float())
     solved = zeros.index_add(0, member, (rewards > RIGHT).to(rewards.dtype)) / sizes
-    place = (4 * solved).ceil() + (solved == 1)
+    bins = (4 * solved).ceil() + (solved == 1)
     for index, name in enumerate(SOLVED):
-        metrics.mean(f"rollout/groups_solved_{name}", (place == index).float())
+        metrics.mean(f"rollout/groups_solved_{name}", (bins == index).float())
 
 
 def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> None:
@@ -186,8 +186,8 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
         metrics.max(f"{name}_max", values)
 
     for sample in samples:
-        for part, reward in sample.reward_parts.items():
-            metrics.mean(f"rollout/reward_of_{part}", reward)
+        for name, reward in sample.reward_components.items():
+            metrics.mean(f"rollout/reward_of_{name}", reward)
 
     metrics.mean("rollout/truncated", torch.tensor([float(sample.truncated) for sample in samples]))
     metrics.mean("rollout/staleness", staleness)

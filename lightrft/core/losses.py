@@ -111,7 +111,7 @@ class Denominator:
     """Number of sequences with at least one learned token, [] float32."""
     updates_before: int = 0
     """Number of optimizer steps that have used the samples before this one."""
-    more: Any = None
+    mean_counts: Any = None
     """Counts of another way to take the mean; see Mean."""
 
 
@@ -265,8 +265,8 @@ class PolicyObjective:
         if batch.weights is not None:
             losses = losses * batch.weights
         for term in self.terms:
-            losses, more = term(losses, inputs)
-            report = report | more
+            losses, term_report = term(losses, inputs)
+            report = report | term_report
         for name, reported in {"the loss": losses, **report}.items():
             check_tokens(name, reported, logprobs)
 

@@ -24,7 +24,7 @@ Row = tuple[float, float, float]
 
 
 class Gathers(Protocol):
-    """The part of a mesh axis that metrics need."""
+    """The collectives of a mesh axis that metrics need."""
 
     def gather(self, value: Any) -> list[Any]: ...
 
@@ -220,7 +220,7 @@ def _fold(kind: str, rows: Iterable[Sequence[float]]) -> Row:
     spread = sum(spreads)
     # Chan's formula is exact, where E[x^2] - E[x]^2 loses all digits of a small spread.
     if kind == "std":
-        spread += sum(each * (own / each - value / weight) ** 2 for each, own, _ in rows)
+        spread += sum(w * (v / w - value / weight) ** 2 for w, v, _ in rows)
 
     return weight, value, spread
 
@@ -315,8 +315,8 @@ class Trace(Untraced):
         """
         outer = self.current
         path = self.current = f"{outer}/{name}" if outer else name
-        for each in self._on_phase:
-            each(path)
+        for callback in self._on_phase:
+            callback(path)
 
         began = self.began = time.perf_counter()
         try:
@@ -333,8 +333,8 @@ class Trace(Untraced):
             self._spans.append(Span(path, self._epoch + began, self._epoch + ended, idle))
             self.current = outer
 
-        for each in self._on_phase:
-            each(outer)
+        for callback in self._on_phase:
+            callback(outer)
 
     def record(self, track: str, name: str, began: float) -> None:
         """Add what ends now to another track; any thread may call it.

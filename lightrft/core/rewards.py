@@ -7,7 +7,7 @@ from lightrft.core.samples import Sample
 
 
 class Rewards(Protocol):
-    """Scores samples. `rewards/runner.py` has worker processes, time limits and named parts."""
+    """Scores samples. `rewards/runner.py` has worker processes, time limits and components."""
 
     def begin(self, samples: list[Sample]) -> None:
         """Begin to score the samples of one prompt."""

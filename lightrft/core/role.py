@@ -43,7 +43,7 @@ class Role(ABC):
 
     NAME: ClassVar[str] = "model"
     """Name in warnings."""
-    more: Any = None
+    mean_counts: Any = None
     """Counts that every denominator holds besides; see Denominator."""
 
     def __init__(
@@ -78,8 +78,8 @@ class Role(ABC):
         A model whose head can compute its gradients in the forward pass overrides this.
         """
         values, report = (term.forward or self.forward)(batch)
-        loss, more = term.objective(values, batch, term.denominator)
-        return loss, more | report
+        loss, objective_report = term.objective(values, batch, term.denominator)
+        return loss, objective_report | report
 
     def weight(self, batch: Batch) -> Tensor:
         """Return the weight of each element of forward()'s values and of reports in a mean.
@@ -97,7 +97,7 @@ class Role(ABC):
         learned = sequence_sums(share.loss_mask.float(), share)
         counts = torch.stack([learned.sum(), (learned > 0).sum(dtype=torch.float32)])
         tokens, sequences = self.strategy.begin_sum(counts)().to(self.strategy.device)
-        return Denominator(tokens, sequences, more=self.more)
+        return Denominator(tokens, sequences, mean_counts=self.mean_counts)
 
     # -- one optimizer step
 
@@ -145,10 +145,10 @@ class Role(ABC):
     def record(self, report: Report, batch: Batch, metrics: Metrics) -> None:
         weight = self.weight(batch)
         for name, entry in report.items():
-            values, own = entry if isinstance(entry, Weighted) else (entry, weight)
+            values, weights = entry if isinstance(entry, Weighted) else (entry, weight)
             # The suffix of a name says how several micro-batches and ranks are joined.
             add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
-            add(name, values, own)
+            add(name, values, weights)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Step the optimizer; return the loss over all ranks, and the norm before clipping."""
@@ -192,7 +192,7 @@ class Learner:
     """First step in which the role learns."""
     count: Callable[[Denominator, Batch, Rows], Denominator] | None = None
     """Adds to the denominator what another mean divides by."""
-    more_terms: Sequence[Callable[[], LossTerm]] = ()
+    further_terms: Sequence[Callable[[], LossTerm]] = ()
     """Each returns the next further term of the loss, such as a supervised one."""
 
     def learn(self, plan: TrainingPlan, metrics: Metrics) -> list[Tensor]:
@@ -208,7 +208,7 @@ class Learner:
                 metrics.mean(f"{self.phase}/learning_rate", role.scheduler.get_last_lr()[0])
 
             terms = [LossTerm(batch, rows, self.objective, denominator)]
-            loss, norm = role.learn([*terms, *(term() for term in self.more_terms)], metrics)
+            loss, norm = role.learn([*terms, *(term() for term in self.further_terms)], metrics)
             metrics.mean(f"{self.phase}/loss", loss)
             metrics.mean(f"{self.phase}/grad_norm", norm)
             losses.append(loss)

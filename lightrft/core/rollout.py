@@ -101,7 +101,7 @@ class NextPrompts:
         self.order = order or Order(len(prompts), seed)
         self.seed = seed
         self.trace = trace or Untraced()
-        self.place = 0
+        self.position = 0
         """How many prompts have been drawn or passed over, in the order of the data."""
         self.number = 0
         """How many groups have begun."""
@@ -126,10 +126,10 @@ class NextPrompts:
 
     def _draw(self, loop: RolloutLoop) -> list[Group]:
         """Draw the groups of a step; begin and return this rank's."""
-        rows = self.order.rows(self.place, self.num_prompts)
+        rows = self.order.rows(self.position, self.num_prompts)
         numbers = range(self.number + 1, self.number + 1 + len(rows))
         owners = fair_owners(self.data.size, [1.0] * len(rows))
-        self.place += len(rows)
+        self.position += len(rows)
         self.number += len(rows)
 
         groups = [
@@ -142,10 +142,10 @@ class NextPrompts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, the same on all ranks."""
-        return {"place": self.place, "number": self.number}
+        return {"position": self.position, "number": self.number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
+        self.position = state["position"]
         self.number = state["number"]
 
     def snapshot(self) -> Callable[[], None]:

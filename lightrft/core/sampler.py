@@ -2,25 +2,29 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
+from typing import NamedTuple
 
 from lightrft.core.engine import ABORTED, Decoding, Ended, Request, RequestLoop, derived_seed
 from lightrft.core.groups import Group
 from lightrft.core.samples import Completion, Sample
 from lightrft.core.strategy import Strategy
 
-GroupPart = tuple[Group, Sequence[int]]
-"""A group, and the places of the responses to generate here."""
-Pending = tuple[Request, Group, list[int]]
-"""A request, the group that it extends, and the places of the extended responses."""
+GroupSlots = tuple[Group, Sequence[int]]
+"""A group, and the slots of the responses to generate here."""
+
+
+class PendingRequest(NamedTuple):
+    """A request, the group that it extends, and the slots of the extended responses."""
+
+    request: Request
+    group: Group
+    slots: list[int]
 
 
 @dataclass(eq=False)
 class Sampler:
-    """Generates the responses of groups.
-
-    Ranks that share a data replica make the same calls with the same groups.
-    """
+    """Generates the responses of groups. Ranks of one data replica make the same calls."""
 
     strategy: Strategy
     decode: Callable[[list[int]], str]
@@ -34,19 +38,20 @@ class Sampler:
         self.loop = RolloutLoop(self, self.strategy.open_generation(self.sampling), seed)
         return self.loop
 
-    def pending(self, group: Group, places: Sequence[int], seed: int) -> Iterator[Pending]:
+    def requests(self, group: Group, slots: Sequence[int], seed: int) -> Iterator[PendingRequest]:
         """Yield the requests for these responses of a group.
 
         New responses share one request, so the prompt is computed once. A response that continues
         has a request of its own.
         """
-        unfinished = [place for place in places if group.responses[place].finish_reason is None]
-        together = [place for place in unfinished if not group.responses[place].token_ids]
-        alone = [[place] for place in unfinished if place not in together]
+        unfinished = [slot for slot in slots if group.responses[slot].finish_reason is None]
+        together = [slot for slot in unfinished if not group.responses[slot].token_ids]
+        alone = [[slot] for slot in unfinished if slot not in together]
         for chosen in [together, *alone] if together else alone:
             sampling = replace(self.sampling, n=len(chosen))
-            seeds = tuple(derived_seed(seed, group.number, place) for place in chosen)
-            yield self.request(group.responses[chosen[0]], sampling, seeds), group, chosen
+            seeds = tuple(derived_seed(seed, group.number, slot) for slot in chosen)
+            request = self.request(group.responses[chosen[0]], sampling, seeds)
+            yield PendingRequest(request, group, chosen)
 
     def request(self, sample: Sample, sampling: Decoding, seeds: tuple[int, ...]) -> Request:
         """Build the request that continues a response."""
@@ -71,7 +76,7 @@ class RolloutLoop:
     """Generates the responses of groups, step by step.
 
     Ranks that share a data replica make the same calls with the same groups. What a response draws
-    depends on `seed`, the group's number and the place in the group, but not on the rank.
+    depends on `seed`, the group's number and the slot in the group, but not on the rank.
     """
 
     sampler: Sampler
@@ -79,21 +84,18 @@ class RolloutLoop:
     seed: int
     groups: dict[int, Group] = field(default_factory=dict, init=False)
     """Number -> group that has begun here."""
-    _pending: dict[int, Pending] = field(default_factory=dict, init=False)
+    _pending: dict[int, PendingRequest] = field(default_factory=dict, init=False)
     """Index of a request -> what it extends."""
 
-    def add(self, parts: Sequence[GroupPart]) -> None:
-        """Begin or continue unfinished responses of groups.
+    def add(self, groups: Sequence[GroupSlots]) -> None:
+        """Begin or continue unfinished responses. Ranks that share an engine call it together."""
+        requests = (self.sampler.requests(group, slots, self.seed) for group, slots in groups)
+        self.begin(list(chain.from_iterable(requests)))
 
-        Ranks that share an engine call it together.
-        """
-        pending = [self.sampler.pending(group, places, self.seed) for group, places in parts]
-        self.begin([each for of_group in pending for each in of_group])
-
-    def begin(self, pending: list[Pending]) -> None:
+    def begin(self, pending: list[PendingRequest]) -> None:
         """Begin requests that the sampler has built for this loop's seed, as add() does."""
-        self.groups |= {group.number: group for _, group, _ in pending}
-        indices = self.session.add([request for request, _, _ in pending])
+        self.groups |= {one.group.number: one.group for one in pending}
+        indices = self.session.add([one.request for one in pending])
         self._pending.update(zip(indices, pending, strict=True))
 
     def steps(self, most: int | None = None) -> Iterator[Group]:
@@ -108,23 +110,20 @@ class RolloutLoop:
         yield from self._extend(self.session.of_other_ranks())
 
     def abort(self) -> None:
-        """Stop all responses where they are.
-
-        Only finish() can complete a group after that.
-        """
+        """Stop all responses where they are. Only finish() can complete a group after that."""
         for _ in self._extend(list(self.session.abort().items())):
             pass
 
     def running(self) -> set[tuple[int, int]]:
-        """Return (group number, place) of each unfinished response that this rank has begun."""
+        """Return (group number, slot) of each unfinished response that this rank has begun."""
         pending = [self._pending[index] for index in self.session.unfinished]
-        return {(group.number, place) for _, group, places in pending for place in places}
+        return {(one.group.number, slot) for one in pending for slot in one.slots}
 
     def _extend(self, ended: Ended) -> Iterator[Group]:
         """Append completions to the responses; yield the groups that are now complete."""
         for index, completions in ended:
-            _, group, places = self._pending.pop(index)
-            for place, completion in zip(places, completions, strict=True):
-                self.sampler.extend(group.responses[place], completion)
-            if group.complete:
-                yield group
+            pending = self._pending.pop(index)
+            for slot, completion in zip(pending.slots, completions, strict=True):
+                self.sampler.extend(pending.group.responses[slot], completion)
+            if pending.group.complete:
+                yield pending.group

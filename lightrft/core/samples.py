@@ -29,8 +29,8 @@ class TokenIds(array):
     def __radd__(self, other: Iterable[int]) -> list[int]:
         return [*other, *self]
 
-    def __getitem__(self, place: Any) -> Any:
-        return self.tolist()[place] if isinstance(place, slice) else super().__getitem__(place)
+    def __getitem__(self, index: Any) -> Any:
+        return self.tolist()[index] if isinstance(index, slice) else super().__getitem__(index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(self)
@@ -69,7 +69,7 @@ class Prompt:
     media_tokens: int = 0
     """Number of additional tokens when images replace the placeholders."""
     location: str = field(default="", compare=False)
-    """Place of the row in the data, `train.jsonl:12`, for messages.
+    """Location of the row in the data, `train.jsonl:12`, for messages.
 
     It is empty for prompts that are not from data.
     """
@@ -211,7 +211,7 @@ class Sample:
     """Drafts of the response since this process began it; empty without --speculative."""
     reward: float = 0.0
     """Reward of the whole response; the sum of step rewards if there are any."""
-    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_components: dict[str, float] = field(default_factory=dict)
     """Terms of the reward by name, if the reward function returns them; for metrics."""
     masked: bool = False
     """True if the sample is excluded from the loss; the reward still counts for the group."""

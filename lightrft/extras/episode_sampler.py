@@ -11,7 +11,7 @@ from lightrft.algorithms.rollout.sampler import RunSampler, greedy_sampling
 from lightrft.config.sections import RolloutSection
 from lightrft.core.engine import ABORTED, Ended, Request, derived_seed
 from lightrft.core.groups import Group
-from lightrft.core.sampler import GroupPart, Pending, RolloutLoop
+from lightrft.core.sampler import GroupSlots, PendingRequest, RolloutLoop
 from lightrft.core.samples import Completion, Sample
 from lightrft.extras.agents.episodes import Episodes, EpisodeState
 from lightrft.strategy.shared_session import SharedSession
@@ -44,15 +44,13 @@ class EpisodeLoop(RolloutLoop):
         self._asked: list[EpisodeState] = []
         """Episodes that wait for a turn of the model that has not begun."""
 
-    def add(self, parts: list[GroupPart]) -> None:
+    def add(self, groups: list[GroupSlots]) -> None:
         """Begin this rank's share of the episodes of some groups."""
-        self.groups |= {group.number: group for group, _ in parts}
+        self.groups |= {group.number: group for group, _ in groups}
         samples = [
-            (group.responses[place], group.number, place)
-            for group, places in parts
-            for place in places
+            (group.responses[slot], group.number, slot) for group, slots in groups for slot in slots
         ]
-        # Ranks that share a replica get the same parts, so they deal the episodes round robin.
+        # Ranks that share a replica get the same groups, so they deal the episodes round robin.
         ranks = self.session.model_parallel
         for sample, *seed_parts in samples[ranks.rank :: ranks.size]:
             self.episodes.begin(sample, *seed_parts)
@@ -96,7 +94,8 @@ class EpisodeLoop(RolloutLoop):
         indices = self.session.add_own([request for _, request in turns])
         for index, (play, request) in zip(indices, turns, strict=True):
             self._plays[index] = play
-            self._pending[index] = request, self.groups[play.sample.group], [play.seed_parts[1]]
+            group = self.groups[play.sample.group]
+            self._pending[index] = PendingRequest(request, group, [play.seed_parts[1]])
 
         for number in {sample.group for sample in self.episodes.take_ended()}:
             if self.groups[number].complete:
@@ -192,7 +191,7 @@ class EpisodeSampler(RunSampler):
         self.loop = EpisodeLoop(self, session, seed)
         return self.loop
 
-    def prepare(self, parts: list[GroupPart], seed: int) -> list[Pending] | None:
+    def prepare(self, groups: list[GroupSlots], seed: int) -> list[PendingRequest] | None:
         """Return None: a turn is unknown until a program asks for it."""
         return None
 

@@ -116,7 +116,7 @@ class Hidden:
         `values`, on the device.
         """
         shared = self.computed.shared
-        places = shared.places[positions] if shared else positions
+        places = shared.indices[positions] if shared else positions
         indices, local = self.sequence.own(places, self.computed.num_computed)
         return indices, to_device(local, self.values.device)
 

@@ -91,7 +91,7 @@ def token_weights(batch: Batch, sequence: SequenceParallel) -> Tensor:
     padded = pad_to_multiple(batch, sequence.multiple)
     counts = (sequence_sums(padded.loss_mask.float(), padded) > 0)[padded.sequence_ids].float()
     if padded.shared:
-        places = to_device(padded.shared.places, counts.device)
+        places = to_device(padded.shared.indices, counts.device)
         counts = counts.new_zeros(padded.num_computed).index_add(0, places, counts)
     return counts[sequence.positions(padded.num_computed, counts.device)]
 

@@ -44,7 +44,7 @@ class Convention:
     It gets samples, columns, and True if prompts are chats, and raises KeyError for a missing
     column.
     """
-    each: bool = False
+    single: bool = False
     """True if a call is for one response; arguments are then lists with the values of each call."""
     result: str = ""
     """Key of the reward in a returned dictionary."""
@@ -147,12 +147,12 @@ CONVENTIONS = {
         frozenset({"queries", "prompts", "labels"}), _openrlhf, result="rewards"
     ),
     "verl": Convention(
-        frozenset({"solution_str", "ground_truth"}), _verl, each=True, result="score"
+        frozenset({"solution_str", "ground_truth"}), _verl, single=True, result="score"
     ),
     "verl, in batches": Convention(
         frozenset({"solution_strs", "ground_truths"}), _verl_batch, result="score"
     ),
-    "EasyR1": Convention(frozenset({"reward_input"}), _easy_r1, each=True, result="overall"),
+    "EasyR1": Convention(frozenset({"reward_input"}), _easy_r1, single=True, result="overall"),
     "EasyR1, in batches": Convention(
         frozenset({"reward_inputs"}), _easy_r1_batch, result="overall"
     ),
@@ -187,7 +187,7 @@ class RewardFunction:
             return self._finish([returned])[0] if inspect.isawaitable(returned) else returned
 
         arguments = self._accepted(self.convention.arguments(samples, columns, self.chat))
-        if self.convention.each:
+        if self.convention.single:
             calls = [
                 {name: values[row] for name, values in arguments.items()}
                 for row in range(len(samples))

@@ -97,20 +97,20 @@ class EngineJudge:
             temperature=1.0 if attempt else 0.0,
             stop_token_ids=ends,
         )
-        fitting = [place for place, ids in enumerate(prompts) if len(ids) <= most]
+        fitting = [index for index, ids in enumerate(prompts) if len(ids) <= most]
         requests = [
             Request(
-                prompts[place],
+                prompts[index],
                 sampling=sampling,
-                seeds=(derived_seed("judge", attempt, texts[place]),),
+                seeds=(derived_seed("judge", attempt, texts[index]),),
             )
-            for place in fitting
+            for index in fitting
         ]
 
         replies = [""] * len(samples)
         completions = self.strategy.host.generate(sampling, requests, sleep_after=True)
-        for place, (completion,) in zip(fitting, completions, strict=True):
-            replies[place] = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        for index, (completion,) in zip(fitting, completions, strict=True):
+            replies[index] = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
         return replies
 

@@ -11,9 +11,9 @@ as one right answer, or as a list of alternatives:
     right_answers("7") == right_answers(7.0) == ["7"]      right_answers(["7", 8.5]) == ["7", "8.5"]
 
 For a response that is rewarded step by step a function returns a list instead of a number: a number
-for each of the tokens, or None for a token without a reward. A reward with parts is a dictionary of
-numbers: the reward is the sum, and each part is a metric. Functions with the signature of TRL,
-OpenRLHF, verl or EasyR1 are called as those libraries call them (conventions.py).
+for each of the tokens, or None for a token without a reward. A reward with components is a
+dictionary of numbers: the reward is the sum, and each component is a metric. Functions with the
+signature of TRL, OpenRLHF, verl or EasyR1 are called as those libraries call them (conventions.py).
 
 Functions run in worker processes (worker.py), so this module imports neither torch nor an engine.
 """
@@ -272,7 +272,7 @@ def _last_number(text: str) -> Fraction | None:
         return None
 
     numerator, denominator, number = (
-        part.replace(",", "").replace("\u2212", "-") for part in numbers[-1]
+        digits.replace(",", "").replace("\u2212", "-") for digits in numbers[-1]
     )
     if denominator:
         return Fraction(Decimal(numerator)) / Fraction(Decimal(denominator))
@@ -299,13 +299,13 @@ def boxes(text: str) -> list[tuple[int, str]]:
 def _chosen_letter(text: str) -> str | None:
     """Return the letter that the text chooses last.
 
-    None if it chooses none, or several in one place.
+    None if it chooses none, or several at one position.
     """
-    places = [(match.start(), match[match.lastgroup]) for match in CHOICE.finditer(text)]
+    found = [(match.start(), match[match.lastgroup]) for match in CHOICE.finditer(text)]
     for position, content in boxes(text):
         if match := BOXED_CHOICE.fullmatch(LATEX.sub("", content).strip()):
-            places.append((position, match[1]))
-    letters = {letter.upper() for letter in LETTER.findall(max(places)[1])} if places else set()
+            found.append((position, match[1]))
+    letters = {letter.upper() for letter in LETTER.findall(max(found)[1])} if found else set()
     return letters.pop() if len(letters) == 1 else None
 
 

@@ -41,13 +41,13 @@ class JudgeSettings:
     def text(self, sample: Sample, columns: Mapping[str, Any]) -> str:
         """Return the text that asks for a score of the sample; `columns` has the row's columns."""
         low, high = self.section.judge_range
-        own = {
+        filled_in = {
             "prompt": sample.prompt.text,
             "response": sample.text,
             "low": f"{low:g}",
             "high": f"{high:g}",
         }
-        return fill_template(_template(self.section.judge_template), {**columns, **own})
+        return fill_template(_template(self.section.judge_template), {**columns, **filled_in})
 
     def score(self, reply: str) -> float | None:
         """Return the last score of a reply, scaled to 0 to 1.

@@ -16,7 +16,7 @@ from lightrft.data.conversations import flat_columns
 from lightrft.rewards.steps import StepRewards, TokenRewards
 
 FUNCTION = "function"
-"""Name of the part of a reward that the reward function returned as one number."""
+"""Name of the component of a reward that the reward function returned as one number."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,17 @@ class ModelRewards:
         a score that is not finite.
         """
         self.compute_early(samples)
-        for each in self.models:
-            for sample in self._scored_samples(each, samples):
-                row = self._early[each.label, id(sample)][1]
-                if each.steps is None:
-                    add_score(sample, each.label, each.weight * row.item())
+        for scorer in self.models:
+            for sample in self._scored_samples(scorer, samples):
+                row = self._early[scorer.label, id(sample)][1]
+                if scorer.steps is None:
+                    add_score(sample, scorer.label, scorer.weight * row.item())
                 elif sample.token_ids:
-                    of_tokens = each.steps(sample.token_ids, row)
+                    of_tokens = scorer.steps(sample.token_ids, row)
                     _add_to_tokens(
                         sample,
-                        each.label,
-                        [None if one is None else each.weight * one for one in of_tokens],
+                        scorer.label,
+                        [None if one is None else scorer.weight * one for one in of_tokens],
                     )
 
         self._early.clear()
@@ -75,11 +75,11 @@ class ModelRewards:
         The call that adds them does not compute them again. All ranks call it together, with any
         number of samples.
         """
-        for each in self.models:
+        for scorer in self.models:
             scored = [
                 sample
-                for sample in self._scored_samples(each, samples)
-                if (each.label, id(sample)) not in self._early
+                for sample in self._scored_samples(scorer, samples)
+                if (scorer.label, id(sample)) not in self._early
             ]
             answered = [
                 (sample.prompt, Answer(sample.token_ids, [True] * len(sample.token_ids)))
@@ -88,29 +88,29 @@ class ModelRewards:
 
             columns = flat_columns(answered, self.expand)
             # All ranks take part, also a rank whose samples this model does not score.
-            rows = each.model.get_flat_scores(columns).split(columns["lengths"].tolist())
-            counts = [1 if each.steps is None else len(sample.token_ids) for sample in scored]
+            rows = scorer.model.get_flat_scores(columns).split(columns["lengths"].tolist())
+            counts = [1 if scorer.steps is None else len(sample.token_ids) for sample in scored]
             scores = [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
-            _check(each, scores)
+            _check(scorer, scores)
             self._early |= {
-                (each.label, id(sample)): (sample, row)
+                (scorer.label, id(sample)): (sample, row)
                 for sample, row in zip(scored, scores, strict=True)
             }
 
-    def _scored_samples(self, each: ScoringModel, samples: list[Sample]) -> list[Sample]:
+    def _scored_samples(self, scorer: ScoringModel, samples: list[Sample]) -> list[Sample]:
         """Return the samples that a model scores."""
         return [
             sample
             for sample in samples
-            if each.label in chosen_labels(sample.prompt.columns, self.key, {each.label})
+            if scorer.label in chosen_labels(sample.prompt.columns, self.key, {scorer.label})
         ]
 
 
-def _check(each: ScoringModel, scores: list[Tensor]) -> None:
+def _check(scorer: ScoringModel, scores: list[Tensor]) -> None:
     wrong = torch.tensor([float(sum(not row.isfinite().all() for row in scores))])
-    if count := int(each.model.strategy.mesh.data.sum(wrong)):
+    if count := int(scorer.model.strategy.mesh.data.sum(wrong)):
         raise ValueError(
-            f"the reward model {each.label} returned scores that are not finite for {count}"
+            f"the reward model {scorer.label} returned scores that are not finite for {count}"
             " responses"
         )
 
@@ -120,7 +120,8 @@ def add_score(sample: Sample, name: str, score: float) -> None:
 
     If tokens have rewards, it is added at the last one.
     """
-    sample.reward_parts = (sample.reward_parts or {FUNCTION: sample.reward}) | {name: score}
+    components = sample.reward_components or {FUNCTION: sample.reward}
+    sample.reward_components = components | {name: score}
     sample.reward += score
     if sample.token_rewards is not None:
         *before, last = sample.token_rewards
@@ -131,7 +132,8 @@ def _add_to_tokens(sample: Sample, name: str, rewards: TokenRewards) -> None:
     """Add rewards of tokens; a reward that was one number until now moves to the last token."""
     before = sample.token_rewards or [*[None] * (len(rewards) - 1), sample.reward]
     total = sum(value for value in rewards if value is not None)
-    sample.reward_parts = (sample.reward_parts or {FUNCTION: sample.reward}) | {name: total}
+    components = sample.reward_components or {FUNCTION: sample.reward}
+    sample.reward_components = components | {name: total}
     sample.reward += total
     sample.token_rewards = [
         None if old is None and new is None else (old or 0.0) + (new or 0.0)

@@ -57,10 +57,10 @@ class WrongCount(CallFailed):
     """
 
 
-def out_of_time(limit: float, place: str) -> CallFailed:
+def out_of_time(limit: float, location: str) -> CallFailed:
     return CallFailed(
         f"a call has taken more than {limit:g} s (--reward_minutes)",
-        hint=f". It is at {place}" if place else "",
+        hint=f". It is at {location}" if location else "",
     )
 
 
@@ -307,9 +307,9 @@ class Processes:
         with suppress(OSError):
             os.kill(worker.process, STACK_SIGNAL)
             while worker.socket.poll(0.1 if stack else STACK_SECONDS) and (
-                more := os.read(worker.socket.fileno(), MAX_STACK_BYTES)
+                chunk := os.read(worker.socket.fileno(), MAX_STACK_BYTES)
             ):
-                stack += more.decode(errors="replace")
+                stack += chunk.decode(errors="replace")
 
         self._end(worker)
         assert call is not None, "only a call can be late"

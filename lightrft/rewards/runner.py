@@ -36,7 +36,7 @@ from lightrft.rewards.pool import (
     failure_of,
     out_of_time,
 )
-from lightrft.rewards.worker import Setup, place, said
+from lightrft.rewards.worker import Setup, location, said
 
 MAX_REWARD = 1e18
 """Largest absolute reward.
@@ -53,8 +53,12 @@ WORKERS = 2
 """Number of worker processes of a rank if --reward_workers is unset."""
 
 
-Pending = tuple[list[Sample], Result]
-"""The samples of a call, and the result."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the reward function that has begun."""
+
+    samples: list[Sample]
+    result: Result
 
 
 class LaterJudge(Protocol):
@@ -115,7 +119,7 @@ class RewardRunner:
         self.judge: LaterJudge | None = None
         """The judge of --judge_url engine; it scores in addition to the function."""
         self._failures = self._in_a_row = 0
-        self._pending: list[Pending] = []
+        self._begun: list[Call] = []
         self._calls = self._make_calls(setup)
 
     @property
@@ -204,7 +208,7 @@ class RewardRunner:
     def begin(self, samples: list[Sample]) -> None:
         """Begin a call of the function with these samples of one prompt."""
         if self.model_parallel.rank == 0 and samples:
-            self._pending.append((samples, self._calls.begin(samples)))
+            self._begun.append(Call(samples, self._calls.begin(samples)))
 
     def finish(self, samples: list[Sample]) -> None:
         """Wait for all calls that were begun, then run the reward models.
@@ -216,12 +220,13 @@ class RewardRunner:
             failure = self._failure()
         if self.model_parallel.size > 1:
             results = [
-                (one.reward, one.reward_parts, one.token_rewards, one.masked) for one in samples
+                (one.reward, one.reward_components, one.token_rewards, one.masked)
+                for one in samples
             ]
             values, message = self.model_parallel.broadcast((results, failure and str(failure)))
             failure = failure or (message and ConfigError(message))
             for one, value in zip(samples, values, strict=True):
-                one.reward, one.reward_parts, one.token_rewards, one.masked = value
+                one.reward, one.reward_components, one.token_rewards, one.masked = value
 
         if failure:
             raise failure
@@ -246,7 +251,7 @@ class RewardRunner:
             self._describe(CallFailed(message, sample), [sample], name=JUDGE)
             for sample, message in failed[:LOGGED]
         ]
-        all_messages = [message for part in judge.data.gather(messages) for message in part]
+        all_messages = [message for share in judge.data.gather(messages) for message in share]
         if all_messages and self.section.reward_failure == "stop":
             raise ConfigError(all_messages[0])
 
@@ -269,17 +274,18 @@ class RewardRunner:
 
     def _failure(self) -> ConfigError | None:
         """Process the results of all calls; return the error that ends the run, if there is one."""
-        pending: Iterable[Pending] = self._pending
-        self._pending = []
+        calls: Iterable[Call] = self._begun
+        self._begun = []
         # Once the first failure ends the run, nobody should wait for calls that come before it.
         if self.section.reward_failure == "stop" and all(
-            isinstance(result, Future) for _, result in pending
+            isinstance(call.result, Future) for call in calls
         ):
-            pending = _as_they_end(pending)
+            calls = _as_they_end(calls)
 
         logged = 0
-        for samples, result in pending:
-            error = self._set_result(samples, result)
+        for call in calls:
+            samples = call.samples
+            error = self._set_result(samples, call.result)
             if error is None:
                 self._in_a_row = 0
                 continue
@@ -316,7 +322,7 @@ class RewardRunner:
             if num_rewards(values) != len(samples):
                 hint = ""
                 if isinstance(values, Mapping):
-                    hint = "; to return parts of a reward, return a dictionary for each sample"
+                    hint = "; to return components of a reward, return a dictionary for each sample"
                 raise WrongCount(
                     f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}"
                 )
@@ -329,14 +335,15 @@ class RewardRunner:
         return None
 
     def _set(self, sample: Sample, value: Any) -> None:
-        sample.reward_parts = {}
+        sample.reward_components = {}
         sample.token_rewards = None
         if isinstance(value, list):
             sample.token_rewards = self._per_token(value, sample)
             sample.reward = math.fsum(reward for _, reward in sample.steps)  # exact, in any order
         elif isinstance(value, dict):
-            sample.reward_parts = {name: self._number(part, sample) for name, part in value.items()}
-            sample.reward = math.fsum(sample.reward_parts.values())
+            components = {name: self._number(one, sample) for name, one in value.items()}
+            sample.reward_components = components
+            sample.reward = math.fsum(sample.reward_components.values())
         else:
             sample.reward = self._number(value, sample)
 
@@ -389,7 +396,7 @@ class RewardRunner:
         self._failures += len(failed)
         for sample in failed:
             sample.reward = 0.0
-            sample.reward_parts = {}
+            sample.reward_components = {}
             sample.token_rewards = None
             sample.masked |= self.section.reward_failure == "drop"
 
@@ -451,7 +458,7 @@ class InProcess:
             with self.around():
                 return self.function.judge(samples)
         except Exception as error:
-            raise failure_of(f"{said(error)}{place(error)}", samples) from error
+            raise failure_of(f"{said(error)}{location(error)}", samples) from error
         finally:
             timer.cancel()
 
@@ -466,13 +473,13 @@ class DeferredCall:
 # -- names of functions, and the order of results
 
 
-def _as_they_end(pending: Iterable[Pending]) -> Iterator[Pending]:
+def _as_they_end(calls: Iterable[Call]) -> Iterator[Call]:
     """Yield calls of worker processes in the order in which they end."""
-    waiting = {result: samples for samples, result in pending}
+    waiting = {call.result: call for call in calls}
     while waiting:
         wait(waiting, return_when=FIRST_COMPLETED)
         for result in [result for result in waiting if result.done()]:
-            yield waiting.pop(result), result
+            yield waiting.pop(result)
 
 
 def _is_on_server(term: RewardTerm) -> bool:

@@ -30,7 +30,7 @@ def _difference(correct: list[float]) -> list[float]:
 
 def _minimum(correct: list[float]) -> list[float | None]:
     worst = correct.index(min(correct))
-    return [value if place == worst else None for place, value in enumerate(correct)]
+    return [value if index == worst else None for index, value in enumerate(correct)]
 
 
 STEP_FORMS: dict[str, Callable[[list[float]], Sequence[float | None]]] = {

@@ -28,11 +28,11 @@ class WeightedRewards:
         self.labels = {term.label for term, _ in self.functions}.union(self.models)
 
     def judge(self, samples: list[Sample]) -> list[Any]:
-        """Return the rewards of samples: named parts for each, or a list of numbers for the tokens.
+        """Return the rewards of samples: named components, or a list of numbers for the tokens.
 
-        Parts are weighted, in a dictionary. A reward for tokens cannot be combined with named
-        parts; numbers for whole responses are then added at the last token. Raises ValueError for a
-        function that does not return one reward for each sample.
+        Components are weighted, in a dictionary. A reward for tokens cannot be combined with named
+        components; numbers for whole responses are then added at the last token. Raises ValueError
+        for a function that does not return one reward for each sample.
         """
         returned: list[list[tuple[str, Any]]] = [[] for _ in samples]
         for term, function in self.functions:
@@ -50,7 +50,7 @@ class WeightedRewards:
             for row, value in zip(chosen, values, strict=True):
                 returned[row] += _weighted(term, value)
 
-        return [_combine(parts) for parts in returned]
+        return [_combine(components) for components in returned]
 
     @property
     def reads_messages(self) -> bool:
@@ -101,14 +101,14 @@ class WeightedRewards:
 
 
 def _weighted(term: RewardTerm, value: Any) -> list[tuple[str, Any]]:
-    """Return (name, weighted value) of each part of a reward.
+    """Return (name, weighted value) of each component of a reward.
 
-    A list of numbers for tokens is one part.
+    A list of numbers for tokens is one component.
     """
     if isinstance(value, Mapping):
         return [
-            (f"{term.label}_{name}", term.weight * _number(term, part))
-            for name, part in value.items()
+            (f"{term.label}_{name}", term.weight * _number(term, component))
+            for name, component in value.items()
         ]
 
     if isinstance(value, list):
@@ -129,10 +129,10 @@ def _number(term: RewardTerm, value: Any) -> float:
     return number
 
 
-def _combine(parts: list[tuple[str, Any]]) -> Any:
-    of_tokens = [value for _, value in parts if isinstance(value, list)]
+def _combine(components: list[tuple[str, Any]]) -> Any:
+    of_tokens = [value for _, value in components if isinstance(value, list)]
     if not of_tokens:
-        return dict(parts)
+        return dict(components)
     if len({len(values) for values in of_tokens}) > 1:
         raise ValueError(
             "two rewards for tokens have different lengths:"
@@ -143,7 +143,7 @@ def _combine(parts: list[tuple[str, Any]]) -> Any:
         _sum([each for each in column if each is not None])
         for column in zip(*of_tokens, strict=True)
     ]
-    of_responses = [value for _, value in parts if not isinstance(value, list)]
+    of_responses = [value for _, value in components if not isinstance(value, list)]
     return [*total[:-1], _sum([*of_responses, *([] if total[-1] is None else [total[-1]])])]
 
 

@@ -92,7 +92,7 @@ def _work(calls: Connection, function: RewardFunction | WeightedRewards) -> None
         try:
             answer = pickle.dumps((function.judge(pickle.loads(samples)), "", True))
         except BaseException as error:
-            problem = f"{said(error)}{place(error)}"
+            problem = f"{said(error)}{location(error)}"
             answer = pickle.dumps((None, problem, not isinstance(error, MemoryError)))
         sys.stdout.flush()
         calls.send_bytes(answer)
@@ -105,12 +105,12 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {message[:MAX_MESSAGE]}{cut}"
 
 
-def place(error: BaseException) -> str:
+def location(error: BaseException) -> str:
     """Return the last line of the user's file in the error's traceback.
 
     It is empty if the function was not entered.
     """
     frames = traceback.extract_tb(error.__traceback__)
     frames = list(dropwhile(lambda one: Path(one.filename).parent in SKIPPED_FOLDERS, frames))
-    own = [one for one in frames if one.filename == frames[0].filename]
-    return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""
+    frames = [one for one in frames if one.filename == frames[0].filename]
+    return f", at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""

@@ -146,7 +146,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
             ]
             trace.step()
             began = time.perf_counter()
-            loop.add([(group, group.places) for group in groups])
+            loop.add([(group, group.slots) for group in groups])
             complete = sum(1 for _ in loop.steps())
             seconds = time.perf_counter() - began
             assert complete == args.episodes

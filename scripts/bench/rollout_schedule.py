@@ -121,12 +121,14 @@ class Simulation:
         learned = 0
 
         ahead = ceil(batch * self.section.over_sampling)
-        parked: list[DeferredGroup] = []
+        deferred: list[DeferredGroup] = []
         while learned < len(lengths):
             again = []
             new = batch
             if self.section.rollout_schedule == "tail_rounds":
-                again, new = next_tail_round(parked, len(lengths) - place, batch=batch, ahead=ahead)
+                again, new = next_tail_round(
+                    deferred, len(lengths) - place, batch=batch, ahead=ahead
+                )
             drawn = again + [(0, row, row) for row in range(place, place + new)]
             complete = {drawn[index] for index in self._round(drawn, lengths, expected)}
             chosen = set(sorted(complete, key=lambda each: each[1])[:batch])
@@ -134,7 +136,7 @@ class Simulation:
                 (times + ((times, number, row) not in complete), number, row)
                 for times, number, row in {*drawn} - chosen
             }
-            parked = sorted({*parked}.difference(again) | left)
+            deferred = sorted({*deferred}.difference(again) | left)
             place = place + new
             learned = learned + len(chosen)
 
@@ -201,14 +203,14 @@ class Simulation:
         )
         starts = np.full(lengths.shape, NEVER)
         owners = np.zeros(lengths.shape, np.int64)
-        first = np.array([chunk.place * n + chunk.responses.start for chunk in round.chunks])
+        first = np.array([chunk.group * n + chunk.responses.start for chunk in round.chunks])
         predicted = lengths if self.predicts else np.array(expected)[:, None].repeat(n, 1)
 
         points = [0]
         begun = 0
         while True:
             for index in round.started[begun:]:
-                place = round.chunks[index].place
+                place = round.chunks[index].group
                 responses = list(round.chunks[index].responses)
                 owner = round.owners[index]
                 starts[place, responses] = self._begin(

@@ -584,7 +584,7 @@ def decide(size: int, rows: int) -> None:
         divided=True,
     )
     lengths = [
-        [invented_length(chunk.place, place) for place in chunk.responses] for chunk in round.chunks
+        [invented_length(chunk.group, place) for place in chunk.responses] for chunk in round.chunks
     ]
 
     ages = [0] * len(lengths)

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from lightrft.app.observe.curves import read_history
-from lightrft.app.observe.symptoms import METRICS, REWARD_PART_PREFIX
+from lightrft.app.observe.symptoms import METRICS, REWARD_COMPONENT_PREFIX
 
 MOST_STEPS = 50
 
@@ -133,7 +133,7 @@ def collect(file: Path, folders: list[Path]) -> None:
         history = read_history(folder / "metrics.jsonl")
         found = {}
         for name, points in sorted(history.items()):
-            if name in METRICS or name.startswith(REWARD_PART_PREFIX):
+            if name in METRICS or name.startswith(REWARD_COMPONENT_PREFIX):
                 values = [value for _, value in points if value is not None]
                 stride = max(1, len(values) // MOST_STEPS)
                 found[name] = [float(f"{value:.3g}") for value in values[::stride]]

@@ -21,7 +21,7 @@ from lightrft.config import EngineSection, RewardSection, RolloutSection
 from lightrft.core.engine import Ended, derived_seed
 from lightrft.core.groups import Group
 from lightrft.core.rollout import Rollout
-from lightrft.core.sampler import Pending
+from lightrft.core.sampler import PendingRequest
 from lightrft.core.samples import Prompt
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.build import build_engine
@@ -133,19 +133,16 @@ class ForcedSampler(RunSampler):
     def decode(self, token_ids: list[int], **options: bool) -> str:
         return ""
 
-    def pending(self, group: Group, places: Sequence[int], seed: int) -> Iterator[Pending]:
-        for place in places:
-            sample = group.samples[place]
+    def requests(self, group: Group, slots: Sequence[int], seed: int) -> Iterator[PendingRequest]:
+        for slot in slots:
+            sample = group.samples[slot]
             if sample.finish_reason is None:
                 sampling = Sampling(
-                    max_tokens=int(self.lengths[group.row, place]), banned_token_ids=(END,)
+                    max_tokens=int(self.lengths[group.row, slot]), banned_token_ids=(END,)
                 )
-                seeds = (derived_seed(seed, group.number, place),)
-                yield (
-                    Request([*sample.prompt.token_ids], sampling=sampling, seeds=seeds),
-                    group,
-                    [place],
-                )
+                seeds = (derived_seed(seed, group.number, slot),)
+                request = Request([*sample.prompt.token_ids], sampling=sampling, seeds=seeds)
+                yield PendingRequest(request, group, [slot])
 
 
 def forced_rollout(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.means import MoreCounts, PromptTokens
+from lightrft.algorithms.means import MeanCounts, PromptTokens
 from lightrft.algorithms.terms import policy_objective
 from lightrft.config import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
@@ -61,13 +61,16 @@ def actor_logprobs(batch: Experience, seed: int) -> Tensor:
 
 
 def step_denominator(batch: Batch) -> Denominator:
-    learned = [bool(part.any()) for part in batch.loss_mask.split(batch.lengths.tolist())]
+    learned = [bool(mask.any()) for mask in batch.loss_mask.split(batch.lengths.tolist())]
     counts: dict[int, float] = {}
-    parts = batch.loss_mask.split(batch.lengths.tolist())
-    for group, part in zip(batch.groups.tolist(), parts, strict=True):
-        counts[group] = counts.get(group, 0.0) + float(part.sum())
-    more = MoreCounts(7, PromptTokens.of(counts))
-    return Denominator(batch.loss_mask.sum().float(), torch.tensor(float(sum(learned))), more=more)
+    masks = batch.loss_mask.split(batch.lengths.tolist())
+    for group, mask in zip(batch.groups.tolist(), masks, strict=True):
+        counts[group] = counts.get(group, 0.0) + float(mask.sum())
+    return Denominator(
+        batch.loss_mask.sum().float(),
+        torch.tensor(float(sum(learned))),
+        mean_counts=MeanCounts(7, PromptTokens.of(counts)),
+    )
 
 
 def loss_and_gradient(

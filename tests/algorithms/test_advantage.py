@@ -275,10 +275,10 @@ def spread(name: str, rewards: list[float], groups: list[int], responses: list[i
     return [
         sum(
             v
-            for v, r in zip(values[place:], responses[place:], strict=True)
-            if r == responses[place]
+            for v, r in zip(values[index:], responses[index:], strict=True)
+            if r == responses[index]
         )
-        for place in range(len(values))
+        for index in range(len(values))
     ]
 
 

@@ -44,12 +44,12 @@ def test_a_row_is_its_preset(row):
         )
         assert bounds == [preset[field] for field in expected if field in preset]
 
-        place, *rest = row[5].split(", ")
-        if place == "none":
+        where, *rest = row[5].split(", ")
+        if where == "none":
             assert preset["init_kl_coef"] == 0
         else:
             assert rest == [preset["kl_estimator"], str(preset["init_kl_coef"])]
-            assert preset["use_kl_loss"] == (place == "loss")
+            assert preset["use_kl_loss"] == (where == "loss")
 
         assert preset.get("advantages_norm", False) == ("normalised" in row[1])
 

@@ -185,14 +185,14 @@ def test_all_tokens_give_the_divergence_of_the_paper(beta, sharpness):
 
 
 @given(st.integers(0, 10_000), st.integers(1, 30), st.sampled_from([0, 0.1, 0.5, 0.9, 1]))
-def test_a_part_of_the_tokens_never_diverges_more_than_all(seed, k, beta):
+def test_some_of_the_tokens_never_diverges_more_than_all(seed, k, beta):
     logits, of_teacher = 3 * torch.randn(
         2, 1, 30, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
     top, ids = of_teacher.log_softmax(-1).topk(30)
     candidates = logits.log_softmax(-1).gather(1, ids)
-    part = generalized_jsd(candidates[:, :k], top[:, :k], beta).item()
-    assert -1e-9 <= part <= generalized_jsd(candidates, top, beta).item() + 2e-5
+    divergence = generalized_jsd(candidates[:, :k], top[:, :k], beta).item()
+    assert -1e-9 <= divergence <= generalized_jsd(candidates, top, beta).item() + 2e-5
 
 
 def test_the_entropy_coefficient_follows_the_paper():

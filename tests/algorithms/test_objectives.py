@@ -323,10 +323,10 @@ def test_gradients_are_known_before_the_log_probs_of_all_tokens_are(section):
         0 if reach_of(policy_losses[section.policy_loss]) == "token" else 1
     )
 
-    parts = [batch.loss_mask, batch.sequence_ids == 0, batch.sequence_ids != 0]
+    masks = [batch.loss_mask, batch.sequence_ids == 0, batch.sequence_ids != 0]
     if gradients.num_sequences == 0:
-        parts.append(torch.arange(len(logprobs)) % 3 == 1)
-    for some in parts:
+        masks.append(torch.arange(len(logprobs)) % 3 == 1)
+    for some in masks:
         found = gradients.compute(
             *(torch.where(some, values.detach(), 0.0) for values in (logprobs, entropy))
         )
@@ -369,8 +369,8 @@ def test_objectives_that_are_known_token_by_token():
         assert known.num_sequences == 0
         assert of_entropy is None and (gradient[learned] < 0).all() and not gradient[~learned].any()
 
-    own = policy_objective(AlgorithmSection(policy_loss=f"{__name__}:double_loss"))
-    for objective in (double_loss, ValueObjective(AlgorithmSection()), own):
+    by_name = policy_objective(AlgorithmSection(policy_loss=f"{__name__}:double_loss"))
+    for objective in (double_loss, ValueObjective(AlgorithmSection()), by_name):
         assert local_gradients(objective, batch, denominator) is None
 
 
@@ -405,6 +405,6 @@ def test_corrections_by_the_current_log_probs_join_tokens_of_a_sequence(fields, 
     assert torch.equal(found[first], expected[first])
 
 
-def own_correction(ratio: torch.Tensor) -> torch.Tensor:
+def correction_of_user(ratio: torch.Tensor) -> torch.Tensor:
     """A user's correction may look at all tokens."""
     return ratio / ratio.mean()

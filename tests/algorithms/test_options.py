@@ -20,7 +20,7 @@ def one(values, *, dual_clip, batch, scale=2.0):
 
 
 @losses.register("other")
-def other(values, *, eps_clip_low, dual_clip=None, **more):
+def other(values, *, eps_clip_low, dual_clip=None, **others):
     return values
 
 

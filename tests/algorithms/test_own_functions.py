@@ -45,13 +45,13 @@ wrong.properties = {"per": "word"}
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory) -> Path:
+def path(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("own") / "mine.py"
     file.write_text(OWN)
     return file
 
 
-def compared(own: str) -> list[float]:
+def compared(path: str) -> list[float]:
     """Compare two responses of each rank, of which the first has rewards of two steps."""
     from lightrft.models.parallel.mesh import world_axis
 
@@ -60,14 +60,14 @@ def compared(own: str) -> list[float]:
     samples = [Sample(prompt, axis.rank, [1, 2], [-1.0, -1.0], "", "stop") for _ in range(2)]
     samples[0].token_rewards = [3.0, 5.0]
     samples[1].reward = 7.0
-    section = AlgorithmSection(advantage_estimator=f"{own}:weighed")
+    section = AlgorithmSection(advantage_estimator=f"{path}:weighed")
     compare = compare_rewards(section, RewardShaper(RewardSection(), longest=2), {})
     return compare(compare.gather(axis, samples, first_row=2 * axis.rank)).tolist()
 
 
-def test_a_column_of_the_data_reaches_an_estimator_with_each_reward_of_all_ranks(own):
+def test_a_column_of_the_data_reaches_an_estimator_with_each_reward_of_all_ranks(path):
     expected = [0.5 * 3, 0.5 * 5, 0.5 * 7, 1.5 * 3, 1.5 * 5, 1.5 * 7]
-    assert run_ranks(2, compared, str(own)) == [expected, expected]
+    assert run_ranks(2, compared, str(path)) == [expected, expected]
 
 
 def refused(folder: Path, difficulties: list, estimator: str, capfd) -> str:
@@ -88,24 +88,24 @@ def refused(folder: Path, difficulties: list, estimator: str, capfd) -> str:
 
 
 @pytest.mark.parametrize("value", [None, "hard", math.nan, [1]])
-def test_a_column_without_numbers_is_named_before_a_model_is_loaded(tmp_path, own, capfd, value):
-    said = refused(tmp_path, [value] * 8, f"{own}:weighed", capfd)
+def test_a_column_without_numbers_is_named_before_a_model_is_loaded(tmp_path, path, capfd, value):
+    said = refused(tmp_path, [value] * 8, f"{path}:weighed", capfd)
     assert "train.jsonl:1: " in said and f"the column 'difficulty', and it is {value!r}" in said
 
 
-def test_a_single_row_without_a_number_is_named_too(tmp_path, own, capfd):
-    said = refused(tmp_path, [1.0] * 5 + [None, 1.0, 1.0], f"{own}:weighed", capfd)
+def test_a_single_row_without_a_number_is_named_too(tmp_path, path, capfd):
+    said = refused(tmp_path, [1.0] * 5 + [None, 1.0, 1.0], f"{path}:weighed", capfd)
     assert "train.jsonl:6: " in said and "train.jsonl:5: " not in said
 
 
-def test_a_column_of_the_rewards_is_not_one_of_the_data(tmp_path, own, capfd):
-    """Why: numbers of the data took the place of the rewards."""
-    said = refused(tmp_path, [1.0] * 8, f"{own}:of_rewards", capfd)
+def test_a_column_of_the_rewards_is_not_one_of_the_data(tmp_path, path, capfd):
+    """Why: numbers of the data replaced the rewards."""
+    said = refused(tmp_path, [1.0] * 8, f"{path}:of_rewards", capfd)
     assert "of_rewards asks for the column 'reward' of the data" in said
 
 
-def test_a_parameter_with_a_default_does_not_read_the_data_and_that_is_said(own):
-    section = AlgorithmSection(advantage_estimator=f"{own}:weighed")
+def test_a_parameter_with_a_default_does_not_read_the_data_and_that_is_said(path):
+    section = AlgorithmSection(advantage_estimator=f"{path}:weighed")
     row = {"difficulty": 1.0, "bonus": 2.0, "gamma": 3.0}
     (notice,) = unread_columns(section, row)
     assert "the column 'bonus' of the data is not read" in notice
@@ -114,8 +114,8 @@ def test_a_parameter_with_a_default_does_not_read_the_data_and_that_is_said(own)
 @pytest.mark.parametrize(
     ("name", "depends"), [("by_token", "token"), ("by_sequence", "sequence"), ("unknown", "batch")]
 )
-def test_a_loss_of_a_user_says_what_it_depends_on(own, name, depends):
-    section = AlgorithmSection(policy_loss=f"{own}:{name}")
+def test_a_loss_of_a_user_says_what_it_depends_on(path, name, depends):
+    section = AlgorithmSection(policy_loss=f"{path}:{name}")
 
     class Batch:
         old_logprobs = object()
@@ -125,6 +125,6 @@ def test_a_loss_of_a_user_says_what_it_depends_on(own, name, depends):
     assert len(notices) == (depends == "batch")
 
 
-def test_another_word_is_refused(own):
+def test_another_word_is_refused(path):
     with pytest.raises(ValueError, match="per='word' is none of token, sequence, batch"):
-        policy_objective(AlgorithmSection(policy_loss=f"{own}:wrong"))
+        policy_objective(AlgorithmSection(policy_loss=f"{path}:wrong"))

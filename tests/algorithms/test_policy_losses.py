@@ -331,22 +331,22 @@ def test_masked_tokens_do_not_count(name, seed):
 @given(
     mode=st.sampled_from(MODES),
     seed=st.integers(0, 10**6),
-    parts=st.integers(1, 3),
+    num_ranks=st.integers(1, 3),
     random=st.randoms(use_true_random=False),
 )
-def test_no_split_into_micro_batches_changes_anything(name, mode, seed, parts, random):
+def test_no_split_into_micro_batches_changes_anything(name, mode, seed, num_ranks, random):
     whole = random_experience([".xx.x", ".x", "...", "xxx", "..xxxx"], seed)
     logprobs = actor_logprobs(whole, seed + 1)
     denominator = step_denominator(whole)
     chosen = section(name, loss_agg_mode=mode, **EVERYTHING)
     expected, gradient, _ = loss_and_gradient(chosen, whole, logprobs, denominator)
-    owners = [random.randrange(parts) for _ in range(len(whole))]
+    owners = [random.randrange(num_ranks) for _ in range(len(whole))]
     total = 0.0
 
     pieces = logprobs.split(whole.lengths.tolist())
     gradients = list(torch.zeros_like(logprobs).split(whole.lengths.tolist()))
-    for part in range(parts):
-        rows = [row for row, owner in enumerate(owners) if owner == part]
+    for rank in range(num_ranks):
+        rows = [row for row, owner in enumerate(owners) if owner == rank]
         if rows:
             mine = torch.cat([pieces[row] for row in rows])
             loss, slopes, _ = loss_and_gradient(chosen, whole.select(rows), mine, denominator)
@@ -364,7 +364,7 @@ def test_a_loss_that_needs_marks_says_so():
         policy_objective(section("kl_cov"))(batch.old_logprobs, batch, step_denominator(batch))
 
 
-def own_loss(logprobs, old_logprobs, advantages, *, temperature_of_mine):
+def loss_of_user(logprobs, old_logprobs, advantages, *, temperature_of_mine):
     return logprobs, {}
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import grad
 
-from lightrft.algorithms.means import MoreCounts, PromptTokens, means
+from lightrft.algorithms.means import MeanCounts, PromptTokens, means
 from lightrft.core.batch import Experience
 from lightrft.core.losses import Denominator, sequence_sums
 
@@ -35,7 +35,7 @@ GROUPS = [4, 9, 2, 4]
 DENOMINATOR = Denominator(
     tokens=torch.tensor(6.0),
     sequences=torch.tensor(3.0),
-    more=MoreCounts(10, PromptTokens.of({4: 5.0, 9: 1.0, 2: 0.0})),
+    mean_counts=MeanCounts(10, PromptTokens.of({4: 5.0, 9: 1.0, 2: 0.0})),
 )
 BY_HAND = {
     "token-mean": 15 / 6,
@@ -79,8 +79,8 @@ def test_masked_tokens_do_not_count_whatever_they_hold(mode, unlearned):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_learns_nothing_has_loss_zero(mode):
     values = torch.ones(3, requires_grad=True)
-    more = MoreCounts(10, PromptTokens.of({9: 0.0, 8: 0.0}))
-    nothing = Denominator(torch.tensor(0.0), torch.tensor(0.0), more=more)
+    mean_counts = MeanCounts(10, PromptTokens.of({9: 0.0, 8: 0.0}))
+    nothing = Denominator(torch.tensor(0.0), torch.tensor(0.0), mean_counts=mean_counts)
     loss = means[mode](values, make_batch([[0, 0], [0]]), nothing)
     assert loss.item() == 0.0
     assert grad(loss, values)[0].tolist() == [0.0, 0.0, 0.0]
@@ -98,7 +98,7 @@ SEQUENCES = st.lists(
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=60)
 @given(SEQUENCES, st.integers(1, 5), st.randoms(use_true_random=False))
-def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, parts, random):
+def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, num_ranks, random):
     """Sequences are dealt at random over ranks and micro-batches; the shares add up to the mean in
     plain Python.
     """
@@ -122,14 +122,14 @@ def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, parts, rando
     denominator = Denominator(
         torch.tensor(float(tokens)),
         torch.tensor(float(len(present))),
-        more=MoreCounts(7, PromptTokens.of(counts)),
+        mean_counts=MeanCounts(7, PromptTokens.of(counts)),
     )
-    share = [random.randrange(parts) for _ in sequences]
+    share = [random.randrange(num_ranks) for _ in sequences]
     total = 0.0
 
-    for part in range(parts):
-        mine = [sequence for sequence, owner in zip(sequences, share, strict=True) if owner == part]
-        of_mine = [group for group, owner in zip(groups, share, strict=True) if owner == part]
+    for rank in range(num_ranks):
+        mine = [sequence for sequence, owner in zip(sequences, share, strict=True) if owner == rank]
+        of_mine = [group for group, owner in zip(groups, share, strict=True) if owner == rank]
         batch = make_batch(
             [[is_learned for is_learned, _ in sequence] for sequence in mine], of_mine
         )
@@ -145,8 +145,8 @@ def test_sequence_sums():
     ).tolist() == [1.0, 6.0, 8.0]
 
 
-@pytest.mark.parametrize("more", [None, MoreCounts(10)])
-def test_the_mean_over_prompts_needs_their_tokens(more):
-    denominator = Denominator(torch.tensor(1.0), torch.tensor(1.0), more=more)
+@pytest.mark.parametrize("mean_counts", [None, MeanCounts(10)])
+def test_the_mean_over_prompts_needs_their_tokens(mean_counts):
+    denominator = Denominator(torch.tensor(1.0), torch.tensor(1.0), mean_counts=mean_counts)
     with pytest.raises(ValueError, match="prompt-mean needs the tokens of each prompt"):
         means["prompt-mean"](torch.zeros(2), make_batch([[0, 1]]), denominator)

@@ -180,8 +180,10 @@ def test_explained_variance_by_hand_over_all_ranks():
     assert explained_variance(values, returns, mask, alone).item() == pytest.approx(1 - 2 / 26)
     # of the last two, around 4 and 1
     others = iter([torch.tensor([2.0, 11.0, 3.0]), torch.tensor([17.0, 1.0])])
-    part = explained_variance(values[:2], returns[:2], mask[:2], lambda total: total + next(others))
-    assert part.item() == pytest.approx(1 - 2 / 26)
+    local = explained_variance(
+        values[:2], returns[:2], mask[:2], lambda total: total + next(others)
+    )
+    assert local.item() == pytest.approx(1 - 2 / 26)
     assert not explained_variance(values, torch.ones(4), mask, alone).isfinite()
     assert not explained_variance(
         values, returns, torch.zeros(4, dtype=torch.bool), alone

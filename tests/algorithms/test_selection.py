@@ -41,8 +41,8 @@ def test_largest_agrees_with_sorting(sequences, count):
     )
     flat = [(value, learned) for sequence in sequences for value, learned in sequence]
     ranked = sorted(
-        (place for place, (_, learned) in enumerate(flat) if learned),
-        key=lambda place: (-flat[place][0], place),
+        (index for index, (_, learned) in enumerate(flat) if learned),
+        key=lambda index: (-flat[index][0], index),
     )
     chosen = largest(
         torch.tensor([value for value, _ in flat]), batch.loss_mask, count, batch, alone
@@ -126,11 +126,11 @@ def experience() -> Experience:
     )
 
 
-def choose(part: Experience, total) -> dict[str, torch.Tensor]:
+def choose(rows: Experience, total) -> dict[str, torch.Tensor]:
     return {
-        "forks": top_share(part.entropy, 0.5, part, total),
-        "highest": highest(part, total, cov_ratio=0.3),
-        "drawn": drawn(part, total, cov_ratio=0.2, clip_cov_range=[0.0, 3.0]),
+        "forks": top_share(rows.entropy, 0.5, rows, total),
+        "highest": highest(rows, total, cov_ratio=0.3),
+        "drawn": drawn(rows, total, cov_ratio=0.2, clip_cov_range=[0.0, 3.0]),
     }
 
 
@@ -138,17 +138,17 @@ def choose_on_ranks(shares: list[list[int]]) -> dict[str, dict[int, list[bool]]]
     import torch.distributed as dist
 
     mine = shares[dist.get_rank()]
-    part = experience().select(mine)
+    rows = experience().select(mine)
 
     def total(value: torch.Tensor) -> torch.Tensor:
         value = value.clone()
         dist.all_reduce(value)
         return value
 
-    lengths = part.lengths.tolist()
+    lengths = rows.lengths.tolist()
     return {
         name: {row: piece.tolist() for row, piece in zip(mine, chosen.split(lengths), strict=True)}
-        for name, chosen in choose(part, total).items()
+        for name, chosen in choose(rows, total).items()
     }
 
 
@@ -200,7 +200,7 @@ def test_the_last_bits_choose_nothing(scale):
 def test_covariances_by_hand():
     # log-probs -1, -2, -6 have mean -3; advantages 4, 1, 1 mean 2: (2)(2), (1)(-1), (-3)(-1)
     batch = make_batch([".xx", "x"])
-    part = Experience(
+    rows = Experience(
         lengths=batch.lengths,
         input_ids=batch.input_ids,
         loss_mask=batch.loss_mask,
@@ -208,16 +208,16 @@ def test_covariances_by_hand():
         old_logprobs=torch.tensor([50.0, -1.0, -2.0, -6.0]),
         advantages=torch.tensor([50.0, 4.0, 1.0, 1.0]),
     )
-    assert covariances(part, alone)[batch.loss_mask].tolist() == [4.0, -1.0, 3.0]
-    assert highest(part, alone, cov_ratio=0.67).tolist() == [False, True, False, True]
+    assert covariances(rows, alone)[batch.loss_mask].tolist() == [4.0, -1.0, 3.0]
+    assert highest(rows, alone, cov_ratio=0.67).tolist() == [False, True, False, True]
 
-    assert drawn(part, alone, cov_ratio=1.0, clip_cov_range=[2.5, 3.5]).tolist() == [
+    assert drawn(rows, alone, cov_ratio=1.0, clip_cov_range=[2.5, 3.5]).tolist() == [
         False,
         False,
         False,
         True,
     ]
-    assert not drawn(part, alone, cov_ratio=1.0, clip_cov_range=[5.0, 9.0]).any()
+    assert not drawn(rows, alone, cov_ratio=1.0, clip_cov_range=[5.0, 9.0]).any()
 
 
 def test_lots_are_fair_and_belong_to_the_sequence():

@@ -1,4 +1,4 @@
-"""Why: what a step collects depends on seeds, groups and places, and on no rank or batch."""
+"""Why: what a step collects depends on seeds, groups and slots, and on no rank or batch."""
 
 from dataclasses import dataclass, field
 from itertools import chain
@@ -64,9 +64,9 @@ def scheduler_of(rank: int, size: int, engine: Echo) -> NextPrompts:
 def responses(schedulers: list[NextPrompts], step: int) -> dict[tuple[int, int], list[int]]:
     groups = chain.from_iterable(each.generate(step) for each in schedulers)
     return {
-        (group.number, place): sample.token_ids
+        (group.number, slot): sample.token_ids
         for group in groups
-        for place, sample in enumerate(group.samples)
+        for slot, sample in enumerate(group.samples)
     }
 
 
@@ -79,14 +79,14 @@ def test_any_number_of_ranks_draws_the_same(size):
         assert len(whole) == 4 * 3 and responses(several, step) == whole
 
 
-def test_a_response_draws_from_the_seed_of_its_step_group_and_place():
+def test_a_response_draws_from_the_seed_of_its_step_group_and_slot():
     drawn = responses([scheduler_of(0, 1, Echo())], 2)
     rows = Order(7, 5).rows(0, 4)
     of_step = derived_seed(5, 2, 0, 0)
     assert drawn == {
-        (number, place): [row, derived_seed(of_step, number, place) % 256]
+        (number, slot): [row, derived_seed(of_step, number, slot) % 256]
         for number, row in enumerate(rows, 1)
-        for place in range(3)
+        for slot in range(3)
     }
 
 
@@ -99,7 +99,7 @@ def test_an_aborted_response_goes_on_with_a_request_of_its_own():
     second.token_ids = []
 
     loop = scheduler.sampler.open(seed=9)
-    loop.add([(group, group.places)])
+    loop.add([(group, group.slots)])
     assert loop.running() == {(group.number, 0), (group.number, 1)}
     assert list(loop.steps()) == [group]
     new, rest = engine.asked[-1]
@@ -115,7 +115,7 @@ def test_an_abort_ends_the_requests_and_not_the_responses():
     for sample in group.samples:
         sample.finish_reason = None
     loop = scheduler.sampler.open(seed=9)
-    loop.add([(group, group.places)])
+    loop.add([(group, group.slots)])
     loop.abort()
     assert not loop.running() and list(loop.steps()) == []
     assert [len(sample.token_ids) for sample in group.samples] == [2, 2, 2] and not group.complete
@@ -138,8 +138,8 @@ def test_a_column_of_a_caller_moves_with_its_tokens_and_sequences():
     batch.rows = torch.tensor([0, 1])
     batch.set_column("mine", torch.tensor([0.1, 0.2, 0.3]))
     batch.set_column("difficulty", torch.tensor([1.0, 2.0]), per="sequence")
-    part = batch.select([1]).to("cpu")
-    assert part.mine.tolist() == pytest.approx([0.3]) and part.difficulty.tolist() == [2.0]
+    selected = batch.select([1]).to("cpu")
+    assert selected.mine.tolist() == pytest.approx([0.3]) and selected.difficulty.tolist() == [2.0]
 
 
 @dataclass

@@ -246,7 +246,7 @@ def test_labels_of_all_types_reach_worker_processes(tmp_path):
     for sample in samples:
         judge.begin([sample])
     judge.finish(samples)
-    assert [sample.reward_parts for sample in samples] == [
+    assert [sample.reward_components for sample in samples] == [
         {"exact_match": 1.0, "right": 1.0},
         {"exact_match": 0.0, "right": 1.0},
     ]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from flat_models import make_batch, make_model
-from lightrft.algorithms.means import MoreCounts, PromptTokens
+from lightrft.algorithms.means import MeanCounts, PromptTokens
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.terms import policy_objective
 from lightrft.config import AlgorithmSection
@@ -99,7 +99,7 @@ def test_a_micro_batch_never_waits_for_the_device(fields):
     logprobs, entropy = token_logprobs(hidden, weight, part.input_ids, temperature=0.7, chunk=5)
     part.entropy = entropy
     prompts = PromptTokens(on_device(2, dtype=torch.int64), on_device(2))
-    denominator = Denominator(on_device(), on_device(), more=MoreCounts(8, prompts))
+    denominator = Denominator(on_device(), on_device(), mean_counts=MeanCounts(8, prompts))
     loss, report = objective(logprobs, part, denominator)
     loss.backward()
     for name, values in (report | {"train/entropy": entropy.detach()}).items():

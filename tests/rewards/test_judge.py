@@ -169,7 +169,7 @@ DIGIT = {
 
 
 def in_engine(folder: str) -> list[tuple[str, float, dict]]:
-    """Return (prompt, reward, parts) of this rank's samples.
+    """Return (prompt, reward, components) of this rank's samples.
 
     The first rank has one more than the second.
     """
@@ -196,7 +196,7 @@ def in_engine(folder: str) -> list[tuple[str, float, dict]]:
     runner.ask_judge(samples[:1])
     runner(samples)
 
-    return [(sample.prompt.text, sample.reward, sample.reward_parts) for sample in samples]
+    return [(sample.prompt.text, sample.reward, sample.reward_components) for sample in samples]
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_the_engine_judges_as_transformers_generates(tmp_path):
     flags = prepare(tmp_path)
     folder = str(tmp_path / "model")
     one, two = (
-        dict((text, rest) for part in run_ranks(ranks, in_engine, folder) for text, *rest in part)
+        dict((text, rest) for share in run_ranks(ranks, in_engine, folder) for text, *rest in share)
         for ranks in (1, 2)
     )
     assert one == two and len(one) == 24
@@ -212,7 +212,7 @@ def test_the_engine_judges_as_transformers_generates(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     compared = 0
 
-    for text, (reward, parts) in one.items():
+    for text, (reward, components) in one.items():
         asked = JudgeSettings(RewardSection(**DIGIT)).text(
             Sample(Prompt(0, text, [1], {}), 0, [], [], "yes", "stop"), {}
         )
@@ -229,7 +229,7 @@ def test_the_engine_judges_as_transformers_generates(tmp_path):
 
         if digits:
             compared += 1
-            assert reward == pytest.approx(2 * int(digits[-1]) / 9) and parts[
+            assert reward == pytest.approx(2 * int(digits[-1]) / 9) and components[
                 "judge"
             ] == pytest.approx(reward)
 

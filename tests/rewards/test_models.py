@@ -48,7 +48,7 @@ def samples() -> list[Sample]:
         )
         text = f"{number}!"
         response = [
-            10 if place in ENDS.get(number, ()) else token for place, token in enumerate(response)
+            10 if index in ENDS.get(number, ()) else token for index, token in enumerate(response)
         ]
         asked = Prompt(
             number, f"{number}?", prompt, {"label": str(number), "models": CHOSEN[number]}
@@ -64,7 +64,7 @@ def runner(address: str, **settings) -> RewardRunner:
 
 
 def by_step(given: list[Sample], **_) -> list:
-    """Return a number, a reward for each token, and parts, in turn."""
+    """Return a number, a reward for each token, and components, in turn."""
     kinds = {
         0: lambda s: 2.0,
         1: lambda s: [1.0],
@@ -84,7 +84,7 @@ def scored(
     judge = RewardRunner("by_step", made.mesh.model_parallel, RewardSection(reward_workers=0))
     models = [rows.reward_model(made, folder, max_tokens=24) for folder in folders]
     whole = [
-        ScoringModel(f"model{place}", model, COEFFICIENT) for place, model in enumerate(models)
+        ScoringModel(f"model{number}", model, COEFFICIENT) for number, model in enumerate(models)
     ]
     of_lines = StepRewards(
         AutoTokenizer.from_pretrained(folders[0].rpartition("/")[0]), "\n", "sum"
@@ -96,7 +96,7 @@ def scored(
         judge.models.compute_early(mine[:early])
     judge(mine)
 
-    return [(sample.reward, sample.reward_parts, sample.token_rewards) for sample in mine]
+    return [(sample.reward, sample.reward_components, sample.token_rewards) for sample in mine]
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +113,12 @@ def test_scores_are_added_to_what_the_function_says(folders, held, early):
     Some of them, or all, are computed early.
     """
     found = [
-        each for part in run_ranks(len(held), scored, folders, held, None, early) for each in part
+        each for share in run_ranks(len(held), scored, folders, held, None, early) for each in share
     ]
 
     plain = [rows.plain_scorer(folder) for folder in folders]
     function = [2.0, 1.0, 4.0, 0.0, 1.0]
-    for sample, (reward, parts, tokens), said in zip(samples(), found, function, strict=True):
+    for sample, (reward, components, tokens), said in zip(samples(), found, function, strict=True):
         ids = torch.tensor([*sample.prompt.token_ids, *sample.token_ids])
         with torch.no_grad():
             scores = [
@@ -126,8 +126,10 @@ def test_scores_are_added_to_what_the_function_says(folders, held, early):
             ]
 
         assert reward == pytest.approx(said + sum(scores), abs=1e-4)
-        own = {"a": 1.0, "b": 3.0} if sample.group == 2 else {"function": said}
-        assert parts == pytest.approx(own | {"model0": scores[0], "model1": scores[1]}, abs=1e-4)
+        from_function = {"a": 1.0, "b": 3.0} if sample.group == 2 else {"function": said}
+        assert components == pytest.approx(
+            from_function | {"model0": scores[0], "model1": scores[1]}, abs=1e-4
+        )
 
         if sample.group == 4:
             assert tokens == [1.0, *[None] * 7, pytest.approx(sum(scores), abs=1e-4)]
@@ -139,10 +141,10 @@ def test_scores_are_added_to_what_the_function_says(folders, held, early):
 
 @pytest.mark.slow
 def test_a_column_chooses_models_and_steps_get_rewards_of_their_own(folders):
-    found = [each for part in run_ranks(2, scored, folders, [2, 3], "models") for each in part]
+    found = [each for share in run_ranks(2, scored, folders, [2, 3], "models") for each in share]
     outcome, process = (rows.plain_scorer(folder) for folder in folders)
     function = [2.0, 1.0, 4.0, 0.0, 1.0]
-    for sample, chosen, (reward, parts, tokens), said in zip(
+    for sample, chosen, (reward, components, tokens), said in zip(
         samples(), CHOSEN, found, function, strict=True
     ):
         ids = torch.tensor([*sample.prompt.token_ids, *sample.token_ids])
@@ -155,19 +157,19 @@ def test_a_column_chooses_models_and_steps_get_rewards_of_their_own(folders):
         ends = sorted({*ENDS.get(sample.group, ()), len(sample.token_ids) - 1} - {-1})
         if "steps" in chosen and ends:
             expected["steps"] = 2 * float(correct[ends].sum())
-            own = {0: [None] * 4 + [2.0], 2: [None, 4.0 + last], 4: [1.0] + [None] * 8}[
+            before = {0: [None] * 4 + [2.0], 2: [None, 4.0 + last], 4: [1.0] + [None] * 8}[
                 sample.group
             ]
             of_steps = [
-                2 * float(correct[place]) if place in ends else None for place in range(len(own))
+                2 * float(correct[index]) if index in ends else None for index in range(len(before))
             ]
-            pairs = zip(own, of_steps, strict=True)
+            pairs = zip(before, of_steps, strict=True)
             assert tokens == [
                 pytest.approx((a or 0) + (b or 0), abs=1e-4) if (a, b) != (None, None) else None
                 for a, b in pairs
             ]
 
-        assert (parts or {"function": reward}) == pytest.approx(expected, abs=1e-4)
+        assert (components or {"function": reward}) == pytest.approx(expected, abs=1e-4)
         assert reward == pytest.approx(sum(expected.values()), abs=1e-4)
 
 

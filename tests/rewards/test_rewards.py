@@ -182,9 +182,9 @@ BROKEN = {
         "return torch.tensor(1.0)",
         r"tensor\(1.\) is not a list of 2 rewards",
     ),
-    "parts": (
+    "components": (
         "return {'format': [1, 2], 'answer': [0, 1]}",
-        "{.*} is not a list .*; to return parts of a reward",
+        "{.*} is not a list .*; to return components of a reward",
     ),
     "rewards by row": ("return {0: 1.0, 1: 2.0}", "{0: 1.0, 1: 2.0} is not a list of 2 rewards"),
     "a text": ("return '12'", "'12' is not a list of 2 rewards"),
@@ -432,7 +432,7 @@ def test_steps_without_a_number(name, message):
         judged(f"{__file__}:{name}", replace(sample(""), token_ids=[1, 2]))
 
 
-def parts(samples, **columns):
+def components(samples, **columns):
     return [{"format": 0.1, "answer": 1.0}, {"format": 0.1}, {}]
 
 
@@ -445,7 +445,7 @@ def reordered(samples, **columns):
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3], [1]])
-def test_equal_parts_in_another_order_are_an_equal_reward(tokens):
+def test_equal_components_in_another_order_are_an_equal_reward(tokens):
     samples = [sample(""), sample("")]
     for each in samples:
         each.token_ids = tokens
@@ -453,20 +453,20 @@ def test_equal_parts_in_another_order_are_an_equal_reward(tokens):
     assert first == second
 
 
-def test_a_reward_may_have_parts():
+def test_a_reward_may_have_components():
     samples = [sample("") for _ in range(3)]
-    assert judged(f"{__file__}:parts", *samples) == [1.1, 0.1, 0.0]
-    assert samples[0].reward_parts == {"format": 0.1, "answer": 1.0}
+    assert judged(f"{__file__}:components", *samples) == [1.1, 0.1, 0.0]
+    assert samples[0].reward_components == {"format": 0.1, "answer": 1.0}
     judged("exact_match", *[replace(s, prompt=sample("", label="").prompt) for s in samples])
 
 
-def test_a_part_that_is_not_a_number():
+def test_a_component_that_is_not_a_number():
     def bad(samples, **columns):
         return [{"format": "well"}]
 
-    rewards.register("bad parts")(bad)
+    rewards.register("bad components")(bad)
     with pytest.raises(ValueError, match="'well' is not a finite number"):
-        judged("bad parts", sample(""))
+        judged("bad components", sample(""))
 
 
 def of_verl(solution_str, ground_truth):
@@ -552,7 +552,7 @@ def test_functions_for_verl_and_easy_r1_are_called_as_there(name, column):
     judge.check([one.prompt for one in samples])
     assert judge.row_problem(samples[0].prompt) is None
     judge(samples)
-    assert [one.reward for one in samples] == [1.0, 0.0] and not samples[0].reward_parts
+    assert [one.reward for one in samples] == [1.0, 0.0] and not samples[0].reward_components
 
     for null in (
         {"label": None},

@@ -108,7 +108,7 @@ def test_several_models_on_two_ranks_answer_a_run(folders, monkeypatch):
                 ].sigmoid()
             ends = [5, 7] if "\n\n" in response else [len(response)]
             expected = {"good": float(good), "steps": float(steps[ends].sum())}
-            assert sample.reward_parts == pytest.approx(expected, abs=1e-4)
+            assert sample.reward_components == pytest.approx(expected, abs=1e-4)
 
         assert post(address, {"query": ["x"]})[0] == 401
         process.send_signal(signal.SIGINT)
@@ -137,17 +137,17 @@ def test_bad_requests_are_answered_and_the_server_goes_on(folders):
             status, answer = post(address, content)
             assert status == 400 and "the request" in answer["error"]
 
-        place = address.removeprefix("http://").split(":")
+        host_and_port = address.removeprefix("http://").split(":")
         head = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
         for sent in MALFORMED:
             answer = b""
-            with socket.create_connection(place, timeout=30) as client:
+            with socket.create_connection(host_and_port, timeout=30) as client:
                 client.sendall(head + sent)
-                while part := client.recv(1 << 16):
-                    answer += part
+                while chunk := client.recv(1 << 16):
+                    answer += chunk
             assert answer.startswith(b"HTTP/1.1 400 "), (sent[:50], answer)
 
-        with socket.create_connection(place, timeout=30) as client:
+        with socket.create_connection(host_and_port, timeout=30) as client:
             client.sendall(head + b"Content-Length: 50\r\n\r\n{")  # and then it leaves
 
         assert post(address, {"query": []}) == (200, {"rewards": []})

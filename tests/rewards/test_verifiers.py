@@ -92,8 +92,8 @@ def test_a_label_is_an_answer_or_a_list_of_alternatives(name):
     letters = {"7": "B", "9": "(D)", 7: "b", 9: "d"}
     for label in LABELS:
         if name == "choice":
-            parts = label if isinstance(label, list) else [label]
-            label = [part and letters[part] for part in parts]
+            answers = label if isinstance(label, list) else [label]
+            label = [answer and letters[answer] for answer in answers]
         right, wrong = (sample(text, label=label) for text in RIGHT[name])
         assert judged(name, right, wrong) == [1.0, 0.0], label
         assert RewardRunner(name).row_problem(right.prompt) is None
@@ -224,10 +224,10 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("part", LONG)
-def test_choice_takes_a_time_proportional_to_the_length(part):
+@pytest.mark.parametrize("text", LONG)
+def test_choice_takes_a_time_proportional_to_the_length(text):
     began = time.process_time()
-    rewards["choice"]([sample(part * (200_000 // len(part)))], label=["B"])
+    rewards["choice"]([sample(text * (200_000 // len(text)))], label=["B"])
     assert time.process_time() - began < 5
 
 

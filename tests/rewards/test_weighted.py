@@ -1,4 +1,4 @@
-"""Several rewards with weights: their sum and parts, the choice by a column, and errors."""
+"""Several rewards with weights: their sum and components, the choice by a column, and errors."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def rewarded(terms: str, *samples, workers: int = 0, **settings):
     runner = RewardRunner(terms, section=RewardSection(reward_workers=workers, **settings))
     runner.check([each.prompt for each in samples])
     runner(list(samples))
-    return [(each.reward, each.reward_parts) for each in samples]
+    return [(each.reward, each.reward_components) for each in samples]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_each_reward_is_normalised_alone_and_weighed_by_its_flag(file):
     assert compare(table).tolist() == pytest.approx([one / std for one in sums], abs=1e-3)
 
 
-def test_equal_parts_of_a_reward_have_no_advantage(file):
+def test_equal_components_of_a_reward_have_no_advantage(file):
     """The mean of three times 0.1 is another number in float64."""
     terms = f"{file}:length:0.1"
     samples = [sample("a") for _ in range(3)]

@@ -66,11 +66,11 @@ class RewardObjective:
         right = self.is_right(chosen.detach() - rejected.detach(), tie)
         report = pair_report(chosen, rejected, right)
         of_heads = {
-            name: split_pairs(batch.heads)[0] == place for place, name in enumerate(self.heads)
+            name: split_pairs(batch.heads)[0] == index for index, name in enumerate(self.heads)
         }
         report |= {
-            f"train/accuracy_of_{name}": Weighted(right.float(), own.float())
-            for name, own in of_heads.items()
+            f"train/accuracy_of_{name}": Weighted(right.float(), has_head.float())
+            for name, has_head in of_heads.items()
         }
 
         return losses.sum() / denominator.sequences, report

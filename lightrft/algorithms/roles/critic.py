@@ -22,11 +22,11 @@ class Critic(DistributedRole):
         That is the state after the earlier tokens, where it is chosen. Column 0 and the padding are
         0, as in get_logprobs().
         """
-        return {"values": self._answer(batch, lambda part: self.forward(part)[0], mbs)}
+        return {"values": self._answer(batch, lambda micro: self.forward(micro)[0], mbs)}
 
     def values(self, batch: Batch, rows: Rows) -> Tensor:
         """Return the same values for a flat batch: [T] float32 on the host."""
-        return self.infer(lambda part: self.forward(part)[0], batch, rows)
+        return self.infer(lambda micro: self.forward(micro)[0], batch, rows)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Report]:
         """Return the values of all tokens [T]; objectives use the learned ones."""

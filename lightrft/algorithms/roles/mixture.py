@@ -94,16 +94,16 @@ class MixturePolicy(Policy):
 
         sums = []
         with torch.no_grad():
-            for part in micro_batches(batch, rows, self.strategy.to_device):
+            for micro_batch in micro_batches(batch, rows, self.strategy.to_device):
                 # Without a learned token the head computes nothing: only routers are of interest.
                 unlearned = replace(
-                    part,
-                    loss_mask=torch.zeros_like(part.loss_mask),
-                    learned=part.learned_tokens[:0],
+                    micro_batch,
+                    loss_mask=torch.zeros_like(micro_batch.loss_mask),
+                    learned=micro_batch.learned_tokens[:0],
                 )
                 with self.routers.watch() as outputs:
                     self.actor(unlearned, self.temperature, ALL, WITHOUT_ENTROPY)
-                sums.append(self.routers.routing(outputs, part, self.actor.sequence))
+                sums.append(self.routers.routing(outputs, micro_batch, self.actor.sequence))
 
         local_routing = Routing(
             *(sum(getattr(each, field.name) for each in sums) for field in fields(Routing))

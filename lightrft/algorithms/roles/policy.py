@@ -57,7 +57,7 @@ class Policy(DistributedRole, PolicyMethods):
         """Set up the policy.
 
         An actor with adapters may be its own `reference`, computed without the adapters. All
-        log-probs refer to the sampling distribution: at `temperature`, over the part of the
+        log-probs refer to the sampling distribution: at `temperature`, over the tokens of the
         vocabulary that `truncation` leaves. `options` go to DistributedRole: average, max_tokens,
         max_logprob_tokens, batching.
         """
@@ -83,13 +83,13 @@ class Policy(DistributedRole, PolicyMethods):
 
         [T] float32 on the host.
         """
-        return self.infer(lambda part: self._token_logprobs(self.actor, part), batch, rows)
+        return self.infer(lambda micro: self._token_logprobs(self.actor, micro), batch, rows)
 
     def logprobs_and_entropy(self, batch: Batch, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return logprobs(), and the entropy of the distribution at the same places: [T], [T]."""
+        """Return logprobs(), and the entropy of the distribution at these positions: [T], [T]."""
 
-        def ask(part: Batch) -> Tensor:
-            return torch.stack(self.actor(part, self.temperature, self.truncation), dim=1)
+        def ask(micro: Batch) -> Tensor:
+            return torch.stack(self.actor(micro, self.temperature, self.truncation), dim=1)
 
         both = self.infer(ask, batch, rows)
         return both[:, 0], both[:, 1]
@@ -102,8 +102,8 @@ class Policy(DistributedRole, PolicyMethods):
         """
         num = min(k, self.vocabulary_size)
 
-        def ask(part: Batch) -> Tensor:
-            logprobs, ids = self.actor(part, self.temperature, self.truncation, Likeliest(num))
+        def ask(micro: Batch) -> Tensor:
+            logprobs, ids = self.actor(micro, self.temperature, self.truncation, Likeliest(num))
             logprobs = F.pad(logprobs, (0, k - num), value=-torch.inf)
             # The columns of all micro-batches may be too much for the device. Float32 is exact for
             # ids below 2^24.
@@ -120,7 +120,7 @@ class Policy(DistributedRole, PolicyMethods):
         batch = replace(batch, experts=None)
         with self._reference() as reference:
             return self.infer(
-                lambda part: self._token_logprobs(reference, part), batch, rows, reference
+                lambda micro: self._token_logprobs(reference, micro), batch, rows, reference
             )
 
     def forward(
@@ -144,11 +144,11 @@ class Policy(DistributedRole, PolicyMethods):
         """
         gradients = local_gradients(term.objective, batch, term.denominator)
         values, report = (term.forward or self.forward)(batch, gradients)
-        loss, more = term.objective(values, batch, term.denominator)
-        return loss, more | report
+        loss, objective_report = term.objective(values, batch, term.denominator)
+        return loss, objective_report | report
 
     def update_reference(self, step: int, section: AlgorithmSection) -> None:
-        """Move the reference after a step, on each rank for its part.
+        """Move the reference after a step, on each rank for its share.
 
         reference <- ref_ema * reference + (1 - ref_ema) * actor after each step, or a copy of the
         actor after every `ref_refresh_steps`.
@@ -164,7 +164,7 @@ class Policy(DistributedRole, PolicyMethods):
         """Return log-probs of given answers that were not sampled, [T].
 
         They are at temperature 1, of all tokens, without the entropy. `targets` [T] are other
-        tokens in the places of the answers' own.
+        tokens at the positions of the answers' own.
         """
         read = TokenLogprobs(entropy=False, targets=targets, gradients=gradients)
         return self.actor(batch, 1.0, ALL, read)[0], {}

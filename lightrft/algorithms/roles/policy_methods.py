@@ -63,7 +63,7 @@ class PolicyMethods:
 
         Column 0 and the padding are 0.
         """
-        values = self._answer(batch, lambda part: self._token_logprobs(self.actor, part), mbs)
+        values = self._answer(batch, lambda micro: self._token_logprobs(self.actor, micro), mbs)
         return {"logprobs": values}
 
     def get_reference_logprobs(
@@ -72,7 +72,7 @@ class PolicyMethods:
         """Return `reference_logprobs` [B, S]: the same under the reference model."""
         with self._reference() as reference:
             values = self._answer(
-                batch, lambda part: self._token_logprobs(reference, part), mbs, reference
+                batch, lambda micro: self._token_logprobs(reference, micro), mbs, reference
             )
         return {"reference_logprobs": values}
 

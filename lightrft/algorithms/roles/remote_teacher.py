@@ -56,17 +56,17 @@ class RemoteTeacher:
         columns = batch.input_ids, batch.loss_mask
         ids, masks = (column.split(batch.lengths.tolist()) for column in columns)
 
-        # Ranks of one replica hold the same batch, so each asks for a part of the sequences.
-        scored_places = [place for place, mask in enumerate(masks) if mask.any()]
-        local = scored_places[self.model_parallel.rank :: self.model_parallel.size]
+        # Ranks of one replica hold the same batch, so each asks for a share of the sequences.
+        scored_indices = [index for index, mask in enumerate(masks) if mask.any()]
+        local = scored_indices[self.model_parallel.rank :: self.model_parallel.size]
         with ThreadPoolExecutor(MAX_REQUESTS) as pool:
-            answers = pool.map(lambda place: self._score(ids[place].tolist())[0], local)
+            answers = pool.map(lambda index: self._score(ids[index].tolist())[0], local)
             scored = dict(zip(local, answers, strict=True))
 
         values = torch.zeros(batch.num_tokens)
-        for part in self.model_parallel.gather(scored):
-            for place, logprobs in part.items():
-                values[batch.offsets[place] : batch.offsets[place + 1]] = torch.tensor(logprobs)
+        for share in self.model_parallel.gather(scored):
+            for index, logprobs in share.items():
+                values[batch.offsets[index] : batch.offsets[index + 1]] = torch.tensor(logprobs)
 
         return torch.where(batch.loss_mask, values, 0.0)
 
@@ -100,7 +100,7 @@ class RemoteTeacher:
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Compare the ids of tokens that are plain text.
 
-        Parts of a character and special tokens are printed in different ways.
+        Bytes of a character and special tokens are printed in different ways.
         """
         step = max(len(tokenizer) // NUM_PROBED, 1)
         special = tokenizer.all_special_ids
@@ -108,10 +108,10 @@ class RemoteTeacher:
 
         _, server_tokens = self._score(ids)
         for token, server_token in zip(ids, server_tokens, strict=True):
-            own = tokenizer.decode([token])
-            if own.isascii() and own.isprintable() and own.strip() != server_token.strip():
+            text = tokenizer.decode([token])
+            if text.isascii() and text.isprintable() and text.strip() != server_token.strip():
                 raise ValueError(
                     f"{self._server.named} has another vocabulary: token {token} is"
-                    f" {server_token!r} there and {own!r} in the tokenizer of --pretrain; the"
+                    f" {server_token!r} there and {text!r} in the tokenizer of --pretrain; the"
                     " teacher needs the same vocabulary"
                 )

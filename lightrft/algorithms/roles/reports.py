@@ -21,14 +21,14 @@ class MicroBatchReports:
         total = weight.sum(dtype=torch.float32)
         row = {"tokens": total}
         for name, entry in report.items():
-            values, own = entry if isinstance(entry, Weighted) else (entry, weight)
+            values, weights = entry if isinstance(entry, Weighted) else (entry, weight)
             values = values.detach().float()
             if name.endswith("_max"):
-                row[name] = values.masked_fill(own == 0, -torch.inf).amax()
+                row[name] = values.masked_fill(weights == 0, -torch.inf).amax()
             elif name.endswith("_min"):
-                row[name] = values.masked_fill(own == 0, torch.inf).amin()
+                row[name] = values.masked_fill(weights == 0, torch.inf).amin()
             else:
-                row[name] = values.masked_fill(own == 0, 0.0).mul(own).sum() / own.sum(
+                row[name] = values.masked_fill(weights == 0, 0.0).mul(weights).sum() / weights.sum(
                     dtype=torch.float32
                 )
 

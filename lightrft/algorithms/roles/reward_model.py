@@ -39,7 +39,7 @@ class RewardModel(DistributedRole):
         batch = Batch(
             **columns, rows=torch.tensor(owners[self.strategy.mesh.data.rank], dtype=torch.int64)
         )
-        return self._answer_flat(batch, owners, lambda part: _mean(self.module(part)), mbs)
+        return self._answer_flat(batch, owners, lambda micro: _mean(self.module(micro)), mbs)
 
     def get_rewards(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the rewards, [B] float32 on the host: the scores at the last tokens."""

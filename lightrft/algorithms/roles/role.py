@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.algorithms.means import MoreCounts, PromptTokens
+from lightrft.algorithms.means import MeanCounts, PromptTokens
 from lightrft.algorithms.roles.operations import TrainingOperations
 from lightrft.algorithms.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten_padded
 from lightrft.algorithms.roles.reports import MicroBatchReports
@@ -100,9 +100,9 @@ class DistributedRole(Role):
         return TrainingOperations.of(self.module.hf_model, self.strategy.full_shape)
 
     @cached_property
-    def more(self) -> MoreCounts:
+    def mean_counts(self) -> MeanCounts:
         """Return what denominators hold besides: the constant of seq-mean-token-sum-norm."""
-        return MoreCounts(self.strategy.config.rollout.generate_max_len)
+        return MeanCounts(self.strategy.config.rollout.generate_max_len)
 
     # -- planning rows over all ranks
 
@@ -118,14 +118,14 @@ class DistributedRole(Role):
 
     def with_prompts(self, counted: Denominator, batch: Batch, rows: Rows) -> Denominator:
         """Count the tokens of each prompt too, for prompt-mean, in one more collective."""
-        part = batch.select([row for members in rows for row in members])
-        learned = sequence_sums(part.loss_mask.float(), part)
+        share = batch.select([row for members in rows for row in members])
+        learned = sequence_sums(share.loss_mask.float(), share)
         of_prompts: Counter[int] = Counter()
-        mine = list(zip(part.groups.tolist(), learned.tolist(), strict=True))
+        mine = list(zip(share.groups.tolist(), learned.tolist(), strict=True))
         for group, count in chain.from_iterable(self.strategy.data.gather(mine)):
             of_prompts[group] += count
         prompts = PromptTokens.of(of_prompts).to(self.strategy.device)
-        return replace(counted, more=counted.more._replace(prompts=prompts))
+        return replace(counted, mean_counts=counted.mean_counts._replace(prompts=prompts))
 
     # -- one optimizer step on flat batches
 
@@ -330,9 +330,9 @@ class DistributedRole(Role):
         `owners` has the rows of each rank.
         """
 
-        def compute(part: Batch, steps: list[Rows]) -> dict[str, Tensor]:
+        def compute(share: Batch, steps: list[Rows]) -> dict[str, Tensor]:
             rows = steps[0] if steps else []
-            return {"values": Role.infer(self, forward, part, rows, module)}
+            return {"values": Role.infer(self, forward, share, rows, module)}
 
         limits = self.limits(mbs, self.max_logprob_tokens)
         return self.strategy.compute_tokens(batch, owners, compute, **limits)["values"]

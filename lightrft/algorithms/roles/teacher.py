@@ -35,7 +35,7 @@ class Teachers:
     """Several teachers as one, each for samples of its own; they may see prompts of their own.
 
     The experience says which teacher scores a sample (`teachers`), and what it sees in place of the
-    prompt (`teacher_prompts`). The response is the same, so its tokens keep their places in it.
+    prompt (`teacher_prompts`). The response is the same, so its tokens keep their positions in it.
     """
 
     teachers: Sequence[Teacher]
@@ -45,11 +45,11 @@ class Teachers:
     batching: Batching
 
     def logprobs(self, batch: Experience, rows: Rows) -> Tensor:
-        return self._ask(batch, lambda teacher, *part: teacher.logprobs(*part))
+        return self._ask(batch, lambda teacher, *arguments: teacher.logprobs(*arguments))
 
     def likeliest(self, batch: Experience, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
-        def ask(teacher: TeacherOfTokens, *part: Batch | Rows) -> Tensor:
-            logprobs, ids = teacher.likeliest(*part, k)
+        def ask(teacher: TeacherOfTokens, *arguments: Batch | Rows) -> Tensor:
+            logprobs, ids = teacher.likeliest(*arguments, k)
             return torch.cat([logprobs, ids.float()], dim=1)  # exact below 2^24
 
         logprobs, ids = self._ask(batch, ask, 2 * k).tensor_split([k], dim=1)
@@ -67,14 +67,14 @@ class Teachers:
             members = torch.arange(len(batch))
             if batch.teachers is not None:
                 members = members[batch.teachers == number]
-            part = batch.select(members)
+            asked = batch.select(members)
             tokens = token_index(batch.offsets, members)
-            scored = part
+            scored = asked
             answered = torch.ones(len(tokens), dtype=torch.bool)
-            if part.teacher_prompts is not None:
-                scored = with_teacher_prompts(part)
-                answered = response_mask(scored, teacher_prompt_lengths(part))
-                tokens = tokens[response_mask(part, part.prompt_lengths)]
+            if asked.teacher_prompts is not None:
+                scored = with_teacher_prompts(asked)
+                answered = response_mask(scored, teacher_prompt_lengths(asked))
+                tokens = tokens[response_mask(asked, asked.prompt_lengths)]
 
             rows = regroup(self.data, scored, max_tokens=self.max_tokens, batching=self.batching)
             if rows:  # on all ranks, or on none

@@ -98,21 +98,21 @@ class BranchExperience(ExperienceMaker):
         first = sum(map(len, groups[: data.rank]))
         rows = with_branches(samples)
         counts = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
-        places = torch.repeat_interleave(counts)
+        sample_index = torch.repeat_interleave(counts)
         experience = self.flatten(rows)
-        experience.rows = numbers_of_rows([[*chain(*part)] for part in groups], data.rank)
-        units = numbers_of_rows([[each[0] for each in part] for part in groups], data.rank)
+        experience.rows = numbers_of_rows([[*chain(*share)] for share in groups], data.rank)
+        units = numbers_of_rows([[each[0] for each in share] for share in groups], data.rank)
 
         table = self.compare.gather(data, samples, first_row=first)
-        local = LocalSamples(experience, rows, table, first + places, data)
+        local = LocalSamples(experience, rows, table, first + sample_index, data)
         values = iter(self.advantages(local, metrics).tolist())
         of_rows: list[float] = []
         for sample in samples:
-            own = [next(values) for _ in sample.steps]
+            sample_values = [next(values) for _ in sample.steps]
             # A branch gets the sum at the last token.
-            of_rows += own + [sum(own)] * (len(sample.rows) - 1)
+            of_rows += sample_values + [sum(sample_values)] * (len(sample.rows) - 1)
         experience.reward_advantages = place_at_tokens(torch.tensor(of_rows), rows, experience)
-        return self.planned(experience, metrics, units[places])
+        return self.planned(experience, metrics, units[sample_index])
 
 
 # -- before the step (--overlap)
@@ -153,8 +153,8 @@ class EarlyOutputs:
         if self.known is not None:
             # Samples that were complete too late for the overlap are computed now, by all ranks.
             self._compute([row for row in rows if id(row) not in self.known])
-            for place, name in enumerate(self.names):
-                values = [self.known[id(row)][1][place] for row in rows]
+            for index, name in enumerate(self.names):
+                values = [self.known[id(row)][1][index] for row in rows]
                 setattr(experience, name, torch.cat([torch.zeros(0), *values]))
             self.known = None
         return experience
@@ -166,18 +166,18 @@ class EarlyOutputs:
         owners = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
         flattened = self.flatten(rows, first_row=ends[strategy.data.rank] - len(rows))
 
-        def run(part: Experience, minibatches: list[Rows]) -> dict[str, Tensor]:
-            plan = TrainingPlan(part, minibatches or [[]], self.num_updates)
+        def run(local: Experience, minibatches: list[Rows]) -> dict[str, Tensor]:
+            plan = TrainingPlan(local, minibatches or [[]], self.num_updates)
             stages = [each for each in self.stages if each.depends_on_samples_alone]
             for stage in stages:
                 stage(plan, Metrics())
             names = dict.fromkeys(name for stage in stages for name in stage.writes)
-            return {name: value for name in names if (value := getattr(part, name)) is not None}
+            return {name: value for name in names if (value := getattr(local, name)) is not None}
 
         limits = self.role.limits(self.max_sequences)
         columns = strategy.compute_tokens(flattened, owners, run, **limits)
         if self.known is None:
             self.known = {}
             self.names = list(columns)
-        parts = [values.split(flattened.lengths.tolist()) for values in columns.values()]
-        self.known |= {id(row): (row, values) for row, *values in zip(rows, *parts, strict=True)}
+        pieces = [values.split(flattened.lengths.tolist()) for values in columns.values()]
+        self.known |= {id(row): (row, values) for row, *values in zip(rows, *pieces, strict=True)}

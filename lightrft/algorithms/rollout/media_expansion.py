@@ -67,7 +67,7 @@ class Expander:
         self.reader = MediaReader(
             section.pretrain, placeholders(self.config), media_alone=True, **trust
         )
-        self.places = {medium: self.reader.placeholders[PART_TYPES[medium]] for medium in media}
+        self.tokens = {medium: self.reader.placeholders[PART_TYPES[medium]] for medium in media}
         self._lengths: dict[tuple[str, tuple[int, ...]], int] = {}
         self._prepared: dict[int, tuple[Prompt, Expanded]] = {}
         """id() of a prompt -> the prompt, kept alive so that the id stays unique, and expansion."""
@@ -107,7 +107,7 @@ class Expander:
                 expanded.token_ids == reference.token_ids
                 and names == reference.features.keys()
                 and all(
-                    torch.equal(expanded.features[each], reference.features[each]) for each in names
+                    torch.equal(expanded.features[name], reference.features[name]) for name in names
                 )
             )
             if not same:
@@ -125,7 +125,7 @@ class Expander:
             AUDIOS: _noise(SAMPLES_PER_SECOND // 2),
             VIDEOS: Video(np.zeros((4, *PROBES[1], 3), dtype=np.uint8)),
         }[medium]
-        return self.reader.expand(Request([min(self.places[medium])], {medium: [item]}))
+        return self.reader.expand(Request([min(self.tokens[medium])], {medium: [item]}))
 
     def __call__(self, prompt: Prompt) -> Expanded:
         if not prompt.multi_modal:
@@ -160,7 +160,7 @@ class Expander:
             AUDIOS: _noise(SAMPLES_PER_SECOND // 5),
         }
         requests = [
-            Request([min(self.places[medium])], {medium: [items[medium]]}) for medium in self.media
+            Request([min(self.tokens[medium])], {medium: [items[medium]]}) for medium in self.media
         ]
         return tuple(map(self.reader.expand, requests))
 
@@ -173,8 +173,8 @@ class Expander:
         added = 0
         for medium in self.media:
             items = prompt.multi_modal.get(medium, [])
-            places = self.places[medium]
-            if len(items) != (count := sum(token in places for token in prompt.token_ids)):
+            tokens = self.tokens[medium]
+            if len(items) != (count := sum(token in tokens for token in prompt.token_ids)):
                 raise ValueError(
                     f"the prompt has {len(items)} {medium} (--{medium}_key) and {count}"
                     f" placeholders for {medium}"
@@ -189,9 +189,9 @@ class Expander:
     def _num_joined(self, prompt: Prompt) -> int:
         """Count the tokens that are lost when line breaks of text and media become one token."""
         texts = {
-            token: repeat([each.token_ids[0], token, each.token_ids[-1]])
-            for medium, each in zip(self.media, self.blank, strict=True)
-            for token in self.places[medium]
+            token: repeat([expanded.token_ids[0], token, expanded.token_ids[-1]])
+            for medium, expanded in zip(self.media, self.blank, strict=True)
+            for token in self.tokens[medium]
         }
         num_spliced = len(prompt.token_ids) + 2 * sum(token in texts for token in prompt.token_ids)
         return num_spliced - len(self.reader.splice(prompt.token_ids, texts))
@@ -249,7 +249,7 @@ class Expander:
                 item = Clip(_noise(size[0]).waveform, size[1])
 
         return len(
-            self.reader.expand(Request([min(self.places[medium])], {medium: [item]})).token_ids
+            self.reader.expand(Request([min(self.tokens[medium])], {medium: [item]})).token_ids
         )
 
 

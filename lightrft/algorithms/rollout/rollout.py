@@ -26,7 +26,7 @@ from lightrft.core.metrics import Metrics, Untraced
 from lightrft.core.order import Order, fair_owners
 from lightrft.core.rewards import Rewards
 from lightrft.core.rollout import NextPrompts, Rollout
-from lightrft.core.sampler import Pending, RolloutLoop
+from lightrft.core.sampler import PendingRequest, RolloutLoop
 from lightrft.core.samples import Prompt
 from lightrft.data.loader import Blend
 from lightrft.models.parallel.collectives import Axis
@@ -37,9 +37,9 @@ schedulers.register_deferred("rounds", "lightrft.algorithms.schedulers.rounds:Ro
 
 
 class ResumableRollout(Rollout):
-    """A rollout whose scheduler is a part of checkpoints.
+    """A rollout whose scheduler is an item of checkpoints.
 
-    The state has the place in the data, the groups that have begun, and the last outcome of each
+    The state has the position in the data, the groups that have begun, and the last outcome of each
     prompt.
     """
 
@@ -74,7 +74,7 @@ class JudgedRollout(ResumableRollout):
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """The groups of a round, and the scheduler's place in the data once they are drawn.
+    """The groups of a round, and the scheduler's position in the data once they are drawn.
 
     All ranks make the same plan.
     """
@@ -83,15 +83,15 @@ class RolloutPlan:
     """(group number, row of the prompt) of all ranks."""
     ranks: list[int]
     """Rank of each group."""
-    place: int
-    """FixedBatch.place once the groups are drawn."""
+    position: int
+    """FixedBatch.position once the groups are drawn."""
     number: int
     """FixedBatch.number once the groups are drawn."""
 
-    def parts_of(self, rank: int) -> Iterator[tuple[int, int, range | None]]:
-        """Yield (group number, row of the prompt, places of responses) that a rank begins with.
+    def share_of(self, rank: int) -> Iterator[tuple[int, int, range | None]]:
+        """Yield (group number, row of the prompt, slots of responses) that a rank begins with.
 
-        None stands for all places.
+        None stands for all slots.
         """
         for (number, row), owner in zip(self.drawn, self.ranks, strict=True):
             if owner == rank:
@@ -105,7 +105,7 @@ class PreparedRequests:
     plan: RolloutPlan
     groups: dict[int, Group]
     """Group number -> group."""
-    requests: list[Pending] | None
+    requests: list[PendingRequest] | None
     """None: what to ask is not known before the round begins."""
     unreadable: dict[int, str] = field(default_factory=dict)
     """Row -> reason for media that cannot be read; if there are any, nothing is prepared."""
@@ -183,11 +183,10 @@ class History:
         return [max(float(self.lengths[row]) if generated[row] else mean, 1.0) for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
-        # "turns" was the name of epochs when the format was made; old checkpoints still load.
-        return {"turns": self.epochs, "solved": self.solved, "lengths": self.lengths}
+        return {"epochs": self.epochs, "solved": self.solved, "lengths": self.lengths}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epochs.copy_(state["turns"])
+        self.epochs.copy_(state["epochs"])
         self.solved.copy_(state["solved"])
         self.lengths.copy_(state["lengths"])
 
@@ -247,14 +246,14 @@ class FixedBatch(NextPrompts):
         groups = list((prepared.groups if prepared else self._local_groups(plan)).values())
 
         # The groups of the plan are drawn now.
-        self.place = plan.place
+        self.position = plan.position
         self.number = plan.number
         self.deferred = self.deferred[len(plan.drawn) :]
 
         if prepared and prepared.requests is not None:
             loop.begin(prepared.requests)
         else:
-            loop.add([(group, group.places) for group in groups])
+            loop.add([(group, group.slots) for group in groups])
         return groups
 
     def selected(self, metrics: Metrics) -> list[Group]:
@@ -268,9 +267,9 @@ class FixedBatch(NextPrompts):
                 for sample in group.samples:
                     sample.greedy_reward = group.others[0].reward
 
-        parts = self.data.gather([GroupOutcome.of(group) for group in groups])
-        outcomes = sorted(chain.from_iterable(parts), key=lambda outcome: outcome.number)
-        epoch = self.place // self.order.num_rows
+        shares = self.data.gather([GroupOutcome.of(group) for group in groups])
+        outcomes = sorted(chain.from_iterable(shares), key=lambda outcome: outcome.number)
+        epoch = self.position // self.order.num_rows
         self.history.record(outcomes, epoch)
         return outcomes
 
@@ -281,18 +280,18 @@ class FixedBatch(NextPrompts):
         size = self.num_prompts
         again = [(number, row) for _, number, row in self.deferred[:size]]
         count = size - len(again)
-        rows = self.order.rows(self.place, count) if count else []
+        rows = self.order.rows(self.position, count) if count else []
         drawn = [*again, *enumerate(rows, self.number + 1)]
 
         lengths = self.history.expected_lengths([row for _, row in drawn])
         responses = self.section.n_samples_per_prompt + self.greedy
         ranks = fair_owners(self.data.size, [length * responses for length in lengths])
-        return RolloutPlan(drawn, ranks, self.place + count, self.number + count)
+        return RolloutPlan(drawn, ranks, self.position + count, self.number + count)
 
     def _local_groups(self, plan: RolloutPlan) -> dict[int, Group]:
         """Return group number -> group for the groups of a plan that begin on this rank."""
         return {
-            number: self._group(number, row) for number, row, _ in plan.parts_of(self.data.rank)
+            number: self._group(number, row) for number, row, _ in plan.share_of(self.data.rank)
         }
 
     def _group(self, number: int, row: int) -> Group:
@@ -325,11 +324,11 @@ class FixedBatch(NextPrompts):
 
     def _prepared_round(self, plan: RolloutPlan, seed: int) -> PreparedRequests:
         groups = self._local_groups(plan)
-        parts = [
-            (groups[number], places or groups[number].places)
-            for number, _, places in plan.parts_of(self.data.rank)
+        begun = [
+            (groups[number], slots or groups[number].slots)
+            for number, _, slots in plan.share_of(self.data.rank)
         ]
-        requests = self.sampler.prepare(parts, seed)
+        requests = self.sampler.prepare(begun, seed)
         if self.expander is not None:
             self.expander.prepare([group.prompt for group in groups.values()])
         return PreparedRequests(plan, groups, requests)
@@ -339,31 +338,33 @@ class FixedBatch(NextPrompts):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, the same on all ranks. Every other scheduler can continue from it."""
         return super().state_dict() | {
-            "parked": self.deferred,
+            "deferred": self.deferred,
             "history": self.history.state_dict(),
-            "carried": [],
+            "partial": [],
             "ranks": [],
             "num_ranks": self.data.size,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Groups that another scheduler had begun start again."""
-        begun = [(0, group["number"], group["row"]) for group in state["carried"]]
-        self._restore(state["place"], state["number"], [*begun, *state["parked"]])
+        begun = [(0, group["number"], group["row"]) for group in state["partial"]]
+        self._restore(state["position"], state["number"], [*begun, *state["deferred"]])
         self.history.load_state_dict(state["history"])
 
     def snapshot(self) -> Callable[[], None]:
-        position = self.place, self.number, self.deferred
+        progress = self.position, self.number, self.deferred
         restore_history = self.history.snapshot()
 
         def rollback() -> None:
-            self._restore(*position)
+            self._restore(*progress)
             restore_history()
 
         return rollback
 
-    def _restore(self, place: int, number: int, deferred: Sequence[tuple[int, int, int]]) -> None:
+    def _restore(
+        self, position: int, number: int, deferred: Sequence[tuple[int, int, int]]
+    ) -> None:
         self._prepared = None
-        self.place = place
+        self.position = position
         self.number = number
         self.deferred = [tuple(each) for each in deferred]

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.sections import RolloutSection
 from lightrft.core.engine import Request
 from lightrft.core.groups import Group
-from lightrft.core.sampler import GroupPart, Pending, RolloutLoop, Sampler
+from lightrft.core.sampler import GroupSlots, PendingRequest, RolloutLoop, Sampler
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.loader import share_of
 from lightrft.data.media_files import media_of
@@ -43,7 +43,7 @@ class RunSampler(Sampler):
         n = self.section.n_samples_per_prompt
         return loop.session.prompts_at_once(n) * n
 
-    def prepare(self, parts: list[GroupPart], seed: int) -> list[Pending] | None:
+    def prepare(self, groups: list[GroupSlots], seed: int) -> list[PendingRequest] | None:
         """Build requests ahead of time, with media in the form that the engine reads.
 
         A loop with this seed begins them. None: what to ask is not known before the loop begins.
@@ -52,9 +52,9 @@ class RunSampler(Sampler):
         """
         prepare = self.strategy.engine.prepare
         return [
-            (prepare(request), *rest)
-            for group, places in parts
-            for request, *rest in self.pending(group, places, seed)
+            one._replace(request=prepare(one.request))
+            for group, slots in groups
+            for one in self.requests(group, slots, seed)
         ]
 
     def answer(self, prompts: Sequence[Prompt], *, seed: int) -> list[Group]:
@@ -74,7 +74,7 @@ class RunSampler(Sampler):
             self.sampling = replace(training, temperature=self.section.eval_temperature)
         try:
             loop = self.open(seed)
-            loop.add([(group, group.places) for group in groups])
+            loop.add([(group, group.slots) for group in groups])
             for _ in chain(loop.steps(), loop.finish()):
                 pass
         finally:
@@ -82,30 +82,30 @@ class RunSampler(Sampler):
 
         return groups
 
-    def pending(self, group: Group, places: Sequence[int], seed: int) -> Iterator[Pending]:
-        """Yield the requests for these responses of a group; the greedy one has its own.
+    def requests(self, group: Group, slots: Sequence[int], seed: int) -> Iterator[PendingRequest]:
+        """Yield the requests for these responses of a group; the greedy one is alone in a request.
 
         With --rollout_schedule longest_first every response has a request of its own, because the
         loop must see each of them end.
         """
-        sampled = [place for place in places if place < len(group.samples)]
+        sampled = [slot for slot in slots if slot < len(group.samples)]
         separate = self.section.rollout_schedule == "longest_first"
-        for chosen in [[place] for place in sampled] if separate else [sampled]:
-            yield from super().pending(group, chosen, seed)
+        for chosen in [[slot] for slot in sampled] if separate else [sampled]:
+            yield from super().requests(group, chosen, seed)
 
-        for place in places[len(sampled) :]:
-            sample = group.responses[place]
+        for slot in slots[len(sampled) :]:
+            sample = group.responses[slot]
             if sample.finish_reason is None:
                 request = self.request(sample, greedy_sampling(self.section), ())
-                yield replace(request, group=None), group, [place]
+                yield PendingRequest(replace(request, group=None), group, [slot])
 
     def request(self, sample: Sample, sampling: Sampling, seeds: tuple[int, ...]) -> Request:
         request = super().request(sample, sampling, seeds)
         return replace(request, multi_modal=media_of(sample.prompt))
 
 
-def sampling_of(section: RolloutSection, **own: Any) -> Sampling:
-    """Build the sampling parameters from the flags; `own` values override them."""
+def sampling_of(section: RolloutSection, **overrides: Any) -> Sampling:
+    """Build the sampling parameters from the flags; `overrides` win."""
     from_flags = {
         "n": section.n_samples_per_prompt,
         "max_tokens": section.generate_max_len,
@@ -119,11 +119,11 @@ def sampling_of(section: RolloutSection, **own: Any) -> Sampling:
         "min_tokens": section.min_tokens,
         "banned_token_ids": tuple(section.banned_token_ids),
     }
-    return Sampling(**from_flags | own)
+    return Sampling(**from_flags | overrides)
 
 
-def greedy_sampling(section: RolloutSection, **own: Any) -> Sampling:
+def greedy_sampling(section: RolloutSection, **overrides: Any) -> Sampling:
     """Build parameters for one greedy response, with the flags' limits."""
     return sampling_of(
-        section, **{"n": 1, "temperature": 0.0, "first_token_temperature": None} | own
+        section, **{"n": 1, "temperature": 0.0, "first_token_temperature": None} | overrides
     )

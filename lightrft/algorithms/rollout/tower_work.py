@@ -52,17 +52,17 @@ class TowerWork:
 
 def _per_element(model: PreTrainedModel, medium: str) -> Fraction:
     decoder = model.get_decoder()
-    # The tower is the part beside the decoder that begins with a convolution, as patches do.
+    # The tower is the module beside the decoder that begins with a convolution, as patches do.
     kinds = CONVOLUTIONS[medium]
     tower = next(
         child
         for child in model.base_model.children()
         if decoder not in child.modules()
-        and any(isinstance(part, kinds) for part in child.modules())
+        and any(isinstance(layer, kinds) for layer in child.modules())
     )
-    convolutions = [part for part in tower.modules() if isinstance(part, kinds)]
+    convolutions = [layer for layer in tower.modules() if isinstance(layer, kinds)]
     elements = convolutions[0].in_channels * prod(
-        stride for part in convolutions for stride in part.stride
+        stride for layer in convolutions for stride in layer.stride
     )
 
     return Fraction(_products(tower), _products(decoder) * elements)
@@ -70,5 +70,5 @@ def _per_element(model: PreTrainedModel, medium: str) -> Fraction:
 
 def _products(module: nn.Module) -> int:
     """Count the parameters that are multiplied at each position; embeddings are only looked up."""
-    parts = [part for part in module.modules() if not isinstance(part, nn.Embedding)]
-    return sum(parameter.numel() for part in parts for parameter in part.parameters(recurse=False))
+    layers = [layer for layer in module.modules() if not isinstance(layer, nn.Embedding)]
+    return sum(weight.numel() for layer in layers for weight in layer.parameters(recurse=False))

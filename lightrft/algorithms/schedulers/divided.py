@@ -14,7 +14,7 @@ REASONS = (None, "stop", "length")
 
 
 WIDTH = 1 << 20
-"""More responses than any prompt has, so that (group, place) fits in one number."""
+"""More responses than any prompt has, so that (group, slot) fits in one number."""
 
 
 def move_responses(
@@ -23,7 +23,7 @@ def move_responses(
     data: Axis,
     replica: Axis,
 ) -> dict[tuple[int, int], Completion]:
-    """Return the responses that others generated for this rank's groups, by (group, place).
+    """Return the responses that others generated for this rank's groups, by (group, slot).
 
     `samples`: responses that this rank generated for others. `group_ranks`: group -> data rank.
     All ranks call it together, and the ranks of a replica pass the same arguments. It takes two
@@ -35,7 +35,7 @@ def move_responses(
     tokens = {"token_ids": torch.int32, "weight_versions": torch.int32, "logprobs": torch.float64}
     facts = [(REASONS.index(sample.finish_reason), *sample.drafts) for sample in rows]
     store.put(
-        torch.tensor([group * WIDTH + place for group, place in samples], dtype=torch.int64),
+        torch.tensor([group * WIDTH + slot for group, slot in samples], dtype=torch.int64),
         lengths,
         tokens={
             name: torch.tensor(
@@ -51,7 +51,7 @@ def move_responses(
         owners[group_ranks[row // WIDTH]].append(row)
     store.move(owners)
     columns = store.get(owners[data.rank])
-    parts = [columns[name].split(columns["lengths"].tolist()) for name in tokens]
+    pieces = [columns[name].split(columns["lengths"].tolist()) for name in tokens]
 
     return {
         divmod(row, WIDTH): Completion(
@@ -62,6 +62,6 @@ def move_responses(
             weight_versions=versions.tolist(),
         )
         for row, token_ids, versions, logprobs, (reason, *drafts) in zip(
-            owners[data.rank], *parts, columns["facts"].tolist(), strict=True
+            owners[data.rank], *pieces, columns["facts"].tolist(), strict=True
         )
     }

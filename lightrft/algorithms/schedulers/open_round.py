@@ -32,11 +32,11 @@ class OpenPlan(RolloutPlan):
     deferred: list[DeferredGroup]
     """Groups that still wait to begin anew after this round."""
 
-    def parts_of(self, rank: int) -> Iterator[tuple[int, int, range]]:
+    def share_of(self, rank: int) -> Iterator[tuple[int, int, range]]:
         for index in self.assignment.started:
             if self.assignment.owners[index] == rank:
                 chunk = self.assignment.chunks[index]
-                yield *self.drawn[chunk.place], chunk.responses
+                yield *self.drawn[chunk.group], chunk.responses
 
     @property
     def owners(self) -> dict[int, int]:
@@ -75,13 +75,13 @@ class OpenRound:
     """Computes model outputs for complete groups meanwhile."""
 
     _local: dict[int, Group] = field(default_factory=dict, init=False)
-    """Place in `drawn` -> group that this rank generates responses for."""
+    """Index in `drawn` -> group that this rank generates responses for."""
     _chunks: list[int] = field(default_factory=list, init=False)
     """Indices of this rank's chunks."""
     _num_taken: int = field(default=0, init=False)
     """How many chunks of all ranks have begun."""
     _computed: set[int] = field(default_factory=set, init=False)
-    """Places of groups whose outputs are computed or under way."""
+    """Indices in `drawn` of groups whose outputs are computed or under way."""
     _complete: list[Group] = field(default_factory=list, init=False)
     """Groups that were complete from the start."""
     _moved: list[Group] | None = field(default=None, init=False)
@@ -135,27 +135,27 @@ class OpenRound:
 
     def _take(self, prepared: PreparedRequests | None = None) -> None:
         """Begin the responses that have been assigned to this rank since the last call."""
-        parts = []
+        begun = []
         for index in self.assignment.started[self._num_taken :]:
             if self.assignment.owners[index] != self.data.rank:
                 continue
 
             chunk = self.assignment.chunks[index]
-            if chunk.place not in self._local:
-                number, row = self.plan.drawn[chunk.place]
+            if chunk.group not in self._local:
+                number, row = self.plan.drawn[chunk.group]
                 group = prepared.groups[number] if prepared else self.make_group(number, row)
-                self._local[chunk.place] = group
+                self._local[chunk.group] = group
                 # A group that continues from an earlier step may be complete already.
                 if group.complete:
                     self._complete.append(group)
-            parts.append((self._local[chunk.place], chunk.responses))
+            begun.append((self._local[chunk.group], chunk.responses))
             self._chunks.append(index)
 
         self._num_taken = len(self.assignment.started)
         if prepared and prepared.requests is not None:
             self.loop.begin(prepared.requests)
         else:
-            self.loop.add(parts)
+            self.loop.add(begun)
 
     def _begin_exchange(self) -> Callable[[], Tensor]:
         """Start summing two counts of each chunk over all ranks: [2, chunks] int32.
@@ -169,9 +169,9 @@ class OpenRound:
 
         for index in self._chunks:
             chunk = self.assignment.chunks[index]
-            group = self._local[chunk.place]
-            responses = [group.responses[place] for place in chunk.responses]
-            counts[0, index] = sum((group.number, place) in running for place in chunk.responses)
+            group = self._local[chunk.group]
+            responses = [group.responses[slot] for slot in chunk.responses]
+            counts[0, index] = sum((group.number, slot) in running for slot in chunk.responses)
             counts[1, index] = sum(
                 len(sample.token_ids) for sample in responses if sample.finish_reason is not None
             )
@@ -185,7 +185,7 @@ class OpenRound:
         if self.overlap is None or len(complete) * CHUNKS < len(self.plan.drawn):
             return
         self._computed |= complete
-        self.overlap.begin([self._local[place] for place in sorted(complete & self._local.keys())])
+        self.overlap.begin([self._local[index] for index in sorted(complete & self._local.keys())])
 
     def _move(self) -> list[Group]:
         """Move the responses of divided groups to one rank each; return groups completed by it."""
@@ -200,17 +200,17 @@ class OpenRound:
         # What this rank generated for the groups of others leaves it.
         sent = {}
         for chunk in (self.assignment.chunks[index] for index in self._chunks):
-            group = self._local[chunk.place]
+            group = self._local[chunk.group]
             if group.number not in groups:
-                sent |= {(group.number, place): group.responses[place] for place in chunk.responses}
+                sent |= {(group.number, slot): group.responses[slot] for slot in chunk.responses}
 
         rows = dict(self.plan.drawn)
         received = move_responses(sent, self.owners, self.data, self.replica)
-        for (number, place), completion in received.items():
+        for (number, slot), completion in received.items():
             if number not in groups:
                 groups[number] = self.make_group(number, rows[number])
                 incomplete.add(number)
-            self.sampler.extend(groups[number].responses[place], completion)
+            self.sampler.extend(groups[number].responses[slot], completion)
 
         self._moved = [groups[number] for number in sorted(groups)]
         return [groups[number] for number in sorted(incomplete) if groups[number].complete]

@@ -53,8 +53,8 @@ class Overlap:
         """Wait for all calls; raise the error of the first one that failed."""
         futures = self._futures
         self._futures = []
-        for each in futures:
-            each.result()
+        for future in futures:
+            future.result()
 
     def _run(self) -> None:
         while True:

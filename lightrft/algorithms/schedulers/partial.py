@@ -53,10 +53,10 @@ class PartialGroups:
 
     def keep(self, left: list[Group]) -> None:
         """Keep this rank's groups for the next step. All ranks call it."""
-        parts = self.data.gather([PartialGroup.of(group, self.data.rank) for group in left])
+        shares = self.data.gather([PartialGroup.of(group, self.data.rank) for group in left])
         self.local = sorted([*self.local, *left], key=lambda group: group.number)
         self.of_all = sorted(
-            [*self.of_all, *chain.from_iterable(parts)], key=lambda group: group.number
+            [*self.of_all, *chain.from_iterable(shares)], key=lambda group: group.number
         )
 
     def find(self, number: int) -> Group | None:
@@ -81,11 +81,11 @@ class PartialGroups:
     def state_dict(self) -> dict[str, Any]:
         """Return the groups of all ranks on rank 0, and none elsewhere."""
         ranks = range(self.data.size)
-        own = [(group.number, self.data.rank, state_of(group)) for group in self.local]
-        parts = self.data.exchange_objects([own if rank == 0 else [] for rank in ranks])
-        states = sorted(chain.from_iterable(parts), key=lambda each: each[0])
+        local = [(group.number, self.data.rank, state_of(group)) for group in self.local]
+        shares = self.data.exchange_objects([local if rank == 0 else [] for rank in ranks])
+        states = sorted(chain.from_iterable(shares), key=lambda each: each[0])
         return {
-            "carried": [state for _, _, state in states],
+            "partial": [state for _, _, state in states],
             "ranks": [rank for _, rank, _ in states],
             "num_ranks": self.data.size,
         }
@@ -98,7 +98,7 @@ class PartialGroups:
         Each group continues on the rank that began it. If the number of ranks has changed, groups
         are dealt round robin.
         """
-        groups = [group_of(group, prompts) for group in state["carried"]]
+        groups = [group_of(group, prompts) for group in state["partial"]]
         owners = state["ranks"]
         if state["num_ranks"] != self.data.size:
             owners = [index % self.data.size for index in range(len(groups))]

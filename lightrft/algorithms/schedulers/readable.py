@@ -24,12 +24,12 @@ class ReadableMedia:
     left_out: set[int] = field(default_factory=set, init=False)
     """Rows of prompts that were left out. A resumed run finds them again."""
 
-    def problems(self, rows: list[int], own: set[int]) -> dict[int, str]:
+    def problems(self, rows: list[int], local_rows: set[int]) -> dict[int, str]:
         """Return row -> reason for the unreadable prompts that this rank checks.
 
-        `rows` are the rows of all ranks; this rank will prepare `own`.
+        `rows` are the rows of all ranks; this rank will prepare `local_rows`.
         """
-        checked = own.union(rows[self.data.rank :: self.data.size])
+        checked = local_rows.union(rows[self.data.rank :: self.data.size])
         reasons = {row: unreadable(self.prompts[row]) for row in checked}
         return {row: reason for row, reason in reasons.items() if reason}
 
@@ -38,7 +38,7 @@ class ReadableMedia:
 
         All ranks call it. Raises DataError if no prompt is left.
         """
-        of_all = {row: why for part in self.exchange.gather(found) for row, why in part.items()}
+        of_all = {row: why for share in self.exchange.gather(found) for row, why in share.items()}
 
         for row in sorted(of_all) if self.exchange.rank == 0 else ():
             logger.warning(

@@ -1,6 +1,6 @@
 """Fill a step in rounds: the scheduler of all options that FixedBatch does not know.
 
-The last option of this list is in this file, and each other one has a file of its own beside it:
+The last option of this list is in this file, and each other one has a file beside it:
 
 - dynamic sampling (--dynamic_sampling): other prompts replace groups of equal rewards, in rounds
 - over-sampling (--over_sampling): a round starts more prompts than needed and stops as soon as
@@ -134,8 +134,8 @@ class Rounds(FixedBatch):
             usable = {each.number for each in outcomes if each.has_signal}
             selection.take(outcomes)
         else:
-            parts = self.data.gather([group.number for group in complete])
-            numbers = sorted(chain.from_iterable(parts))
+            shares = self.data.gather([group.number for group in complete])
+            numbers = sorted(chain.from_iterable(shares))
             usable = set(numbers)
             selection.chosen.update(numbers[: selection.missing])
 
@@ -191,7 +191,7 @@ class Rounds(FixedBatch):
                 ahead=size - len(continued),
             )
 
-        rows, place = self._rows(num_new, left_out)
+        rows, position = self._rows(num_new, left_out)
         new = list(enumerate(rows, self.number + 1))
         drawn = [(group.number, group.row) for group in continued]
         drawn += [(number, row) for _, number, row in again]
@@ -220,7 +220,7 @@ class Rounds(FixedBatch):
         return OpenPlan(
             drawn,
             ranks,
-            place,
+            position,
             self.number + len(rows),
             times_deferred=[*[0] * len(continued), *(each[0] for each in again), *[0] * len(new)],
             assignment=assignment,
@@ -259,21 +259,21 @@ class Rounds(FixedBatch):
 
         An epoch is over only when none of these groups is deferred either.
         """
-        left = -self.place % self.order.num_rows
+        left = -self.position % self.order.num_rows
         return left or (0 if self.deferred else self.order.num_rows)
 
     def _rows(self, count: int, left_out: set[int]) -> tuple[list[int], int]:
-        """Return the next prompts that are not left out and do not rest, and the place after."""
+        """Return the next prompts that are not left out and do not rest, and the position after."""
         rows: list[int] = []
-        place = self.place
+        position = self.position
         while len(rows) < count:
-            for row in self.order.rows(place, count - len(rows)):
-                epoch = place // self.order.num_rows
+            for row in self.order.rows(position, count - len(rows)):
+                epoch = position // self.order.num_rows
                 rests = self.curriculum is not None and self.curriculum.rests(row, epoch)
                 if row not in left_out and not rests:
                     rows.append(row)
-                place += 1
-        return rows, place
+                position += 1
+        return rows, position
 
     # -- generating
 
@@ -296,7 +296,7 @@ class Rounds(FixedBatch):
                 prepared = None
                 found = self._unreadable(plan)
 
-        self.place = plan.place
+        self.position = plan.position
         self.number = plan.number
         self.deferred = plan.deferred
         self.partial.of_all = plan.partial
@@ -328,8 +328,8 @@ class Rounds(FixedBatch):
             return {}
         begun = {group.row for group in self.partial.of_all}
         rows = [row for _, row in plan.drawn if row not in begun]
-        own = {row for _, row, _ in plan.parts_of(self.data.rank)}.difference(begun)
-        return self.media.problems(rows, own)
+        local_rows = {row for _, row, _ in plan.share_of(self.data.rank)}.difference(begun)
+        return self.media.problems(rows, local_rows)
 
     # -- preparing
 
@@ -352,7 +352,7 @@ class Rounds(FixedBatch):
 
         Rank 0 has the unfinished groups of all ranks, and the others have none.
         """
-        return super().state_dict() | self.partial.state_dict() | {"parked": self._all_deferred}
+        return super().state_dict() | self.partial.state_dict() | {"deferred": self._all_deferred}
 
     @property
     def _all_deferred(self) -> list[DeferredGroup]:
@@ -366,16 +366,16 @@ class Rounds(FixedBatch):
         Groups that exceed --generate_max_len are dropped; the flag may have become smaller.
         """
         self.partial.load_state_dict(state, self.prompts, longest=self.section.generate_max_len)
-        super().load_state_dict(state | {"carried": []})
+        super().load_state_dict(state | {"partial": []})
 
     def snapshot(self) -> Callable[[], None]:
-        position = self.place, self.number, self._all_deferred
+        progress = self.position, self.number, self._all_deferred
         restore_history = self.history.snapshot()
         restore_partial = self.partial.snapshot(self.prompts)
 
         def rollback() -> None:
             self._ahead.clear()
-            self._restore(*position)
+            self._restore(*progress)
             restore_partial()
             restore_history()
 

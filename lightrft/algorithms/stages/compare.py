@@ -51,7 +51,7 @@ def greedy_column(sample: Sample) -> list[float]:
 class CompareShapedRewards(CompareRewards):
     """Shapes rewards before they are compared, so that no statistic covers only one rank.
 
-    Estimators may read the named parts of each reward, with their weights. With
+    Estimators may read the named components of each reward, with their weights. With
     --difficulty_weights, advantages of rare outcomes count more.
     """
 
@@ -84,14 +84,14 @@ class CompareShapedRewards(CompareRewards):
         mine = {name for sample in samples for name in _components(sample, sample.reward)}
         names = sorted(set().union(*data.gather(mine)))
         columns = {f"{COMPONENTS}/{name}": partial(_component, name) for name in names}
-        return RewardTable.share(data, samples, first_row=first_row, more=self.columns | columns)
+        return RewardTable.share(data, samples, first_row=first_row, further=self.columns | columns)
 
     def inputs(self, table: RewardTable) -> tuple[Tensor, dict[str, Tensor]]:
         _, named = super().inputs(table)
         prefix = f"{COMPONENTS}/"
         if names := [name for name in table.columns if name.startswith(prefix)]:
             weights = [self._weight(name.removeprefix(prefix)) for name in names]
-            # Rounded like shaped rewards, whose float64 sums are exact: equal parts have no spread.
+            # Rounded like shaped rewards, whose float64 sums are exact: equal ones have no spread.
             named[COMPONENTS] = torch.stack([table[name] for name in names], 1).float()
             named[COMPONENT_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)
         rewards = self.shaper(table["reward"], table["group"].long(), table["response_length"])
@@ -100,18 +100,18 @@ class CompareShapedRewards(CompareRewards):
     def _weight(self, component: str) -> float:
         """Return the weight of the reward that a component belongs to.
 
-        A reward with named parts has components LABEL_NAME.
+        A reward with named components has them as LABEL_NAME.
         """
         labels = [each for each in self.weights if f"{component}_".startswith(f"{each}_")]
         return self.weights[max(labels, key=len)] if labels else 1.0
 
 
 def _components(sample: Sample, reward: float) -> dict[str, float]:
-    """Return the named parts of a reward.
+    """Return the named components of a reward.
 
-    A response whose reward has no parts, or that has several rewards, has the part `reward`.
+    A response whose reward has no components, or that has several rewards, has one, `reward`.
     """
-    named = sample.reward_parts if sample.token_rewards is None else {}
+    named = sample.reward_components if sample.token_rewards is None else {}
     return named or {"reward": reward}
 
 

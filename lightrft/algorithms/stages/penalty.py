@@ -65,12 +65,12 @@ class KLPenalty(Stage):
         last = last.scatter_reduce(0, experience.sequence_ids[tokens], tokens, "amax")
         learned = last >= 0
         sums = sequence_sums(penalty.double(), experience)
-        parts = self.data.gather(torch.column_stack([sums, experience.groups, learned]))
+        shares = self.data.gather(torch.column_stack([sums, experience.groups, learned]))
 
         # Every rank compares all responses, because a group may lie on several ranks.
-        sums, groups, counted = torch.cat(parts).unbind(1)
+        sums, groups, counted = torch.cat(shares).unbind(1)
         compared = rloo_penalty(sums, groups, counted.bool())
-        first = sum(map(len, parts[: self.data.rank]))
+        first = sum(map(len, shares[: self.data.rank]))
         local = compared[first : first + len(experience)][learned].to(penalty.dtype)
         return torch.zeros_like(penalty).index_put((last[learned],), local)
 

@@ -26,7 +26,7 @@ class HighEntropyTokens(Stage):
         self.total = total
 
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
-        chosen = of_steps(plan, lambda part: top_share(part.entropy, self.share, part, self.total))
+        chosen = of_steps(plan, lambda rows: top_share(rows.entropy, self.share, rows, self.total))
         plan.experience.weights = chosen.float()
 
 
@@ -43,7 +43,7 @@ class SelectedTokens(Stage):
 
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
         plan.experience.marked = of_steps(
-            plan, lambda part: self.select(part, self.total, **self.options)
+            plan, lambda rows: self.select(rows, self.total, **self.options)
         )
 
 

@@ -1,4 +1,4 @@
-"""Save metrics of steps that have no row yet (--logging_steps) as a part of a checkpoint."""
+"""Save metrics of steps that have no row yet (--logging_steps) as an item of a checkpoint."""
 
 from typing import Any
 
@@ -18,5 +18,5 @@ class PendingMetrics:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.metrics.clear()
-        for own in state["ranks"][self.world.rank :: self.world.size]:
-            self.metrics.load_state_dict(own)
+        for local_state in state["ranks"][self.world.rank :: self.world.size]:
+            self.metrics.load_state_dict(local_state)

@@ -221,13 +221,13 @@ def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
         if values := finite.get(name):
             # An evaluation counts by itself. Noisy numbers of steps are averaged over a tenth of
             # the run, at most ten steps.
-            part = 1 if topic == "eval" else min(10, max(1, len(values) // 10))
+            window = 1 if topic == "eval" else min(10, max(1, len(values) // 10))
             tiles.append(
                 (
                     topic,
                     label,
-                    form(fmean(values[-part:])),
-                    f"at first {form(fmean(values[:part]))}",
+                    form(fmean(values[-window:])),
+                    f"at first {form(fmean(values[:window]))}",
                 )
             )
 
@@ -254,7 +254,7 @@ def _time(history: History) -> dict[str, Any] | None:
     if not totals:
         return None
 
-    parts = {
+    phases = {
         name.removeprefix("time/"): [dict(points).get(step) or 0.0 for step in totals]
         for name, points in history.items()
         if name.startswith("time/")
@@ -262,11 +262,11 @@ def _time(history: History) -> dict[str, Any] | None:
         and name not in ("time/step", "time/idle_share")
     }
     # With the rest, the longest seven are as many as there are colours.
-    longest = sorted(parts, key=lambda name: -sum(parts[name]))[:7]
-    parts = {name: values for name, values in parts.items() if name in longest}
-    parts["other"] = [
+    longest = sorted(phases, key=lambda name: -sum(phases[name]))[:7]
+    phases = {name: values for name, values in phases.items() if name in longest}
+    phases["other"] = [
         max(0.0, total - sum(column))
-        for total, *column in zip(totals.values(), *parts.values(), strict=True)
+        for total, *column in zip(totals.values(), *phases.values(), strict=True)
     ]
 
     # A bar for every step of a long run would be thinner than a pixel.
@@ -277,13 +277,13 @@ def _time(history: History) -> dict[str, Any] | None:
         "last": totals[steps[-1]],
         "mean": fmean(totals.values()),
         "bars": [(steps[bar][0], steps[bar][-1]) for bar in bars],
-        "parts": [
+        "phases": [
             {
                 "label": name,
                 "mean": fmean(values),
                 "values": [rounded(fmean(values[bar])) for bar in bars],
             }
-            for name, values in parts.items()
+            for name, values in phases.items()
         ],
     }
 

@@ -127,8 +127,8 @@ def _spread(group: Group) -> Group:
     if len(ordered) <= RESPONSES_PER_PROMPT:
         return ordered
     return [
-        ordered[place * (len(ordered) - 1) // (RESPONSES_PER_PROMPT - 1)]
-        for place in range(RESPONSES_PER_PROMPT)
+        ordered[index * (len(ordered) - 1) // (RESPONSES_PER_PROMPT - 1)]
+        for index in range(RESPONSES_PER_PROMPT)
     ]
 
 

@@ -36,7 +36,7 @@ NESTED = {
     "time/generate/weight_sync": "generate, weight sync",
     "time/generate/wait": "generate, waiting for other ranks",
 }
-"""Parts of phases with separate advice, for when they take more than half of the phase."""
+"""Nested phases with separate advice, for when they take more than half of the phase."""
 
 
 @dataclass(slots=True)
@@ -106,9 +106,9 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
         mfu = operations / (training * training_ranks * DEVICES[device].flops)
 
     bottleneck = max(shares, key=shares.__getitem__, default="")
-    for name, part in NESTED.items():
+    for name, nested in NESTED.items():
         if bottleneck == "generate" and typical(name) > typical("time/generate") / 2:
-            bottleneck = part
+            bottleneck = nested
 
     advice = PHASE_ADVICE.get(bottleneck, "")
     if run.get("engine_tp_size") == 1:

@@ -302,11 +302,11 @@ def truncate_rows(path: Path, last_step: int) -> None:
     The file is replaced atomically: after a kill it is either the old one or the new one.
     """
     rows = [row for row in read_rows(path) if row["step"] <= last_step]
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
+    unfinished = path.with_suffix(".part")
+    with unfinished.open("wb") as file:
         file.write(b"".join(encode_row(row) for row in rows))
         os.fsync(file.fileno())
-    part.replace(path)
+    unfinished.replace(path)
 
 
 def _code_block(text: str) -> str:

@@ -23,8 +23,8 @@ METRICS = tuple(
     ).split()
 )
 """Metrics that symptoms are found in."""
-REWARD_PART_PREFIX = "rollout/reward_of_"
-"""Beginning of the names of metrics that are parts of the reward."""
+REWARD_COMPONENT_PREFIX = "rollout/reward_of_"
+"""Beginning of the names of metrics that are components of the reward."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Course:
     def _width(values: list[float]) -> int:
         return -(-len(values) // COMPARED_SHARE)
 
-    def parts(self) -> list[str]:
-        """Return the metrics of the parts of the reward."""
-        return [name for name in self._values if name.startswith(REWARD_PART_PREFIX)]
+    def components(self) -> list[str]:
+        """Return the metrics of the components of the reward."""
+        return [name for name in self._values if name.startswith(REWARD_COMPONENT_PREFIX)]
 
 
 def find_symptoms(history: History) -> list[Symptom]:
@@ -207,9 +207,11 @@ def _evaluation_stays(run: Course) -> Iterator[Symptom]:
         )
 
 
-def _dominating_part(run: Course) -> Iterator[Symptom]:
-    sizes = {name: run.spread(name) + abs(run.last(name) - run.first(name)) for name in run.parts()}
-    # A part that never changes, such as one that was solved from the start, teaches nothing.
+def _dominating_component(run: Course) -> Iterator[Symptom]:
+    sizes = {
+        name: run.spread(name) + abs(run.last(name) - run.first(name)) for name in run.components()
+    }
+    # A component that never changes, such as one that was solved from the start, teaches nothing.
     sizes = {name: size for name, size in sizes.items() if size > 0}
     if len(sizes) < 2:
         return
@@ -219,9 +221,9 @@ def _dominating_part(run: Course) -> Iterator[Symptom]:
     if sizes[name] > 0.95 * total:
         others = ", ".join(f"{each} is {run.last(each):.3g}" for each in sizes if each != name)
         yield Symptom(
-            "one part of the reward dominates",
+            "one component of the reward dominates",
             f"{sizes[name] / total:.0%} of what changes in the rewards is {name}; {others}",
-            "unless the other parts are solved, weigh the parts, in --reward (NAME:WEIGHT) or in"
+            "unless the other components are solved, weigh them, in --reward (NAME:WEIGHT) or in"
             " the function that returns them, so that they vary by like amounts",
         )
 
@@ -247,6 +249,6 @@ CHECKS: tuple[Callable[[Course], Iterator[Symptom]], ...] = (
     _growing_mismatch,
     _stale_samples,
     _evaluation_stays,
-    _dominating_part,
+    _dominating_component,
     _exploding_gradients,
 )

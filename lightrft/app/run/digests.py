@@ -37,8 +37,8 @@ FILE = "digests.jsonl"
 OF_SEQUENCES = ("prompts", "samples", "logprobs", "rewards", "outputs", "advantages")
 PHASES = (*OF_SEQUENCES, "plan", "loss", "gradient", "weights")
 """Phases of a step, in the order in which they happen."""
-MOST_PARTS = 10
-"""Parts of all models with a digest each; consecutive layers share one in a deep model."""
+MOST_BLOCKS = 10
+"""Blocks of all models with a digest each; consecutive layers share one in a deep model."""
 MOST_UPDATES = 16
 """Optimizer steps of one step with a digest of their own: the first ones."""
 MODULO = 2**128
@@ -61,15 +61,17 @@ class Digests:
         self.begins = True
         """True until the first line of a run from the beginning is written."""
         learning = {name: role for name, role in roles.items() if role.optimizer is not None}
-        most = MOST_PARTS // max(len(learning), 1)
+        most = MOST_BLOCKS // max(len(learning), 1)
         self.models: list[BitSums] = []
+
         for name, role in learning.items():
             named = dict(role.module.named_parameters())
             prefix = "" if name == "actor" else f"{name}."
-            parts = {named[each]: prefix + part for each, part in parts_of([*named], most).items()}
+            found = blocks_of([*named], most).items()
+            blocks = {named[parameter]: prefix + block for parameter, block in found}
             # ZeRO steps partitions in place of parameters.
             others = f"{prefix}partitions"
-            self.models.append(BitSums(role.optimizer, role.strategy.device, parts, others))
+            self.models.append(BitSums(role.optimizer, role.strategy.device, blocks, others))
 
     def start(self, resume_step: int | None) -> None:
         """Drop the lines after the checkpoint that the run goes on from."""
@@ -104,26 +106,26 @@ class Digests:
             "losses": [*map(_digest, _numbers(record.losses))],
         }
         for kind in ("before", "gradient", "weights"):
-            parts: dict[str, list[bytes]] = {}
+            blocks: dict[str, list[bytes]] = {}
             updates: dict[tuple[int, int], list[bytes]] = {}
-            for place, model in enumerate(self.models):
+            for index, model in enumerate(self.models):
                 sums = model.take(kind)
                 numbers = _numbers([total for *_, total in sums])
-                for (update, part, _), number in zip(sums, numbers, strict=True):
-                    parts.setdefault(part, []).append(number)
-                    updates.setdefault((place, update), []).append(number)
+                for (update, block, _), number in zip(sums, numbers, strict=True):
+                    blocks.setdefault(block, []).append(number)
+                    updates.setdefault((index, update), []).append(number)
 
-            local[kind] = {part: _digest(*own) for part, own in parts.items()}
-            local[f"{kind}_updates"] = [_digest(*own) for own in updates.values()]
+            local[kind] = {block: _digest(*digests) for block, digests in blocks.items()}
+            local[f"{kind}_updates"] = [_digest(*digests) for digests in updates.values()]
 
         return local
 
 
-def parts_of(names: Sequence[str], most: int) -> dict[str, str]:
-    """Return for each parameter the part of the model that it belongs to: at most `most` parts.
+def blocks_of(names: Sequence[str], most: int) -> dict[str, str]:
+    """Return for each parameter the block of the model that it belongs to: at most `most` blocks.
 
     model.layers.3.mlp.up_proj.weight belongs to layers.3, or to layers.2-3 if there are more layers
-    than parts, and model.embed_tokens.weight to embed_tokens.
+    than blocks, and model.embed_tokens.weight to embed_tokens.
     """
     found: dict[str, tuple[str, int | None]] = {}
     for name in names:
@@ -139,15 +141,15 @@ def parts_of(names: Sequence[str], most: int) -> dict[str, str]:
     together = -(-len(layers) // room)
     ends = {stack: max(number for each, number in layers if each == stack) for stack, _ in layers}
 
-    parts = {}
+    blocks = {}
     for name, (stack, number) in found.items():
         if number is None:
-            parts[name] = stack
+            blocks[name] = stack
             continue
         first = number // together * together
         last = min(first + together - 1, ends[stack])
-        parts[name] = f"{stack}.{first}" + (f"-{last}" if last > first else "")
-    return parts
+        blocks[name] = f"{stack}.{first}" + (f"-{last}" if last > first else "")
+    return blocks
 
 
 def _sequences(record: StepRecord) -> dict[str, int]:
@@ -167,7 +169,7 @@ def _sequences(record: StepRecord) -> dict[str, int]:
             tokens = array("i", row.token_ids).tobytes()
             add("samples", group, tokens)
             add("logprobs", group, tokens, array("d", row.logprobs).tobytes())
-        reward = [sample.reward, sample.reward_parts, sample.token_rewards, sample.masked]
+        reward = [sample.reward, sample.reward_components, sample.token_rewards, sample.masked]
         add("rewards", group, tokens, repr(reward).encode())
 
     batch = record.batch
@@ -178,10 +180,10 @@ def _sequences(record: StepRecord) -> dict[str, int]:
         "outputs": named,
     }
     lengths = batch.lengths.tolist()
-    parts = {name: _split(values, lengths) for name, values in columns.items()}
-    for row, tokens in enumerate(parts["input_ids"]):
+    pieces = {name: _split(values, lengths) for name, values in columns.items()}
+    for row, tokens in enumerate(pieces["input_ids"]):
         for phase, names in kinds.items():
-            add(phase, tokens, *[parts[name][row] for name in names if name in parts])
+            add(phase, tokens, *[pieces[name][row] for name in names if name in pieces])
 
     return sums
 
@@ -203,21 +205,23 @@ def row_of(step: int, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     of_updates = [[loss[:4].hex() for loss in losses]]
     for kind in ("gradient_updates", "weights_updates"):
         in_turn = zip_longest(*(rank[kind] for rank in ranks), fillvalue=b"")
-        of_updates.append([_digest(*own)[:4].hex() for own in in_turn])
+        of_updates.append([_digest(*digests)[:4].hex() for digests in in_turn])
     row["updates"] = ["".join(each) for each in zip(*of_updates, strict=False)][:MOST_UPDATES]
     return row
 
 
 def _joined(ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, str]:
-    parts = dict.fromkeys(part for rank in ranks for part in rank[name])
-    return {part: _digest(*(rank[name].get(part, b"") for rank in ranks)).hex() for part in parts}
+    blocks = dict.fromkeys(block for rank in ranks for block in rank[name])
+    return {
+        block: _digest(*(rank[name].get(block, b"") for rank in ranks)).hex() for block in blocks
+    }
 
 
 def _digest(*content: bytes) -> bytes:
     hasher = hashlib.blake2b(digest_size=16)
-    for each in content:
-        hasher.update(len(each).to_bytes(8))
-        hasher.update(each)
+    for piece in content:
+        hasher.update(len(piece).to_bytes(8))
+        hasher.update(piece)
     return hasher.digest()
 
 
@@ -230,11 +234,11 @@ def _numbers(values: Sequence[Tensor]) -> list[bytes]:
 
 
 def _split(values: Tensor, lengths: Sequence[int]) -> list[bytes]:
-    """Return the bytes of consecutive parts with so many elements of the first dimension."""
+    """Return the bytes of consecutive pieces with so many elements of the first dimension."""
     content = _bytes(values)
-    each = len(content) // max(len(values), 1)
+    size = len(content) // max(len(values), 1)
     ends = accumulate(lengths, initial=0)
-    return [content[start * each : end * each] for start, end in pairwise(ends)]
+    return [content[start * size : end * size] for start, end in pairwise(ends)]
 
 
 def _bytes(values: Tensor) -> bytes:

@@ -8,7 +8,7 @@ import torch
 from loguru import logger
 
 from lightrft.app.observe.curves import History
-from lightrft.app.observe.symptoms import METRICS, REWARD_PART_PREFIX, find_symptoms
+from lightrft.app.observe.symptoms import METRICS, REWARD_COMPONENT_PREFIX, find_symptoms
 from lightrft.config.sections import Config
 from lightrft.engine.probe import MAX_MISMATCH
 
@@ -68,7 +68,7 @@ class Health:
             self._check_signal(number, row)
             if self.logs:
                 for name, value in row.items():
-                    if name in METRICS or name.startswith(REWARD_PART_PREFIX):
+                    if name in METRICS or name.startswith(REWARD_COMPONENT_PREFIX):
                         self._history.setdefault(name, []).append((number, value))
                 if number % SYMPTOMS_EVERY == 0:
                     self._tell_symptoms(number)

@@ -9,12 +9,12 @@ from loguru import logger
 def set_up_logging() -> None:
     """Set one log format for all ranks; messages appear above the live display."""
     rank = os.environ.get("RANK")
-    place = f"rank {rank} " if rank else ""
+    prefix = f"rank {rank} " if rank else ""
     logger.remove()
     logger.add(
         # Looked up at every message, because the live display redirects it.
         lambda line: sys.stderr.write(line),
-        format="{time:HH:mm:ss} " + place + "<level>{level: <7}</level> {message}",
+        format="{time:HH:mm:ss} " + prefix + "<level>{level: <7}</level> {message}",
         level="INFO",
         colorize=sys.stderr.isatty(),
     )

@@ -171,7 +171,7 @@ def _settings(config: Config) -> dict[str, str]:
         for name, value in values.items()
     }
     shown["reward"] = ",".join(
-        part.rpartition("/")[2] for part in shown.get("reward", "").split(",")
+        reference.rpartition("/")[2] for reference in shown.get("reward", "").split(",")
     )
 
     unset = ("", "0", "False")

@@ -38,7 +38,7 @@ FIXED_WITH_FROZEN = tuple(
 They say which parameters are frozen, and what the checkpoint contains.
 """
 TOWERS = ("vision_config", "audio_config")
-"""Parts of a model's configuration that describe modules which are not trained."""
+"""Sections of a model's configuration that describe modules which are not trained."""
 NO_EFFECT_ON_NUMBERS = {
     *(
         "save_path ckpt_path load_checkpoint fork_from at save_steps max_ckpt_num max_ckpt_mem"

@@ -1,4 +1,4 @@
-"""Build a trainer that is ready to run from a configuration; this module only connects parts."""
+"""Build a trainer that is ready to run from a configuration; this module only connects objects."""
 
 from dataclasses import replace
 from functools import partial
@@ -133,8 +133,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     scheduler_class(config, training_data)  # what does not fit is said before models load
     tokenizer = training_data.tokenizer
     eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)
-    for each in eval_sets:
-        warn_of_learned_rows(training_data.prompts, each.prompts)
+    for held_out in eval_sets:
+        warn_of_learned_rows(training_data.prompts, held_out.prompts)
     config = with_token_ids(config, tokenizer)
 
     # models and engine
@@ -263,12 +263,13 @@ def build_eval_sets(
     """
     runners = {"": rewards}
     sets = []
-    for each in eval_sources(config.data.eval_data):
-        benchmark = benchmarks[each.benchmark] if each.benchmark else None
+    for source in eval_sources(config.data.eval_data):
+        benchmark = benchmarks[source.benchmark] if source.benchmark else None
         if benchmark:
             name = benchmark.reward
         else:
-            name = "reasoning_gym" if each.name and each.source.startswith(REASONING_GYM) else ""
+            is_gym = source.name and source.source.startswith(REASONING_GYM)
+            name = "reasoning_gym" if is_gym else ""
 
         # Sets with the same reward share the worker processes that compute it.
         if name not in runners:
@@ -276,7 +277,7 @@ def build_eval_sets(
             runners[name] = build_rewards(replace(config, reward=scoring), strategy)
 
         runner = runners[name]
-        section = replace(config.data, eval_data=CommaSeparated(each.source))
+        section = replace(config.data, eval_data=CommaSeparated(source.source))
         if benchmark:
             prompts = load_prompts(
                 with_own_columns(section),
@@ -284,7 +285,7 @@ def build_eval_sets(
                 source="eval_data",
                 row_problem=runner.row_problem,
                 make=benchmark.make,
-                requirements=[each.benchmark, runner.requirements],
+                requirements=[source.benchmark, runner.requirements],
             )
         else:
             prompts = load_rewarded(
@@ -292,7 +293,7 @@ def build_eval_sets(
             )
             runner.check(prompts.examples)
 
-        sets.append(HeldOut(each.name, prompts, runner))
+        sets.append(HeldOut(source.name, prompts, runner))
 
     return sets
 
@@ -577,7 +578,7 @@ def build_learners(
         "train",
         first_step=config.train.freezing_actor_steps + 1,
         count=policy.with_prompts if by_prompt else None,
-        more_terms=[ptx_loss.next] if ptx_loss else [],
+        further_terms=[ptx_loss.next] if ptx_loss else [],
     )
     return [*learners, actor]
 

@@ -142,7 +142,7 @@ def _trainer(
     prepare_config(command, config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     check_logins(config, strategy)
-    # The trainer records the user's configuration; only the parts see the merged --pretrain.
+    # The trainer records the user's configuration; only its objects see the merged --pretrain.
     role, task, training_data = build(with_merged_pretrain(config, strategy.mesh.world))
     observer, trace = observation(config, strategy)
 

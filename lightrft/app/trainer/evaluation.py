@@ -55,17 +55,17 @@ class Evaluation:
         with strategy.engine_awake():
             answered = [
                 self.sampler.answer(
-                    each.prompts, seed=derived_seed(seed, "evaluation", *each.seed_parts)
+                    held_out.prompts, seed=derived_seed(seed, "evaluation", *held_out.seed_names)
                 )
-                for each in self.sets
+                for held_out in self.sets
             ]
             ask_judges(self.sets, answered)
 
         data = strategy.mesh.data
         metrics = Metrics()
         estimates = [
-            evaluate(each, groups, metrics, data)
-            for each, groups in zip(self.sets, answered, strict=True)
+            evaluate(held_out, groups, metrics, data)
+            for held_out, groups in zip(self.sets, answered, strict=True)
         ]
         result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(data).items()}
         result |= self._bounds(estimates)
@@ -87,8 +87,8 @@ class Evaluation:
     def _bounds(self, estimates: list[dict[str, Estimate]]) -> dict[str, float]:
         """Return the ends of the confidence intervals by name, as accuracy_low and _high."""
         return {
-            f"{each.prefix}{name}_{end}": getattr(value, end)
-            for each, values in zip(self.sets, estimates, strict=True)
+            f"{held_out.prefix}{name}_{end}": getattr(value, end)
+            for held_out, values in zip(self.sets, estimates, strict=True)
             for name, value in values.items()
             if has_interval(name, value)
             for end in ("low", "high")
@@ -97,27 +97,27 @@ class Evaluation:
     def _write_responses(self, answered: list[list[Group]]) -> None:
         """Write every response to a file that appears when it is complete. All ranks call it."""
         path = self.folder / "responses.jsonl"
-        part = path.with_suffix(".part")
+        unfinished = path.with_suffix(".part")
         file: IO[bytes] | None = None
 
         if self.strategy.is_rank_0():
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = part.open("wb")
+            file = unfinished.open("wb")
 
-        for each, groups in zip(self.sets, answered, strict=True):
-            for received in to_first_rank(groups, len(each.prompts), self.strategy.mesh.data):
+        for held_out, groups in zip(self.sets, answered, strict=True):
+            for received in to_first_rank(groups, len(held_out.prompts), self.strategy.mesh.data):
                 if file is not None:
                     file.write(
                         b"".join(
                             encode_row(row)
                             for group in received
-                            for row in response_rows(each.name, group)
+                            for row in response_rows(held_out.name, group)
                         )
                     )
 
         if file is not None:
             file.close()
-            part.replace(path)
+            unfinished.replace(path)
 
 
 def to_first_rank(groups: list[Group], count: int, data: Axis) -> Iterator[list[Group]]:
@@ -135,13 +135,13 @@ def to_first_rank(groups: list[Group], count: int, data: Axis) -> Iterator[list[
 
 def response_rows(name: str, group: Group) -> Iterator[dict[str, Any]]:
     """Yield a row for each response to a prompt, the greedy one first."""
-    places = [*["greedy"] * len(group.others), *range(len(group.samples))]
-    for place, row in zip(places, sample_rows([*group.others, *group.samples]), strict=True):
+    labels = [*["greedy"] * len(group.others), *range(len(group.samples))]
+    for label, row in zip(labels, sample_rows([*group.others, *group.samples]), strict=True):
         row.pop("group")
         yield {
             **({"set": name} if name else {}),
             "row": group.responses[0].prompt.index,
-            "sample": place,
+            "sample": label,
             **row,
         }
 

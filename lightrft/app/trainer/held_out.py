@@ -26,15 +26,15 @@ class HeldOut:
         return f"{self.name}/" if self.name else ""
 
     @property
-    def seed_parts(self) -> tuple[str, ...]:
+    def seed_names(self) -> tuple[str, ...]:
         """Return what makes the seed of this set different from other sets."""
         return (self.name,) if self.name else ()
 
 
 def ask_judges(sets: Sequence[HeldOut], answered: Sequence[list[Group]]) -> None:
     """Let judges in the engine read the responses while it is awake. All ranks call it."""
-    for each, groups in zip(sets, answered, strict=True):
-        each.rewards.ask_judge([sample for group in groups for sample in group.responses])
+    for held_out, groups in zip(sets, answered, strict=True):
+        held_out.rewards.ask_judge([sample for group in groups for sample in group.responses])
 
 
 def evaluate(
@@ -52,7 +52,7 @@ def evaluate(
     gathered = data.gather([PromptScores.of(group) for group in groups])
     # Sorted by prompt, so that the sums do not depend on which rank had which prompt.
     result = estimates(
-        sorted((one for part in gathered for one in part), key=lambda one: one.index)
+        sorted((one for share in gathered for one in share), key=lambda one: one.index)
     )
     held_out.rewards.count_failures(f"eval/{held_out.prefix}reward_failures", metrics)
 

@@ -89,8 +89,9 @@ class PPOTrainer(Trainer):
             trace=self.trace,
         )
 
-        for each in learners:
-            self.models[each.name] = (each.role.module, each.role.optimizer, each.role.scheduler)
+        for learner in learners:
+            role = learner.role
+            self.models[learner.name] = (role.module, role.optimizer, role.scheduler)
         if self.moves_reference:
             self.models["reference"] = (policy.reference, None, None)
 
@@ -130,8 +131,8 @@ class PPOTrainer(Trainer):
 
         # Which prompts come next depends on the rewards of this step, and not on its updates.
         scheduler = self.rollout.scheduler
-        more = self.read is None and number < self.total_steps
-        prepares = more and isinstance(scheduler, FixedBatch)
+        continues = self.read is None and number < self.total_steps
+        prepares = continues and isinstance(scheduler, FixedBatch)
         with scheduler.preparing(number + 1) if prepares else nullcontext():
             yield
 
@@ -166,16 +167,17 @@ class PPOTrainer(Trainer):
             seed = self.config.train.seed
             answered = [
                 self.sampler.answer(
-                    each.prompts, seed=derived_seed(seed, "evaluation", self.done, *each.seed_parts)
+                    held_out.prompts,
+                    seed=derived_seed(seed, "evaluation", self.done, *held_out.seed_names),
                 )
-                for each in self.eval_sets
+                for held_out in self.eval_sets
             ]
             ask_judges(self.eval_sets, answered)
 
         self.strategy.engine_lags(version)
         # Scoring comes after generation, because reward models may need the device.
-        for each, groups in zip(self.eval_sets, answered, strict=True):
-            evaluate(each, groups, self.metrics, self.strategy.mesh.data)
+        for held_out, groups in zip(self.eval_sets, answered, strict=True):
+            evaluate(held_out, groups, self.metrics, self.strategy.mesh.data)
 
     @property
     def learning_roles(self) -> dict[str, DistributedRole]:

@@ -44,7 +44,7 @@ SEQUENCE_LENGTHS = (11, 14, 9, 10, 7)
 PREFIXES = (("a",), ("a", "b"), ("a", "b"), ("c",), ("c",))
 """What each sequence begins with: two prompts, and a prompt with the same first turn twice."""
 PREFIX_TOKENS = 4
-"""Tokens of each of these parts."""
+"""Tokens of each of these beginnings."""
 TEMPERATURE = 0.8
 LOGPROB_TOLERANCE = 1e-3
 GRADIENTS = 1e-2
@@ -215,8 +215,8 @@ def compare_small_copy(
     shared = replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths))
     try:
         comparisons = [
-            _compare(name, _packed(flat(), each), expected)
-            for name, each in ((PACKED, batch), (SHARED, shared))
+            _compare(name, _packed(flat(), layout), expected)
+            for name, layout in ((PACKED, batch), (SHARED, shared))
         ]
         if ranks > 1:
             actor = flat().to(device)
@@ -278,14 +278,14 @@ def _batch() -> Batch:
     """Return a few sequences of random tokens that begin alike."""
     generator = torch.Generator().manual_seed(5)
     draw = partial(torch.randint, FIRST_TOKEN, SMALL_VOCABULARY, generator=generator)
-    parts = {name: draw((PREFIX_TOKENS,)) for name in "abc"}
+    prefixes = {name: draw((PREFIX_TOKENS,)) for name in "abc"}
     rows = []
     for length, prefix in zip(SEQUENCE_LENGTHS, PREFIXES, strict=True):
-        begin = torch.cat([parts[name] for name in prefix])
-        # The first own tokens differ, so that these are all that sequences share.
-        own = draw((length - len(begin),))
-        own[0] = FIRST_TOKEN + len(rows)
-        rows.append(torch.cat([begin, own]))
+        begin = torch.cat([prefixes[name] for name in prefix])
+        # The first tokens after them differ, so that these are all that sequences share.
+        rest = draw((length - len(begin),))
+        rest[0] = FIRST_TOKEN + len(rows)
+        rows.append(torch.cat([begin, rest]))
 
     lengths = torch.tensor(SEQUENCE_LENGTHS)
     mask = torch.ones(sum(SEQUENCE_LENGTHS), dtype=torch.bool)
@@ -306,7 +306,9 @@ def _alone(model: PreTrainedModel, batch: Batch) -> Computed:
             outputs.setdefault(key, []).append(output)
 
     joined = {
-        key: torch.cat(parts) for key, parts in outputs.items() if len(parts) == len(batch.lengths)
+        key: torch.cat(pieces)
+        for key, pieces in outputs.items()
+        if len(pieces) == len(batch.lengths)
     }
     return _computed(model, torch.cat(values, 1), joined)
 

@@ -91,11 +91,11 @@ def _small_config(config: PretrainedConfig, multiple: int) -> PretrainedConfig:
     values = config.to_dict()
     values.pop("quantization_config", None)
     for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if part is language:
-            values[name] = _small(part, part.to_dict(), multiple)
-        elif part is not None:
-            values[name] = _tower(part.to_dict())
+        sub_config = getattr(config, name, None)
+        if sub_config is language:
+            values[name] = _small(sub_config, sub_config.to_dict(), multiple)
+        elif sub_config is not None:
+            values[name] = _tower(sub_config.to_dict())
 
     if language is config:
         return type(config).from_dict(_small(config, values, multiple))
@@ -175,7 +175,7 @@ def _small(config: PretrainedConfig, values: dict[str, Any], multiple: int) -> d
     for name, largest in SMALL_SIZES.items():
         name = real.get(name, name)
         if name in values:
-            # Ranks that split a layer each need a part of it.
+            # Ranks that split a layer each need a shard of it.
             size = largest * multiple if "intermediate" in name else largest
             values[name] = _at_most(values[name], size)
 
@@ -234,9 +234,9 @@ def _heads(config: PretrainedConfig, values: dict[str, Any], multiple: int) -> d
         "vocab_size": SMALL_VOCABULARY * multiple,
         "vocab_size_per_layer_input": SMALL_VOCABULARY * multiple,
     }
-    # With latent attention some families mean a part of a head, and others the whole.
-    parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
-    if None not in parts and getattr(config, "head_dim", None) == sum(parts):
+    # With latent attention some families mean a slice of a head, and others the whole.
+    dims = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if None not in dims and getattr(config, "head_dim", None) == sum(dims):
         sizes["head_dim"] = 2 * HEAD_DIM
 
     real = {config.attribute_map.get(name, name): size for name, size in sizes.items()}
@@ -277,8 +277,8 @@ def _fewer_layers(config: PretrainedConfig, values: dict[str, Any]) -> dict[str,
     # The last layers of some families reuse the keys and values of earlier ones of their types.
     shares = values.get("num_kv_shared_layers")
     if shares and total > shares:
-        own = sorted({kinds.index(kind) for kind in set(kinds[total - shares :])})
-        kept = [layer for layer in own if layer < total - shares]
+        last_kinds = sorted({kinds.index(kind) for kind in set(kinds[total - shares :])})
+        kept = [layer for layer in last_kinds if layer < total - shares]
         values = values | {"num_kv_shared_layers": len(kept)}
         kept = kept * 2
     elif len(kept) == 1:
@@ -286,7 +286,7 @@ def _fewer_layers(config: PretrainedConfig, values: dict[str, Any]) -> dict[str,
 
     changed = {key: [value[layer] for layer in kept] for key, value in lists.items()}
     changed |= {
-        key: [place for place, layer in enumerate(kept) if layer in value]
+        key: [index for index, layer in enumerate(kept) if layer in value]
         for key, value in numbers.items()
     }
     if name in values:
@@ -299,11 +299,11 @@ def _fewer_layers(config: PretrainedConfig, values: dict[str, Any]) -> dict[str,
         # Heads of some layers are larger, as in Gemma 4.
         of_layer = {int(layer): settings for layer, settings in special.items()}
         changed["per_layer_config"] = {
-            place: {
+            index: {
                 key: _at_most(value, 2 * SMALL_SIZES.get(key, value))
                 for key, value in settings.items()
             }
-            for place, layer in enumerate(kept)
+            for index, layer in enumerate(kept)
             if (settings := of_layer.get(layer)) is not None
         }
     return values | changed
@@ -326,9 +326,9 @@ def _small_rope(
         if isinstance(rope.get(name), list):
             rope[name] = rope[name][: dim // 2]
     if sections := rope.get("mrope_section"):
-        parts = [max(1, size * (dim // 2) // sum(sections)) for size in sections]
-        parts[0] += dim // 2 - sum(parts)
-        rope["mrope_section"] = parts
+        small = [max(1, size * (dim // 2) // sum(sections)) for size in sections]
+        small[0] += dim // 2 - sum(small)
+        rope["mrope_section"] = small
     return rope
 
 

@@ -60,8 +60,8 @@ class SupervisedTrainer(Trainer):
         for group, prompt in enumerate(prompts):
             for name, answer in prompt.columns.items():
                 if isinstance(answer, Answer):
-                    parts = marked_texts("", [answer], self.tokenizer)
-                    said = "".join(f"⟦{part}⟧" if learned else part for part, learned in parts)
+                    texts = marked_texts("", [answer], self.tokenizer)
+                    said = "".join(f"⟦{text}⟧" if learned else text for text, learned in texts)
                     row = {"group": group, "prompt": prompt.text, "response": said}
                     label = name.removeprefix("label")
                     yield row | {"label": label, "length": len(answer.token_ids)}

@@ -315,8 +315,12 @@ def explanation(result: Replay, number: int) -> Iterator[str]:
     )
     yield f"  prompt     {sample.prompt.text!r:.200}"
     yield f"  response   {sample.text!r:.200}"
-    parts = "".join(f", {name} {value:.6g}" for name, value in sample.reward_parts.items())
-    yield f"  reward     {sample.reward:.6g}{parts}" + (", not learned" if sample.masked else "")
+    components = "".join(
+        f", {name} {value:.6g}" for name, value in sample.reward_components.items()
+    )
+    yield f"  reward     {sample.reward:.6g}{components}" + (
+        ", not learned" if sample.masked else ""
+    )
     yield (
         f"  group      {len(group)} rewards, mean {rewards.mean():.6g}, standard deviation"
         f" {rewards.std(correction=0):.6g}"

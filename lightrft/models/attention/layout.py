@@ -203,7 +203,7 @@ class Layout:
         """True if one causal call over this rank's own tokens is not enough."""
         self.starts: np.ndarray = (self.lengths.cumsum(0) - self.lengths).numpy()
         """Start of each sequence among the T tokens: [N]."""
-        self.places: np.ndarray = shared.places.numpy() if shared else np.arange(self.num_computed)
+        self.places: np.ndarray = shared.indices.numpy() if shared else np.arange(self.num_computed)
         """Index of each token among the computed ones: [T]."""
         self._calls: dict[int | None, list[AttentionCall]] = {}
         self.derived: dict[object, Any] = {}
@@ -228,7 +228,7 @@ class Layout:
         if self.shared is None:
             return full
 
-        places = to_device(self.shared.places, self.device)
+        places = to_device(self.shared.indices, self.device)
         computed = to_device(self.shared.computed, self.device)
         source = places if full.source is None else places.index_select(0, full.source)
 

@@ -24,7 +24,7 @@ OUT_OF_REACH = frozenset(
     " sys.stdout tempfile threading unittest.main unittest.mock weakref".split()
 )
 """Modules and names for a look into the interpreter of the program, or at its files and output."""
-NAMED_PARTS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,9 @@ def _symbols(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
     defined = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
     used = {each.get_name() for each in symbols if each.is_referenced()}
     for child in table.get_children():
-        more_defined, more_used = _symbols(child)
-        defined |= more_defined
-        used |= more_used
+        child_defined, child_used = _symbols(child)
+        defined |= child_defined
+        used |= child_used
     return defined, used
 
 
@@ -146,11 +146,11 @@ def _tests_of(tree: ast.Module, used: set[str]) -> tuple[list[str], list[str]]:
                 elif name.startswith("Test"):
                     raise ValueError(f"the class {name} is not derived from unittest.TestCase")
 
-    own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    statements = [node for node in tree.body if not isinstance(node, NAMED_PARTS)]
-    parts = [part for node in statements for part in ast.walk(node)]
-    asserts = any(isinstance(part, ast.Assert | ast.Raise) for part in parts)
-    asserts |= any(isinstance(part, ast.Name) and part.id in own for part in parts)
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    statements = [node for node in tree.body if not isinstance(node, DEFINITIONS)]
+    nodes = [inner for node in statements for inner in ast.walk(node)]
+    asserts = any(isinstance(inner, ast.Assert | ast.Raise) for inner in nodes)
+    asserts |= any(isinstance(inner, ast.Name) and inner.id in defined for inner in nodes)
     if not (functions or cases or asserts):
         raise ValueError("the tests assert nothing: a function `check(candidate)` must be called")
     return functions, cases
@@ -161,10 +161,10 @@ def _check_uses(tree: ast.Module, names: set[str]) -> bool:
 
     Raise ValueError for what the program cannot get, and for what it would decide itself.
     """
-    own = {node.name: node for node in ast.walk(tree) if isinstance(node, NAMED_PARTS)}
+    nodes = {node.name: node for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
     # A function of the tests may get the program's under another name, as check(candidate) does.
     for call in _calls(tree):
-        function = own.get(ast.unparse(call.func))
+        function = nodes.get(ast.unparse(call.func))
         if isinstance(function, ast.FunctionDef):
             parameters = zip(function.args.args, call.args, strict=False)
             names |= {name.arg for name, given in parameters if ast.unparse(given) in names}
@@ -176,9 +176,9 @@ def _check_uses(tree: ast.Module, names: set[str]) -> bool:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
     passed = [value for call in calls for value in _arguments(call)]
-    for name, node in own.items():  # a decorator gets what it decorates
+    for name, node in nodes.items():  # a decorator gets what it decorates
         passed += [ast.Name(name) for each in node.decorator_list if _names_in(each) & names]
-    _check_passed(passed, tree, own, assigned)
+    _check_passed(passed, tree, nodes, assigned)
     _check_results(tree, calls, {name: each for name, each in assigned.items() if each in calls})
     return _look_at_arguments(tree, calls)
 
@@ -202,7 +202,7 @@ def _check_results(tree: ast.Module, calls: list[ast.Call], results: dict[str, a
 
 
 def _names_in(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
 def _arguments(call: ast.Call) -> list[ast.expr]:
@@ -210,22 +210,22 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
 
 
 def _check_passed(
-    passed: list[ast.expr], tree: ast.Module, own: dict[str, Any], assigned: dict[str, ast.expr]
+    passed: list[ast.expr], tree: ast.Module, nodes: dict[str, Any], assigned: dict[str, ast.expr]
 ) -> None:
-    """Raise ValueError for functions and own objects that the program would get."""
-    bound = {part.arg for part in ast.walk(tree) if isinstance(part, ast.arg)}
-    stored = (part for part in ast.walk(tree) if isinstance(getattr(part, "ctx", None), ast.Store))
-    bound |= {part.id for part in stored if isinstance(part, ast.Name)}
+    """Raise ValueError for functions and objects of the tests that the program would get."""
+    bound = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    stored = (node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store))
+    bound |= {node.id for node in stored if isinstance(node, ast.Name)}
     bound |= {name for name, kind in vars(builtins).items() if kind in CLASSES.values()}
-    functions = {*own, *(ast.unparse(call.func) for call in _calls(tree)), *dir(builtins)} - bound
+    functions = {*nodes, *(ast.unparse(call.func) for call in _calls(tree)), *dir(builtins)} - bound
 
-    def is_own(value: ast.expr) -> bool:
+    def is_of_tests(value: ast.expr) -> bool:
         made = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
-        return isinstance(value, ast.Lambda) or isinstance(own.get(made), ast.ClassDef)
+        return isinstance(value, ast.Lambda) or isinstance(nodes.get(made), ast.ClassDef)
 
-    functions |= {name for name, value in assigned.items() if is_own(value)}
+    functions |= {name for name, value in assigned.items() if is_of_tests(value)}
     for value in passed:
-        if is_own(value) or ast.unparse(value) in functions:
+        if is_of_tests(value) or ast.unparse(value) in functions:
             raise ValueError(
                 f"the tests pass {ast.unparse(value):.80} to the program, which gets numbers, texts,"
                 " dates, and containers of them alone"
@@ -259,8 +259,8 @@ def _look_at_arguments(tree: ast.Module, calls: list[ast.Call]) -> bool:
                     f"the tests compare {both.pop()} with what they compute from it after the"
                     " program could change it: compute the expectation before the call"
                 )
-        for place, one in enumerate(used):
-            others = set().union(*used[:place], *used[place + 1 :])
+        for index, one in enumerate(used):
+            others = set().union(*used[:index], *used[index + 1 :])
             # Beside an answer of the program it is what the answer should be.
             if others & (given | results):
                 expected = next(iter(one & given), expected)

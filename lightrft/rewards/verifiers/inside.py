@@ -74,7 +74,7 @@ def watch(settings: dict[str, Any]) -> None:
             os.close(descriptor)
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # so that the program cannot look into this process
     deadline = time.monotonic() + settings["seconds"]
-    while time.monotonic() < deadline and not _uses_more(settings["memory"]):
+    while time.monotonic() < deadline and not _exceeds(settings["memory"]):
         signal.sigtimedwait({signal.SIGCHLD}, MEMORY_POLL_SECONDS)
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == child:
@@ -83,7 +83,7 @@ def watch(settings: dict[str, Any]) -> None:
     os._exit(128 + signal.SIGKILL)
 
 
-def _uses_more(memory: int) -> bool:
+def _exceeds(memory: int) -> bool:
     """Return True if all processes of the sandbox use more than so many bytes.
 
     Pages that they share count once.
@@ -161,7 +161,7 @@ def _deny(
         (equal, 0, last - 2, architecture),
         (load, 0, 0, 0),
         (at_least, last - 4, 0, 0x40000000),  # the calls of x32
-        *((equal, last - 5 - place, 0, call) for place, call in enumerate(calls)),
+        *((equal, last - 5 - index, 0, call) for index, call in enumerate(calls)),
         (equal, 0, 2, socket),
         (load, 0, 0, 16),  # the first argument
         (equal, 3, 4, 1),
@@ -188,9 +188,9 @@ REDUCED = (
     "builtins.range decimal.Decimal fractions.Fraction datetime.date datetime.time"
     " datetime.datetime datetime.timedelta datetime.timezone"
 )
-FROM_PARTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1])
-FROM_PARTS["builtins.complex"] = lambda number: (number.real, number.imag)
-FROM_PARTS["collections.deque"] = lambda queue: ([*queue], queue.maxlen)
+FROM_ARGUMENTS = dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1])
+FROM_ARGUMENTS["builtins.complex"] = lambda number: (number.real, number.imag)
+FROM_ARGUMENTS["collections.deque"] = lambda queue: ([*queue], queue.maxlen)
 """Class -> function that returns what it is called with to make an equal value."""
 MOST_ITEMS = 10_000
 """How many items of an iterator are sent."""
@@ -207,26 +207,28 @@ def encode(value: Any, *, flatten: bool) -> Any:
     UnplainError for any other object.
     """
     kind = type(value)
-    each = partial(encode, flatten=flatten)
+    inner = partial(encode, flatten=flatten)
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is type and value in CLASSES.values():
         return {"class": value.__name__}
     if kind is list:
-        return list(map(each, value))
+        return list(map(inner, value))
     if kind in FROM_ITEMS.values():
-        return {kind.__name__: list(map(each, map(list, value.items()) if kind is dict else value))}
-    if (name := _name(kind)) in FROM_PARTS:
-        return {name: list(map(each, FROM_PARTS[name](value)))}
+        return {
+            kind.__name__: list(map(inner, map(list, value.items()) if kind is dict else value))
+        }
+    if (name := _name(kind)) in FROM_ARGUMENTS:
+        return {name: list(map(inner, FROM_ARGUMENTS[name](value)))}
 
     if isinstance(value, Iterator):
-        items = list(map(each, itertools.islice(value, MOST_ITEMS + 1)))
+        items = list(map(inner, itertools.islice(value, MOST_ITEMS + 1)))
         return {"iterator": [items[:MOST_ITEMS], len(items) > MOST_ITEMS]}
     if flatten and isinstance(value, (KeysView, ValuesView, ItemsView)):
-        return list(map(each, value))
+        return list(map(inner, value))
     for base in CLASSES.values() if flatten else ():
         if isinstance(value, base):
-            return each(base(value))
+            return inner(base(value))
     raise UnplainError(kind.__name__)
 
 
@@ -246,15 +248,15 @@ def decode(content: Any) -> Any:
         return CLASSES[inner]
     if name == "iterator":
         return _items(*decode(inner))
-    if name in FROM_PARTS:
+    if name in FROM_ARGUMENTS:
         module, _, called = name.rpartition(".")
         return getattr(importlib.import_module(module), called)(*decode(inner))
     return FROM_ITEMS[name](map(decode, inner))
 
 
-def _items(items: list[Any], more: bool) -> Iterator[Any]:
+def _items(items: list[Any], truncated: bool) -> Iterator[Any]:
     yield from items
-    if more:
+    if truncated:
         raise RuntimeError(f"tests get the first {MOST_ITEMS} items of an iterator alone")
 
 
@@ -447,8 +449,8 @@ def test(job: dict[str, Any], program: TestedProgram) -> None:
         with suppress(AttributeError):
             scope[name] = member(name)
 
-    for place, text in enumerate(job["texts"]):
-        exec(compile(text, f"test {place}", "exec"), scope)
+    for index, text in enumerate(job["texts"]):
+        exec(compile(text, f"test {index}", "exec"), scope)
     for name in job["functions"]:
         scope[name]()
     for name in job["cases"]:

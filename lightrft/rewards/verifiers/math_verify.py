@@ -25,7 +25,7 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 @cache
 def load_parser() -> None:
-    """Compare two roots, to load tables and parts of sympy.
+    """Compare two roots, to load tables and modules of sympy.
 
     The time limit of the first answer must not include that.
     """

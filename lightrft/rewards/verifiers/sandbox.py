@@ -161,7 +161,7 @@ def _bubblewrap() -> tuple[str, ...]:
     alone = "--unshare-all --as-pid-1 --die-with-parent --new-session --cap-drop ALL --clearenv"
     disk = f"--size {DISK_SIZE} --tmpfs"
     devices = f"--dev /dev {disk} /dev/shm --remount-ro /dev {disk} /tmp"
-    binds = [part for folder in _folders() for part in ("--ro-bind-try", folder, folder)]
+    binds = [option for folder in _folders() for option in ("--ro-bind-try", folder, folder)]
     # The root is made read-only last, after everything has its place in it.
     last = "--remount-ro / --chdir /tmp"
     proc = ["--proc", "/proc", *_hidden_settings()]
@@ -201,7 +201,7 @@ def _as_nobody() -> tuple[str, ...]:
 
 
 def _hidden_settings() -> list[str]:
-    """Return the options that hide parts of /proc.
+    """Return the options that hide files of /proc.
 
     These are folders that are not about processes, and whatever else can be written there.
     """

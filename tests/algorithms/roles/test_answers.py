@@ -106,10 +106,12 @@ def test_every_layout_is_plain_torch(folder, reference_folder, scorer_folder, wo
     per_rank = run_ranks(world_size, answers, folder, reference_folder, scorer_folder, LIMITS)
     for limit in range(len(LIMITS)):
         for kind, values in enumerate(expected):
-            parts = [found[limit][kind] for found in per_rank]
-            assert [len(part) for part in parts] == rows.SHARES[world_size]
-            assert all(part.dtype == values.dtype and part.device.type == "cpu" for part in parts)
-            torch.testing.assert_close(torch.cat(parts), values, rtol=0, atol=1e-5)
+            shares = [found[limit][kind] for found in per_rank]
+            assert [len(share) for share in shares] == rows.SHARES[world_size]
+            assert all(
+                share.dtype == values.dtype and share.device.type == "cpu" for share in shares
+            )
+            torch.testing.assert_close(torch.cat(shares), values, rtol=0, atol=1e-5)
 
 
 def test_the_first_column_and_the_padding_are_zero(folder, reference_folder, scorer_folder):

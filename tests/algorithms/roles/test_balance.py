@@ -52,8 +52,8 @@ def test_the_loss_by_hand():
     assert found.chosen.tolist() == [1.0, 0.0, 1.0] and found.count == 2
     balance = Balance.of(found, lambda values: values)
     assert balance.loss.item() == pytest.approx(3 * (0.5 * 0.375 + 0.5 * 0.375))
-    places = [mask & (torch.arange(3) == place) for place in range(3)]
-    halves = [routing([(logits, best)], each) for each in places]
+    masks = [mask & (torch.arange(3) == layer) for layer in range(3)]
+    halves = [routing([(logits, best)], each) for each in masks]
     assert sum(balance.share(half).item() for half in halves) == pytest.approx(balance.loss.item())
 
 

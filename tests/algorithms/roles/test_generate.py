@@ -55,10 +55,10 @@ def test_greedy_is_transformers_and_sampled_logprobs_are_the_trainers(folder):
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/trained", dtype=torch.float32)
     batch = rows.whole()
     row = 0
-    for place in range(3):  # greedy, sampled, once more
-        assert {results[place]["output_ids"].shape[1] for results, _ in per_rank} == {32}
+    for index in range(3):  # greedy, sampled, once more
+        assert {results[index]["output_ids"].shape[1] for results, _ in per_rank} == {32}
 
-    for (greedy, sampled, once_more), logprobs in per_rank:
+    for (greedy, sampled, again), logprobs in per_rank:
         for index in range(len(greedy["output_ids"])):
             ids = batch["input_ids"][row, : rows.LENGTHS[row]]
             expected = model.generate(
@@ -91,7 +91,7 @@ def test_greedy_is_transformers_and_sampled_logprobs_are_the_trainers(folder):
             row += 1
 
         if len(sampled["output_ids"]):
-            assert not torch.equal(sampled["output_ids"], once_more["output_ids"])
+            assert not torch.equal(sampled["output_ids"], again["output_ids"])
 
     assert row == 10
 

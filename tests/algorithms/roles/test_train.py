@@ -49,7 +49,7 @@ def batch_of(kind: str) -> rows.Padded:
     return batch
 
 
-def own_loss(logprobs, batch, denominator):
+def loss_of_user(logprobs, batch, denominator):
     """Read columns that only this test has: one per token, one per row."""
     values = batch.trust[batch.sequence_ids] * (logprobs - batch.teacher) ** 2
     return sequence_mean(values, batch, denominator), {"own/gap": values, "own/gap_max": values}
@@ -76,7 +76,7 @@ def clipped(section_mode: str = "token-mean") -> PolicyObjective:
 LOSSES: dict[str, Callable] = {
     "sft": sft,
     "grpo": clipped(),
-    "own": own_loss,
+    "own": loss_of_user,
     "critic": regression,
     "reward": grading,
 }
@@ -143,15 +143,15 @@ def plain_sft(model, batch, members):
 
 
 def plain_grpo(model, batch, members):
-    parts = []
+    losses = []
     for row in members:
         ratio = (logprobs(model, batch, row) - batch["old_logprobs"][row, learned(row)]).exp()
         advantage = batch["advantages"][row, learned(row)]
-        parts.append(-torch.minimum(ratio * advantage, ratio.clip(0.8, 1.2) * advantage))
-    return torch.cat(parts).mean()
+        losses.append(-torch.minimum(ratio * advantage, ratio.clip(0.8, 1.2) * advantage))
+    return torch.cat(losses).mean()
 
 
-def plain_own(model, batch, members):
+def plain_loss_of_user(model, batch, members):
     """Compute own_loss() in plain torch; rows without a response do not count."""
     gaps = [
         (logprobs(model, batch, row) - batch["teacher"][row, learned(row)]) ** 2
@@ -162,11 +162,11 @@ def plain_own(model, batch, members):
 
 
 def plain_critic(model, batch, members):
-    parts = []
+    losses = []
     for row in members:
         scores = rows.plain_scores(model, batch["input_ids"][row, : rows.LENGTHS[row]])
-        parts.append(scores[rows.PROMPT[row] - 1 : -1] - batch["returns"][row, learned(row)])
-    return torch.cat(parts).square().mean()
+        losses.append(scores[rows.PROMPT[row] - 1 : -1] - batch["returns"][row, learned(row)])
+    return torch.cat(losses).square().mean()
 
 
 def plain_reward(model, batch, members):
@@ -180,7 +180,7 @@ def plain_reward(model, batch, members):
 PLAIN = {
     "sft": plain_sft,
     "grpo": plain_grpo,
-    "own": plain_own,
+    "own": plain_loss_of_user,
     "critic": plain_critic,
     "reward": plain_reward,
 }
@@ -207,7 +207,7 @@ def reported(folder: str, mbs: int | None):
     made = rows.strategy()
     mine = rows.share(batch_of("own"), made.get_rank(), made.mesh.data.size)
     role = rows.policy(made, folder)
-    return role.train(mine, own_loss, mbs=mbs, eval_mode=True)
+    return role.train(mine, loss_of_user, mbs=mbs, eval_mode=True)
 
 
 @pytest.mark.parametrize(("world_size", "mbs"), [(1, None), (2, 1), (4, 2)])

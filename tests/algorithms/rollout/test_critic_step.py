@@ -55,10 +55,10 @@ def samples() -> list[Sample]:
     return [
         Sample(
             prompt=Prompt(
-                index=row, text="", token_ids=[60 + 7 * place for place in range(prompt)]
+                index=row, text="", token_ids=[60 + 7 * index for index in range(prompt)]
             ),
             group=row // 2,
-            token_ids=[(13 * row + 29 * place) % 250 for place in range(response)],
+            token_ids=[(13 * row + 29 * index) % 250 for index in range(response)],
             logprobs=[0.0] * response,
             text="",
             finish_reason="stop",
@@ -117,8 +117,8 @@ def step(folders: tuple[str, str, str], held: list[int]) -> dict[str, Any]:
 
     return {
         "rows": {
-            row: {name: parts[place] for name, parts in columns.items()}
-            for place, row in enumerate(order)
+            row: {name: pieces[index] for name, pieces in columns.items()}
+            for index, row in enumerate(order)
         },
         "numbers": numbers,
         "parameters": {

@@ -111,11 +111,11 @@ def all_samples() -> list[Sample]:
     return [
         make_sample(
             prompts[group],
-            [(13 * place + 29 * index) % 250 for index in range(length)],
+            [(13 * number + 29 * index) % 250 for index in range(length)],
             group,
             reward,
         )
-        for place, (group, reward, length) in enumerate(SAMPLES)
+        for number, (group, reward, length) in enumerate(SAMPLES)
     ]
 
 
@@ -215,8 +215,8 @@ def sequences(result: dict[str, Any]) -> dict[int, dict[str, torch.Tensor]]:
     }
 
     return {
-        row: {name: parts[place] for name, parts in per_token.items()}
-        for place, row in enumerate(columns["rows"].tolist())
+        row: {name: pieces[index] for name, pieces in per_token.items()}
+        for index, row in enumerate(columns["rows"].tolist())
     }
 
 
@@ -282,9 +282,9 @@ def assert_planned(results: list[dict[str, Any]], minibatch: int, lengths: list[
         of_ranks = [result["minibatches"][step] for result in results]
         assert len({len(micro_batches) for micro_batches in of_ranks}) == 1
         packed = [
-            [result["columns"]["rows"][place].item() for place in places]
+            [result["columns"]["rows"][index].item() for index in indices]
             for result, micro_batches in zip(results, of_ranks, strict=True)
-            for places in micro_batches
+            for indices in micro_batches
         ]
         assert sorted(row for rows in packed for row in rows) == list(
             range(step * minibatch, (step + 1) * minibatch)
@@ -292,7 +292,7 @@ def assert_planned(results: list[dict[str, Any]], minibatch: int, lengths: list[
         assert all(sum(lengths[row] for row in rows) <= 16 for rows in packed)
 
 
-# -- what the options make of the same samples, each in one place of the pipeline
+# -- what the options make of the same samples, each at one point of the pipeline
 
 
 def stepwise() -> list[Sample]:
@@ -313,25 +313,25 @@ def beside_greedy(samples: list[Sample]) -> list[Sample]:
     return samples
 
 
-def in_parts(samples: list[Sample]) -> list[Sample]:
-    """The reward of a sample is a part for its answer and, in group 1, 1 for a short response."""
+def with_components(samples: list[Sample]) -> list[Sample]:
+    """A reward is a component for the answer and, in group 1, 1 for a short response."""
     for sample in samples:
         short = float(sample.group == 1 and len(sample.token_ids) < 5)
-        sample.reward_parts = {"answer": sample.reward - short} | (
+        sample.reward_components = {"answer": sample.reward - short} | (
             {"short": short} if short else {}
         )
     return samples
 
 
-def without(samples: list[Sample], *places: int) -> list[Sample]:
-    for place in places:
-        samples[place].masked = True
+def without(samples: list[Sample], *indices: int) -> list[Sample]:
+    for index in indices:
+        samples[index].masked = True
     return samples
 
 
-def cut(samples: list[Sample], *places: int) -> list[Sample]:
-    for place in places:
-        samples[place].finish_reason = "length"
+def cut(samples: list[Sample], *indices: int) -> list[Sample]:
+    for index in indices:
+        samples[index].finish_reason = "length"
     return samples
 
 
@@ -356,8 +356,8 @@ CASES: dict[str, tuple[list[Sample], dict[str, Any], dict[str, Any]]] = {
     "hard enough": (all_samples(), {"difficulty_filter": [0.0, 0.9]}, {}),
     "pass at 2": (all_samples(), {"advantage_estimator": "pass_at_k", "pass_k": 2}, {}),
     "rare": (all_samples(), {"difficulty_weights": [0.4, 1.5]}, {}),
-    "parts": (in_parts(all_samples()), {"advantage_estimator": "gdpo"}, {}),
-    "one part": (all_samples(), {"advantage_estimator": "gdpo"}, {}),
+    "components": (with_components(all_samples()), {"advantage_estimator": "gdpo"}, {}),
+    "one component": (all_samples(), {"advantage_estimator": "gdpo"}, {}),
     "turns": (stepwise(), {"advantage_estimator": "turn_grpo"}, {}),
     "certain": (all_samples(), {"entropy_filter": [0.0, 0.01]}, {}),
     "open": (all_samples(), {"entropy_filter": [0.01, 20.0]}, {}),
@@ -392,14 +392,14 @@ EXPECTED: dict[str, list[list[float] | None]] = {
     "rewards": [[min(reward, 1.5)] * length for _, reward, length in SAMPLES],
     # longest 10, buffer 4: -0.5 per token from 7 on
     "too long": [[reward - max(0, length - 6) / 2] * length for _, reward, length in SAMPLES],
-    "cut off": [None if place in (3, 6) else whole for place, whole in enumerate(WHOLE)],
+    "cut off": [None if index in (3, 6) else whole for index, whole in enumerate(WHOLE)],
     "greedy": [[reward - group - 0.5] * length for group, reward, length in SAMPLES],
     # the greedy response is subtracted once from a response, however many steps were rewarded
     "greedy, stepwise": [[1 + 3 - 0.5, 1 + 3 - 0.5, 3 - 0.5], [2 - 0.5, 2 - 0.5], [], [1 - 1.5]],
-    "left out": [None if place in (0, 4) else whole for place, whole in enumerate(WHOLE)],
+    "left out": [None if index in (0, 4) else whole for index, whole in enumerate(WHOLE)],
     "short and long": [whole if 2 <= len(whole) <= 6 else None for whole in WHOLE],
     # right are half of group 0, all of group 1, none of group 2
-    "hard enough": [None if SAMPLES[place][0] == 1 else whole for place, whole in enumerate(WHOLE)],
+    "hard enough": [None if SAMPLES[index][0] == 1 else whole for index, whole in enumerate(WHOLE)],
     # group 0: one wrong of two, no draw fails; groups 1: none wrong; group 2: all wrong
     "pass at 2": [[0.0] * length for length in LENGTHS],
     # shares of right responses 1/2, 1 and 0: w(p) = 0.4 + 1.1 / (1 + exp(10 (p - 0.75))), of 1 - p
@@ -411,7 +411,7 @@ EXPECTED: dict[str, list[list[float] | None]] = {
     # -0.577325, 1.154650, -0.577325; short 1, 1, 0, std 0.577350: 0.577250, 0.577250, -1.154501.
     # Sums -0.000075, 1.731900, -1.731826, and 0 three times; squares 0.999718 + 5.998699, / 7, std
     # 0.999887
-    "parts": [
+    "components": [
         [value / (0.9998871 + 1e-4)] * length
         for value, length in zip(
             [0.707007, -0.707007, -0.000075, 1.731900, -1.731826, 0.0, 0.0, 0.0],
@@ -420,7 +420,7 @@ EXPECTED: dict[str, list[list[float] | None]] = {
         )
     ],
     # squares of ADVANTAGES 0.999717 + 1.999848, / 7, std 0.654600
-    "one part": [[value / (0.6546061 + 1e-4) for value in whole] for whole in WHOLE],
+    "one component": [[value / (0.6546061 + 1e-4) for value in whole] for whole in WHOLE],
     # group 0: returns 4, 3 and 2: first turns 4, 2, std 1.414214; the second is alone. Group 1: 5,
     # 1, std 2.828427
     "turns": [[0.707057, 0.707057, 0.0], [-0.707057, -0.707057], [], [-0.707082]],
@@ -514,14 +514,14 @@ def test_rewards_at_tokens_that_are_not_learned_stay_in_the_returns(first_token_
         samples, TURNS, experience.offsets.tolist(), strict=False
     ):
         learned = learned if first_token_apart else sampled or [1] * len(learned)
-        own = slice(start + 2, start + 2 + len(learned))
+        learned_tokens = slice(start + 2, start + 2 + len(learned))
         steps = dict(sample.steps)
         expected = [
             sum(steps.get(later, 0.0) for later in range(token, len(learned))) if one else 0.0
             for token, one in enumerate(learned)
         ]
-        assert experience.loss_mask[own].tolist() == [bool(one) for one in learned]
-        assert returns[own].tolist() == expected
+        assert experience.loss_mask[learned_tokens].tolist() == [bool(one) for one in learned]
+        assert returns[learned_tokens].tolist() == expected
 
 
 def test_only_the_first_turn_of_a_branch_without_a_history_has_a_first_token_of_its_own():
@@ -566,7 +566,7 @@ def make_branched(folder: str, held: list[int]) -> dict[str, Any]:
 
 
 def test_branches_share_a_micro_batch_with_their_episode():
-    """To the planner they begin with the same prompt, so the common part is computed once."""
+    """To the planner they begin with the same prompt, so the common tokens are computed once."""
     rows = with_branches(branched())
     tags = prompts(flatten(rows, first_row=0), torch.tensor([0, 0, 0, 1, 2, 3, 3]))
     assert tags[:, 1].tolist() == [1, 1, 1, 1, 2, 2, 2]
@@ -597,10 +597,10 @@ def test_branches_have_the_advantage_of_their_episode(folder, held):
 
     for step, rows in enumerate([[0, 1, 2, 3], [4, 5, 6]]):
         planned = [
-            result["columns"]["rows"][place].item()
+            result["columns"]["rows"][index].item()
             for result in results
             for members in result["minibatches"][step]
-            for place in members
+            for index in members
         ]
         assert sorted(planned) == rows
 
@@ -680,12 +680,12 @@ def test_tokens_are_chosen_among_those_of_all_ranks(folder, held):
             prompt = len(samples[row].prompt.token_ids)
             values = reference_logprobs(folder, samples[row])
             entropies = reference_entropy(folder, samples[row])
-            for place in range(prompt, samples[row].length):
-                entropy[row, place], logprobs[row, place] = (
-                    entropies[place].item(),
-                    values[place].item(),
+            for position in range(prompt, samples[row].length):
+                entropy[row, position], logprobs[row, position] = (
+                    entropies[position].item(),
+                    values[position].item(),
                 )
-                advantages[row, place] = ADVANTAGES[row]
+                advantages[row, position] = ADVANTAGES[row]
 
         means = [sum(column.values()) / len(column) for column in (logprobs, advantages)]
         covariance = {
@@ -699,7 +699,7 @@ def test_tokens_are_chosen_among_those_of_all_ranks(folder, held):
             for row in step:
                 given = found[name][row][column].tolist()
                 assert [float(value) for value in given] == [
-                    float((row, place) in top) for place in range(len(given))
+                    float((row, position) in top) for position in range(len(given))
                 ]
 
 
@@ -785,12 +785,12 @@ def test_rloo_compares_penalised_rewards(divergent, folder):
     for row, sample in enumerate(samples):
         prompt = len(sample.prompt.token_ids)
         others = [
-            place
-            for place, other in enumerate(samples)
-            if other.group == sample.group and place != row
+            index
+            for index, other in enumerate(samples)
+            if other.group == sample.group and index != row
         ]
-        baseline = sum(samples[place].reward for place in others) / len(others)
-        penalties = [divergences[place].sum().item() for place in others]
+        baseline = sum(samples[index].reward for index in others) / len(others)
+        penalties = [divergences[index].sum().item() for index in others]
         whole = (
             sample.reward - divergences[row].sum().item() - baseline + sum(penalties) / len(others)
         )
@@ -835,9 +835,9 @@ def test_divergence_in_the_reward_of_each_token(divergent, folder):
         ):
             earned = 0.0
             expected = []
-            for place in reversed(range(len(divergence))):
-                end = sample.reward if place == len(divergence) - 1 else 0.0
-                earned = end - coefficient * divergence[place] + 0.9 * earned
+            for token in reversed(range(len(divergence))):
+                end = sample.reward if token == len(divergence) - 1 else 0.0
+                earned = end - coefficient * divergence[token] + 0.9 * earned
                 expected.append(earned)
             found = made[name][row]
             assert found["advantages"][prompt:].tolist() == pytest.approx(expected[::-1], abs=1e-4)

@@ -139,8 +139,8 @@ def learned(
         said = policy.logprobs(batch, rows).split(batch.lengths.tolist())
         by_row = dict(
             pair
-            for part in data.gather(list(zip(batch.rows.tolist(), said, strict=True)))
-            for pair in part
+            for share in data.gather(list(zip(batch.rows.tolist(), said, strict=True)))
+            for pair in share
         )
         policy.learn([LossTerm(batch, rows, sft, policy.denominator(batch, rows))], Metrics())
         parameters = strategy.full_params(actor)
@@ -312,7 +312,7 @@ def check(
             assert found.keys() == parameters.keys()
             for name, value in found.items():
                 frozen = settings == {} and any(
-                    part in name for part in ("vision_", "connector", "visual", "projector")
+                    prefix in name for prefix in ("vision_", "connector", "visual", "projector")
                 )
                 assert (
                     torch.equal(value, before[name])
@@ -425,11 +425,11 @@ def valued(folder: str, saved: str, layout: dict) -> tuple[list[Tensor], dict[st
     mine = samples(expand.reader.processor)[first : first + HELD[data.size][data.rank]]
     flat = flatten_for_run(mine, first_row=first, expand=expand)
     batch, (rows,) = redistribute(strategy.sample_store(), flat, max_tokens=TOKENS, max_sequences=1)
-    parts = critic.values(batch, rows).split(batch.lengths.tolist())
+    values = critic.values(batch, rows).split(batch.lengths.tolist())
     by_row = dict(
         pair
-        for part in data.gather(list(zip(batch.rows.tolist(), parts, strict=True)))
-        for pair in part
+        for share in data.gather(list(zip(batch.rows.tolist(), values, strict=True)))
+        for pair in share
     )
     critic.learn([LossTerm(batch, rows, squares, critic.denominator(batch, rows))], Metrics())
 
@@ -526,14 +526,14 @@ def test_a_reward_model_sees(folder, tmp_path):
 
 
 def splitting_model(folder: str, *, marked: bool = True) -> str:
-    """Write a model that cuts images into up to four by four parts.
+    """Write a model that cuts images into up to four by four tiles.
 
-    It has a token for each place of a part; unless `marked`, it has several.
+    It has a token for each position of a tile; unless `marked`, it has several.
     """
     processor = AutoProcessor.from_pretrained(seeing_model(folder))
     if marked:
-        places = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
-        processor.tokenizer.add_special_tokens({"extra_special_tokens": [*MARKS.values(), *places]})
+        tokens = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+        processor.tokenizer.add_special_tokens({"extra_special_tokens": [*MARKS.values(), *tokens]})
     processor.image_processor.do_image_splitting = True
     processor.image_processor.size = {"longest_edge": 224}
     processor.save_pretrained(folder)
@@ -561,7 +561,7 @@ def outcome(tokens: Callable[[tuple[int, int]], int], size: tuple[int, int]) -> 
 
 
 def test_tokens_are_counted_as_they_are_made(folder_of, tmp_path):
-    """A processor that miscounts is not believed: the tokenizer reads the places of parts as
+    """A processor that miscounts is not believed: the tokenizer reads the positions of tiles as
     letters.
 
     The processor of Gemma 3 leaves out four tokens around an image, because it joins the line
@@ -799,12 +799,12 @@ def test_runs_of_gemma_on_two_ranks(tmp_path):
 def one_step(estimator: str, flags: list[str], folder: Path) -> list[dict]:
     """Metrics of a step with this advantage estimator."""
     teacher = [f"--teacher_pretrain={folder / 'random'}"]
-    own = {"distill": teacher, "gkd": teacher, "pass_at_k": ["--pass_k=2"]}.get(estimator, [])
+    added = {"distill": teacher, "gkd": teacher, "pass_at_k": ["--pass_k=2"]}.get(estimator, [])
     run_here(
         "train_ppo",
         [
             *flags,
-            *own,
+            *added,
             f"--advantage_estimator={estimator}",
             f"--save_path={folder / 'steps' / estimator}",
         ],

@@ -58,10 +58,10 @@ def test_samples():
     )
 
 
-def test_parts_of_rewards_are_means_over_those_that_have_them():
+def test_components_of_rewards_are_means_over_those_that_have_them():
     samples = [sample(1.1, 2), sample(0.1, 2), sample(0.0, 2)]
-    samples[0].reward_parts = {"format": 0.1, "answer": 1.0}
-    samples[1].reward_parts = {"format": 0.5}
+    samples[0].reward_components = {"format": 0.1, "answer": 1.0}
+    samples[1].reward_components = {"format": 0.5}
     metrics = Metrics()
     measure_samples(samples, 3, metrics)
     found = reduced(metrics)

@@ -37,7 +37,7 @@ def rows_reward(samples, mode, length, **columns):
         "a function is called for one prompt at a time"
     )
     share = {"all": len(samples), "none": 0, "some": 1}[mode[0]]
-    return [float(place < share) for place in range(len(samples))]
+    return [float(slot < share) for slot in range(len(samples))]
 
 
 class Script:
@@ -60,15 +60,15 @@ class Script:
     def exchange(self) -> Axis:
         return Mesh("cpu").exchange_axis() if torch.distributed.is_initialized() else ALONE
 
-    def length(self, seed: int, sample, place: int) -> int:
+    def length(self, seed: int, sample, slot: int) -> int:
         return sample.prompt.columns["length"]
 
     def open(self, seed: int) -> "ScriptedLoop":
         self.calls.append((seed, []))
         return ScriptedLoop(self, seed)
 
-    def prepare(self, parts, seed: int) -> list:
-        return [(seed, part) for part in parts]
+    def prepare(self, all_begun, seed: int) -> list:
+        return [(seed, begun) for begun in all_begun]
 
     def capacity(self, loop) -> int:
         return self.at_once
@@ -86,51 +86,51 @@ class ScriptedLoop:
     def __init__(self, script: Script, seed: int):
         self.script = script
         self.seed = seed
-        self.parts = []
+        self.all_begun = []
 
     def begin(self, prepared) -> None:
         assert all(seed == self.seed for seed, _ in prepared)
         self.script.prepared += len(prepared)
-        self.add([part for _, part in prepared])
+        self.add([begun for _, begun in prepared])
 
-    def add(self, parts) -> None:
-        self.script.calls[-1][1].extend(group.number for group, _ in parts)
-        self.parts += [part for part in parts if not part[0].complete]
+    def add(self, all_begun) -> None:
+        self.script.calls[-1][1].extend(group.number for group, _ in all_begun)
+        self.all_begun += [begun for begun in all_begun if not begun[0].complete]
 
     def running(self) -> set[tuple[int, int]]:
         return {
-            (group.number, place)
-            for group, places in self.parts
-            for place in places
-            if group.responses[place].finish_reason is None
+            (group.number, slot)
+            for group, slots in self.all_begun
+            for slot in slots
+            if group.responses[slot].finish_reason is None
         }
 
     def steps(self, most=None):
-        while self.parts and most != 0:
+        while self.all_begun and most != 0:
             most = most and most - 1
             self.script.clock += 1
-            for part in list(self.parts):
-                group, places = part
-                for place in places:
-                    self._grow(group.responses[place], place)
-                if all(group.responses[place].finish_reason is not None for place in places):
-                    self.parts.remove(part)
+            for begun in list(self.all_begun):
+                group, slots = begun
+                for slot in slots:
+                    self._grow(group.responses[slot], slot)
+                if all(group.responses[slot].finish_reason is not None for slot in slots):
+                    self.all_begun.remove(begun)
                     if group.complete:
                         yield group
 
-    def _grow(self, sample, place: int) -> None:
+    def _grow(self, sample, slot: int) -> None:
         if sample.finish_reason is None:
-            sample.token_ids.append((self.seed + 7 * place) % 251)
-            sample.logprobs.append(-0.5 - place / 3)
+            sample.token_ids.append((self.seed + 7 * slot) % 251)
+            sample.logprobs.append(-0.5 - slot / 3)
             sample.weight_versions.append(3)
             self.script.tokens += 1
             if len(sample.token_ids) == min(
-                self.script.length(self.seed, sample, place), self.script.longest
+                self.script.length(self.seed, sample, slot), self.script.longest
             ):
                 sample.finish_reason = "stop"
 
     def abort(self) -> None:
-        self.parts = []
+        self.all_begun = []
 
     def finish(self):
         return iter(())
@@ -201,12 +201,12 @@ def test_samples_carry_rewards_and_groups():
 )
 def test_a_group_has_a_signal_if_any_reward_differs(rewards, signal):
     samples = [
-        Sample(Prompt(0, "", [1]), 0, [2] * len(own), [0.0] * len(own), "", "stop")
-        for own in rewards
+        Sample(Prompt(0, "", [1]), 0, [2] * len(values), [0.0] * len(values), "", "stop")
+        for values in rewards
     ]
-    for sample, own in zip(samples, rewards, strict=True):
-        sample.token_rewards = own
-        sample.reward = sum(filter(None, own))
+    for sample, token_rewards in zip(samples, rewards, strict=True):
+        sample.token_rewards = token_rewards
+        sample.reward = sum(filter(None, token_rewards))
     assert GroupOutcome.of(Group(0, 0, samples)).has_signal is signal
     for sample in samples:
         sample.masked = True
@@ -234,7 +234,7 @@ def test_dynamic_sampling_replaces_groups_without_signal():
 
 def test_few_signals_fill_a_step_up_with_groups_that_are_left_out():
     rollout = new_rollout(prompts("s" + "a" * 39), dynamic_sampling=True, dynamic_sampling_rounds=3)
-    rollout.scheduler.place = rollout.scheduler.order.rows(0, 40).index(0)
+    rollout.scheduler.position = rollout.scheduler.order.rows(0, 40).index(0)
     groups, _ = step(rollout)
     assert len(groups) == 4 and groups[0].row == 0
     assert [all(sample.masked for sample in group.samples) for group in groups] == [
@@ -268,7 +268,7 @@ def test_partial_rollouts_go_on_in_the_next_step():
     assert len(rollout.scheduler.partial.local) == 4 and all(
         len(s.token_ids) == 15 for group in rollout.scheduler.partial.local for s in group.samples
     )
-    carried = {
+    partial_groups = {
         group.number: [list(sample.token_ids) for sample in group.samples]
         for group in rollout.scheduler.partial.local
     }
@@ -276,12 +276,14 @@ def test_partial_rollouts_go_on_in_the_next_step():
 
     for number in range(2, 6):
         finished |= {
-            group.number: group for group in step(rollout, number)[0] if group.number in carried
+            group.number: group
+            for group in step(rollout, number)[0]
+            if group.number in partial_groups
         }
 
-    assert set(finished) == set(carried)
+    assert set(finished) == set(partial_groups)
     for number, group in finished.items():
-        assert [sample.token_ids[:15] for sample in group.samples] == carried[number]
+        assert [sample.token_ids[:15] for sample in group.samples] == partial_groups[number]
         assert all(len(sample.token_ids) == len(sample.logprobs) == 35 for sample in group.samples)
         assert len({token for sample in group.samples for token in sample.token_ids}) > 1, (
             "drawn in several calls"
@@ -388,7 +390,7 @@ def test_groups_begun_ahead_begin_anew_in_a_resumed_run(tmp_path):
 
     assert (
         ahead_course(resumed, range(5, 10), 9) == expected[4:]
-        and not resumed.state_dict()["parked"]
+        and not resumed.state_dict()["deferred"]
     )
     assert len(resumed.scheduler.sampler.calls) == 5, (
         "the last steps begin nothing that nobody learns from"
@@ -439,7 +441,7 @@ def test_a_history_takes_back_the_rows_that_changed_since_the_step_began():
 
 
 def test_tail_rounds_ahead_lose_no_group_and_learn_from_none_twice():
-    """Rounds of the next pass may begin before the last groups of this one have been parked.
+    """Rounds of the next pass may begin before the last groups of this one have been deferred.
 
     There are 36 prompts and 9 steps.
     """
@@ -480,26 +482,26 @@ def test_a_resumed_run_with_shorter_responses_loses_those_that_are_too_long():
 def on_ranks(state: dict | None = None) -> tuple[list, dict, list[int], list]:
     """Take steps 1 to 8, or steps 9 to 12 of a run that resumes.
 
-    Return the state after them, what is carried here, and what is learned later.
+    Return the state after them, which groups continue here, and what is learned later.
     """
     rollout = new_rollout(copy.deepcopy(MIXED), Mesh("cpu").data, **FLAGS)
     if state is not None:
         rollout.load_state_dict(state)
     steps = course(rollout, range(1, 9) if state is None else range(9, 13))
     state = copy.deepcopy(rollout.state_dict())
-    carried = [group.number for group in rollout.scheduler.partial.local]
+    partial_groups = [group.number for group in rollout.scheduler.partial.local]
     assert [
         group.number
         for group in rollout.scheduler.partial.of_all
         if group.rank == rollout.scheduler.data.rank
-    ] == carried
+    ] == partial_groups
     rollback = rollout.scheduler.snapshot()
     first = course(rollout, range(9, 10))
     rollback()
     assert course(rollout, range(9, 10)) == first, "a step that is taken back comes again"
     rollback()
 
-    return steps, state, carried, course(rollout, range(9, 13))
+    return steps, state, partial_groups, course(rollout, range(9, 13))
 
 
 @cache
@@ -508,8 +510,8 @@ def from_the_beginning(ranks: int) -> list[tuple]:
     return run_ranks(ranks, on_ranks)
 
 
-def joined_steps(found: list, place: int) -> list:
-    return [sorted(sum(parts, [])) for parts in zip(*(each[place] for each in found), strict=True)]
+def joined_steps(found: list, index: int) -> list:
+    return [sorted(sum(steps, [])) for steps in zip(*(each[index] for each in found), strict=True)]
 
 
 def give_files(data: list[Prompt], folder: Path | str) -> None:
@@ -551,7 +553,7 @@ def with_files(folder: str) -> tuple[list, list]:
 
 
 def test_prompts_whose_files_cannot_be_read_any_more_are_left_out_on_all_ranks(tmp_path):
-    """Other prompts take their places, in the order of the data."""
+    """Other prompts replace them, in the order of the data."""
     found = {}
     for ranks in (1, 2):
         for index in range(12):
@@ -578,14 +580,14 @@ def test_prompts_whose_files_cannot_be_read_any_more_are_left_out_on_all_ranks(t
 
 
 def test_ranks_decide_alike_and_together_as_one():
-    """The ranks agree on which groups fill a step, and on what is carried and remembered.
+    """The ranks agree on which groups fill a step, and on what continues and is remembered.
 
     One rank alone decides the same.
     """
     (alone,), pair = from_the_beginning(1), from_the_beginning(2)
     assert joined_steps(pair, 0) == alone[0] and all(len(groups) == 4 for groups in alone[0])
     for _, state, *_ in pair:
-        assert state["place"] == alone[1]["place"] and state["number"] == alone[1]["number"]
+        assert state["position"] == alone[1]["position"] and state["number"] == alone[1]["number"]
         assert all(
             torch.equal(state["history"][name], alone[1]["history"][name])
             for name in state["history"]
@@ -593,7 +595,7 @@ def test_ranks_decide_alike_and_together_as_one():
 
 
 @pytest.mark.slow
-def test_carried_groups_are_on_one_rank_and_all_in_a_checkpoint():
+def test_partial_groups_are_on_one_rank_and_all_in_a_checkpoint():
     """Each group stays on the rank that began it.
 
     A run goes on alike from a checkpoint, on as many ranks or on others, and from an old
@@ -601,11 +603,11 @@ def test_carried_groups_are_on_one_rank_and_all_in_a_checkpoint():
     """
     (alone,), pair = from_the_beginning(1), from_the_beginning(2)
     (_, state, first, _), (_, other, second, _) = pair
-    assert sorted(first + second) == alone[2] and first and second and not other["carried"]
-    assert [group["number"] for group in state["carried"]] == alone[2]
+    assert sorted(first + second) == alone[2] and first and second and not other["partial"]
+    assert [group["number"] for group in state["partial"]] == alone[2]
     assert [
-        sum(len(tokens) for tokens, *_ in group["responses"]) for group in state["carried"]
-    ] == [sum(len(tokens) for tokens, *_ in group["responses"]) for group in alone[1]["carried"]]
+        sum(len(tokens) for tokens, *_ in group["responses"]) for group in state["partial"]
+    ] == [sum(len(tokens) for tokens, *_ in group["responses"]) for group in alone[1]["partial"]]
     resumed = run_ranks(2, on_ranks, state)
     assert [each[0] for each in resumed] == [each[3] for each in pair], (
         "groups stay where they were"
@@ -653,8 +655,8 @@ def test_tail_rounds_are_alike_on_all_ranks_and_resume(tmp_path):
         first = run_ranks(ranks, tail_on_ranks)
         assert (
             joined_steps(first, 0) == whole[:5]
-            and first[0][1]["parked"]
-            and first[0][1]["parked"] == first[-1][1]["parked"]
+            and first[0][1]["deferred"]
+            and first[0][1]["deferred"] == first[-1][1]["deferred"]
         )
         torch.save(first[0][1], tmp_path / "state.pt")
         second = run_ranks(
@@ -716,8 +718,8 @@ DIVIDED = {
 
 
 class Uneven(Script):
-    def length(self, seed: int, sample, place: int) -> int:
-        return sample.prompt.columns["length"] + place % 3
+    def length(self, seed: int, sample, slot: int) -> int:
+        return sample.prompt.columns["length"] + slot % 3
 
 
 def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:
@@ -751,12 +753,12 @@ def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:
         for groups in steps
     ]
     partial = rollout.scheduler.partial.local if "partial_rollout" in flags else []
-    carried = [(group.number, state_of(group)["responses"]) for group in partial]
+    partial_groups = [(group.number, state_of(group)["responses"]) for group in partial]
 
     return (
         learned,
         [number for _, numbers in rollout.scheduler.sampler.calls for number in numbers],
-        carried,
+        partial_groups,
     )
 
 
@@ -783,7 +785,7 @@ def test_divided_groups_are_complete_at_home(case):
     both = set(pair[0][1]) & set(pair[1][1])
     assert len(both) > 4, "groups were divided"
 
-    for learned, _, carried in pair:
+    for learned, _, partial_groups in pair:
         for samples in learned:
             lengths = {number: [] for number, *_ in samples}
             for number, token_ids, logprobs, versions, *_ in samples:
@@ -793,7 +795,7 @@ def test_divided_groups_are_complete_at_home(case):
                 [each - found[0] for each in found] == [0, 1, 2, 0, 1, 2, 0, 1]
                 for found in lengths.values()
             )
-        assert carried == [] or case == "partial"
+        assert partial_groups == [] or case == "partial"
 
     if "over_sampling" not in flags:
         assert [learned for learned, *_ in pair] == [
@@ -803,8 +805,8 @@ def test_divided_groups_are_complete_at_home(case):
     if case == "partial":
         assert any(
             0 < len(token_ids)
-            for _, _, carried in pair
-            for _, responses in carried
+            for _, _, partial_groups in pair
+            for _, responses in partial_groups
             for token_ids, *_ in responses
         )
 

@@ -15,7 +15,7 @@ def test_a_group_is_divided_into_few_chunks_of_nearly_the_same_size():
         [4, 4, 4, 4],
         [3, 3, 4, 3, 4],
     ]
-    assert [place for chunk in chunks_of(5, 17, divided=True) for place in chunk.responses] == list(
+    assert [slot for chunk in chunks_of(5, 17, divided=True) for slot in chunk.responses] == list(
         range(17)
     )
 
@@ -24,7 +24,7 @@ def owned(assignment: Assignment) -> list[tuple[int, int, int]]:
     """Return (group, first response, rank) of each chunk that has begun, in order."""
     return [
         (
-            assignment.chunks[index].place,
+            assignment.chunks[index].group,
             assignment.chunks[index].responses.start,
             assignment.owners[index],
         )
@@ -76,7 +76,7 @@ def test_first_chunks_come_before_others_that_are_expected_to_be_as_long():
     assert owned(assignment) == [(0, 0, 0), (1, 0, 1), (2, 0, 0), (0, 4, 1), (1, 4, 0), (2, 4, 1)]
 
 
-def test_a_chunk_begins_in_place_of_responses_that_have_ended():
+def test_a_chunk_begins_instead_of_responses_that_have_ended():
     """Five responses of two chunks of four have ended.
 
     So an engine that decodes eight has room for one more chunk, and not for two.

@@ -134,7 +134,7 @@ def p_value(learned: list[tuple[int, int, float]]) -> float:
 def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, int]:
     """Return (step, row, [(kind, length, reward)]) of this rank's groups.
 
-    Also return the number of groups that were parked when it resumed.
+    Also return the number of groups that were deferred when it resumed.
     """
     flags = {
         "engine_type": "hf",
@@ -166,14 +166,14 @@ def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, i
 
     rollout = new_rollout()
     learned = []
-    parked = 0
+    num_deferred = 0
 
     for step in range(PASSES * ROWS // BATCH):
         if resumes and step == 7:
             state = deepcopy(rollout.state_dict())
             rollout = new_rollout()
             rollout.load_state_dict(state)
-            parked = len(state["parked"])
+            num_deferred = len(state["deferred"])
 
         groups = rollout.collect(step, Metrics())
         rollout.score(groups)
@@ -187,14 +187,14 @@ def learned_on_ranks(folder: str, schedule: str, resumes: bool) -> tuple[list, i
         ]
 
     strategy.close()
-    return learned, parked
+    return learned, num_deferred
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Schedule -> (groups of all ranks in the order of the steps, number of groups parked).
+    """Schedule -> (groups of all ranks in the order of the steps, number of groups deferred).
 
-    The groups were parked where the run was resumed.
+    The groups were deferred where the run was resumed.
     """
     folder = markov_chain(tmp_path_factory.mktemp("chain"))
     cases = {
@@ -203,15 +203,15 @@ def runs(tmp_path_factory):
     }
     found = run_cases(2, learned_on_ranks, cases)
     return {
-        case: (sorted(first + second), parked)
-        for case, ((first, parked), (second, _)) in found.items()
+        case: (sorted(first + second), num_deferred)
+        for case, ((first, num_deferred), (second, _)) in found.items()
     }
 
 
 def test_tail_rounds_learn_from_every_prompt_once_a_pass_also_when_resumed(runs):
-    learned, parked = runs["tail_rounds"]
+    learned, num_deferred = runs["tail_rounds"]
     rows = [row for _, row, _ in learned]
-    assert parked > 0
+    assert num_deferred > 0
     assert [Counter(rows[:ROWS]), Counter(rows[ROWS:])] == [Counter(range(ROWS))] * PASSES
     assert {
         Counter(step for step, *_ in learned)[step] for step in range(PASSES * ROWS // BATCH)

@@ -70,9 +70,9 @@ def taught(
     experience = make(
         samples()[sum(held[: data.rank]) : sum(held[: data.rank + 1])], metrics
     ).experience
-    parts = experience.advantages.split(experience.lengths.tolist())
+    pieces = experience.advantages.split(experience.lengths.tolist())
 
-    return dict(zip(experience.rows.tolist(), parts, strict=True)), metrics.reduce(data)
+    return dict(zip(experience.rows.tolist(), pieces, strict=True)), metrics.reduce(data)
 
 
 @pytest.mark.parametrize(

@@ -162,8 +162,8 @@ def learned(
         said = policy.logprobs(batch, rows).split(batch.lengths.tolist())
         by_row = dict(
             pair
-            for part in data.gather(list(zip(batch.rows.tolist(), said, strict=True)))
-            for pair in part
+            for share in data.gather(list(zip(batch.rows.tolist(), said, strict=True)))
+            for pair in share
         )
         policy.learn([LossTerm(batch, rows, sft, policy.denominator(batch, rows))], Metrics())
         results.append(
@@ -201,9 +201,9 @@ def plain(
             .logits[0, :-1]
             .log_softmax(-1)
         )
-        own = logprobs.gather(1, ids[0, 1:, None])[:, 0][len(read.token_ids) - 1 :]
-        rows.append(torch.cat([torch.zeros(len(read.token_ids)), own]))
-        answers.append(own)
+        answer = logprobs.gather(1, ids[0, 1:, None])[:, 0][len(read.token_ids) - 1 :]
+        rows.append(torch.cat([torch.zeros(len(read.token_ids)), answer]))
+        answers.append(answer)
 
     (-torch.cat(answers).mean()).backward()
     after = {
@@ -220,7 +220,7 @@ def check(folder: str, media: tuple[str, ...], tower: str, model: dict, by_rank:
             assert found.keys() == parameters.keys()
             for name, value in found.items():
                 frozen = name in CONSTANT or (
-                    not model and any(part in name for part in (tower, "projector"))
+                    not model and any(prefix in name for prefix in (tower, "projector"))
                 )
                 wanted = before[name] if frozen else parameters[name]
                 torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-5, msg=name)
@@ -319,9 +319,9 @@ def test_towers_are_weighed_as_they_compute(tmp_path):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=ids, attention_mask=torch.ones_like(ids), **read.features)
 
-    for part in ("audio_tower", "language_model"):
-        counts = counter.get_flop_counts()[f"Qwen2AudioForConditionalGeneration.model.{part}"]
-        total[part] = sum(
+    for name in ("audio_tower", "language_model"):
+        counts = counter.get_flop_counts()[f"Qwen2AudioForConditionalGeneration.model.{name}"]
+        total[name] = sum(
             count for product, count in counts.items() if product != torch.ops.aten.bmm
         )
 

@@ -1,5 +1,6 @@
-"""What a user can get wrong is said in one message that names the place and the way out, with exit
-code 2.
+"""What a user can get wrong is said in one message that names the location and the way out.
+
+The exit code is 2.
 """
 
 import json
@@ -33,7 +34,7 @@ def fails(capfd, main, flags) -> str:
 
 
 def test_missing_files_are_found_before_torch_is_imported(tmp_path):
-    own = ("advantage_estimator", "policy_loss", "rollout_correction")
+    flags_of_functions = ("advantage_estimator", "policy_loss", "rollout_correction")
     flags = [
         "--pretrain=./nowhere",
         "--prompt_data=rows.jsonl,chat/rows",
@@ -41,7 +42,7 @@ def test_missing_files_are_found_before_torch_is_imported(tmp_path):
         "--reward=exact_match,mine.py:short:0.5",
         "--tools=tools.py",
         f"--fork_from={'x' * 5000}",
-        *(f"--{flag}=own.py:f" for flag in own),
+        *(f"--{flag}=own.py:f" for flag in flags_of_functions),
     ]
     program = (
         "import sys; from lightrft.app.cli import train_ppo\ntry: train_ppo.main(sys.argv[1:])\n"
@@ -66,7 +67,7 @@ def test_missing_files_are_found_before_torch_is_imported(tmp_path):
         f"--eval_data ~/no.parquet: {no_data}",
         f"--reward mine.py:short: no file {tmp_path}/mine.py",
         f"--tools tools.py: no file {tmp_path}/tools.py",
-        *(f"--{flag} own.py:f: no file {tmp_path}/own.py" for flag in own),
+        *(f"--{flag} own.py:f: no file {tmp_path}/own.py" for flag in flags_of_functions),
         f"--fork_from {'x' * 200}: it is not the folder of a run: it has no config.yaml",
     ]
 
@@ -276,20 +277,20 @@ def test_a_run_that_cannot_begin_leaves_the_results_of_before_in_place(inputs, t
 
 
 @pytest.mark.parametrize(
-    ("command", "place"),
+    ("command", "path"),
     [
         ("train_sft", "app.cli.read_command_line"),
         ("train_sft", "app.cli._run"),
         ("report folder", "extras.commands.debug.report.write_report"),
     ],
 )
-def test_ctrl_c_before_a_run_listens_for_signals(monkeypatch, capfd, command, place):
+def test_ctrl_c_before_a_run_listens_for_signals(monkeypatch, capfd, command, path):
     """While modules are imported, models loaded, or a command works that is no run."""
 
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"lightrft.{place}", interrupt)
+    monkeypatch.setattr(f"lightrft.{path}", interrupt)
     with pytest.raises(SystemExit) as ended:
         lightrft(command.split())
     said = capfd.readouterr().err

@@ -78,14 +78,14 @@ def test_the_split_into_calls_changes_nothing(kind):
     whole = Metrics()
     split = Metrics()
     getattr(whole, kind)("x", values, weights)
-    for part in (slice(0, 1), slice(1, 1), slice(1, 7), slice(7, 60)):
-        getattr(split, kind)("x", values[part], weights[part])
+    for some in (slice(0, 1), slice(1, 1), slice(1, 7), slice(7, 60)):
+        getattr(split, kind)("x", values[some], weights[some])
     expected = torch.sum(values * weights) / weights.sum()
     if kind == "std":
         expected = (torch.sum(weights * (values - expected) ** 2) / weights.sum()).sqrt()
     assert whole.reduce(One())["x"] == pytest.approx(float(expected), rel=1e-6)
-    for part in (slice(0, 1), slice(1, 1), slice(1, 7), slice(7, 60)):
-        getattr(whole, kind)("x", values[part], weights[part])
+    for some in (slice(0, 1), slice(1, 1), slice(1, 7), slice(7, 60)):
+        getattr(whole, kind)("x", values[some], weights[some])
     assert whole.reduce(One())["x"] == pytest.approx(split.reduce(One())["x"], rel=1e-12)
     assert not whole.reduce(One())
 

@@ -236,10 +236,10 @@ def test_curves_samples_and_time_are_embedded(run):
     assert [reward["steps"][0], reward["values"][0], reward["last"]] == [1, 0.025, 1.0]
     assert [end["title"] for end in data["samples"]["ends"]] == ["At the beginning", "At the end"]
     assert "64 tokens, truncated" in texts(data["samples"])
-    # generate and train fill 3 of 4 seconds; the nested weight_sync is a part of generate and not
+    # generate and train fill 3 of 4 seconds; the nested weight_sync is counted in generate and not
     # counted twice
-    parts = {part["label"]: part["mean"] for part in data["time"]["parts"]}
-    assert parts == {"generate": 2.0, "train": 1.0, "other": 1.0} and data["time"]["mean"] == 4.0
+    phases = {phase["label"]: phase["mean"] for phase in data["time"]["phases"]}
+    assert phases == {"generate": 2.0, "train": 1.0, "other": 1.0} and data["time"]["mean"] == 4.0
 
 
 @drawn

@@ -67,10 +67,10 @@ def test_ranks_that_only_generate_are_devices_but_do_not_train():
     )
 
 
-@pytest.mark.parametrize("part", NESTED)
-def test_parts_of_generation_have_advice_of_their_own(part):
-    assert scoreboard([row(4, 3, 1, **{part: 2.0})], {}).advice == PHASE_ADVICE[NESTED[part]]
-    assert scoreboard([row(4, 3, 1, **{part: 1.0})], {}).advice == PHASE_ADVICE["generate"]
+@pytest.mark.parametrize("phase", NESTED)
+def test_nested_phases_of_generation_have_their_advice(phase):
+    assert scoreboard([row(4, 3, 1, **{phase: 2.0})], {}).advice == PHASE_ADVICE[NESTED[phase]]
+    assert scoreboard([row(4, 3, 1, **{phase: 1.0})], {}).advice == PHASE_ADVICE["generate"]
 
 
 def test_a_device_is_known_by_a_word_of_its_name():

@@ -48,7 +48,7 @@ def test_equal_rewards_are_no_symptom_where_they_are_the_best_ones() -> None:
     assert [symptom.name for symptom in find_symptoms(history)] == ["dead groups"]
 
 
-def test_a_part_of_the_reward_that_never_changes_is_not_dominated() -> None:
+def test_a_component_of_the_reward_that_never_changes_is_not_dominated() -> None:
     metrics = {
         "rollout/reward": [1 + step / 40 for step in range(40)],
         "rollout/reward_of_right": [step / 40 for step in range(40)],
@@ -59,7 +59,7 @@ def test_a_part_of_the_reward_that_never_changes_is_not_dominated() -> None:
 
     history["rollout/reward_of_format"] = [(step, 0.9 + step / 4000) for step in range(40)]
     (symptom,) = find_symptoms(history)
-    assert symptom.name == "one part of the reward dominates"
+    assert symptom.name == "one component of the reward dominates"
     assert symptom.evidence.endswith("rollout/reward_of_right; rollout/reward_of_format is 0.909")
 
 

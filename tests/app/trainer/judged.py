@@ -42,14 +42,14 @@ ANSWERS = [
 ]
 PAIRS = [
     {
-        "prompt": "abcdefgh"[: 2 + place % 5] + "?",
+        "prompt": "abcdefgh"[: 2 + index % 5] + "?",
         "chosen": answer,
-        "rejected": ANSWERS[(place + 5) % 12],
-        "margin": place / 8,
-        "tie": place % 3 == 0,
-        "head": "ab"[place % 2],
+        "rejected": ANSWERS[(index + 5) % 12],
+        "margin": index / 8,
+        "tie": index % 3 == 0,
+        "head": "ab"[index % 2],
     }
-    for place, answer in enumerate(ANSWERS)
+    for index, answer in enumerate(ANSWERS)
 ]
 RUN = [
     f"--train_batch_size={BATCH}",

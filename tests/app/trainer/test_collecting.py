@@ -206,11 +206,11 @@ def test_a_run_that_carries_responses_resumes_alike(inputs, tmp_path):
     flags = [*inputs, *PPO, *ALL, "--save_steps=3"]
     whole = train("train_ppo", 2, [*flags, "--max_steps=6"], tmp_path / "whole")
     train("train_ppo", 2, [*flags, "--max_steps=3"], tmp_path / "parts")
-    parts = train(
+    resumed = train(
         "train_ppo", 2, [*flags, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts"
     )
     assert whole[2]["rollout/groups_carried"] > 0
-    assert repeatable(parts)[-3:] == repeatable(whole)[-3:]
+    assert repeatable(resumed)[-3:] == repeatable(whole)[-3:]
 
 
 def test_remax_learns_from_one_sample_per_prompt(inputs, tmp_path):

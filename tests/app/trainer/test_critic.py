@@ -67,13 +67,13 @@ def everything(inputs, tmp_path_factory) -> list[str]:
     """All that one run can have: a critic, a teacher, a reference, and answers beside samples."""
     teacher = tiny_qwen3(tmp_path_factory.mktemp("teacher"), seed=1)
     answers = inputs[2].partition("=")[2]
-    more = [
+    added = [
         f"--teacher_pretrain={teacher}",
         "--distill_coef=0.2",
         f"--pretrain_data={answers}",
         "--init_kl_coef=0.05",
     ]
-    return [*inputs, *PPO, *CRITIC, *more, "--max_steps=2"]
+    return [*inputs, *PPO, *CRITIC, *added, "--max_steps=2"]
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +115,10 @@ def test_a_run_goes_on_with_the_same_numbers(inputs, tmp_path, options):
     """Three steps at once, and two and one, the first of them of the critic alone."""
     flags = [*inputs, *PPO, *CRITIC, "--freezing_actor_steps=1", *options]
     whole = train("train_ppo", 2, [*flags, "--max_steps=3"], tmp_path / "whole")
-    parts = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
-    train("train_ppo", 2, [*parts, "--max_steps=2"], tmp_path / "parts")
+    saving = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
+    train("train_ppo", 2, [*saving, "--max_steps=2"], tmp_path / "parts")
     resumed = train(
-        "train_ppo", 2, [*parts, "--max_steps=3", "--load_checkpoint"], tmp_path / "parts"
+        "train_ppo", 2, [*saving, "--max_steps=3", "--load_checkpoint"], tmp_path / "parts"
     )
     assert repeatable(resumed) == repeatable(whole)
 
@@ -196,9 +196,9 @@ def test_where_it_comes_from(inputs, strategy):
 
     flags = [*inputs, *PPO, *CRITIC, *strategy]
     from_scored = [f"--critic_pretrain={scored}"]
-    for pretrain, more in ((folder, []), (scored, from_scored), (scored, [*from_scored, *LORA])):
+    for pretrain, added in ((folder, []), (scored, from_scored), (scored, [*from_scored, *LORA])):
         stored = load_file(Path(pretrain) / "model.safetensors")
-        (critic, learned), (other, _) = run_ranks(2, made, [*flags, *more])
+        (critic, learned), (other, _) = run_ranks(2, made, [*flags, *added])
         assert {
             name
             for name in critic
@@ -213,7 +213,7 @@ def test_where_it_comes_from(inputs, strategy):
             critic["score.weight"], stored.get("score.weight", torch.empty(0))
         )
         assert all("lora" in name or name == "score.weight" for name in learned) == (
-            LORA[0] in more
+            LORA[0] in added
         )
 
     assert json.loads((Path(scored) / "config.json").read_text())["architectures"] == [

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from app.trainer.planted import run_all
-from lightrft.app.run.digests import OF_SEQUENCES, PHASES, parts_of, read_digests
+from lightrft.app.run.digests import OF_SEQUENCES, PHASES, blocks_of, read_digests
 from lightrft.strategy.backends.optim import (
     MIXING_FACTOR,
     SHORT,
@@ -45,7 +45,7 @@ def bits_by_hand(octets: bytes, factors: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
-def test_a_changed_bit_or_place_changes_the_sum(dtype):
+def test_a_changed_bit_or_position_changes_the_sum(dtype):
     factors = FACTORS[:7]  # fewer than words
     values = torch.arange(1, 101).to(dtype)
     total = sum_of_bits([values], factors)
@@ -53,10 +53,10 @@ def test_a_changed_bit_or_place_changes_the_sum(dtype):
     assert total == bits_by_hand(values.view(torch.uint8).numpy().tobytes(), factors)
 
     sums = {int(total)}
-    for place in range(100):
+    for index in range(100):
         changed = values.clone()
         words = changed.view(torch.uint8)
-        words[place * dtype.itemsize] ^= 1
+        words[index * dtype.itemsize] ^= 1
         sums.add(int(sum_of_bits([changed], factors)))
     assert len(sums) == 101
 
@@ -71,8 +71,8 @@ def test_short_tensors_are_joined_and_views_need_no_alignment():
     short, other = torch.arange(3.0), torch.arange(5, dtype=torch.bfloat16)
     total = sum_of_bits([short, long[1:-1], other, short], FACTORS)
 
-    parts = [long[1:-1], torch.cat([short, short]), other]
-    blocks = [part.view(torch.uint8).numpy().tobytes() for part in parts]
+    tensors = [long[1:-1], torch.cat([short, short]), other]
+    blocks = [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors]
     expected = 0
     for octets in blocks:
         # One product for each block of words, so the sum goes on where the last tensor ended.
@@ -94,7 +94,7 @@ def test_sums_follow_an_optimizer():
     taken = {kind: sums.take(kind) for kind in ("before", "gradient", "weights")}
     assert [each[:2] for each in taken["gradient"]] == [(0, "layer"), (1, "layer")]
     assert [each[:2] for each in taken["weights"]] == [
-        (update, part) for update in (0, 1) for part in ("layer", "rest")
+        (update, block) for update in (0, 1) for block in ("layer", "rest")
     ]
     factors = odd_numbers(SUM_BLOCK)
     assert [int(total) for *_, total in taken["before"]] == [
@@ -105,7 +105,7 @@ def test_sums_follow_an_optimizer():
 
 
 def sums_of_two_meshes() -> dict[str, list[tuple[int, str]]]:
-    """Return the update and the part of each sum of two steps."""
+    """Return the update and the block of each sum of two steps."""
     parameters = [
         torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()] * mesh.ndim))
         for mesh in (init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1)))
@@ -133,23 +133,23 @@ def test_a_step_of_several_meshes_is_one_update():
     assert found == {"before": first, "gradient": both, "weights": both}
 
 
-def test_parts_of_deep_models_share_a_digest():
+def test_blocks_of_deep_models_share_a_digest():
     names = [
         "model.embed_tokens.weight",
         *(f"model.layers.{layer}.mlp.up.weight" for layer in range(36)),
         "model.norm.weight",
         "lm_head.weight",
     ]
-    parts = parts_of(names, 10)
-    assert parts["model.layers.0.mlp.up.weight"] == "layers.0-5"
-    assert parts["model.layers.35.mlp.up.weight"] == "layers.30-35"
-    assert len(set(parts.values())) <= 10
-    assert {parts[name] for name in names if "layers" not in name} == {
+    blocks = blocks_of(names, 10)
+    assert blocks["model.layers.0.mlp.up.weight"] == "layers.0-5"
+    assert blocks["model.layers.35.mlp.up.weight"] == "layers.30-35"
+    assert len(set(blocks.values())) <= 10
+    assert {blocks[name] for name in names if "layers" not in name} == {
         "embed_tokens",
         "norm",
         "lm_head",
     }
-    assert parts_of(names[:3], 10)["model.layers.1.mlp.up.weight"] == "layers.1"
+    assert blocks_of(names[:3], 10)["model.layers.1.mlp.up.weight"] == "layers.1"
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_equal_runs_have_equal_digests(tmp_path, name):
     one, other = (read_digests(tmp_path / run) for run in ("one", "other"))
     assert one == other and list(one) == [0, 1, 2]
     assert [*one[2]] == ["step", *PHASES, "updates"] and len(one[2]["updates"]) == 2
-    assert len({one[step]["weights"][part] for step in one for part in one[0]["weights"]}) >= 3
+    assert len({one[step]["weights"][block] for step in one for block in one[0]["weights"]}) >= 3
     assert one[1]["gradient"].keys() == one[1]["weights"].keys() == one[0]["weights"].keys()
     if name == "fsdp":
         assert {"embed_tokens", "layers.0", "layers.1"} <= one[0]["weights"].keys()
@@ -187,9 +187,9 @@ def test_sequences_have_the_same_digests_on_any_number_of_ranks(tmp_path):
 def test_supervised_runs_have_digests_and_a_flag_switches_them_off(tmp_path):
     inputs = [each for each in prepare(tmp_path) if not each.startswith("--reward")]
     flags = [*inputs, "--train_batch_size=8", "--max_steps=2", "--label_key=label"]
-    for name, more in (("on", []), ("off", ["--no_digests"])):
+    for name, added in (("on", []), ("off", ["--no_digests"])):
         path = tmp_path / name
-        run_ranks(1, run_here, "train_sft", [*flags, *more, f"--save_path={path}"])
+        run_ranks(1, run_here, "train_sft", [*flags, *added, f"--save_path={path}"])
     rows = read_digests(tmp_path / "on")
     assert list(rows) == [0, 1, 2] and "samples" not in rows[1]
     assert {"prompts", "plan", "loss", "gradient", "weights", "updates"} <= rows[1].keys()

@@ -135,7 +135,7 @@ def test_two_ranks_report_what_one_reports(inputs, tmp_path, monkeypatch):
         course,
         {"live": ("train_dpo", [*flags, "--max_tokens_per_microbatch=400"], f"{tmp_path}/one")},
     )["live"]
-    monkeypatch.setattr("lightrft.app.trainer.tasks.dpo.PAIRS_AT_ONCE", 5)  # three parts
+    monkeypatch.setattr("lightrft.app.trainer.tasks.dpo.PAIRS_AT_ONCE", 5)  # three chunks
     known = [*flags, "--precompute_reference", f"--data_cache={tmp_path}/cache"]
     two = run_cases(2, course, {"known": ("train_dpo", known, f"{tmp_path}/two")})["known"][0]
     for first, second in zip(repeatable(one[0]), repeatable(two[0]), strict=True):

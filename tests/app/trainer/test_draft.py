@@ -79,11 +79,11 @@ def test_a_trained_draft_is_accepted_more_often_and_goes_on_after_a_checkpoint(
     accepted = [row["rollout/draft_acceptance"] for row in whole]
     assert sum(accepted[-2:]) > 3 * sum(accepted[:2]) > 0, accepted
     assert whole[0]["draft/loss"] == pytest.approx(loss_of(draft, dump / "step_000001"), rel=1e-4)
-    parts = [*flags, "--engine_type=vllm", f"--replay_rollouts={dump}", "--save_steps=4"]
-    train("train_ppo", 2, [*parts, "--max_steps=4"], tmp_path / "parts")
+    replaying = [*flags, "--engine_type=vllm", f"--replay_rollouts={dump}", "--save_steps=4"]
+    train("train_ppo", 2, [*replaying, "--max_steps=4"], tmp_path / "parts")
 
     resumed = train(
-        "train_ppo", 2, [*parts, "--max_steps=8", "--load_checkpoint"], tmp_path / "parts"
+        "train_ppo", 2, [*replaying, "--max_steps=8", "--load_checkpoint"], tmp_path / "parts"
     )
     names = ("draft/loss", "draft/grad_norm", "draft/learning_rate", "train/loss")
     assert [[row[name] for name in names] for row in resumed] == [

@@ -83,11 +83,11 @@ OPTIONS = {
 def test_options_change_no_number(flags: list[str], tmp_path: Path) -> None:
     """What is learned with divided experts is the same as with whole ones, but for rounding."""
     folders = {(name, ep): tmp_path / f"{name}{ep}" for name in OPTIONS for ep in (1, 2)}
-    own = [*flags, "--max_steps=2"]
+    first_steps = [*flags, "--max_steps=2"]
     cases = {
         case: (
             "train_ppo",
-            [*own, *OPTIONS[case[0]], f"--ep_size={case[1]}", f"--save_path={path}"],
+            [*first_steps, *OPTIONS[case[0]], f"--ep_size={case[1]}", f"--save_path={path}"],
         )
         for case, path in folders.items()
     }

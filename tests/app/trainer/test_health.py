@@ -58,9 +58,9 @@ def test_a_symptom_is_told_once_while_the_run_goes_on(log):
     metrics = json.loads(HISTORIES.read_text())["length drift"]
     num_steps = len(metrics["rollout/reward"])
     checks = health()
-    for place in range(num_steps):
-        row = {name: values[place] for name, values in metrics.items() if len(values) == num_steps}
-        checks.check_step(place + 1, row)
+    for index in range(num_steps):
+        row = {name: values[index] for name, values in metrics.items() if len(values) == num_steps}
+        checks.check_step(index + 1, row)
 
     assert log.read_text().count("length drift: rollout/response_length grew from") == 1
     assert sum("length drift" in warning for warning in checks.warnings) == 1

@@ -144,8 +144,8 @@ def losses(command: str, model, reference: Reference) -> Tensor:
             steps = [reference.tokens(word)[:-1] for word in words]
             separator = reference.tokens("\n\n")[:-1]
             answer = [*steps[0], *separator, *steps[1], reference.processor.tokenizer.eos_token_id]
-            places = [len(steps[0]) + len(separator) - 1, len(answer) - 1]
-            found = scores(model, reference, number, answer)[places]
+            ends = [len(steps[0]) + len(separator) - 1, len(answer) - 1]
+            found = scores(model, reference, number, answer)[ends]
             wanted = torch.tensor([1.0, float(good)])
             total = total + F.binary_cross_entropy_with_logits(found, wanted, reduction="sum") / 8
 

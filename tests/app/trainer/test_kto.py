@@ -29,8 +29,8 @@ BETA = 0.3
 GOOD = 1.3
 BAD = 0.7
 ROWS = [
-    {"prompt": row["prompt"], "completion": row["chosen"], "label": place % 3 > 0}
-    for place, row in enumerate(PAIRS)
+    {"prompt": row["prompt"], "completion": row["chosen"], "label": index % 3 > 0}
+    for index, row in enumerate(PAIRS)
 ]
 
 
@@ -63,8 +63,8 @@ def loss_of(reference: nn.Module) -> Callable[..., Tensor]:
     def of_step(model, rows):
         with torch.no_grad():
             others = [
-                log_ratio(model, row["prompt"], rows[place - len(rows) + 1]["completion"])
-                for place, row in enumerate(rows)
+                log_ratio(model, row["prompt"], rows[index - len(rows) + 1]["completion"])
+                for index, row in enumerate(rows)
             ]
 
         point = torch.stack(others).mean().clamp(min=0)

@@ -68,11 +68,11 @@ def test_a_run_goes_on_and_ends_with_its_adapter(inputs, tmp_path):
         "--enable_ema",
     ]
     whole = train("train_ppo", 1, [*flags, "--max_steps=4"], tmp_path / "whole")
-    parts = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
-    train("train_ppo", 1, [*parts, "--max_steps=2"], tmp_path / "parts")
+    saving = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
+    train("train_ppo", 1, [*saving, "--max_steps=2"], tmp_path / "parts")
 
     resumed = train(
-        "train_ppo", 1, [*parts, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts"
+        "train_ppo", 1, [*saving, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts"
     )
     assert repeatable(resumed) == repeatable(whole)
     for name in ("model", "model_ema"):

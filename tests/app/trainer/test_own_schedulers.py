@@ -23,8 +23,8 @@ class Backwards(FixedBatch):
         super().__init__(*args, order=self, **options)
         self.num_rows = order.num_rows
 
-    def rows(self, place, count):
-        return [self.num_rows - 1 - row % self.num_rows for row in range(place, place + count)]
+    def rows(self, first, count):
+        return [self.num_rows - 1 - row % self.num_rows for row in range(first, first + count)]
 
 
 class FirstOnly:
@@ -40,7 +40,7 @@ class FirstOnly:
         first = Group.begin(step, 0, self.prompts[0], self.count)
         self.groups = [first] if self.data.rank == 0 else []
         loop = self.sampler.open(self.seed + step)
-        loop.add([(group, group.places) for group in self.groups])
+        loop.add([(group, group.slots) for group in self.groups])
         yield from loop.steps()
         yield from loop.finish()
 
@@ -85,10 +85,10 @@ def inputs(tmp_path_factory) -> tuple[Path, list[str]]:
 
 def train(inputs: tuple[Path, list[str]], run: str, *flags: str, scheduler: str) -> int:
     folder, given = inputs
-    own = scheduler if scheduler == "fixed_batch" else f"{folder}/mine.py:{scheduler}"
+    name = scheduler if scheduler == "fixed_batch" else f"{folder}/mine.py:{scheduler}"
     with pytest.raises(SystemExit) as ended:
         train_ppo.main(
-            [*given, f"--scheduler={own}", f"--save_path={folder}/{run}", "--save_steps=1", *flags]
+            [*given, f"--scheduler={name}", f"--save_path={folder}/{run}", "--save_steps=1", *flags]
         )
     return ended.value.code
 

@@ -33,7 +33,11 @@ TRAINERS = {
     "prm": [],
 }
 STRATEGIES = {"fsdp": ["--fsdp"], "zero": ["--fsdp=false", "--zero_stage=2"]}
-PARTS = {"whole": [], "lora": ["--lora_rank=4"], "freezing": ["--freeze_prefix=model.embed_tokens"]}
+LEARNED = {
+    "whole": [],
+    "lora": ["--lora_rank=4"],
+    "freezing": ["--freeze_prefix=model.embed_tokens"],
+}
 PRECISIONS = {"float32": [], "bfloat16": ["--bf16"]}
 ROWS = {
     "dpo": {"prompt": "a=", "chosen": "b", "rejected": "c"},
@@ -79,24 +83,24 @@ def two_steps(inputs: Path, out: Path, trainer: str, flags: list[str]) -> list[d
 
 
 def combinations() -> Iterator[tuple[str, str, str, str]]:
-    """Yield trainers with a strategy, a part and a precision each, three for every trainer.
+    """Yield trainers with a strategy, parameters and a precision each, three for every trainer.
 
-    Any two values come together somewhere, and so do any strategy, part and precision.
+    Any two values come together somewhere, and so do any strategy, parameters and precision.
     """
     for row, trainer in enumerate(TRAINERS):
-        for turn, part in enumerate(PARTS):
+        for turn, learned in enumerate(LEARNED):
             strategy = [*STRATEGIES][(row + turn) % 2]
             precision = [*PRECISIONS][(row // 2 + turn) % 2]
-            yield trainer, strategy, part, precision
+            yield trainer, strategy, learned, precision
 
 
 def test_any_two_values_come_together():
-    """No trainer has a part, a strategy or a precision that it is never tried with."""
+    """No trainer has parameters, a strategy or a precision that it is never tried with."""
     chosen = [*combinations()]
-    tables = (TRAINERS, STRATEGIES, PARTS, PRECISIONS)
-    for places in ((0, 1), (0, 2), (0, 3), (1, 2, 3)):
-        together = {tuple(each[place] for place in places) for each in chosen}
-        assert together == {*product(*(tables[place] for place in places))}
+    tables = (TRAINERS, STRATEGIES, LEARNED, PRECISIONS)
+    for some in ((0, 1), (0, 2), (0, 3), (1, 2, 3)):
+        together = {tuple(each[table] for table in some) for each in chosen}
+        assert together == {*product(*(tables[table] for table in some))}
 
 
 @pytest.mark.slow
@@ -104,12 +108,12 @@ def test_any_two_values_come_together():
 def test_two_steps(inputs, tmp_path, world_size):
     """All on one rank, and each trainer's adapters in bfloat16 on two."""
     cases = {}
-    for trainer, strategy, part, precision in combinations():
-        if world_size == 2 and part != "lora":
+    for trainer, strategy, learned, precision in combinations():
+        if world_size == 2 and learned != "lora":
             continue
         chosen = "bfloat16" if world_size == 2 else precision
-        name = ", ".join((trainer, strategy, part, chosen))
-        flags = [*STRATEGIES[strategy], *PARTS[part], *PRECISIONS[chosen]]
+        name = ", ".join((trainer, strategy, learned, chosen))
+        flags = [*STRATEGIES[strategy], *LEARNED[learned], *PRECISIONS[chosen]]
         folder = tmp_path / name.replace(", ", "-").replace(" ", "-")
         cases[name] = (inputs, folder, trainer, flags)
 

@@ -52,9 +52,9 @@ def with_seeds(flags: list[str], seeds: range, folder: Path) -> None:
 def test_every_recipe_learns(inputs, tmp_path, name):
     flags = [*inputs, *RUN, f"--advantage_estimator={name}", *BESIDE.get(name, [])]
     seeds = range(1, 4 if name in THRICE else 2)
-    for ranks, part in ((2, seeds[:1]), (1, seeds[1:])):
-        if part:
-            run_ranks(ranks, with_seeds, flags, part, tmp_path, timeout=400)
+    for ranks, share in ((2, seeds[:1]), (1, seeds[1:])):
+        if share:
+            run_ranks(ranks, with_seeds, flags, share, tmp_path, timeout=400)
     for seed in seeds:
         rows = rows_of(tmp_path / str(seed))
         assert all(math.isfinite(value) for row in rows for value in row.values())

@@ -26,11 +26,11 @@ from tiny import EOS
 
 ROWS = [
     {
-        "prompt": "abcdefgh"[: 2 + place % 5] + "?",
-        "completions": ["so", answer, "yes"][: 1 + place % 3],
-        "labels": [place % 2 == 0, 0.25, True][: 1 + place % 3],
+        "prompt": "abcdefgh"[: 2 + index % 5] + "?",
+        "completions": ["so", answer, "yes"][: 1 + index % 3],
+        "labels": [index % 2 == 0, 0.25, True][: 1 + index % 3],
     }
-    for place, answer in enumerate(ANSWERS)
+    for index, answer in enumerate(ANSWERS)
 ]
 SEPARATOR = "; "
 
@@ -59,8 +59,8 @@ def step_scores(model, row) -> torch.Tensor:
     """
     scores = []
     text = row["prompt"]
-    for place, step in enumerate(row["completions"], 1):
-        last = place == len(row["completions"])
+    for index, step in enumerate(row["completions"], 1):
+        last = index == len(row["completions"])
         text += step if last else step + SEPARATOR
         ids = torch.tensor([[*text.encode(), *([EOS] if last else [])]])
         scores.append(model.score(model.model(ids, use_cache=False).last_hidden_state)[0, -1, 0])
@@ -158,7 +158,7 @@ def test_bad_rows_and_a_separator_without_tokens_are_refused(inputs, tmp_path):
             [],
         ),
     }
-    for number, (message, (row, more)) in enumerate(cases.items()):
+    for number, (message, (row, added)) in enumerate(cases.items()):
         (tmp_path / str(number)).mkdir()
         data = write([ROWS[0] | row, *ROWS], tmp_path / str(number) / "steps.jsonl")
         with pytest.raises(RuntimeError) as error:
@@ -166,7 +166,7 @@ def test_bad_rows_and_a_separator_without_tokens_are_refused(inputs, tmp_path):
                 1,
                 course,
                 "train_prm",
-                [*RUN, "--fsdp", *inputs, f"--prompt_data={data}", *more],
+                [*RUN, "--fsdp", *inputs, f"--prompt_data={data}", *added],
                 f"{tmp_path}/{number}/run",
             )
         assert message in str(error.value)

@@ -93,7 +93,7 @@ def test_samples_that_cannot_be_written_end_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "place"),
+    ("content", "line"),
     [
         ("", 1),
         ("{", 1),
@@ -105,13 +105,13 @@ def test_samples_that_cannot_be_written_end_the_run(tmp_path):
         ('{"version": 1}\n' + "[" * 9000, 2),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, content, place):
+def test_a_broken_line_is_named(tmp_path, content, line):
     alone = SimpleNamespace(size=1, rank=0)
     (tmp_path / "step_000001").mkdir()
     (tmp_path / "step_000001" / "replica_0_of_1.jsonl").write_text(content)
     samples = RecordedSamples(str(tmp_path), SimpleNamespace(data=alone, model_parallel=alone))
     with pytest.raises(
-        DataError, match=f"--replay_rollouts .*replica_0_of_1.jsonl:{place} is no line of a dump"
+        DataError, match=f"--replay_rollouts .*replica_0_of_1.jsonl:{line} is no line of a dump"
     ):
         samples.read(1, [])
 
@@ -127,7 +127,7 @@ def test_all_of_a_sample_is_recorded_except_experts(tmp_path):
         "weight_versions": [3, 4],
         "drafts": Drafts(1, 2, 1),
         "reward": 0.5,
-        "reward_parts": {"style": 0.5},
+        "reward_components": {"style": 0.5},
         "masked": True,
         "greedy_reward": 0.25,
         "token_rewards": [None, 0.5],

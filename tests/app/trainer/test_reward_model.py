@@ -79,8 +79,8 @@ def loss_of(case: str, log_scale: torch.nn.Parameter) -> Callable[..., torch.Ten
             score(model, row["prompt"], row[name]) for name in ("chosen", "rejected")
         )
         if case == "heads":
-            place = "ab".index(row["head"])
-            return -torch.log(torch.sigmoid((chosen - rejected)[place] * log_scale[place].exp()))
+            head = "ab".index(row["head"])
+            return -torch.log(torch.sigmoid((chosen - rejected)[head] * log_scale[head].exp()))
 
         chosen = chosen[0]
         rejected = rejected[0]

@@ -35,7 +35,7 @@ def two_ranks(inputs, tmp_path_factory) -> tuple[list[dict], Path]:
     flags, scored = inputs
     save_path = tmp_path_factory.mktemp("run")
     test = flags[2].replace("prompt_data", "eval_data")
-    more = [
+    added = [
         f"--reward_pretrain={scored}",
         "--reward_model_coef=0.5",
         test,
@@ -44,7 +44,7 @@ def two_ranks(inputs, tmp_path_factory) -> tuple[list[dict], Path]:
         "--num_trajectories_to_save=8",
     ]
 
-    return train("train_ppo", 2, [*flags, *PPO, *NONE, *more], save_path), save_path
+    return train("train_ppo", 2, [*flags, *PPO, *NONE, *added], save_path), save_path
 
 
 @pytest.mark.slow
@@ -80,8 +80,8 @@ def test_its_scores_are_the_rewards(inputs, two_ranks):
 )
 def test_in_other_layouts(inputs, two_ranks, tmp_path, layout):
     flags, scored = inputs
-    more = [f"--reward_pretrain={scored}", "--reward_model_coef=0.5"]
-    found = train("train_ppo", 2, [*flags, *PPO, *NONE, *more, *layout], tmp_path)
+    added = [f"--reward_pretrain={scored}", "--reward_model_coef=0.5"]
+    found = train("train_ppo", 2, [*flags, *PPO, *NONE, *added, *layout], tmp_path)
     for mine, expected in zip(repeatable(found), repeatable(two_ranks[0]), strict=True):
         assert mine.pop("engine/logprob_mismatch_max") < 1e-4
         assert mine == pytest.approx({name: expected[name] for name in mine}, rel=2e-3, abs=1e-5)
@@ -127,6 +127,6 @@ def test_what_cannot_judge_is_refused(inputs, tmp_path):
         ],
     }
 
-    for says, more in cases.items():
+    for says, added in cases.items():
         with pytest.raises(RuntimeError, match=says):
-            train("train_ppo", 1, [*flags, *PPO, "--max_steps=1", *more], tmp_path)
+            train("train_ppo", 1, [*flags, *PPO, "--max_steps=1", *added], tmp_path)

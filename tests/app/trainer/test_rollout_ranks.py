@@ -70,7 +70,7 @@ class Echo:
 """
 
 VLLM = ["--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--engine_tp_size=2"]
-PROMPTS = [[40 + place] * (3 + place) for place in range(4)]
+PROMPTS = [[40 + index] * (3 + index) for index in range(4)]
 
 
 def launch() -> dist.TCPStore | None:

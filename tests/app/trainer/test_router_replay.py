@@ -78,8 +78,8 @@ def test_records_belong_to_their_tokens_in_every_layout(folder: Path, tmp_path: 
         2,
         run_here,
         {
-            name: ("train_ppo", [*flags, *own, f"--save_path={tmp_path / name}"])
-            for name, own in cases.items()
+            name: ("train_ppo", [*flags, *added, f"--save_path={tmp_path / name}"])
+            for name, added in cases.items()
         },
     )
 
@@ -110,8 +110,8 @@ def test_biases_move_alike_in_every_layout(folder: Path, tmp_path: Path) -> None
     }
     flags = [*inputs(folder, "biased"), *REPLAY, "--router_bias_rate=0.01", "--max_steps=2"]
     cases = {
-        name: ("train_ppo", [*flags, *own, f"--save_path={tmp_path / name}"])
-        for name, own in layouts.items()
+        name: ("train_ppo", [*flags, *added, f"--save_path={tmp_path / name}"])
+        for name, added in layouts.items()
     }
     run_cases(2, run_here, cases)
     first, *others = (
@@ -149,15 +149,18 @@ def test_the_mismatch_of_bfloat16_falls_tenfold(folder: Path, tmp_path: Path) ->
     close_calls(tmp_path / "model", experts=64)
     model = f"--pretrain={tmp_path / 'model'}"
     flags = [*inputs(folder), *PPO, model, "--bf16", "--actor_learning_rate=1e-4"]
-    own = {"free": [], "replayed": ["--router_replay"]}
+    added = {"free": [], "replayed": ["--router_replay"]}
     cases = {
-        name: ("train_ppo", [*flags, *more, "--max_steps=5", f"--save_path={tmp_path / name}"])
-        for name, more in own.items()
+        name: (
+            "train_ppo",
+            [*flags, *flags_of_case, "--max_steps=5", f"--save_path={tmp_path / name}"],
+        )
+        for name, flags_of_case in added.items()
     }
     run_cases(1, run_here, cases)
 
     free, replayed = (
-        fmean(row["engine/logprob_mismatch"] for row in rows_of(tmp_path / name)) for name in own
+        fmean(row["engine/logprob_mismatch"] for row in rows_of(tmp_path / name)) for name in added
     )
     assert free > 10 * replayed
     changed = [row["train/replay_changed"] for row in rows_of(tmp_path / "replayed")]

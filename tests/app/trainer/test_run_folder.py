@@ -140,8 +140,8 @@ def test_of_attempts_without_a_checkpoint_the_newest_is_kept(tmp_path):
     def leave(name: str, run: str, steps: tuple[int, ...] = ()) -> Path:
         folder = tmp_path / name
         use(folder, run, steps=steps)
-        for own in ("model", "data"):
-            (folder / own).rmdir()
+        for made in ("model", "data"):
+            (folder / made).rmdir()
         return folder
 
     (leave("run.previous-2", "kept") / "model").mkdir()
@@ -166,8 +166,8 @@ def test_an_attempt_whose_checkpoints_are_elsewhere_is_kept(tmp_path):
     """Why: its checkpoints are not in its folder, and it was removed as if it had none."""
     for attempt, steps in (("a", (2,)), ("b", ()), ("c", ()), ("d", ())):
         use(tmp_path / "run", attempt, checkpoints=tmp_path / "ckpt", steps=steps)
-        for own in ("model", "data"):
-            (tmp_path / "run" / own).rmdir()
+        for made in ("model", "data"):
+            (tmp_path / "run" / made).rmdir()
         folder = claim(tmp_path / "run", load_checkpoint=True, ckpt_path=str(tmp_path / "ckpt"))
         folder.set_aside()
         folder.release()

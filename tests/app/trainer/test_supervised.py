@@ -36,9 +36,7 @@ TRAIN = TrainSection(train_batch_size=3, max_tokens_per_microbatch=24, seed=5)
 def given() -> list[Prompt]:
     tokenizer = byte_tokenizer()
     rows = [{"input": f"{number}?", "label": answer} for number, answer in enumerate(ANSWERS)]
-    return [
-        make_example(RowContext(DataSection(), tokenizer), row) for place, row in enumerate(rows)
-    ]
+    return [make_example(RowContext(DataSection(), tokenizer), row) for row in rows]
 
 
 def updated(folder: str):
@@ -89,9 +87,9 @@ def plain(folder: str):
         ]
 
         answers = []
-        for place in order.rows(step * TRAIN.train_batch_size, TRAIN.train_batch_size):
-            prompt = given()[place].token_ids
-            answer = [*ANSWERS[place].encode(), 258]
+        for row_index in order.rows(step * TRAIN.train_batch_size, TRAIN.train_batch_size):
+            prompt = given()[row_index].token_ids
+            answer = [*ANSWERS[row_index].encode(), 258]
             answers.append(
                 rows.plain_logprobs(model, torch.tensor([*prompt, *answer]), 1.0)[len(prompt) :]
             )
@@ -143,10 +141,10 @@ def test_answers_are_learned_and_a_run_goes_on(inputs, tmp_path):
     whole = train("train_ppo", 2, [*inputs, *flags, "--max_steps=6"], tmp_path / "whole")
     losses = [row["train/ptx_loss"] for row in whole]
     assert losses[-1] < losses[0] - 1, losses
-    parts = [*inputs, *flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=3"]
-    train("train_ppo", 2, [*parts, "--max_steps=3"], tmp_path / "parts")
+    saving = [*inputs, *flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=3"]
+    train("train_ppo", 2, [*saving, "--max_steps=3"], tmp_path / "parts")
     resumed = train(
-        "train_ppo", 2, [*parts, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts"
+        "train_ppo", 2, [*saving, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts"
     )
     assert repeatable(resumed) == repeatable(whole)
     answers = tmp_path / "answers.jsonl"
@@ -156,7 +154,7 @@ def test_answers_are_learned_and_a_run_goes_on(inputs, tmp_path):
         train(
             "train_ppo",
             2,
-            [*parts, f"--pretrain_data={answers}", "--load_checkpoint"],
+            [*saving, f"--pretrain_data={answers}", "--load_checkpoint"],
             tmp_path / "parts",
         )
 
@@ -213,15 +211,15 @@ def test_every_task_resumes_with_the_same_numbers(tmp_path):
             *flags,
         ]
 
-        for part, more in {
+        for run, added in {
             "whole": [],
             "begun": ["--max_steps=2"],
             "resumed": ["--load_checkpoint"],
         }.items():
-            folder = "whole" if part == "whole" else "parts"
-            cases[command, part] = (
+            folder = "whole" if run == "whole" else "parts"
+            cases[command, run] = (
                 command,
-                [*flags, "--max_steps=4", *more],
+                [*flags, "--max_steps=4", *added],
                 f"{tmp_path}/{command}/{folder}",
             )
 

@@ -28,8 +28,8 @@ def test_rows_of_several_steps_and_several_epochs(tmp_path):
         tokens = row["rollout/tokens"] / row["perf/steps"]
         assert row["perf/tokens_per_second"] == pytest.approx(tokens / row["time/step"])
         phases = [name for name in row if name.startswith("time/") and name.count("/") == 1]
-        parts = sum(row[name] for name in phases if name not in ("time/step", "time/idle_share"))
-        assert parts <= row["time/step"]
+        seconds = sum(row[name] for name in phases if name not in ("time/step", "time/idle_share"))
+        assert seconds <= row["time/step"]
 
     for row, pair in zip(joined, (single[:2], single[2:]), strict=True):
         assert row["rollout/tokens"] == sum(each["rollout/tokens"] for each in pair)

@@ -114,7 +114,7 @@ def test_a_token_has_the_same_bits_in_every_batch(
     kept = [torch.cat([x, x[:, :, 100:110]], 2) for x in rows[0]]
     places = torch.cat([torch.arange(150), torch.arange(100), torch.arange(150, 160)])
     computed = torch.cat([torch.arange(150), torch.arange(250, 260)])
-    shared = SharedPrefix(computed=computed, places=places)
+    shared = SharedPrefix(computed=computed, indices=places)
     shares = attend(kept, Layout(torch.tensor([150, 110]), device, shared=shared))[0]
     assert torch.equal(shares, torch.cat([alone[0], alone[0][100:110]]))
 

@@ -434,7 +434,7 @@ def attended(
 
     inputs = [x.requires_grad_() for x in inputs]
     if by_hand and in_images.any():
-        whole = [x[shared.places].split(lengths.tolist()) for x in inputs]
+        whole = [x[shared.indices].split(lengths.tolist()) for x in inputs]
         output = torch.cat(
             [
                 masked(*x, row, window, 0.1)
@@ -443,7 +443,7 @@ def attended(
         )
         output = output[shared.computed]
     elif by_hand:
-        whole = inputs if shared is None else [x[shared.places] for x in inputs]
+        whole = inputs if shared is None else [x[shared.indices] for x in inputs]
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         longest = int(lengths.max())
         output = reference(

@@ -153,7 +153,7 @@ def test_tokens_of_an_image_see_all_of_it(window, shares, dtype):
     lengths = torch.tensor(list(map(len, WITH_IMAGES)))
     shared = find_shared_prefixes(ids, lengths) if shares else None
     layout = Layout(lengths, CPU, shared=shared, bidirectional=ids == SEEN)
-    places = shared.places if shared else torch.arange(len(ids))
+    places = shared.indices if shared else torch.arange(len(ids))
     generator = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(layout.num_computed, heads, 8, generator=generator).to(dtype).requires_grad_()

@@ -113,7 +113,7 @@ def test_a_shared_prefix_is_computed_once():
 
 A_TREE = SharedPrefix(
     computed=torch.tensor([0, 1, 2, 3, 6, 10, 11]),
-    places=torch.tensor([0, 1, 2, 3, 0, 1, 4, 0, 1, 2, 5, 6]),
+    indices=torch.tensor([0, 1, 2, 3, 0, 1, 4, 0, 1, 2, 5, 6]),
 )
 """Sequences `a b c d`, `a b e` and `a b c f g`: `a b` is read twice and then `c` once.
 

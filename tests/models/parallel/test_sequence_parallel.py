@@ -138,7 +138,7 @@ def each_row_alone(num_kv_heads: int, window: int | None) -> list[Tensor]:
     layout = shared_layout(8)
     inputs, upstream = attention_inputs(layout.num_computed, num_kv_heads)
     inputs = [x.requires_grad_() for x in inputs]
-    whole = [x[layout.shared.places].transpose(0, 1).unsqueeze(0) for x in inputs]
+    whole = [x[layout.shared.indices].transpose(0, 1).unsqueeze(0) for x in inputs]
     apart = Layout(layout.lengths, layout.device)
     output = flat_attention(nn.Module(), *whole, None, layout=apart, sliding_window=window)[0][0][
         layout.shared.computed

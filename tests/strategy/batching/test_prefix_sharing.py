@@ -28,7 +28,7 @@ def test_a_token_represents_all_tokens_with_the_same_past(rows):
         return
     computed = shared.computed.tolist()
     assert computed == sorted(set(computed)) and len(computed) == len(set(pasts)) < len(pasts)
-    assert [pasts[computed[place]] for place in shared.places.tolist()] == pasts
+    assert [pasts[computed[place]] for place in shared.indices.tolist()] == pasts
 
 
 @given(ROWS)
@@ -38,7 +38,7 @@ def test_the_first_row_that_has_a_prefix_computes_it(rows):
         torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
     )
     if shared is not None:
-        assert (shared.computed[shared.places] <= torch.arange(len(shared.places))).all()
+        assert (shared.computed[shared.indices] <= torch.arange(len(shared.indices))).all()
 
 
 @given(ROWS, st.sampled_from([0.1, 0.5, 2.0]))
@@ -55,7 +55,7 @@ def test_where_a_small_saving_is_not_shared_all_that_is_shared_is_the_same(rows,
 
     assert len(some.computed) >= len(all_.computed)
     computed = some.computed.tolist()
-    assert [pasts[computed[place]] for place in some.places.tolist()] == pasts
+    assert [pasts[computed[place]] for place in some.indices.tolist()] == pasts
     own = (
         torch.zeros(sum(map(len, rows)), dtype=torch.int64)
         .index_fill(0, some.computed, 1)

@@ -49,7 +49,7 @@ class DPOTask:
         if not has_learned:
             batch.reference = None
         elif self.policy.reference is None:
-            sums = [self._known[_digest(pairs[place])] for place in local]
+            sums = [self._known[_digest(pairs[index])] for index in local]
             batch.reference = torch.cat([*sums, torch.zeros(0)])
         else:
             batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
@@ -71,18 +71,18 @@ class DPOTask:
         train = self.train
         max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
         for start in range(0, len(pairs), PAIRS_AT_ONCE):
-            part = pairs[start : start + PAIRS_AT_ONCE]
+            chunk = pairs[start : start + PAIRS_AT_ONCE]
             batch, rows, local = local_pairs(
-                part, data, train, max_tokens=max_tokens, expand=self.expand
+                chunk, data, train, max_tokens=max_tokens, expand=self.expand
             )
 
             sums = sequence_sums(self.policy.logprobs(batch, rows), batch).view(-1, 2)
-            places = share(data, torch.tensor(local, dtype=torch.int64))
+            indices = share(data, torch.tensor(local, dtype=torch.int64))
             sums = share(data, sums)
-            # Each row is a view, and would keep the tensor of the whole part in memory.
+            # Each row is a view, and would keep the tensor of the whole chunk in memory.
             self._known |= {
-                _digest(part[place]): both.clone()
-                for place, both in zip(places.tolist(), sums, strict=True)
+                _digest(chunk[index]): both.clone()
+                for index, both in zip(indices.tolist(), sums, strict=True)
             }
 
 

@@ -57,9 +57,9 @@ class KTOTask:
         batch, rows = self._local(answers, max_tokens)
         ratios = self.policy.logprobs(batch, rows) - self.policy.reference_logprobs(batch, rows)
         data = self.policy.strategy.mesh.data
-        places = share(data, batch.rows)
+        order = share(data, batch.rows).argsort()
         sums = share(data, sequence_sums(ratios, batch))
-        return sums[places.argsort()]  # the same order, so the same sum, on any number of ranks
+        return sums[order]  # the same order, so the same sum, on any number of ranks
 
     def _local(self, answers: Sequence[Prompt], max_tokens: int) -> tuple[JudgedBatch, Rows]:
         lengths = [

@@ -34,7 +34,7 @@ def local_pairs(
     batch = pair_batch([pairs[row] for row in local_rows], local_rows, expand)
     return (
         batch,
-        [[2 * pair + place for pair in members for place in (0, 1)] for members in micro_batches],
+        [[2 * pair + side for pair in members for side in (0, 1)] for members in micro_batches],
         local_rows,
     )
 

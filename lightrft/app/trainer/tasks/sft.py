@@ -32,7 +32,7 @@ class SFTTask:
 
     def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' prompts."""
-        batch, rows, denominator = supervised_part(
+        batch, rows, denominator = supervised_share(
             prompts, self.policy.strategy, self.train, max_tokens=max_tokens, expand=self.expand
         )
         return LossTerm(batch, rows, sft, denominator)
@@ -41,7 +41,7 @@ class SFTTask:
 class PtxLoss:
     """Yields supervised batches, one for each optimizer step, with as many rows as samples.
 
-    The rows have an order of their own, and checkpoints save the place in it.
+    The rows have an order of their own, and checkpoints save the position in it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PtxLoss:
         size = self.train.train_batch_size
         prompts = [self.prompts[row] for row in self.order.rows(self.num_batches * size, size)]
         self.num_batches += 1
-        batch, rows, denominator = supervised_part(
+        batch, rows, denominator = supervised_share(
             prompts,
             self.policy.strategy,
             self.train,
@@ -103,7 +103,7 @@ class PtxLoss:
         self.num_batches = state["taken"]
 
 
-def supervised_part(
+def supervised_share(
     prompts: Sequence[Prompt],
     strategy: StrategyBase,
     train: TrainSection,
