@@ -106,7 +106,7 @@ def impossible() -> None:
     logits = torch.full((2, 3000), -torch.inf)
     logits[1, 2999] = 4.0
     local_targets = logprobs.LocalTargets(
-        torch.tensor([[1], [2999]]), logprobs.VocabularyPart.full(3000)
+        torch.tensor([[1], [2999]]), logprobs.VocabularyRange.full(3000)
     )
     from lightrft.models.logits import triton
 

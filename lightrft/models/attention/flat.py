@@ -255,7 +255,7 @@ def block_attention(
         outputs.append(out.transpose(1, 2).flatten(0, 1))
 
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return output if blocks.places is None else output.index_select(0, blocks.places)
+    return output if blocks.positions is None else output.index_select(0, blocks.positions)
 
 
 AttentionInterface.register(ATTENTION, flat_attention)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from lightrft.models.logits import vocab_parallel
 from lightrft.models.logits.truncation import ALL, Truncation, runs, without_padding
-from lightrft.models.logits.vocab_parallel import Distribution, LocalTargets, VocabularyPart
+from lightrft.models.logits.vocab_parallel import Distribution, LocalTargets, VocabularyRange
 from lightrft.models.parallel.device import float32_product
 from lightrft.models.parallel.sequence_parallel import all_gather_tensor
 from lightrft.models.parallel.tensor_parallel import copy_to_parallel_region, vocabulary_shard
@@ -86,17 +86,17 @@ def token_logprobs(
         weight = shard.weight
         size, truncation = without_padding(truncation, shard.size)
         num = max(0, min(len(weight), size - shard.first))
-        part = VocabularyPart(shard.first, num, shard.axis)
+        local_vocab = VocabularyRange(shard.first, num, shard.axis)
         columns = -(-shard.size // shard.axis.size)  # equal on all ranks
     else:
         columns = len(weight)
         if truncation != ALL:
             columns, truncation = without_padding(truncation, columns)
-        part = VocabularyPart.full(columns)
+        local_vocab = VocabularyRange.full(columns)
 
     rows = chunk_rows(hidden, columns, chunk)
     truncated = truncation != ALL and truncation.active
-    options = _Options(part, temperature, truncation, truncated, rows, entropy, softcap)
+    options = _Options(local_vocab, temperature, truncation, truncated, rows, entropy, softcap)
     return _logprobs(hidden, weight, targets, options, upstream, units)
 
 
@@ -112,9 +112,9 @@ def logprobs_of_logits(
 
     The logits are not modified.
     """
-    part = VocabularyPart.full(logits.shape[1])
-    rows = chunk_rows(logits, part.num, chunk)
-    options = _Options(part, temperature, truncation, truncation.active, rows, entropy=True)
+    local_vocab = VocabularyRange.full(logits.shape[1])
+    rows = chunk_rows(logits, local_vocab.num, chunk)
+    options = _Options(local_vocab, temperature, truncation, truncation.active, rows, entropy=True)
     return _logprobs(logits, None, targets, options, None)
 
 
@@ -136,12 +136,12 @@ def top_logprobs(
     exceeds the size of the vocabulary.
     """
     size = len(weight)
-    part = VocabularyPart.full(size)
+    local_vocab = VocabularyRange.full(size)
     if isinstance(weight, DTensor):
         shard = vocabulary_shard(weight)
         weight = shard.weight
         size = shard.size
-        part = VocabularyPart(shard.first, len(weight), shard.axis)
+        local_vocab = VocabularyRange(shard.first, len(weight), shard.axis)
     if k > size:
         raise ValueError(
             f"the {k} most likely tokens were requested, but the vocabulary has {size}"
@@ -152,22 +152,22 @@ def top_logprobs(
     ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
 
     sums = torch.full((len(hidden),), -torch.inf, device=hidden.device)
-    local_k = min(k, part.num)
-    for rows, logits in row_chunks(hidden, part.num, chunk_rows(hidden, max(part.num, 1))):
+    local_k = min(k, local_vocab.num)
+    for rows, logits in row_chunks(hidden, local_vocab.num, chunk_rows(hidden, max(local_vocab.num, 1))):
         scaled_logits(hidden[rows], weight, temperature, softcap, out=logits)
         for start, end in runs(banned):
-            logits[:, max(start - part.first, 0) : max(end - part.first, 0)] = -torch.inf
+            logits[:, max(start - local_vocab.first, 0) : max(end - local_vocab.first, 0)] = -torch.inf
         values[rows, :local_k], ids[rows, :local_k] = logits.topk(local_k)
         sums[rows] = logits.logsumexp(-1)
 
-    axis = part.axis
+    axis = local_vocab.axis
     if axis.size > 1:
         values, ids, sums = (
             all_gather_tensor(x, axis).view(axis.size, *x.shape)
-            for x in (values, ids + part.first, sums)
+            for x in (values, ids + local_vocab.first, sums)
         )
-        values, places = values.transpose(0, 1).flatten(1).topk(k)
-        ids = ids.transpose(0, 1).flatten(1).gather(1, places)
+        values, found = values.transpose(0, 1).flatten(1).topk(k)
+        ids = ids.transpose(0, 1).flatten(1).gather(1, found)
         sums = sums.logsumexp(0)
 
     return values - sums[:, None], ids
@@ -187,7 +187,7 @@ def chunk_rows(inputs: Tensor, vocabulary: int, chunk: int | None = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    part: VocabularyPart
+    local_vocab: VocabularyRange
     temperature: float
     truncation: Truncation
     truncated: bool
@@ -274,7 +274,7 @@ class _Logprobs(torch.autograd.Function):
         options: _Options,
         learns: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        local_targets = LocalTargets(targets, options.part)
+        local_targets = LocalTargets(targets, options.local_vocab)
         memory = _logits_memory(inputs, options)
 
         bits = _bits(inputs, options) if learns and options.truncated else None
@@ -306,7 +306,7 @@ class _Logprobs(torch.autograd.Function):
         inputs, weight, targets, bits, *saved = ctx.saved_tensors
         options = ctx.options
         distribution = Distribution(None, *saved)
-        local_targets = LocalTargets(targets, options.part)
+        local_targets = LocalTargets(targets, options.local_vocab)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(targets.shape, device=inputs.device)
         upstream = _Gradients(grad_logprobs, grad_entropy)
@@ -361,7 +361,7 @@ class _KnownUpstream(torch.autograd.Function):
         def gradients() -> Iterator[tuple[slice, Tensor]]:
             for rows in groups:
                 inputs = hidden[rows]
-                local_targets = LocalTargets(targets[rows], options.part)
+                local_targets = LocalTargets(targets[rows], options.local_vocab)
                 fits = len(inputs) <= options.chunk
                 bits = None
                 if options.truncated and not fits:
@@ -383,8 +383,8 @@ class _KnownUpstream(torch.autograd.Function):
                     yield rows, _gradient(logits, *some, options, hidden.dtype)
                     continue
 
-                for part, grad in _computed_again(inputs, weight, *some, bits, memory, options):
-                    yield slice(rows.start + part.start, rows.start + part.stop), grad
+                for some_rows, grad in _computed_again(inputs, weight, *some, bits, memory, options):
+                    yield slice(rows.start + some_rows.start, rows.start + some_rows.stop), grad
 
         # This runs the generator above, so it fills the lists.
         ctx.gradients = _of_product(hidden, weight, gradients(), learned=ctx.needs_input_grad[1])
@@ -429,7 +429,7 @@ def _proportion(assumed: tuple[Tensor | None, ...], exact: tuple[Tensor | None, 
         if one is not None or other is not None
     ]
     expected, actual = (
-        torch.cat([each.flatten() for each in side]) for side in zip(*pairs, strict=True)
+        torch.cat([tensor.flatten() for tensor in side]) for side in zip(*pairs, strict=True)
     )
     # Compared at the largest element, where rounding matters least.
     largest = expected.abs().argmax(keepdim=True)
@@ -466,7 +466,7 @@ def _distribution(
 
     Afterwards `memory` holds what _gradient() needs for the last chunk, and `bits` the truncation.
     """
-    fused = _fused(inputs, options.part)
+    fused = _fused(inputs, options.local_vocab)
     sums = []
     for start in range(0, len(inputs), options.chunk):
         rows = slice(start, min(start + options.chunk, len(inputs)))
@@ -513,7 +513,7 @@ def _logits_memory(inputs: Tensor, options: _Options) -> Tensor:
     On a host it is that of an earlier chunk, if possible: to page in new memory takes longer than
     all exponentials.
     """
-    size = min(options.chunk, len(inputs)), options.part.num
+    size = min(options.chunk, len(inputs)), options.local_vocab.num
     num = math.prod(size)
     on_host = inputs.device.type == "cpu" and type(inputs) is Tensor  # not a fake one
     memory = _spare.pop() if _spare and on_host else None
@@ -535,7 +535,7 @@ def _bits(inputs: Tensor, options: _Options) -> Tensor:
 
     It is decided once, so that the gradient leaves out exactly the same tokens.
     """
-    width = vocab_parallel.packed_width(options.part.num)
+    width = vocab_parallel.packed_width(options.local_vocab.num)
     return torch.empty(len(inputs), width, dtype=torch.uint8, device=inputs.device)
 
 
@@ -579,7 +579,7 @@ def _gradient(
     # The logits were divided by the temperature, so their gradients are too.
     of_logprobs = torch.where(local_targets.ids < 0, 0.0, upstream.logprobs) / options.temperature
     of_entropy = None if upstream.entropy is None else upstream.entropy / options.temperature
-    fused = _fused(memory, options.part)
+    fused = _fused(memory, options.local_vocab)
     slopes = None
     if options.softcap is not None:
         slopes = _softcap_slopes(memory, distribution, options, logits=fused or again)
@@ -614,9 +614,9 @@ def _softcap_slopes(
     return share.square_().neg_().add_(1.0)
 
 
-def _fused(like: Tensor, part: VocabularyPart) -> bool:
+def _fused(like: Tensor, local_vocab: VocabularyRange) -> bool:
     """Return True if the Triton kernels are used: on CUDA, and on a CPU with TRITON_INTERPRET=1."""
-    return part.num > 0 and (
+    return local_vocab.num > 0 and (
         like.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     )
 

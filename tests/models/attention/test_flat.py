@@ -284,7 +284,7 @@ def test_layout_by_hand():
     blocks = Layout(torch.tensor([3, 1, 4]), CPU).blocks
     assert blocks.shapes == [(1, 1), (2, 4)]
     assert blocks.source.tolist() == [3, 0, 1, 2, 2, 4, 5, 6, 7]
-    assert blocks.places.tolist() == [1, 2, 3, 0, 5, 6, 7, 8]
+    assert blocks.positions.tolist() == [1, 2, 3, 0, 5, 6, 7, 8]
 
 
 def test_long_sequences_are_grouped_by_length_without_padding():
@@ -292,7 +292,7 @@ def test_long_sequences_are_grouped_by_length_without_padding():
         torch.tensor([LONG_SEQUENCE + 3, 2, LONG_SEQUENCE + 1, LONG_SEQUENCE + 3]), CPU
     ).blocks
     assert blocks.shapes == [(1, 2), (2, LONG_SEQUENCE + 3), (1, LONG_SEQUENCE + 1)]
-    assert len(blocks.source) == len(blocks.places) == 3 * LONG_SEQUENCE + 9
+    assert len(blocks.source) == len(blocks.positions) == 3 * LONG_SEQUENCE + 9
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_long_sequences_are_grouped_by_length_without_padding():
 )
 def test_blocks_that_are_flat_already_are_not_gathered(lengths, shapes):
     blocks = Layout(torch.tensor(lengths), CPU).blocks
-    assert (blocks.shapes, blocks.source, blocks.places) == (shapes, None, None)
+    assert (blocks.shapes, blocks.source, blocks.positions) == (shapes, None, None)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -312,7 +312,7 @@ def test_every_token_is_found_again_and_padding_stays_under_a_half(seed):
     blocks = Layout(lengths, CPU).blocks
     size = sum(count * width for count, width in blocks.shapes)
     assert len(blocks.source) == size < 2 * int(lengths.sum())
-    assert torch.equal(blocks.source[blocks.places], torch.arange(int(lengths.sum())))
+    assert torch.equal(blocks.source[blocks.positions], torch.arange(int(lengths.sum())))
     assert sum(count for count, _ in blocks.shapes) == len(lengths)
 
 
