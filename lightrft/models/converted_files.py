@@ -60,15 +60,15 @@ class Conversion:
             isinstance(other, Concatenate) and other.dim > 0 for other in others
         )
 
-    def rows(self, files: WeightFiles, rows: slice, slices: Slices) -> Iterator[tuple[Index, Tensor]]:
+    def rows(self, files: WeightFiles, rows: slice, cut: Slices) -> Iterator[tuple[Index, Tensor]]:
         """Read some rows of stacked tensors.
 
         Yield (index in these rows of the part, values) for each stored tensor.
         """
         dim = next((op.dim for op in self.converter.operations if isinstance(op, Concatenate)), 1)
-        first = slices[dim].start
+        first = cut[dim].start
 
-        stop = slices[dim].stop
+        stop = cut[dim].stop
         offset = 0
         # Each pattern fills a range of its own in the concatenated dimension. The stored tensors
         # lack the stacked one.
@@ -78,7 +78,7 @@ class Conversion:
                 begin = max(first, offset)
                 end = min(stop, offset + tensor.shape[dim - 1])
                 if begin < end:
-                    stored = (*slices[1:dim], slice(begin - offset, end - offset), *slices[dim + 1 :])
+                    stored = (*cut[1:dim], slice(begin - offset, end - offset), *cut[dim + 1 :])
                     yield (
                         (row, *[slice(None)] * (dim - 1), slice(begin - first, end - first)),
                         tensor[stored],
@@ -140,7 +140,7 @@ class ConvertedFiles:
 
         self.shapes |= {name: stored[stored_name] for name, stored_name in self._stored.items()}
 
-    def read(self, name: str, slices: Slices) -> Iterator[tuple[Index, Tensor]]:
+    def read(self, name: str, cut: Slices) -> Iterator[tuple[Index, Tensor]]:
         """Read part of a tensor in pieces, on the host and in the stored dtype.
 
         Yield (index in the part, values). Rows outside of the part are not read. The pieces are
@@ -152,15 +152,15 @@ class ConvertedFiles:
             sources = {
                 pattern: self.files.read_all(names) for pattern, names in conversion.sources.items()
             }
-            yield (), conversion.convert(self.model, sources)[name][slices]
+            yield (), conversion.convert(self.model, sources)[name][cut]
             return
 
-        if not slices:
-            yield (), self.files.read(self._stored[name], slices)
+        if not cut:
+            yield (), self.files.read(self._stored[name], cut)
             return
 
-        first = slices[0].start
-        stop = slices[0].stop
+        first = cut[0].start
+        stop = cut[0].stop
         # Blocks of rows bound how much of a file is mapped at once.
         step = max(
             1,
@@ -173,10 +173,10 @@ class ConvertedFiles:
             if conversion is None:
                 yield (
                     (slice(rows.start - first, rows.stop - first),),
-                    self.files.read(self._stored[name], (rows, *slices[1:])),
+                    self.files.read(self._stored[name], (rows, *cut[1:])),
                 )
             else:
-                for (row, *index), values in conversion.rows(self.files, rows, slices):
+                for (row, *index), values in conversion.rows(self.files, rows, cut):
                     yield (row + rows.start - first, *index), values
 
     def origin(self, name: str) -> str:

@@ -117,7 +117,7 @@ class Hidden:
         """
         shared = self.computed.shared
         computed = shared.places[positions] if shared else positions
-        indices, local = self.sequence.own(computed, self.computed.num_computed)
+        indices, local = self.sequence.find_local(computed, self.computed.num_computed)
         return indices, to_device(local, self.values.device)
 
 
@@ -201,27 +201,27 @@ class TokenLogprobs:
         # backward pass of zeros.
         zeros = torch.zeros(targets.shape, device=hidden.values.device)
         outputs = [zeros, torch.zeros(batch.num_tokens, device=zeros.device)][: 1 + self.entropy]
-        segments = [(slice(None), truncation)]
+        groups = [(slice(None), truncation)]
         if batch.early is not None and truncation.banned_early:
-            segments = early_and_late(truncation, batch.early[next_])
+            groups = early_and_late(truncation, batch.early[next_])
 
         gradients = self.gradients
         units = None
         if gradients and gradients.num_sequences:
             # A part of a sequence is not enough, and sequence-parallel ranks have only parts.
-            if hidden.sequence.axis.size > 1 or len(segments) > 1:
+            if hidden.sequence.axis.size > 1 or len(groups) > 1:
                 gradients = None
             else:
                 units = rows_of_sequences(hidden.computed, gradients.num_sequences)
 
-        for rows, part in segments:
+        for rows, sampled_with in groups:
             tokens = next_[rows]
             values = actor.token_logprobs(
                 hidden.values[local[rows]],
                 weight,
                 targets[tokens],
                 temperature=temperature,
-                truncation=part,
+                truncation=sampled_with,
                 entropy=self.entropy,
                 upstream=gradients and of_rows(gradients, tokens, batch.num_tokens),
                 units=units,
@@ -501,7 +501,9 @@ def computed_images(batch: Batch) -> list[Features]:
     if batch.media is None or batch.shared is None:
         return batch.media or []
     computes_start = torch.isin(batch.offsets[:-1], batch.shared.computed).tolist()
-    return [images for images, computes in zip(batch.media, computes_start, strict=True) if computes]
+    return [
+        images for images, computed in zip(batch.media, computes_start, strict=True) if computed
+    ]
 
 
 def with_blank(batch: Batch, blank: Sequence[Expanded]) -> Batch:
@@ -526,9 +528,9 @@ def rope_window(model: PreTrainedModel) -> int | None:
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     changing = [
-        parameters for parameters in each if parameters.get("rope_type") in ("dynamic", "longrope")
+        parameters for parameters in ropes if parameters.get("rope_type") in ("dynamic", "longrope")
     ]
     most = config.max_position_embeddings
 

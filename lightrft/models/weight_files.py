@@ -185,7 +185,9 @@ def fingerprint(folder: Path | str) -> str:
                     file.seek(
                         start
                         + begin
-                        + max(0, end - begin - FINGERPRINT_BYTES) * number // (FINGERPRINT_RANGES - 1)
+                        + max(0, end - begin - FINGERPRINT_BYTES)
+                        * number
+                        // (FINGERPRINT_RANGES - 1)
                     )
                     hasher.update(file.read(min(FINGERPRINT_BYTES, end - begin)))
 

@@ -160,7 +160,7 @@ def compiled() -> str:
         "num": "i32",
         "stride": "i32",
     }
-    gradient = {"logits": "*fp32", "out": "*bf16", "places": "*i64"}
+    gradient = {"logits": "*fp32", "out": "*bf16", "targets": "*i64"}
 
     gradient |= dict.fromkeys(
         ("grad_logprobs", "asked_for", "largest", "total", "entropy", "grad_entropy"), "*fp32"

@@ -18,13 +18,13 @@ from lightrft.models.lora import (
     adapted_layers,
     adapter_shapes,
     adapters_off,
+    adopt_layers,
     base_model_of_adapter,
     freeze_parameters,
     is_adapter,
     is_adapter_folder,
     merge_adapter,
     merge_adapters,
-    own_layers,
     split_adapters,
 )
 from lightrft.models.peft import merge
@@ -164,7 +164,7 @@ def test_a_bfloat16_layer_computes_with_the_merged_matrix(bias):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 32, bias=bias))
     inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules=["0"]), model)
-    (layer,) = own_layers(model.bfloat16())
+    (layer,) = adopt_layers(model.bfloat16())
     base = layer.get_base_layer()
     a = layer.lora_A["default"].weight
     b = layer.lora_B["default"].weight

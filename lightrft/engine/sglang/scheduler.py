@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.sglang.sampling import draw, with_seeds
 from lightrft.models.parallel.gloo import share_gloo_device
-from lightrft.models.weight_sync.fused_layout import FUSED_PARTS, FusedWeights
+from lightrft.models.weight_sync.fused_layout import FUSED_LAYERS, FusedWeights
 from lightrft.models.weight_sync.verify import Fingerprints, destroy_weights
 
 CALLED_OTHERWISE = {
@@ -88,7 +88,7 @@ def _weights(
             )
 
     own = {name: _place(place, layers) for name, place in places.items()}
-    return FusedWeights(model, own, shapes, parts=FUSED_PARTS | OF_HYBRIDS)
+    return FusedWeights(model, own, shapes, fused_layers=FUSED_LAYERS | OF_HYBRIDS)
 
 
 def _place(place: str, layers: Collection[str]) -> str:

@@ -17,11 +17,11 @@ from vllm.model_executor.models import ModelRegistry, supports_lora
 from lightrft.engine.base import EngineError, EngineSetup
 from lightrft.engine.vllm.arguments import RANKS
 from lightrft.models.weight_sync.adapters import Adapters, names_of
-from lightrft.models.weight_sync.fused_layout import FUSED_PARTS
+from lightrft.models.weight_sync.fused_layout import FUSED_LAYERS
 from lightrft.models.weight_sync.names import PublishedNames
 from lightrft.models.weight_sync.verify import Fingerprints
 
-KNOWN_LAYERS = {"o_proj", "down_proj", *(part for parts in FUSED_PARTS.values() for part in parts)}
+KNOWN_LAYERS = {"o_proj", "down_proj", *(part for parts in FUSED_LAYERS.values() for part in parts)}
 """Names of layers whose slots are known: attention and a gated MLP."""
 
 

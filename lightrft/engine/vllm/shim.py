@@ -54,7 +54,7 @@ from lightrft.models.weight_sync.expert_layout import (
 )
 from lightrft.models.weight_sync.fused_layout import (
     CONVOLUTION_VIEW,
-    FUSED_PARTS,
+    FUSED_LAYERS,
     UNPACKED,
     CopyTarget,
     FusedWeights,
@@ -112,7 +112,7 @@ class VLLMShim:
         self._num_submitted = 0
 
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
-        parts = FUSED_PARTS | getattr(self.model, "packed_modules_mapping", {})
+        fused_layers = FUSED_LAYERS | getattr(self.model, "packed_modules_mapping", {})
         own_names = engine_names(names)
         if mapper:
             own_names = {name: mapper.map_name(published) for name, published in own_names.items()}
@@ -125,7 +125,7 @@ class VLLMShim:
             self.model,
             own_names,
             names.shapes,
-            parts=parts,
+            fused_layers=fused_layers,
             packs=_packs,
             keeps=lambda piece: names.is_alone(piece.name) and _keeps(piece.layer, piece.attribute),
         )

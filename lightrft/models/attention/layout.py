@@ -203,7 +203,7 @@ class Layout:
         """True if one causal call over this rank's own tokens is not enough."""
         self.starts: np.ndarray = (self.lengths.cumsum(0) - self.lengths).numpy()
         """Start of each sequence among the T tokens: [N]."""
-        self.computed_index: np.ndarray = shared.places.numpy() if shared else np.arange(self.num_computed)
+        self.computed_index = shared.places.numpy() if shared else np.arange(self.num_computed)
         """Index of each token among the computed ones: [T]."""
         self._calls: dict[int | None, list[AttentionCall]] = {}
         self.derived: dict[object, Any] = {}

@@ -81,8 +81,10 @@ class _MergedCalls(torch.autograd.Function):
         kernel: CallKernel,
         scaling: float | None,
     ) -> Tensor:
-        first, *prefixes = calls
-        output, lse = kernel.forward(query, first.keys.of(key), first.keys.of(value), first, scaling)
+        inner, *prefixes = calls
+        output, lse = kernel.forward(
+            query, inner.keys.of(key), inner.keys.of(value), inner, scaling
+        )
         # Copies, because recomputation may keep what a kernel returned.
         if prefixes or sinks is not None:
             output = output.to(torch.float32, copy=True)
@@ -211,7 +213,7 @@ def _backward(
         )
         gradients_of_calls.append([x.transpose(1, 2).flatten(0, 1) for x in block_gradients])
 
-    return tuple(_flat(list(block_gradients), call) for block_gradients in zip(*gradients_of_calls, strict=True))
+    return tuple(_flat(list(blocks), call) for blocks in zip(*gradients_of_calls, strict=True))
 
 
 CPU_KERNEL = CallKernel(_forward, _backward)

@@ -136,12 +136,12 @@ def top_logprobs(
     exceeds the size of the vocabulary.
     """
     size = len(weight)
-    local_vocab = VocabularyRange.full(size)
+    vocab = VocabularyRange.full(size)
     if isinstance(weight, DTensor):
         shard = vocabulary_shard(weight)
         weight = shard.weight
         size = shard.size
-        local_vocab = VocabularyRange(shard.first, len(weight), shard.axis)
+        vocab = VocabularyRange(shard.first, len(weight), shard.axis)
     if k > size:
         raise ValueError(
             f"the {k} most likely tokens were requested, but the vocabulary has {size}"
@@ -152,19 +152,19 @@ def top_logprobs(
     ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
 
     sums = torch.full((len(hidden),), -torch.inf, device=hidden.device)
-    local_k = min(k, local_vocab.num)
-    for rows, logits in row_chunks(hidden, local_vocab.num, chunk_rows(hidden, max(local_vocab.num, 1))):
+    local_k = min(k, vocab.num)
+    for rows, logits in row_chunks(hidden, vocab.num, chunk_rows(hidden, max(vocab.num, 1))):
         scaled_logits(hidden[rows], weight, temperature, softcap, out=logits)
         for start, end in runs(banned):
-            logits[:, max(start - local_vocab.first, 0) : max(end - local_vocab.first, 0)] = -torch.inf
+            logits[:, max(start - vocab.first, 0) : max(end - vocab.first, 0)] = -torch.inf
         values[rows, :local_k], ids[rows, :local_k] = logits.topk(local_k)
         sums[rows] = logits.logsumexp(-1)
 
-    axis = local_vocab.axis
+    axis = vocab.axis
     if axis.size > 1:
         values, ids, sums = (
             all_gather_tensor(x, axis).view(axis.size, *x.shape)
-            for x in (values, ids + local_vocab.first, sums)
+            for x in (values, ids + vocab.first, sums)
         )
         values, found = values.transpose(0, 1).flatten(1).topk(k)
         ids = ids.transpose(0, 1).flatten(1).gather(1, found)
@@ -383,8 +383,8 @@ class _KnownUpstream(torch.autograd.Function):
                     yield rows, _gradient(logits, *some, options, hidden.dtype)
                     continue
 
-                for some_rows, grad in _computed_again(inputs, weight, *some, bits, memory, options):
-                    yield slice(rows.start + some_rows.start, rows.start + some_rows.stop), grad
+                for inner, grad in _computed_again(inputs, weight, *some, bits, memory, options):
+                    yield slice(rows.start + inner.start, rows.start + inner.stop), grad
 
         # This runs the generator above, so it fills the lists.
         ctx.gradients = _of_product(hidden, weight, gradients(), learned=ctx.needs_input_grad[1])

@@ -30,7 +30,7 @@ class VocabularyRange:
     axis: Axis
 
     @classmethod
-    def full(cls, num: int) -> "VocabularyPart":
+    def full(cls, num: int) -> "VocabularyRange":
         return cls(0, num, Axis("tp", 1, 0, None))
 
 
@@ -98,16 +98,16 @@ def outside(logits: Tensor, truncation: Truncation, local_targets: LocalTargets)
 
     It is decided on whole rows, which the ranks divide among themselves.
     """
-    local_vocab = local_targets.local_vocab
-    if local_vocab.axis.size == 1:
+    vocab = local_targets.local_vocab
+    if vocab.axis.size == 1:
         threshold = truncation.threshold(logits)
     elif truncation.ranks:
-        threshold = _threshold(logits, truncation, local_vocab.axis)
+        threshold = _threshold(logits, truncation, vocab.axis)
     else:
-        threshold = truncation.threshold(logits, first=local_vocab.first)
+        threshold = truncation.threshold(logits, first=vocab.first)
         if truncation.min_p > 0:
-            threshold = local_vocab.axis.max(threshold)
-    return truncation.outside(logits, threshold, first=local_vocab.first, keep=local_targets.local_ids())
+            threshold = vocab.axis.max(threshold)
+    return truncation.outside(logits, threshold, first=vocab.first, keep=local_targets.local_ids())
 
 
 def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:

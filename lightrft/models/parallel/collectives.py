@@ -199,17 +199,18 @@ class Axis:
         if self.size == 1:
             return list(objects)
 
-        packed = [[] if rank == self.rank else _pack(part) for rank, part in enumerate(objects)]
-        sent = torch.tensor([sum(map(len, each)) for each in packed])
+        packed = [[] if rank == self.rank else _pack(value) for rank, value in enumerate(objects)]
+        sent = torch.tensor([sum(map(len, pieces)) for pieces in packed])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         flat = torch.cat(
-            [torch.empty(0, dtype=torch.uint8), *(piece for each in packed for piece in each)]
+            [torch.empty(0, dtype=torch.uint8), *(piece for pieces in packed for piece in pieces)]
         )
         arrived = self.all_to_all(flat, sent.tolist(), received.tolist()).split(received.tolist())
 
         return [
-            objects[rank] if rank == self.rank else _unpack(part) for rank, part in enumerate(arrived)
+            objects[rank] if rank == self.rank else _unpack(chunk)
+            for rank, chunk in enumerate(arrived)
         ]
 
     def broadcast_tensors(self, value: Any) -> Any:
@@ -271,7 +272,8 @@ def all_gather(data: Any, axis: Axis) -> Any:
     gathered = axis.gather(_on_host(data))
     if isinstance(data, dict):
         return {
-            key: _concatenate([part[key] for part in gathered], value) for key, value in data.items()
+            key: _concatenate([local[key] for local in gathered], value)
+            for key, value in data.items()
         }
     return _concatenate(gathered, data)
 
@@ -374,20 +376,20 @@ def _pack(value: Any) -> list[Tensor]:
     stream = io.BytesIO()
     buffers = []
     _Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append).dump(value)
-    parts = [
-        torch.frombuffer(part, dtype=torch.uint8)
-        for part in (stream.getbuffer(), *(each.raw() for each in buffers))
-        if part.nbytes
+    contents = [
+        torch.frombuffer(content, dtype=torch.uint8)
+        for content in (stream.getbuffer(), *(buffer.raw() for buffer in buffers))
+        if content.nbytes
     ]
-    # The receiver gets one flat buffer, and finds the parts by these sizes.
+    # The receiver gets one flat buffer, and finds the contents by these sizes.
     sizes = torch.tensor(
-        [1 + len(buffers), stream.getbuffer().nbytes, *(each.raw().nbytes for each in buffers)]
+        [1 + len(buffers), stream.getbuffer().nbytes, *(buffer.raw().nbytes for buffer in buffers)]
     )
 
     return [
         piece
-        for part in (sizes.view(torch.uint8), *parts)
-        for piece in (part, part.new_zeros(-len(part) % ALIGNMENT))
+        for content in (sizes.view(torch.uint8), *contents)
+        for piece in (content, content.new_zeros(-len(content) % ALIGNMENT))
     ]
 
 

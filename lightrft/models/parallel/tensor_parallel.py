@@ -68,8 +68,8 @@ FUSED_FAMILIES = ("glm4", "phi3")
 NORMS_OF_ALL_HEADS = ("Olmo2RMSNorm", "Olmo3RMSNorm")
 """Norms of queries and keys that may be over all heads together."""
 LIBRARY = torch.library.Library("lightrft", "FRAGMENT")
-LIBRARY.define("sum_(Tensor(a!) parts, str group) -> ()")
-LIBRARY.define("reduce_scatter_(Tensor(a!) parts, str group) -> ()")
+LIBRARY.define("sum_(Tensor(a!) values, str group) -> ()")
+LIBRARY.define("reduce_scatter_(Tensor(a!) values, str group) -> ()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,11 @@ class Sections:
         for user in range(axis.size):
             first = 0
             for size in sizes:
-                part = size // axis.size
-                begin = first + user * part
+                share = size // axis.size
+                begin = first + user * share
                 for owner in range(axis.size):
                     start = max(begin, owner * stored)
-                    count = min(begin + part, (owner + 1) * stored) - start
+                    count = min(begin + share, (owner + 1) * stored) - start
                     if count <= 0:
                         continue
                     if owner == axis.rank:
@@ -136,10 +136,10 @@ class Sections:
         """Return the rows that this rank stores, given those that it computes with."""
         arrived = self._sent(used, self.received, self.sent)
         rows = torch.empty_like(used)
-        for run, part in zip(
+        for run, piece in zip(
             self.runs, arrived.split([run.stop - run.start for run in self.runs]), strict=True
         ):
-            rows[run] = part
+            rows[run] = piece
         return rows
 
     def _sent(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -185,10 +185,10 @@ class SplitAdapter:
 
     def local(self, a: DTensor, b: DTensor) -> tuple[Tensor, Tensor]:
         """Return this rank's parts of A and B, with the gradients that ranks have of them."""
-        own = b.to_local(grad_placements=[self.b_gradient])
+        local_b = b.to_local(grad_placements=[self.b_gradient])
         return (
             a.to_local(grad_placements=[self.a_gradient]),
-            own if self.sections is None else self.sections.exchanged(own),
+            local_b if self.sections is None else self.sections.exchanged(local_b),
         )
 
 
@@ -229,13 +229,13 @@ def model_problems(config: PretrainedConfig, tp: int) -> list[str]:
         ]
     return [
         *head_problems(config.num_attention_heads, config.num_key_value_heads, tp),
-        *part_problems(config.vocab_size, "rows of the vocabulary", tp),
-        *part_problems(config.intermediate_size, "columns of the feed-forward layers", tp),
+        *row_problems(config.vocab_size, "rows of the vocabulary", tp),
+        *row_problems(config.intermediate_size, "columns of the feed-forward layers", tp),
         *fused_problems(config, tp),
     ]
 
 
-def part_problems(size: int, name: str, tp: int) -> list[str]:
+def row_problems(size: int, name: str, tp: int) -> list[str]:
     """Return why so many rows leave a rank without any.
 
     Each rank has as many as the first, and the last ones have the rest.
@@ -273,8 +273,8 @@ def plan_problems(model: PreTrainedModel, *, sequence: bool = False) -> list[str
         # The blocks of a supported family are alike, so the first one stands for all.
         names = {
             name
-            for name, part in block.named_modules()
-            if next(part.parameters(recurse=False), None) is not None
+            for name, child in block.named_modules()
+            if next(child.parameters(recurse=False), None) is not None
         }
         if sequence and not _splits_feed_forward(block):
             return ["--tp_sequence_parallel does not support its feed-forward layers"]
@@ -317,46 +317,48 @@ def copy_to_parallel_region(hidden: Tensor, axis: Axis) -> Tensor:
 
 
 @torch.library.impl(LIBRARY, "sum_", "CompositeExplicitAutograd")
-def _sum(parts: Tensor, group: str) -> None:
+def _sum(values: Tensor, group: str) -> None:
     """Sum a tensor over the ranks, in place.
 
     This and the next are operators of torch, and return nothing, for the sake of selective
     recomputation: it keeps the product that they change, and leaves them out.
     """
-    dist.all_reduce(parts, group=_resolve_process_group(group))
+    dist.all_reduce(values, group=_resolve_process_group(group))
 
 
 @torch.library.impl(LIBRARY, "reduce_scatter_", "CompositeExplicitAutograd")
-def _reduce_scatter(parts: Tensor, group: str) -> None:
+def _reduce_scatter(values: Tensor, group: str) -> None:
     """Sum [T, H] over the ranks, in place, but only the T / ranks rows of this rank."""
     ranks = _resolve_process_group(group)
-    own = parts.chunk(ranks.size())[ranks.rank()]
-    dist.reduce_scatter_tensor(own, parts, group=ranks)
+    local = values.chunk(ranks.size())[ranks.rank()]
+    dist.reduce_scatter_tensor(local, values, group=ranks)
 
 
-def _sum_parts(part: Tensor, axis: Axis) -> Tensor:
+def _sum_in_place(values: Tensor, axis: Axis) -> Tensor:
     """Sum a new tensor over the ranks, in place.
 
     All ranks have the same gradient of the sum, and it is that of each part. So autograd need not
     know of the sum.
     """
     if axis.size > 1:
-        torch.ops.lightrft.sum_(part.detach(), axis.group.group_name)
-    return part
+        torch.ops.lightrft.sum_(values.detach(), axis.group.group_name)
+    return values
 
 
-def _scatter_tokens(part: Tensor, axis: Axis) -> Tensor:
+def _scatter_tokens(value: Tensor, axis: Axis) -> Tensor:
     """Sum a new tensor over the ranks, in place, and return this rank's tokens.
 
     [1, T, H] -> [1, T / ranks, H]
     """
 
-    def scatter(part: Tensor) -> Tensor:
+    def scatter(value: Tensor) -> Tensor:
         if axis.size > 1:
-            torch.ops.lightrft.reduce_scatter_(part[0], axis.group.group_name)
-        return part.chunk(axis.size, 1)[axis.rank]
+            torch.ops.lightrft.reduce_scatter_(value[0], axis.group.group_name)
+        return value.chunk(axis.size, 1)[axis.rank]
 
-    return with_gradient(part, scatter, lambda gradient: all_gather_tensor(gradient[0], axis)[None])
+    return with_gradient(
+        value, scatter, lambda gradient: all_gather_tensor(gradient[0], axis)[None]
+    )
 
 
 class _EnterBranch(torch.autograd.Function):
@@ -461,7 +463,7 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
         for name, split in _block_plan(block, sequence=sequence, fused=fused).items():
             split(block.get_submodule(name), mesh)
         if "qkv_proj" in fused:
-            _count_own_heads(block.self_attn, axis)
+            _count_local_heads(block.self_attn, axis)
 
         _Branch(
             block.self_attn,
@@ -534,7 +536,7 @@ def _section_sizes(block: nn.Module) -> dict[str, list[int]]:
     return sizes
 
 
-def _count_own_heads(attention: nn.Module, axis: Axis) -> None:
+def _count_local_heads(attention: nn.Module, axis: Axis) -> None:
     """Let attention find queries, keys and values in this rank's outputs of a fused layer."""
     attention.num_key_value_heads //= axis.size
     attention.config = copy(attention.config)
@@ -569,8 +571,8 @@ def _block_plan(
         linear |= {f"mlp.{name}": columns for name in _present(block.mlp, FEED_FORWARD)}
         linear["mlp.down_proj"] = rows
     else:
-        own = (name for name, part in block.mlp.named_modules(prefix="mlp") if part._parameters)
-        plan |= dict.fromkeys(own, lambda module, mesh: None)
+        names = (name for name, child in block.mlp.named_modules(prefix="mlp") if child._parameters)
+        plan |= dict.fromkeys(names, lambda module, mesh: None)
 
     if sequence:
         norms = (name for name, _ in block.named_children() if name.endswith("layernorm"))
@@ -604,7 +606,7 @@ def _with_adapter(
         return {name: split}
 
     (adapter,) = layer.scaling
-    reduce = _scatter_tokens if sequence else _sum_parts
+    reduce = _scatter_tokens if sequence else _sum_in_place
 
     def split_a(matrix: nn.Module, mesh: DeviceMesh) -> None:
         distribute(matrix, mesh, weight=Shard(1) if by_rows else Replicate())
@@ -700,20 +702,20 @@ def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     The bias is added to the sum.
     """
     axis = _axis(mesh)
-    reduce = _scatter_tokens if sequence else _sum_parts
+    reduce = _scatter_tokens if sequence else _sum_in_place
     distribute(linear, mesh, weight=Shard(1), bias=Replicate())
     LocalParameters(linear, hidden=("bias",))
 
-    def reduce_parts(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
-        output = reduce(part, axis)
+    def reduce_output(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        reduced = reduce(output, axis)
         # Added before the sum, the bias would count once for each rank.
         if module.bias is None:
-            return output
-        return output + module.bias.to_local(
+            return reduced
+        return reduced + module.bias.to_local(
             grad_placements=[Partial() if sequence else Replicate()]
         )
 
-    linear.register_forward_hook(reduce_parts)
+    linear.register_forward_hook(reduce_output)
 
 
 def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -722,7 +724,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
     The outputs of other rows are zero.
     """
     axis = _axis(mesh)
-    reduce = _scatter_tokens if sequence else _sum_parts
+    reduce = _scatter_tokens if sequence else _sum_in_place
     distribute(embedding, mesh, weight=Shard(0))
     shard = vocabulary_shard(embedding.weight)
     first = shard.first
@@ -741,11 +743,11 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
         outside = (ids < first) | (ids >= first + rows)
         return ((ids - first).masked_fill(outside, 0),)
 
-    def reduce_parts(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
-        return reduce(part.masked_fill(outside[..., None], 0), axis)
+    def reduce_output(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return reduce(output.masked_fill(outside[..., None], 0), axis)
 
     embedding.register_forward_pre_hook(to_local_rows)
-    embedding.register_forward_hook(reduce_parts)
+    embedding.register_forward_hook(reduce_output)
 
 
 def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:

@@ -87,7 +87,7 @@ class Fingerprints:
         """Add a tensor of the stream: full, or the experts of this rank as a DTensor."""
         if isinstance(tensor, DTensor):
             self.divided.append(name)
-            first = shard_slices(tensor)[0].own.start
+            first = shard_slices(tensor)[0].local.start
             self.add(name, tensor.to_local(), row=first * tensor.shape[1])
             return
         if name in self.bits:
@@ -150,15 +150,15 @@ class Fingerprints:
         sums = torch.zeros(len(self.bits) + len(self.products), dtype=torch.int64, device=device)
         if self.sums:
             names, values = zip(*self.sums, strict=True)
-            places = torch.tensor([self.bits[name] for name in names], device=device)
-            sums.index_add_(0, places, torch.stack(values).to(device))
+            indices = torch.tensor([self.bits[name] for name in names], device=device)
+            sums.index_add_(0, indices, torch.stack(values).to(device))
         counts = [*self.num_elements.values(), *self.num_multiplied.values()]
         table = torch.stack([sums, torch.tensor(counts, dtype=torch.int64, device=device)], dim=1)
 
         products = [torch.zeros(0, dtype=torch.float64, device=device)]
-        for name, parts in self.products.items():
+        for name, pieces in self.products.items():
             products.append(torch.zeros(self.shapes[name][0], dtype=torch.float64, device=device))
-            for row, values in parts:
+            for row, values in pieces:
                 products[-1][row : row + len(values)] += values
 
         return table, torch.cat(products)
@@ -171,8 +171,8 @@ class Fingerprints:
         """
         sent, expected = self.numbers(engine_numbers[0].device)
         if self.divided:
-            places = [self.bits[name] for name in self.divided]
-            sent[places] = axis.sum(sent[places])
+            indices = [self.bits[name] for name in self.divided]
+            sent[indices] = axis.sum(sent[indices])
         sent, expected = sent.cpu(), expected.cpu()
         table, values = (numbers.cpu() for numbers in engine_numbers)
         # An engine repeats heads when it has more ranks than heads, so its sums are a multiple.
@@ -184,14 +184,14 @@ class Fingerprints:
             if not right
         ]
         lengths = [self.shapes[name][0] for name in self.products]
-        each = zip(
+        products = zip(
             self.products,
             copies[len(self.bits) :],
             values.split(lengths),
             expected.split(lengths),
             strict=True,
         )
-        for name, times, in_engine, streamed in each:
+        for name, times, in_engine, streamed in products:
             # Kernels sum in float32, in any order. The results are in the engine's dtype.
             walk = WALK_FACTOR * math.sqrt(self.shapes[name][-1]) * 2.0**-24
             tolerance = (walk + torch.finfo(self.dtype).eps) * streamed.abs().max()
