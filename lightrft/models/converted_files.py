@@ -2,7 +2,7 @@
 
 Published folders often store one tensor per expert, where transformers stacks the experts of a
 layer in one tensor. from_pretrained() converts the whole model. This module converts a tensor when
-it is read, from the parts that are needed, with transformers' own conversions.
+it is read, from the slices that are needed, with transformers' own conversions.
 """
 
 import copy
@@ -63,7 +63,7 @@ class Conversion:
     def rows(self, files: WeightFiles, rows: slice, cut: Slices) -> Iterator[tuple[Index, Tensor]]:
         """Read some rows of stacked tensors.
 
-        Yield (index in these rows of the part, values) for each stored tensor.
+        Yield (index in these rows of the slices `cut`, values) for each stored tensor.
         """
         dim = next((op.dim for op in self.converter.operations if isinstance(op, Concatenate)), 1)
         first = cut[dim].start
@@ -141,11 +141,11 @@ class ConvertedFiles:
         self.shapes |= {name: stored[stored_name] for name, stored_name in self._stored.items()}
 
     def read(self, name: str, cut: Slices) -> Iterator[tuple[Index, Tensor]]:
-        """Read part of a tensor in pieces, on the host and in the stored dtype.
+        """Read slices of a tensor in pieces, on the host and in the stored dtype.
 
-        Yield (index in the part, values). Rows outside of the part are not read. The pieces are
+        Yield (index in the slices, values). Rows outside of them are not read. The pieces are
         views of the files, and a few rows are mapped at a time. Only a conversion that does more
-        than to stack and concatenate returns the whole part in memory of its own.
+        than to stack and concatenate returns all of them in memory of its own.
         """
         conversion = self._conversions.get(name)
         if conversion is not None and not conversion.stacks:

@@ -208,7 +208,7 @@ class TokenLogprobs:
         gradients = self.gradients
         units = None
         if gradients and gradients.num_sequences:
-            # A part of a sequence is not enough, and sequence-parallel ranks have only parts.
+            # A piece of a sequence is not enough, and sequence-parallel ranks have only pieces.
             if hidden.sequence.axis.size > 1 or len(groups) > 1:
                 gradients = None
             else:
@@ -241,7 +241,7 @@ LOGPROBS = TokenLogprobs()
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """Reads the k likeliest ids in the place of each learned token, likeliest first.
+    """Reads the k likeliest ids instead of each learned token, likeliest first.
 
     Log-probs are [T, k] float32 and ids [T, k] int64, both 0 elsewhere and without gradient. Banned
     tokens have probability 0, and log-prob -inf where they are returned. No other part of a
@@ -336,7 +336,7 @@ class Scorer(SequenceParallelModule):
 
 
 def early_and_late(truncation: Truncation, early: Tensor) -> list[tuple[Tensor, Truncation]]:
-    """Return two parts of some tokens, as rows, each with the truncation it was sampled with.
+    """Divide some tokens, as rows, into two groups with the truncation they were sampled with.
 
     `early` [t] bool says which ones were sampled before a response might end.
     """
@@ -442,7 +442,7 @@ class Backbone:
 
 @contextmanager
 def split_in_decoder(model: PreTrainedModel, positions: Tensor) -> Iterator[None]:
-    """Let the decoder compute only the tokens `places` [t] that the model reads.
+    """Let the decoder compute only the tokens `positions` [t] that the model reads.
 
     They are selected after media have replaced the embeddings.
     """

@@ -1,11 +1,11 @@
 """The thinker of Qwen2.5-Omni as a model with a backbone and a head.
 
-The thinker reads media and writes text. A released folder has two other parts, talker and
+The thinker reads media and writes text. A released folder has two other models, talker and
 token2wav, that speak what the thinker writes. They are neither loaded nor trained, and an exported
 folder contains them unchanged. transformers' class of the thinker has decoder, towers and head side
 by side, and computes logits of all tokens in any forward pass. Here the head is outside of the
 backbone, as in other families, so log-probs, critics and every way of dividing a model work as they
-do there. Code and parameters of the parts are transformers'.
+do there. Code and parameters of the models are transformers'.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Safetensors files of a Hugging Face folder: which tensors they hold, and any part of a tensor."""
+"""Safetensors files of a Hugging Face folder: their tensors, and any slice of a tensor."""
 
 import hashlib
 import json
@@ -114,7 +114,7 @@ class WeightFiles:
         return dtypes
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """Return part of a tensor, on the host.
+        """Return `slices` of a tensor, on the host.
 
         Nothing else is read, and the file is mapped only during the call.
         """

@@ -314,14 +314,14 @@ def _local_heads(call: dict[str, Any], scan: Scan, layout: Layout) -> list[Tenso
     # An exchange has one dtype, and decays are float32.
     result = []
     for value in values:
-        # Several heads may share queries and keys. A rank may have a part of these heads only.
+        # Several heads may share queries and keys. A rank may have some of these heads only.
         if value.shape[1] % axis.size:
             value = value.repeat_interleave(num_heads // value.shape[1], dim=1)
         of_head = value if value.dim() > 2 else value.unsqueeze(-1)
         exchanged = layout.sequence.split_heads(of_head)[0]
         result.append(exchanged if value.dim() > 2 else exchanged[..., 0])
 
-    # A rank may have a part of a group only, so the groups' values are copied for its heads.
+    # A rank may have some heads of a group only, so the groups' values are copied for its heads.
     for group in groups:
         gathered = gather_summed(group, axis)
         of_heads = torch.arange(num_heads, device=group.device)[local] // (
@@ -428,7 +428,7 @@ def _tree(layout: Layout) -> PrefixTree:
 
 
 def _levels(layout: Layout, *, in_blocks: bool) -> tuple[list[Level], Tensor]:
-    """Return the levels of the tree of shared prefixes, and the place of each token in them.
+    """Return the levels of the tree of shared prefixes, and the position of each token in them.
 
     Without shared prefixes there is one level with one run for each sequence. A level is one call
     with concatenated runs, or `in_blocks` of padded rows.

@@ -492,7 +492,7 @@ def _truncate(
 ) -> None:
     """Write -inf to the truncated logits.
 
-    It takes a part of the rows at a time, because the search needs several times the memory.
+    It takes some of the rows at a time, because the search needs several times the memory.
     """
     step = max(1, options.chunk // 4)
     for start in range(0, len(logits), step):

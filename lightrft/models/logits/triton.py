@@ -22,7 +22,7 @@ BLOCK = 2048
 MERGED_ROWS = 32
 MERGED_COLUMNS = 128
 MERGED_RANK = 16
-"""Tile of merge(), and the part of the rank that it multiplies at once."""
+"""Tile of merge(), and the slice of the rank that it multiplies at once."""
 
 
 def local_sums(logits: Tensor, local_targets: LocalTargets) -> tuple[Tensor, ...]:

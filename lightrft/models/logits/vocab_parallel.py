@@ -1,7 +1,7 @@
 """Token distributions over a vocabulary that may be split over ranks.
 
 For each row of logits a rank keeps the largest, the sum of exponentials relative to it, the first
-moment, and the logits of the targets in the rank's part. Two collectives combine them, whatever the
+moment, and the logits of the targets on the rank. Two collectives combine them, whatever the
 number of chunks: the maximum, then all sums at once. The gradient of the logits needs none.
 
 Shapes: T tokens, t of one chunk, V vocabulary, v of it on this rank, K targets at each position.
@@ -62,7 +62,7 @@ class Distribution:
 
 
 class LocalTargets:
-    """Targets [T, K] located in this rank's part of the vocabulary; negative ones are ignored."""
+    """Targets [T, K] located in this rank's range of the vocabulary; negative ones are ignored."""
 
     def __init__(self, ids: Tensor, local_vocab: VocabularyRange):
         self.ids = ids
@@ -88,7 +88,7 @@ class LocalTargets:
     def local_ids(self) -> Tensor:
         """Return the columns [T, K] of the targets; no truncation removes these.
 
-        Targets on other ranks have `part.num`.
+        Targets on other ranks have `local_vocab.num`.
         """
         return torch.where(self.is_local, self.columns, self.local_vocab.num)
 
@@ -165,7 +165,7 @@ def local_sums(
     sums = []
     for block in in_blocks:
         top = block.amax(-1)
-        # At most 0, so nothing overflows and no digits of the entropy cancel. All logits of a part
+        # At most 0, so nothing overflows and no digits of the entropy cancel. All logits of a row
         # may be -inf.
         below = block if scratch is None else scratch[: len(block)]
         torch.sub(block, torch.where(top.isneginf(), 0.0, top)[:, None], out=below)

@@ -22,7 +22,7 @@ FIRST_BYTES = 2048
 SIZE_BYTES = 8
 
 ALIGNMENT = 64
-"""Multiple of bytes where each part of a packed object begins."""
+"""Multiple of bytes where each buffer of a packed object begins."""
 
 
 class _WithGradient(torch.autograd.Function):
@@ -124,9 +124,9 @@ class Axis:
             dist.barrier(group=self.group)
 
     def exchange(self, chunks: list[Tensor]) -> list[Tensor]:
-        """Send `parts[r]` to rank r and return the parts received from all ranks, in rank order.
+        """Send `chunks[r]` to rank r and return the chunks received from all ranks, in rank order.
 
-        Parts agree in dtype and trailing dimensions; the first dimension may differ.
+        Chunks agree in dtype and trailing dimensions; the first dimension may differ.
         """
         if self.size == 1:
             return list(chunks)
@@ -193,7 +193,7 @@ class Axis:
     def exchange_objects(self, objects: list[Any]) -> list[Any]:
         """Exchange picklable objects as exchange() does, on the host.
 
-        An object that a part holds repeatedly is sent once. This rank's own part is returned
+        What an object holds repeatedly is sent once. This rank's own object is returned
         itself. It takes the memory of what is sent to others and of what arrives, once.
         """
         if self.size == 1:

@@ -74,7 +74,7 @@ def collective_backend(device: torch.device) -> str:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, and any other tensor itself."""
+    """Return this rank's shard of a DTensor, and any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

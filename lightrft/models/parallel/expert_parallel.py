@@ -95,9 +95,9 @@ class Departed(NamedTuple):
     """Buffer that they arrive in, [t, H]: valid after the exchange."""
     exchange: "Exchange"
     order: Tensor
-    """Place of each departed token among the chosen experts of all tokens, [tokens x k]."""
+    """Index of each departed token among the chosen experts of all tokens, [tokens x k]."""
     received: Tensor
-    """Number of tokens from each rank for each own expert, [ranks x own experts]."""
+    """Number of tokens from each rank for each local expert, [ranks x local experts]."""
 
 
 def depart(num_local: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Departed:
@@ -115,7 +115,7 @@ def depart(num_local: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Depart
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=axis.group)
 
-    # The host waits here, and nowhere else: a collective has to know the sizes of the parts.
+    # The host waits here, and nowhere else: a collective has to know the sizes of the chunks.
     counts = torch.stack([sent, received]).unflatten(1, (axis.size, num_local)).sum(-1)
     exchange = Exchange(*counts.tolist(), axis)
     visitors = _start(hidden[order // chosen.shape[1]], exchange)

@@ -31,7 +31,7 @@ class SequenceParallel:
     def __init__(self, axis: Axis | None = None, *, shards: int = 1):
         """Split over `axis`.
 
-        A rank's tokens must also be divisible by `parts`, the number of ranks that split them
+        A rank's tokens must also be divisible by `shards`, the number of ranks that split them
         between attentions.
         """
         self.axis = axis or Axis("sp", 1, 0, None)

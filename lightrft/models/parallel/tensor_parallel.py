@@ -3,11 +3,11 @@
 Attention heads, feed-forward columns and the vocabulary are split over ranks. The residual stream
 is replicated on all ranks, with one all-reduce after the attention and one after the feed-forward
 of each block, and one for each in the backward pass (arXiv 1909.08053). With sequence parallelism
-(arXiv 2205.05198) each rank keeps a part of the tokens instead: the all-reduces become
-reduce-scatters, all-gathers precede attention and feed-forward, and norms process a part of the
+(arXiv 2205.05198) each rank keeps a shard of the tokens instead: the all-reduces become
+reduce-scatters, all-gathers precede attention and feed-forward, and norms process a shard of the
 tokens. The code of the models is not changed: forward hooks exchange activations, and let each
-module compute with this rank's part of the weights. Weights are DTensors outside of forward; apply
-this before fully_shard, which then shards the local parts over the data ranks.
+module compute with this rank's shard of the weights. Weights are DTensors outside of forward; apply
+this before fully_shard, which then shards the local shards over the data ranks.
 
 Activations are plain tensors. As DTensors they would cost the host milliseconds per micro-batch:
 torch plans each operation once for each shape, and micro-batches differ in the number of tokens.
@@ -90,7 +90,7 @@ class Sections:
     """Rows of a fused layer [R, ...], such as queries, keys and values end to end.
 
     Outside of forward each rank stores R / ranks consecutive rows, so that a DTensor has the
-    published layout. Forward uses as many others: this rank's part of each section. All ranks
+    published layout. Forward uses as many others: this rank's share of each section. All ranks
     exchange rows for that.
     """
 
@@ -184,7 +184,7 @@ class SplitAdapter:
     """Rows of B, if the layer is a fused one."""
 
     def local(self, a: DTensor, b: DTensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's parts of A and B, with the gradients that ranks have of them."""
+        """Return this rank's shards of A and B, with the gradients that ranks have of them."""
         local_b = b.to_local(grad_placements=[self.b_gradient])
         return (
             a.to_local(grad_placements=[self.a_gradient]),
@@ -290,7 +290,7 @@ def plan_problems(model: PreTrainedModel, *, sequence: bool = False) -> list[str
 
 
 def vocabulary_shard(weight: DTensor) -> VocabularyShard:
-    """Return this rank's part of an output embedding that parallelize() has split.
+    """Return this rank's shard of an output embedding that parallelize() has split.
 
     Raise RuntimeError if it is sharded in another way, as outside of the module's forward.
     """
@@ -337,8 +337,8 @@ def _reduce_scatter(values: Tensor, group: str) -> None:
 def _sum_in_place(values: Tensor, axis: Axis) -> Tensor:
     """Sum a new tensor over the ranks, in place.
 
-    All ranks have the same gradient of the sum, and it is that of each part. So autograd need not
-    know of the sum.
+    All ranks have the same gradient of the sum, and it is that of each summand. So autograd need
+    not know of the sum.
     """
     if axis.size > 1:
         torch.ops.lightrft.sum_(values.detach(), axis.group.group_name)
@@ -422,7 +422,7 @@ class _WithStandIn(torch.autograd.Function):
 
 
 def _gather_logits(logits: Tensor, axis: Axis, size: int) -> Tensor:
-    """Gather the logits of all parts of the vocabulary, [..., part] -> [..., V].
+    """Gather the logits of all shards of the vocabulary, [..., shard] -> [..., V].
 
     Their gradient is equal on all ranks.
     """
@@ -503,7 +503,7 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
 def _divide_tokens(
     decoder: nn.Module, args: tuple, kwargs: dict[str, Any], *, axis: Axis
 ) -> tuple[tuple, dict[str, Any]]:
-    """Keep this rank's part of a decoder's inputs: a forward pre-hook.
+    """Keep this rank's tokens of a decoder's inputs: a forward pre-hook.
 
     The gradient of the inputs is summed over the ranks.
     """
@@ -598,8 +598,8 @@ def _with_adapter(
 ) -> dict[str, Callable[[nn.Module, DeviceMesh], None]]:
     """Return how to split a linear layer, and the adapter that it may have.
 
-    Of a layer divided by outputs, each rank has some rows of B and a part of A's gradient. Of one
-    divided by inputs, each has some columns of A, and the product with A is summed before B.
+    Of a layer divided by outputs, each rank has some rows of B and a summand of A's gradient. Of
+    one divided by inputs, each has some columns of A, and the product with A is summed before B.
     """
     layer = block.get_submodule(name)
     if isinstance(layer, nn.Linear):
@@ -690,7 +690,7 @@ def _split_columns(linear: nn.Module, mesh: DeviceMesh, *, detached: Collection[
 
 
 def _split_sections(linear: nn.Linear, mesh: DeviceMesh, *, sections: Sections) -> None:
-    """Keep consecutive rows of a fused layer without a bias; compute with parts of all sections."""
+    """Keep consecutive rows of a fused layer without a bias; compute with shares of all."""
     distribute(linear, mesh, weight=Shard(0))
     LocalParameters(linear, detached=("weight",))
     linear.forward = lambda hidden: _LinearOfSections.apply(hidden, linear.weight, sections)
@@ -751,7 +751,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
 
 
 def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
-    """Let each rank process its own part of the input of a norm.
+    """Let each rank process its own shard of the input of a norm.
 
     The weight then has a partial gradient on each rank. As a DTensor the gradient is marked as
     partial, and FSDP sums it.
@@ -761,7 +761,7 @@ def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _split_norm(norm: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's part of a norm of all heads; the mean of squares is that over all ranks."""
+    """Keep this rank's shard of a norm of all heads; the mean of squares is that over all ranks."""
     axis = _axis(mesh)
     size = norm.weight.numel()
     distribute(norm, mesh, weight=Shard(0))
@@ -778,7 +778,7 @@ def _split_norm(norm: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
-    """Make DTensors of a module's parameters without communication: each rank keeps its own part.
+    """Make DTensors of a module's parameters without communication: each rank keeps its own shard.
 
     Frozen ones stay frozen.
     """
@@ -788,9 +788,9 @@ def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> 
 
 
 class LocalParameters:
-    """Forward hooks that let a module compute with this rank's parts of the parameters.
+    """Forward hooks that let a module compute with this rank's shards of the parameters.
 
-    The parts are plain tensors.
+    The shards are plain tensors.
     """
 
     def __init__(

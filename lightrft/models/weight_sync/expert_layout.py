@@ -41,9 +41,9 @@ def _is_sglangs(layer: nn.Module) -> bool:
 def expert_addresses(
     layer: nn.Module, attribute: str, shape: torch.Size
 ) -> Iterator[tuple[Index, int, int]]:
-    """Yield (part of the layer's tensor, row, column) for each part of the full tensor of `shape`.
+    """Yield (index in the layer's tensor, row, column) for each slice of the tensor of `shape`.
 
-    The full tensor is [experts, rows, columns]; row and column are where the part starts in it.
+    The full tensor is [experts, rows, columns]; row and column are where the slice starts in it.
     Yield nothing if the layout is not known.
     """
     if not is_experts(layer) or not _is_known(layer):
@@ -93,7 +93,7 @@ def local_experts(layer: nn.Module) -> slice:
 
 
 def expert_tensor(layer: nn.Module, attribute: str, index: Index) -> Tensor:
-    """Return a part of the layer's tensor as it was loaded."""
+    """Return the layer's tensor at `index` as it was loaded."""
     first, *rest = index if isinstance(index, tuple) else (index,)
     return _plain(layer, attribute, getattr(layer, attribute)[first])[tuple(rest)]
 

@@ -35,7 +35,7 @@ FUSED_LAYERS = {
 }
 """Fused layer -> layers of the Hugging Face model that it combines."""
 SHARD_IDS = {"in_proj_qkv": (0, 1, 2), "in_proj_z": (3,)}
-"""Layer of the Hugging Face model -> its parts of a fused layer, where these are not one for each.
+"""Layer of the Hugging Face model -> its shards of a fused layer, where these are not one for each.
 
 Queries, keys and values of gated delta networks are one layer there, but ranks split each of them.
 """
@@ -79,7 +79,7 @@ def _of_pieces(name: str, pieces: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Part of a layer's parameter that holds a part of the full tensor `name`.
+    """Slice of a layer's parameter that holds a slice of the full tensor `name`.
 
     In the full tensor it starts at `row` and `column`.
     """
@@ -124,7 +124,7 @@ class ExpertSlice(WeightSlice):
 
 @dataclass(frozen=True, slots=True)
 class CopyTarget:
-    """Memory of a layer's parameter that receives a part of a full tensor.
+    """Memory of a layer's parameter that receives a slice of a full tensor.
 
     In the full tensor it starts at `row` and `column`.
     """
@@ -170,7 +170,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class FusedWeights:
-    """Weights of one rank's part of a model, as its layers keep them.
+    """Weights of one rank's shard of a model, as its layers keep them.
 
     Some are stored as loaded; with others, layers multiply in another form. `names` has the
     engine's name, before fusing, of each weight that the engine loads, `shapes` the full shapes.
@@ -236,7 +236,7 @@ class FusedWeights:
 
     @property
     def divides_experts(self) -> bool:
-        """Return True if all experts can be copied in place, and this rank holds a part of them."""
+        """Return True if all experts can be copied in place, and this rank holds some of them."""
         stacked = {piece.name for piece in self.raw if is_experts(piece.layer)}
         return bool(stacked) and all(
             name in self.direct
@@ -365,7 +365,7 @@ def _pieces(
 
 
 def _of_delta_rule(mixer: nn.Module, layer: nn.Module) -> Iterator[tuple[slice, int, int]]:
-    """Yield the places of a convolution over queries, keys and values.
+    """Yield the addresses of a convolution over queries, keys and values.
 
     The engines' layers do not say that ranks split each of the three.
     """
@@ -379,7 +379,7 @@ def _of_delta_rule(mixer: nn.Module, layer: nn.Module) -> Iterator[tuple[slice, 
 
 
 def _of_mamba(mixer: nn.Module, layer_name: str) -> Iterator[tuple[slice, int, int]]:
-    """Yield the places of a projection or convolution of Mamba 2.
+    """Yield the addresses of a projection or convolution of Mamba 2.
 
     Ranks split heads and groups. If they share one group, each has a copy of it. What they split
     comes as often as there are copies then, since every element has to count equally often.
@@ -408,9 +408,9 @@ def _of_mamba(mixer: nn.Module, layer_name: str) -> Iterator[tuple[slice, int, i
 def _addresses(
     layer: nn.Module, attribute: str, shard_ids: tuple[int, ...] | None, shape: torch.Size
 ) -> Iterator[tuple[Index, int, int]]:
-    """Yield (part of the layer's parameter, row, column of the full tensor).
+    """Yield (index in the layer's parameter, row, column of the full tensor).
 
-    They cover some parts of a fused layer, or all parts.
+    They cover some shards of a fused layer, or all shards.
     """
     if attribute in ATTRIBUTES.values():
         yield from expert_addresses(layer, attribute, shape)

@@ -101,7 +101,7 @@ def stream(
     copied there first, because devices cast and gather much faster.
 
     `divided`: mesh of one dimension over which the first dim of some tensors stays divided. They
-    are yielded as DTensors with the part of this rank.
+    are yielded as DTensors with the shard of this rank.
 
     All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as
     long as it is referenced; an unsharded parameter that already has the dtype is yielded itself.
@@ -222,7 +222,7 @@ def _gather(
 def _gather_rows(
     local_shards: list[Tensor], shards: list[ShardSlice], tensors: list[Tensor], rows: slice
 ) -> None:
-    """Gather these rows of each rank's parts, and write them where they belong in `tensors`."""
+    """Gather these rows of each rank's shards, and write them where they belong in `tensors`."""
     counts = [len(range(*rows.indices(shard.rows))) for shard in shards]
     sizes = [count * shard.rest.numel() for count, shard in zip(counts, shards, strict=True)]
     gather = AllGather(sum(sizes), tensors[0].dtype, tensors[0].device, shards[0].group)
@@ -244,16 +244,16 @@ def _gather_rows(
 
 
 def _write_rows(pieces: Tensor, shard: ShardSlice, tensor: Tensor, rows: slice) -> None:
-    """Write `pieces` [ranks, rows, ...]: the same rows of each rank's part of `tensor`.
+    """Write `pieces` [ranks, rows, ...]: the same rows of each rank's shard of `tensor`.
 
-    The padding behind the last part is left out.
+    The padding behind the last shard is left out.
     """
     target = tensor.movedim(shard.dim, 0)
     num_whole = len(target) // shard.rows
     whole, rest = target.split([num_whole * shard.rows, len(target) % shard.rows])
     whole.unflatten(0, (num_whole, shard.rows))[:, rows].copy_(pieces[:num_whole])
 
-    # At most one rank has a shorter part. Those after it have none.
+    # At most one rank has a shorter shard. Those after it have none.
     rest = rest[rows]
     if len(rest):
         rest.copy_(pieces[num_whole, : len(rest)])
