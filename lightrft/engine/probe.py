@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-OBSERVED_PARTS = (
+OBSERVED_MODULES = (
     *"embed_tokens input_layernorm q_proj k_proj v_proj qkv_proj q_norm k_norm o_proj".split(),
     *"post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm mlp norm".split(),
 )
@@ -35,8 +35,8 @@ def logits_processor(model: nn.Module) -> nn.Module:
     Multimodal models have it in the language part.
     """
     return next(
-        part
-        for name, part in model.named_modules()
+        module
+        for name, module in model.named_modules()
         if name.rpartition(".")[2] == "logits_processor"
     )
 
@@ -64,14 +64,14 @@ class Probe:
         """Attach to a model; return handles that have remove()."""
         handles = []
         for path, module in model.named_modules():
-            parts = [
-                TRANSFORMERS_NAMES.get(part, part)
-                for part in path.split(".")
-                if part not in BESIDE_TOWERS
+            components = [
+                TRANSFORMERS_NAMES.get(component, component)
+                for component in path.split(".")
+                if component not in BESIDE_TOWERS
             ]
             # A thinker's decoder is called model.model.
-            name = ".".join(part for part, _ in groupby(parts))
-            if name.rpartition(".")[2] in OBSERVED_PARTS:
+            name = ".".join(component for component, _ in groupby(components))
+            if name.rpartition(".")[2] in OBSERVED_MODULES:
                 handles.append(module.register_forward_hook(self._hook(name)))
 
             if name.endswith("layers.0.input_layernorm"):
@@ -97,7 +97,7 @@ class Probe:
         if value.numel() % self.num_tokens == 0:
             self.outputs[name] = value.detach().reshape(self.num_tokens, -1).float().cpu().clone()
 
-    def parts(self, logits: Tensor) -> dict[str, Tensor]:
+    def recorded(self, logits: Tensor) -> dict[str, Tensor]:
         """Return all recorded outputs, and the logits [V] after the last token."""
         self._join_projections()
         return self.outputs | {LOGITS: logits.detach().reshape(1, -1).float().cpu()}
@@ -112,8 +112,8 @@ class Probe:
     def _join_projections(self) -> None:
         outputs: dict[str, Tensor] = {}
         for name, value in self.outputs.items():
-            path, _, part = name.rpartition(".")
-            if part in ("q_proj", "k_proj", "v_proj"):
+            path, _, layer = name.rpartition(".")
+            if layer in ("q_proj", "k_proj", "v_proj"):
                 name = f"{path}.qkv_proj"
                 value = torch.cat([outputs[name], value], 1) if name in outputs else value
             outputs[name] = value

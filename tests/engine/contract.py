@@ -1371,7 +1371,7 @@ def logits_are_float32_in_a_bfloat16_engine(bench: Bench) -> None:
     head = sharp.get_output_embeddings().weight.detach().float().cpu()
     gaps = []
     for prompt in PROMPTS:
-        logits = head @ bench.engine.parts(prompt)["model.norm"][-1].clone()
+        logits = head @ bench.engine.module_outputs(prompt)["model.norm"][-1].clone()
         assert logits.max() > 16
         logits[unknown_ids(bench.model)] = -torch.inf
 

@@ -134,10 +134,10 @@ def _differing_parts(engine: Engine, model: PreTrainedModel) -> list[str]:
     tokens = PROMPTS[1]
     probe = Probe(len(tokens))
     with probe.attached(model):
-        ours = probe.parts(model(torch.tensor([tokens])).logits[0, -1])
+        ours = probe.recorded(model(torch.tensor([tokens])).logits[0, -1])
     from lightrft.extras.tools.diagnosis import compare
 
-    compared = compare(ours, engine.parts(tokens), torch.float32)
+    compared = compare(ours, engine.recorded(tokens), torch.float32)
     lost = {"model.norm", "lm_head", "model.layers.1.self_attn.o_proj", "model.layers.0.mlp"} - {
         part.name for part in compared
     }

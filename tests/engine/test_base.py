@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightrft.core.samples import Completion
-from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
+from lightrft.engine.base import Engine, EngineError, Half, Request, Sampling
 from lightrft.models.weight_sync.verify import FULL_EVERY, Fingerprints
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
@@ -56,7 +56,7 @@ class Idle(Engine):
     def _sleep(self, level: int) -> None:
         self._act("sleep")
 
-    def _wake(self, part: Part) -> None:
+    def _wake(self, half: Half) -> None:
         self._act("wake")
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:

@@ -363,7 +363,7 @@ def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
         random_order = list(perturbed(model, 5).named_parameters())[::-1]
         engine.load_weights(random_order, 1)
         right.append(
-            engine.places_verified and bench.greedy() == reference_greedy(perturbed(model, 5))
+            engine.addresses_verified and bench.greedy() == reference_greedy(perturbed(model, 5))
         )
         engine.close()
 

@@ -33,7 +33,7 @@ from lightrft.core.samples import Completion
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.hf import has_positions_in_space
 from lightrft.engine.media import MEDIA_NAMES, Clip, Video, digest, read
-from lightrft.engine.model_info import Vocabulary, most_of_each, placeholder_token_ids
+from lightrft.engine.model_info import Vocabulary, media_limits, placeholder_token_ids
 from lightrft.engine.probe import Probe
 from lightrft.models.load import load_model
 from lightrft.models.parallel.collectives import Axis
@@ -352,9 +352,9 @@ def its_parts_are_called_as_in_a_model_of_text(scene: Scene) -> None:
     tokens = [65, 66, 67]
     probe = Probe(3)
     with probe.attached(scene.reference.model):
-        expected = probe.parts(scene.reference.model(torch.tensor([tokens])).logits[0, -1])
+        expected = probe.recorded(scene.reference.model(torch.tensor([tokens])).logits[0, -1])
 
-    found = scene.strategy.engine.parts(tokens)
+    found = scene.strategy.engine.module_outputs(tokens)
     for name in (
         "model.embed_tokens",
         "model.layers.1.self_attn.o_proj",
@@ -981,7 +981,7 @@ def test_the_form_of_a_model_that_engines_load():
         (Qwen2_5_VLConfig(), {"images": 4, "videos": 0}),
         (Qwen2AudioConfig(), {"audios": 1}),
     ):
-        assert most_of_each(EngineSection(), config) == media
+        assert media_limits(EngineSection(), config) == media
 
 
 def test_positions_in_space_are_known_from_the_configuration():

@@ -83,9 +83,9 @@ class Codec:
             case "tuple":
                 return tuple(self._decode(inner, buffers))
             case "array":
-                kind, shape, place = inner
-                return np.frombuffer(bytearray(buffers[place]), np.dtype(kind)).reshape(shape)
+                kind, shape, index = inner
+                return np.frombuffer(bytearray(buffers[index]), np.dtype(kind)).reshape(shape)
             case "image":
-                mode, size, place = inner
-                return Image.frombytes(mode, tuple(size), buffers[place])
+                mode, size, index = inner
+                return Image.frombytes(mode, tuple(size), buffers[index])
         return self.kinds[name](*self._decode(inner, buffers))

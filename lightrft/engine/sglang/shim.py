@@ -71,12 +71,12 @@ class SGLangShim:
         """
         requests: list[Request] = [running.request for running, _, _ in entries]
         images = [
-            [each.expanded.features | {"format": "processor_output"}] if each.expanded else []
-            for each in requests
+            [request.expanded.features | {"format": "processor_output"}] if request.expanded else []
+            for request in requests
         ]
 
         answers = await self.engine.async_generate(
-            input_ids=[each.prompt for each in requests],
+            input_ids=[request.prompt for request in requests],
             sampling_params=[parameters for _, parameters, _ in entries],
             image_data=images if any(images) else None,
             custom_logit_processor=[processor for _, _, processor in entries],

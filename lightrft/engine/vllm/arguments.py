@@ -70,7 +70,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         # The constants of this are stored in the model and are not streamed.
         "mm_device_do_normalize": False,
     }
-    own = (
+    options = (
         memory
         | prefill
         | kernels
@@ -110,7 +110,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     if on_cpu:  # the flag is about CUDA graphs; what is compiled for a CPU pays in long runs only
         del reserved["enforce_eager"]
     return with_users_arguments(
-        own,
+        options,
         section.engine_args,
         known=[field.name for field in fields(EngineArgs)],
         reserved=reserved,

@@ -63,7 +63,7 @@ class _HostRMSNorm(RMSNorm):
         return x, residual
 
 
-def replace_slow_parts(model: torch.nn.Module, sampler: Any, *, eager: bool) -> None:
+def replace_slow_operations(model: torch.nn.Module, sampler: Any, *, eager: bool) -> None:
     """Let a model skip what it does not need, and the sampler of model runner V1 sample fast.
 
     After each load vLLM packs a copy of every embedding for products. Only heads have any; an
