@@ -125,7 +125,7 @@ class Engine(ABC):
         None: all of them, because the previous sync was not verified.
         """
         self.addresses_verified = False
-        """True if the previous sync was verified. The places of the weights are known then, and
+        """True if the previous sync was verified. The addresses of the weights are known then, and
         weights can be copied there."""
         self.closed = False
         self._failure: BaseException | None = None
@@ -236,7 +236,7 @@ class Engine(ABC):
             self.has_base = False
 
     def wake(self, half: Half) -> None:
-        """Wake a part: "weights" first, and "kv_cache" after the stream.
+        """Wake a half: "weights" first, and "kv_cache" after the stream.
 
         Cache and stream then never compete for memory.
         """
@@ -299,14 +299,14 @@ class Engine(ABC):
 
     @property
     def takes_local_experts(self) -> bool:
-        """Return True if the next stream may bring each rank its own experts alone.
+        """Return True if the next stream may bring each rank its local experts alone.
 
         Stacked experts are DTensors then, divided evenly and in order over the engine's ranks.
         """
         return False
 
     def module_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Return each model part's output for these tokens, for the doctor; see Probe.
+        """Return the output of each module for these tokens, for the doctor; see Probe.
 
         The prefix cache is dropped.
         """

@@ -188,7 +188,7 @@ class HFEngine(FolderEngine):
         """Return one row per sample, and the logits [prompts x n, V] of the first token."""
         prompts = [request.prompt for request in requests]
         longest = max(len(prompt) for prompt in prompts)
-        # Padding is on the left, so that all rows continue at the same place.
+        # Padding is on the left, so that all rows continue at the same position.
         padding = [longest - len(prompt) for prompt in prompts]
         ids = torch.tensor(
             [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)],
@@ -360,7 +360,7 @@ def _sample(
         tokens = torch.searchsorted(
             cumulative, torch.minimum(uniform[:, None] * total, below_total), right=True
         )
-        # Logits that are no numbers have no place; the log-prob of any token says so.
+        # Logits that are no numbers have no order; the log-prob of any token says so.
         tokens.clamp_(max=size - 1)
 
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
@@ -382,7 +382,7 @@ class _Samples:
     """Prompts that are complete and not yet yielded."""
     num_aborted: int = 0
     experts: list[list[np.ndarray]] = field(default_factory=list)
-    """Chosen experts of each sample in parts, [tokens, layers, k] each, with --router_replay."""
+    """Chosen experts of each sample in chunks, [tokens, layers, k] each, with --router_replay."""
 
     def __post_init__(self) -> None:
         self.missing = [self.sampling.n] * len(self.requests)

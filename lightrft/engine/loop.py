@@ -44,7 +44,7 @@ class EngineLoop:
         """What other callers get as the engine's failure while requests run."""
         self.num_requests = self._num_segments = 0
         self._segments: dict[int, _Segment] = {}
-        """Key of a request in the adapter -> the part of a request that it is."""
+        """Key of a request in the adapter -> the segment of a request that it is."""
         self._ended: list[int] = []
         """Requests that turned out to be complete when the loop was interrupted."""
 
@@ -89,7 +89,7 @@ class EngineLoop:
             self._ended = []
             for key, samples in list(self.engine._step()) if self._segments else ():
                 segment = self._segments.pop(key)
-                # A part that has ended may be followed by one for each sample it left unfinished.
+                # A segment that has ended may be followed by one for each unfinished sample.
                 for sample in self.running[segment.index].take(segment, samples, self.engine):
                     self._continue(segment.index, sample)
                 if not self.running[segment.index].missing:
@@ -130,7 +130,7 @@ class EngineLoop:
 
         Samples go on over the keys and values that they have, so nothing is computed again. An
         engine that keeps the policy of a request goes on with the weights that began it. Later
-        requests share no prefix with earlier ones. The next part of a sample is a later request
+        requests share no prefix with earlier ones. The next segment of a sample is a later request
         too. Log-probs and versions stay as the weights gave them that sampled the tokens. An error
         makes the engine unusable.
         """
@@ -156,7 +156,7 @@ class EngineLoop:
             self._ended = [index for index, state in withdrawn.items() if not state.missing]
 
     def _withdraw(self, indices: Collection[int]) -> "dict[int, _Running]":
-        """End the parts of requests in the adapter; return the requests with all samples so far.
+        """End the segments of requests in the adapter; return the requests with all samples so far.
 
         They do not run any longer.
         """
@@ -189,9 +189,9 @@ class _Segment:
     index: int
     """Index of the caller's request."""
     slot: int
-    """Sample that the part continues. The first part of a request has all samples."""
+    """Sample that the segment continues. The first segment of a request has all samples."""
     began_with: int
-    """Version of the weights that began the part."""
+    """Version of the weights that began the segment."""
     versions: list[list[int]] = field(default_factory=list)
     """For each sample, the versions of the tokens that were sampled before the last load."""
 
@@ -205,15 +205,15 @@ class _Segment:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in the loop: one part, then one more for each sample that it left unfinished."""
+    """A request in the loop: one segment, then one more for each sample that it left unfinished."""
 
     request: Request
     samples: list[Completion] = field(default_factory=list)
     missing: int = 0
-    """How many parts of the request run."""
+    """How many segments of the request run."""
 
     def take(self, segment: _Segment, samples: list[Completion], engine: Any) -> list[int]:
-        """Take the completions of a part that has ended; return the samples still unfinished."""
+        """Take the completions of a segment that has ended; return the samples still unfinished."""
         self.missing -= 1
         segment.note_version([len(sample.token_ids) for sample in samples], engine)
         for sample, versions in zip(samples, segment.versions, strict=True):

@@ -1,4 +1,4 @@
-"""Record the outputs of a decoder's parts, to find where two implementations of a model diverge.
+"""Record the outputs of a decoder's modules, to find where two implementations of a model diverge.
 
 Names are as in the text-only Hugging Face model, with two additions: `self_attn.qkv_proj` is the
 concatenation of q_proj, k_proj and v_proj, as engines fuse them, and `self_attn.heads` is the input
@@ -21,18 +21,18 @@ OBSERVED_MODULES = (
 """Last components of the names of observed modules."""
 LOGITS = "lm_head"
 BESIDE_TOWERS = {"language_model", "text_model"}
-"""Names of the language part in multimodal models. Implementations put it at different places in
+"""Names of the language model in multimodal ones. Implementations put it at different depths of
 the path."""
 MAX_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Mean difference between an engine's and a trainer's log-probs that rounding explains."""
 TRANSFORMERS_NAMES = {"block_sparse_moe": "mlp"}
-"""Engines' name of a part of the model -> transformers' name."""
+"""Engines' name of a module of the model -> transformers' name."""
 
 
 def logits_processor(model: nn.Module) -> nn.Module:
     """Return the module of an engine's model that turns hidden states into logits.
 
-    Multimodal models have it in the language part.
+    Multimodal models have it in the language model.
     """
     return next(
         module
@@ -42,7 +42,7 @@ def logits_processor(model: nn.Module) -> nn.Module:
 
 
 class Probe:
-    """Records the outputs of a model's parts while it is attached.
+    """Records the outputs of a model's modules while it is attached.
 
     They are [T, ...], float32 in host memory, in the order of computation.
     """

@@ -137,7 +137,7 @@ def _differing_parts(engine: Engine, model: PreTrainedModel) -> list[str]:
         ours = probe.recorded(model(torch.tensor([tokens])).logits[0, -1])
     from lightrft.extras.tools.diagnosis import compare
 
-    compared = compare(ours, engine.recorded(tokens), torch.float32)
+    compared = compare(ours, engine.module_outputs(tokens), torch.float32)
     lost = {"model.norm", "lm_head", "model.layers.1.self_attn.o_proj", "model.layers.0.mlp"} - {
         part.name for part in compared
     }

@@ -89,7 +89,7 @@ class RemoteEngine(FolderEngine):
         if self._processes.rank == 0:
             for engine in self._engines:
                 engine.send(LoadWeights(version, self._call))
-        # All training ranks gather each weight, and one of each node sends a part of it.
+        # All training ranks gather each weight, and one of each node sends a share of it.
         self._broadcast.send(self._checked(named_tensors))
 
         self.version = version

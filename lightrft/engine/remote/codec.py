@@ -21,7 +21,7 @@ class Codec:
         self.kinds = {kind.__name__: kind for kind in kinds}
 
     def dump(self, message: Any) -> list[bytes]:
-        """Return the parts of a message, to be sent one after the other."""
+        """Return the pieces of a message, to be sent one after the other."""
         buffers: list[bytes] = []
         content = self._encode(message, buffers)
         head = json.dumps([content, [len(each) for each in buffers]]).encode()

@@ -22,8 +22,8 @@ MOST_SENDERS = 8
 class WeightBroadcast:
     """Groups for weights: one rank of each training node sends, and all that generate receive.
 
-    All training ranks have the same tensors. Each sender sends an equal part of the bytes of every
-    bucket, so that the nodes' network cards work at the same time. NCCL brings the parts into each
+    All training ranks have the same tensors. Each sender sends an equal share of the bytes of every
+    bucket, so that the nodes' network cards work at the same time. NCCL brings the shares into each
     receiving node once, and passes them on inside, so the ranks of an engine share one transfer.
     """
 
@@ -57,9 +57,9 @@ class WeightBroadcast:
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def send(self, named_tensors: Iterable[NamedTensor]) -> None:
-        """Send this rank's part of all tensors, or only consume them if this rank sends nothing.
+        """Send this rank's share of all tensors, or only consume them if this rank sends nothing.
 
-        At most one bucket of tensors is kept, in addition to the parts to send.
+        At most one bucket of tensors is kept, in addition to the share to send.
         """
         if not self._groups:
             for _ in named_tensors:
@@ -86,7 +86,7 @@ class WeightBroadcast:
             if not contents:
                 return
 
-            # All senders send their parts of the tensors' bytes.
+            # All senders send their shares of the tensors' bytes.
             size = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in contents)
             flat = torch.empty(size, dtype=torch.uint8, device=self.device)
             shares = {number: self._share(number, size) for number in self._groups}
@@ -126,7 +126,7 @@ class WeightBroadcast:
         for _, tensor in bucket:
             content = tensor.detach().contiguous().flatten().view(torch.uint8)
             pieces.append(content[max(start, 0) : max(stop, 0)].to(self.device))
-            # From here on, the part is counted from the next tensor.
+            # From here on, the share is counted from the next tensor.
             start -= len(content)
             stop -= len(content)
         self._broadcast(number, torch.cat(pieces)).wait()

@@ -24,7 +24,7 @@ from lightrft.models.weight_sync.stream import bucket_limit, buckets
 from lightrft.models.weight_sync.verify import Fingerprints
 
 LATER_SUMMED = ("o_proj", "mlp")
-"""Parts of a model whose outputs are partial sums on each tensor-parallel rank."""
+"""Modules of a model whose outputs are partial sums on each tensor-parallel rank."""
 
 TEXT_ALONE = ("qwen3_5_text", "qwen3_5_moe_text")
 """Families whose class without a tower reads names without `language_model` only."""
@@ -107,7 +107,7 @@ class SGLangEngine(LibraryEngine):
             self._on_first_rank(lambda: self._shim.ask("forget_images"))
 
     def _module_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Return Probe.recorded(), with tensor parallelism without parts that are sharded."""
+        """Return Probe.recorded(), with tensor parallelism without outputs that are sharded."""
         self._on_first_rank(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
         try:
             self._compute(token_ids)
@@ -206,7 +206,7 @@ class SGLangEngine(LibraryEngine):
 
 
 def _joined_outputs(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the parts that are equal on all ranks, and sums of those that SGLang adds up later."""
+    """Return the outputs that are equal on all ranks, and sums of what SGLang adds up later."""
     first, *others = of_ranks
     joined = {}
     for name, output in first.items():

@@ -133,7 +133,7 @@ class Samples:
     async def _answers(
         self, entries: list[tuple["_Running", dict, str | None]], draws: Sequence[int | None]
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """Yield place and final result of each request that SGLang gets.
+        """Yield index and final result of each request that SGLang gets.
 
         A stop string or an abort ends a request early. `draws` are the samples that the entries
         draw; None for a prompt alone.

@@ -25,7 +25,7 @@ CALLED_OTHERWISE = {
     ".attn.qkv.": ".attn.qkv_proj.",
     ".self_attn.out_proj.": ".self_attn.proj.",
 }
-"""Parts of published names -> the same parts in some of SGLang's multimodal models."""
+"""Components of published names -> the same ones in some of SGLang's multimodal models."""
 OF_HYBRIDS = {
     "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
     "in_proj_ba": ["in_proj_b", "in_proj_a"],
@@ -175,7 +175,7 @@ _watches: list[tuple[Probe, list[Tensor], list[Any]]] = []
 
 
 def _watch(scheduler: Scheduler, num_tokens: int) -> None:
-    """Record the outputs of the model's parts until _seen() is called."""
+    """Record the outputs of the model's modules until _seen() is called."""
     model = scheduler.tp_worker.model_runner.model
     probe = Probe(num_tokens)
     logits = []

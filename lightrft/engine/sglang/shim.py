@@ -64,7 +64,7 @@ class SGLangShim:
     async def generate(
         self, names: list[str], entries: list[tuple[Any, dict[str, Any], str | None]], salt: str
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """Start requests with one message; yield place and intermediate or final result of each.
+        """Start requests with one message; yield index and intermediate or final result of each.
 
         An entry of `entries` is an object with the request, then parameters and processor. Only
         requests of the same salt share what is in the cache.

@@ -79,7 +79,7 @@ class AdapterSlots:
         """Layer of the transformers model -> vLLM's name of it before fusing."""
         self._addresses: dict[str, _Address] = {}
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        # The mapper of some models also names the fused layers, and slots go by the parts.
+        # The mapper of some models also names the fused layers, and slots go by what these combine.
         mapper = mapper and mapper.get_rename_mapper()
         for layer in adapters.layers:
             published = names.renamed[f"{layer}.weight"].removesuffix(".weight")
@@ -123,9 +123,9 @@ class AdapterSlots:
         return LoRALayerWeights(self._modules[layer], len(a), len(a), a, b)
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int, int]]:
-        """Yield (peft's name, part, row, column) of the newest adapters in this rank's slots.
+        """Yield (peft's name, shard, row, column) of the newest adapters in this rank's slots.
 
-        Row and column are where the part starts in the full tensor.
+        Row and column are where the shard starts in the full tensor.
         """
         assert self.newest is not None
         slot = self.manager.lora_index_to_id.index(self.newest.lora_int_id)
@@ -149,6 +149,6 @@ class AdapterSlots:
 
     @torch.inference_mode()
     def add_to(self, prints: Fingerprints) -> None:
-        """Add this rank's part of the newest adapters to the fingerprints."""
+        """Add this rank's shard of the newest adapters to the fingerprints."""
         for name, shard, row, column in self.tensors():
             prints.add(name, shard, row=row, column=column)

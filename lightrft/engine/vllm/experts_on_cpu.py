@@ -1,4 +1,4 @@
-"""Let vLLM's kernel for experts on CPUs hold a part of the experts; importing this registers it."""
+"""Let vLLM's kernel for experts on CPUs hold some of the experts; importing this registers it."""
 
 from typing import Any
 
