@@ -129,8 +129,8 @@ def test_merged_bfloat16_is_a_neighbour_of_the_float32_product(folder):
     found = dict(merge_adapters(model, stream.items()))
     layer = "model.layers.0.mlp.down_proj"
     base, a, b = (
-        stream[f"{layer}.{part}.weight"].double()
-        for part in ("base_layer", "lora_A.default", "lora_B.default")
+        stream[f"{layer}.{matrix}.weight"].double()
+        for matrix in ("base_layer", "lora_A.default", "lora_B.default")
     )
     merged = found[f"{layer}.weight"]
     exact = base + 4.0 * b @ a

@@ -246,7 +246,7 @@ def likeliest(vocabulary: int, k: int) -> tuple[Tensor, Tensor, list[str]]:
     cut = distribute_tensor(weight.detach(), mesh, [Shard(0)])
     with Collectives() as seen:
         values, ids = top_logprobs(hidden, cut, k, temperature=0.6)
-    assert [len(part) for part in top_logprobs(hidden[:0], cut, k)] == [0, 0]
+    assert [len(tensor) for tensor in top_logprobs(hidden[:0], cut, k)] == [0, 0]
     return values, ids, list(seen)
 
 

@@ -73,8 +73,8 @@ def plain(folder: str) -> tuple[list[Tensor], Values, Tensor]:
     """
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     logprobs = []
-    own = sequences(model.config.vocab_size)
-    for ids in own:
+    rows = sequences(model.config.vocab_size)
+    for ids in rows:
         logp = (model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         logprobs.append(logp.gather(1, ids[1:, None])[:, 0])
         loss_of(logprobs[-1], -(logp.exp() * logp).sum(-1)).backward()
@@ -83,7 +83,7 @@ def plain(folder: str) -> tuple[list[Tensor], Values, Tensor]:
     return (
         [values.detach() for values in logprobs],
         gradients,
-        model(own[0][None]).logits[0].detach(),
+        model(rows[0][None]).logits[0].detach(),
     )
 
 
@@ -117,9 +117,9 @@ def split(
         every = sequences(actor.language_model.config.vocab_size)
         mine = every[data.rank :: data.size]
         logprobs, entropy = actor(batch_of(mine), TEMPERATURE)
-        parts = [values.split([len(ids) for ids in mine]) for values in (logprobs, entropy)]
+        rows = [values.split([len(ids) for ids in mine]) for values in (logprobs, entropy)]
         loss = sum(
-            loss_of(values[1:], its_entropy[1:]) for values, its_entropy in zip(*parts, strict=True)
+            loss_of(values[1:], its_entropy[1:]) for values, its_entropy in zip(*rows, strict=True)
         )
         made.backward(loss, actor)
         gradients = {key: whole(p.grad) for key, p in actor.hf_parameters()}
@@ -129,7 +129,7 @@ def split(
             model = made.prepare(AutoModelForCausalLM.from_pretrained(folder))
             logits = model(every[0][None]).logits[0].detach().clone()
 
-        results[name] = [part[1:].detach() for part in parts[0]], gradients, logits
+        results[name] = [values[1:].detach() for values in rows[0]], gradients, logits
 
     return data.rank, results
 
@@ -300,11 +300,11 @@ def stream(folder: str, sequence: bool) -> list[int]:
     made = strategy(tp_size=2, tp_sequence_parallel=sequence)
     seen = []
     actor = made.prepare(Actor(load_model(ModelSection(pretrain=folder))))
-    for name, part in actor.language_model.get_decoder().layers[0].named_modules():
+    for name, submodule in actor.language_model.get_decoder().layers[0].named_modules():
         if not name:
-            part.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+            submodule.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
         elif name.endswith("layernorm"):
-            part.register_forward_hook(lambda _, args, output: seen.append(output.shape[1]))
+            submodule.register_forward_hook(lambda _, args, output: seen.append(output.shape[1]))
     actor(batch_of(sequences()), TEMPERATURE)
     return seen
 
@@ -440,7 +440,7 @@ def test_collectives_and_copies_of_a_layer(folders):
 def test_the_gradient_of_the_tokens_is_summed_beside_products_of_weights(folders):
     (seen, _) = run_ranks(2, split_decoder_pass, folders["qwen3"], None, False)
     order = [each for each in seen if isinstance(each, tuple) or each in (BACKWARD_SUM, WAIT)]
-    begins = [place for place, each in enumerate(order) if each == BACKWARD_SUM]
+    begins = [index for index, each in enumerate(order) if each == BACKWARD_SUM]
     # A rank has 32 rows of q_proj, 16 of k_proj and v_proj, and 24 of gate_proj and up_proj.
     beside = [order[begin + 1 : order.index(WAIT, begin)] for begin in begins]
     assert beside == [[(24, 32)] * 2, [(32, 32), (16, 32), (16, 32)]] * 2
