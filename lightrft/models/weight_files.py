@@ -181,13 +181,11 @@ def fingerprint(folder: Path | str) -> str:
             for name, entry in sorted(header.items()):
                 begin, end = entry["data_offsets"]
                 hasher.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
-                for number in range(FINGERPRINT_RANGES):
+                for step in range(FINGERPRINT_RANGES):
                     file.seek(
                         start
                         + begin
-                        + max(0, end - begin - FINGERPRINT_BYTES)
-                        * number
-                        // (FINGERPRINT_RANGES - 1)
+                        + max(0, end - begin - FINGERPRINT_BYTES) * step // (FINGERPRINT_RANGES - 1)
                     )
                     hasher.update(file.read(min(FINGERPRINT_BYTES, end - begin)))
 

@@ -1034,7 +1034,7 @@ def continuing_costs_a_hit_in_the_cache(bench: Bench) -> None:
 
 
 def a_part_of_the_vocabulary_is_sampled_and_normalised(bench: Bench) -> None:
-    """Against the warpers of transformers; and with one token in the part that token comes."""
+    """Against the warpers of transformers; and with one token in it that token comes."""
     for options in ({"top_k": 7}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9, "temperature": 1.4}):
         _is_that_of_transformers(bench, options)
     for options in ({"top_k": 1}, {"top_p": 1e-6}):

@@ -1,6 +1,6 @@
 """Families of models in SGLang, compared with plain transformers.
 
-Each has a folder, streams with verification, answers and parts.
+Each has a folder, streams with verification, answers and outputs of modules.
 """
 
 from pathlib import Path

@@ -174,7 +174,7 @@ def test_the_first_verification_is_full_and_later_ones_are_samples() -> None:
     engine.held_rows = list(range(128))
     engine.load_weights(stream, 4)
 
-    engine.sleep(2)  # every row is written anew: what does not come is seen in any part
+    engine.sleep(2)  # every row is written anew: what does not come is seen in any row
     engine.wake("weights")
     engine.load_weights(stream, 5)
     assert engine.verify_round == 2

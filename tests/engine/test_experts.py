@@ -206,7 +206,7 @@ def divided_course(folder: str) -> tuple[list[bool], list[list[str]], str]:
     """Trainer and engine divide the experts over the same two ranks.
 
     Return whether the engine answers as the trainer's weights do after each sync, the weights that
-    each sync has brought in parts, and what the engine says when one element is another.
+    each sync has brought in shards, and what the engine says when one element is another.
     """
     made = FSDPStrategy(
         args={
@@ -292,7 +292,7 @@ def qwen3_mixture(folder: Path, **options: Any) -> None:
 
 
 def test_ranks_that_divide_experts_stream_their_own(tmp_path: Path) -> None:
-    """The first sync brings all experts, because their places are not known before."""
+    """The first sync brings all experts, because their addresses are not known before."""
     qwen3_mixture(tmp_path, num_key_value_heads=2)
 
     names = [

@@ -73,7 +73,7 @@ def courses(folder: str) -> list[list[tuple[float, float]]]:
 
 
 def test_weights_are_verified_and_used_in_one_rank_and_in_two(tmp_path: Path) -> None:
-    """Every weight of an engine is proven, also its part on each of two ranks."""
+    """Every weight of an engine is proven, also its shard on each of two ranks."""
     for found in beside_torchvision(courses, tiny_hybrid(tmp_path), timeout=600):
         assert found[0] == found[2]
         for engine, rounding in found:

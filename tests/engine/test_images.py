@@ -281,7 +281,7 @@ def what_follows_a_first_token_sees_the_images(scene: Scene) -> None:
 
 
 def a_response_goes_on(scene: Scene) -> None:
-    """As in partial rollouts, a request has a prompt with images and a part of the response."""
+    """As in partial rollouts, a request has a prompt with images and some of the response."""
     whole = scene.reference.greedy(scene.seen[2])
     grown = scene.reference.request(*scene.seen[2]).followed_by(whole[:4])
     ((sample,),) = scene.strategy.engine.generate([grown], Sampling(temperature=0, max_tokens=6))

@@ -102,7 +102,7 @@ def half_precision() -> None:
 
 
 def impossible() -> None:
-    """Check rows where all logits of this part, or all but one, are -inf."""
+    """Check rows where all logits of this range, or all but one, are -inf."""
     logits = torch.full((2, 3000), -torch.inf)
     logits[1, 2999] = 4.0
     local_targets = logprobs.LocalTargets(

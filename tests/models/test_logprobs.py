@@ -802,7 +802,7 @@ def loss_of_sequences(logprobs: Tensor, entropy: Tensor | None, lengths: list[in
 def known_after_a_sequence(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the gradients of loss_of_sequences() for the rows of whole sequences."""
     starts = [sum(LENGTHS[:index]) for index in range(len(LENGTHS))]
-    assert rows.start in starts and rows.stop in [*starts, T], "only a part of a sequence"
+    assert rows.start in starts and rows.stop in [*starts, T], "only a piece of a sequence"
     whole = [torch.zeros(T).index_put((torch.arange(T)[rows],), x) for x in (logprobs, entropy)]
     inputs = [x.requires_grad_() for x in whole]
     with torch.enable_grad():

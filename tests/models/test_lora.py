@@ -280,7 +280,7 @@ def test_a_scorer_trains_its_head_too(folder):
     )
 
 
-# -- parts that are not trained
+# -- modules that are not trained
 
 
 def test_a_prefix_is_not_trained(folder):

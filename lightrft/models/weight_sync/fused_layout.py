@@ -71,10 +71,8 @@ def engine_names(names: PublishedNames) -> dict[str, str]:
 
 
 def _of_pieces(name: str, pieces: list[str]) -> str:
-    attribute = name.rpartition(".")[2]
-    return (
-        f"{os.path.commonprefix(pieces).rpartition('.')[0]}.{ATTRIBUTES.get(attribute, attribute)}"
-    )
+    last = name.rpartition(".")[2]
+    return f"{os.path.commonprefix(pieces).rpartition('.')[0]}.{ATTRIBUTES.get(last, last)}"
 
 
 @dataclass(frozen=True, slots=True)

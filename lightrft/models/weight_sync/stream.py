@@ -230,11 +230,9 @@ def _gather_rows(
     for destination, local_shard, shard in zip(
         gather.local.split(sizes), local_shards, shards, strict=True
     ):
-        local_rows = local_shard.movedim(shard.dim, 0)[rows].to(
-            gather.local.device, non_blocking=True
-        )
+        local = local_shard.movedim(shard.dim, 0)[rows].to(gather.local.device, non_blocking=True)
         # This copy casts, so it comes after the one to the device and before the all-gather.
-        destination[: local_rows.numel()].view(local_rows.shape).copy_(local_rows)
+        destination[: local.numel()].view(local.shape).copy_(local)
 
     gather.run()
     gathered = gather.gathered.split(sizes, dim=1)

@@ -126,7 +126,7 @@ def divided_experts_are_made_ahead() -> None:
 def test_divided_experts_record_the_stream_and_count_as_this_ranks_part() -> None:
     """Torch has no record_stream() of a DTensor: on a GPU the sync of divided experts would fail.
 
-    A bucket of parts that fit is not beyond the limit, so the next one is made beside it.
+    A bucket of shards that fit is not beyond the limit, so the next one is made beside it.
     """
     run_ranks(2, divided_experts_are_made_ahead)
 

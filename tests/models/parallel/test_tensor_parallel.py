@@ -231,7 +231,7 @@ def with_adapters(folders: dict[str, str], layouts: list[dict]) -> list[dict[str
 
 @pytest.mark.slow
 def test_adapters_of_split_layers(folders, tmp_path):
-    """Each rank has a part of A or of B, and the other matrix whole. Phi-3 has fused layers."""
+    """Each rank has a shard of A or of B, and the other matrix whole. Phi-3 has fused layers."""
     chosen = {name: folders[name] for name in ("qwen2", "gemma3")}
     chosen["phi3"] = family_model(tmp_path, "phi3")
     layouts = [{"tp_size": 2}, {"tp_size": 2, "tp_sequence_parallel": True}]
@@ -293,7 +293,7 @@ def test_layers_of_other_layouts_in_fsdp2_and_tensor_parallelism(tmp_path):
 
 
 def stream(folder: str, sequence: bool) -> list[int]:
-    """Return how many of 28 tokens this rank has between the parts of a block.
+    """Return how many of 28 tokens this rank has between the modules of a block.
 
     It is measured where a block begins, and after each of its norms.
     """
@@ -585,7 +585,7 @@ def test_parts_of_different_sizes_are_not_refused(size):
     "sizes", [{"vocab_size": 5}, {"vocab_size": 9}, {"vocab_size": 1}, {"intermediate_size": 2}]
 )
 def test_a_rank_without_rows_is_refused(sizes):
-    """It could not look up a token, and the other ranks would wait for its part of the sum."""
+    """It could not look up a token, and the other ranks would wait for its summand."""
     config = FAMILIES["llama"][0](
         hidden_size=64, num_attention_heads=4, num_key_value_heads=4, **sizes
     )
@@ -624,7 +624,7 @@ def test_fused_columns_that_ranks_cannot_exchange_are_refused():
 
 
 def test_blocks_that_the_plan_was_not_written_for():
-    """A version of transformers that renames or adds a part must not train wrongly in silence."""
+    """A version of transformers that renames or adds a module must not train wrongly in silence."""
     model = Qwen3ForCausalLM(family_config("qwen3", tie=False, vocabulary=261))
     assert plan_problems(model) == []
     block = model.model.layers[0]

@@ -162,7 +162,7 @@ def test_products_differ_by_rounding_or_are_found(dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_samples(dtype, monkeypatch) -> None:
-    """Each sample has a part of every tensor, whole or in pieces.
+    """Each sample has a slice of every tensor, whole or in pieces.
 
     Four rounds look at every row once, and at a vector or the few rows of a tensor every time.
     """
@@ -200,7 +200,7 @@ def test_samples(dtype, monkeypatch) -> None:
 
 
 def test_a_sample_finds_what_is_missing_stale_or_another_weight() -> None:
-    """It finds a rank's part too, wherever that lies, but not rows that changed places in it."""
+    """It finds a rank's shard too, wherever that lies, but not rows that changed places in it."""
     generator = torch.Generator().manual_seed(3)
     whole = {name: torch.randn(512, 8, generator=generator) for name in "ab"}
     old = torch.randn(512, 8, generator=generator)
