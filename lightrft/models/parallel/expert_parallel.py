@@ -103,8 +103,8 @@ class Departed(NamedTuple):
 def depart(num_local: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Departed:
     """Send the tokens `hidden` [T, H] of this rank to the ranks of the experts that they chose.
 
-    `chosen` [T, k] has expert ids over all ranks, each of which has `num_local`. All ranks must call
-    this together; a rank may have no token.
+    `chosen` [T, k] has expert ids over all ranks, each of which has `num_local`. All ranks must
+    call this together; a rank may have no token.
     """
     ids, order = chosen.flatten().sort(stable=True)
     # Unlike bincount, this does not wait for the device.
