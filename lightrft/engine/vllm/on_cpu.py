@@ -112,7 +112,7 @@ def copy_of(generator: torch.Generator) -> torch.Generator:
 def draw(probabilities: Tensor, seeds: Tensor) -> Tensor:
     """Draw tokens [R] from `probabilities` [R, V] with `seeds` [2, R]: a block, then a token in it.
 
-    Noise takes several times as long as a softmax. Here a row needs it for V / B + B numbers instead
+    Noise takes several times as long as a softmax. Here a row needs it for V / B + B tokens instead
     of V, where B is TOKEN_BLOCK. Rows with the same seeds and similar probabilities mostly draw the
     same token, and drafts depend on that. One number and running sums would not do: a difference at
     one token moves the numbers of all later ones.
