@@ -28,7 +28,7 @@ from lightrft.models.weight_sync.verify import FULL_EVERY, Fingerprints
 if TYPE_CHECKING:
     from lightrft.models.weight_sync.quantized import Quantization
 
-Part = Literal["weights", "kv_cache"]
+Half = Literal["weights", "kv_cache"]
 
 
 class EngineError(RuntimeError):
@@ -113,7 +113,7 @@ class Engine(ABC):
         """Media that the model supports; the engine may support fewer."""
         self.version = 0
         """Version of the weights in use; completions carry it."""
-        self.awake: set[Part] = {"weights", "kv_cache"}
+        self.awake: set[Half] = {"weights", "kv_cache"}
         self.weights_valid = True
         """False after a sleep of level 2 or a broken stream, until the next complete stream."""
         self.verify_dtype: torch.dtype | None = None
@@ -124,8 +124,8 @@ class Engine(ABC):
 
         None: all of them, because the previous sync was not verified.
         """
-        self.places_verified = False
-        """True if the previous sync was verified. The places of the weights are known then, and
+        self.addresses_verified = False
+        """True if the previous sync was verified. The addresses of the weights are known then, and
         weights can be copied there."""
         self.closed = False
         self._failure: BaseException | None = None
@@ -184,7 +184,7 @@ class Engine(ABC):
         # It stays None if this sync fails, so that the next one verifies everything.
         round = self.verify_round
         self.verify_round = None
-        self.places_verified = round is not None
+        self.addresses_verified = round is not None
 
         sent: list[Fingerprints] = []
         if self.verify_dtype is not None and not self.has_base:
@@ -235,19 +235,19 @@ class Engine(ABC):
             self.weights_valid = False
             self.has_base = False
 
-    def wake(self, part: Part) -> None:
-        """Wake a part: "weights" first, and "kv_cache" after the stream.
+    def wake(self, half: Half) -> None:
+        """Wake a half: "weights" first, and "kv_cache" after the stream.
 
         Cache and stream then never compete for memory.
         """
         self._check_usable()
-        if part in self.awake:
+        if half in self.awake:
             return
-        if part == "kv_cache" and "weights" not in self.awake:
+        if half == "kv_cache" and "weights" not in self.awake:
             raise EngineError('wake("kv_cache") before wake("weights")')
         with self._fatal("wake"):
-            self._wake(part)
-        self.awake.add(part)
+            self._wake(half)
+        self.awake.add(half)
 
     @abstractmethod
     def reset_cache(self) -> None:
@@ -298,15 +298,15 @@ class Engine(ABC):
         return "this engine takes merged weights only"
 
     @property
-    def takes_own_experts(self) -> bool:
-        """Return True if the next stream may bring each rank its own experts alone.
+    def takes_local_experts(self) -> bool:
+        """Return True if the next stream may bring each rank its local experts alone.
 
         Stacked experts are DTensors then, divided evenly and in order over the engine's ranks.
         """
         return False
 
-    def parts(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Return each model part's output for these tokens, for the doctor; see Probe.
+    def module_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:
+        """Return the output of each module for these tokens, for the doctor; see Probe.
 
         The prefix cache is dropped.
         """
@@ -316,8 +316,8 @@ class Engine(ABC):
             Sampling(max_tokens=1),
         )
         self.reset_cache()
-        with self._fatal("parts"):
-            return self._parts(token_ids)
+        with self._fatal("module_outputs"):
+            return self._module_outputs(token_ids)
 
     def close(self) -> None:
         """Free everything; every later call except close() raises an error."""
@@ -332,16 +332,17 @@ class Engine(ABC):
         self._check_can_generate(loop)
         banned = self.vocabulary.never_sampled if self.vocabulary else ()
         ends = self.vocabulary.end_token_ids if self.vocabulary else ()
-        own = [
-            replace(each, sampling=(each.sampling or loop.sampling).resolved(banned, ends))
-            for each in requests
+        resolved = [
+            replace(request, sampling=(request.sampling or loop.sampling).resolved(banned, ends))
+            for request in requests
         ]
-        own = [
-            each if each.seeds else replace(each, seeds=_seeds(loop.sampling.seed, place, each))
-            for place, each in enumerate(own, loop.num_requests)
+        seed = loop.sampling.seed
+        resolved = [
+            request if request.seeds else replace(request, seeds=_seeds(seed, index, request))
+            for index, request in enumerate(resolved, loop.num_requests)
         ]
 
-        return self._validated(own, loop.sampling)
+        return self._validated(resolved, loop.sampling)
 
     @contextmanager
     def generating(self, loop: EngineLoop) -> Iterator[None]:
@@ -447,7 +448,7 @@ class Engine(ABC):
     def _sleep(self, level: int) -> None: ...
 
     @abstractmethod
-    def _wake(self, part: Part) -> None: ...
+    def _wake(self, half: Half) -> None: ...
 
     @abstractmethod
     def _close(self) -> None: ...
@@ -460,8 +461,8 @@ class Engine(ABC):
         while not list(self._step()):
             pass
 
-    def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Return Probe.parts(), or nothing: this default is for engines that hide the model."""
+    def _module_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:
+        """Return Probe.recorded(), or nothing: this default is for engines that hide the model."""
         return {}
 
     # -- hooks of an adapter to verify its weights
@@ -579,8 +580,8 @@ class Engine(ABC):
         if self.axis.size > 1:
             media = [""] * len(requests) if problem else map(digest, readable)
             contents = [
-                (each.token_ids, items, each.sampling, each.seeds)
-                for each, items in zip(requests, media, strict=True)
+                (request.token_ids, items, request.sampling, request.seeds)
+                for request, items in zip(requests, media, strict=True)
             ]
             question = hashlib.sha256(repr((problem, contents, sampling)).encode()).hexdigest()
             if len(set(self.axis.gather(question))) > 1:
@@ -644,11 +645,11 @@ class Engine(ABC):
             return f"carries {', '.join(others)}: {self._reads()}"
         for name, limit in self.limits.items():
             count = len(request.multi_modal.get(name, []))
-            places = self.vocabulary.num_placeholders(request.token_ids, MEDIA_NAMES[name])
+            expected = self.vocabulary.num_placeholders(request.token_ids, MEDIA_NAMES[name])
             if count > limit:
                 return f"has {count} {name}, more than --limit_mm_{MEDIA_NAMES[name]}_per_prompt {limit}"
-            if count != places:
-                return f"has {count} {name} and {places} placeholders for {name}"
+            if count != expected:
+                return f"has {count} {name} and {expected} placeholders for {name}"
         return None
 
     def _reads(self) -> str:
@@ -665,8 +666,8 @@ class Engine(ABC):
         """Raise EngineError for a closed or failed engine, and while other loops' requests run."""
         if self.closed:
             raise EngineError("the engine is closed")
-        own = loop is not None and self._failure is loop.unread
-        if self._failure is not None and not own:
+        is_unread = loop is not None and self._failure is loop.unread
+        if self._failure is not None and not is_unread:
             raise EngineError(
                 f"the engine failed earlier and cannot be used: {self._failure!r}"
             ) from self._failure
@@ -685,6 +686,6 @@ class Engine(ABC):
             raise EngineError(f"{type(self).__name__}.{verb} failed: {error}") from error
 
 
-def _seeds(seed: int, place: int, request: Request) -> tuple[int, ...]:
+def _seeds(seed: int, index: int, request: Request) -> tuple[int, ...]:
     """Derive the seeds of a request that has none."""
-    return tuple(derived_seed(seed, place, sample) for sample in range(request.sampling.n))
+    return tuple(derived_seed(seed, index, sample) for sample in range(request.sampling.n))

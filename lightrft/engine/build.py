@@ -14,7 +14,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.extras import extra
 from lightrft.config.sections import EngineSection
 from lightrft.engine.base import Engine, EngineSetup
-from lightrft.engine.model_info import most_of_each, published_names
+from lightrft.engine.model_info import media_limits, published_names
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.device import compute_capability
 from lightrft.models.parallel.processes import RunProcesses
@@ -117,7 +117,7 @@ def _with_possible_adapters(name: str, adapter: type[Engine], setup: EngineSetup
     config = load_config(setup.model_path, trust_remote_code=setup.trust_remote_code)
     names = published_names(config, trust_remote_code=setup.trust_remote_code)
     problem = _mixture_problem(names) or adapter.adapter_problem(
-        setup, names, most_of_each(setup.section, config)
+        setup, names, media_limits(setup.section, config)
     )
     if problem is None:
         # The weights are not streamed again, so the engine keeps them while it sleeps.
@@ -148,7 +148,7 @@ def check_quantization(
     config = load_config(model_path, trust_remote_code=trust_remote_code)
     names = published_names(config, trust_remote_code=trust_remote_code)
     chosen = section.rollout_quantization
-    media = most_of_each(section, config)
+    media = media_limits(section, config)
     if chosen == "fp8" and device.type == "cpu":
         problem = "vLLM has no products of FP8 on a CPU; use int8, or an accelerator"
     elif chosen == "fp8" and device.type == "cuda" and compute_capability() < (8, 9):
@@ -197,8 +197,8 @@ def load_tool_parsers(
     return _adapter(TOOL_PARSERS[engine])
 
 
-def _adapter(place: str) -> Any:
-    module, _, name = place.partition(":")
+def _adapter(path: str) -> Any:
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 

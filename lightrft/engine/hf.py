@@ -13,7 +13,7 @@ from transformers.initialization import no_init_weights
 from lightrft.core.batch import RoutedShape, concatenated_features
 from lightrft.core.engine import ABORTED, Request
 from lightrft.core.samples import Completion
-from lightrft.engine.base import EngineSetup, Part
+from lightrft.engine.base import EngineSetup, Half
 from lightrft.engine.probe import Probe
 from lightrft.engine.requests import Sampling
 from lightrft.engine.start import FolderEngine
@@ -116,8 +116,8 @@ class HFEngine(FolderEngine):
 
     def _next_batch(self) -> list[tuple[int, Request]]:
         """Take the shortest waiting prompts that share one sampling."""
-        in_order = sorted(self._waiting.items(), key=lambda each: len(each[1].prompt))
-        batch = [each for each in in_order if each[1].sampling == in_order[0][1].sampling][
+        in_order = sorted(self._waiting.items(), key=lambda item: len(item[1].prompt))
+        batch = [item for item in in_order if item[1].sampling == in_order[0][1].sampling][
             : self.batch_size
         ]
         for key, _ in batch:
@@ -188,7 +188,7 @@ class HFEngine(FolderEngine):
         """Return one row per sample, and the logits [prompts x n, V] of the first token."""
         prompts = [request.prompt for request in requests]
         longest = max(len(prompt) for prompt in prompts)
-        # Padding is on the left, so that all rows continue at the same place.
+        # Padding is on the left, so that all rows continue at the same position.
         padding = [longest - len(prompt) for prompt in prompts]
         ids = torch.tensor(
             [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)],
@@ -286,13 +286,13 @@ class HFEngine(FolderEngine):
         return 0
 
     @torch.inference_mode()
-    def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
+    def _module_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:
         probe = Probe(len(token_ids))
         with probe.attached(self.model):
             logits = self.model(
                 input_ids=torch.tensor([token_ids], device=self.device), logits_to_keep=1
             ).logits
-        return probe.parts(logits[0, -1])
+        return probe.recorded(logits[0, -1])
 
     def _sleep(self, level: int) -> None:
         """Release the parameters.
@@ -303,8 +303,8 @@ class HFEngine(FolderEngine):
             parameter.data = parameter.data.cpu() if level == 1 else parameter.data.new_empty(0)
         release_cached_memory(self.device)
 
-    def _wake(self, part: Part) -> None:
-        if part == "kv_cache":
+    def _wake(self, half: Half) -> None:
+        if half == "kv_cache":
             return
         for name, parameter in self.model.named_parameters():
             shape = self.expected[name]
@@ -327,7 +327,7 @@ def _float32_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def sample_tokens(
-    logits: Tensor, temperature: float, uniform: Tensor, part: Truncation = ALL
+    logits: Tensor, temperature: float, uniform: Tensor, truncation: Truncation = ALL
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row, with the float32 log-prob under softmax(logits / temperature).
 
@@ -337,18 +337,18 @@ def sample_tokens(
     """
     rows = zip(logits.split(ROWS_AT_ONCE), uniform.split(ROWS_AT_ONCE), strict=True)
     tokens, logprobs = zip(
-        *[_sample(some, temperature, numbers, part) for some, numbers in rows], strict=True
+        *[_sample(some, temperature, numbers, truncation) for some, numbers in rows], strict=True
     )
     return torch.cat(tokens), torch.cat(logprobs)
 
 
 def _sample(
-    logits: Tensor, temperature: float, uniform: Tensor, part: Truncation
+    logits: Tensor, temperature: float, uniform: Tensor, truncation: Truncation
 ) -> tuple[Tensor, Tensor]:
-    size, part = without_padding(part, logits.shape[1])
+    size, truncation = without_padding(truncation, logits.shape[1])
     scaled = logits[:, :size].float() / (temperature or 1.0)
 
-    logprobs = torch.log_softmax(part(scaled) if part.active else scaled, -1)
+    logprobs = torch.log_softmax(truncation(scaled) if truncation.active else scaled, -1)
     if temperature == 0:
         tokens = logprobs.argmax(-1, keepdim=True)
     else:
@@ -360,7 +360,7 @@ def _sample(
         tokens = torch.searchsorted(
             cumulative, torch.minimum(uniform[:, None] * total, below_total), right=True
         )
-        # Logits that are no numbers have no place; the log-prob of any token says so.
+        # Logits that are no numbers have no order; the log-prob of any token says so.
         tokens.clamp_(max=size - 1)
 
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
@@ -382,7 +382,7 @@ class _Samples:
     """Prompts that are complete and not yet yielded."""
     num_aborted: int = 0
     experts: list[list[np.ndarray]] = field(default_factory=list)
-    """Chosen experts of each sample in parts, [tokens, layers, k] each, with --router_replay."""
+    """Chosen experts of each sample in chunks, [tokens, layers, k] each, with --router_replay."""
 
     def __post_init__(self) -> None:
         self.missing = [self.sampling.n] * len(self.requests)
@@ -446,10 +446,10 @@ class _Samples:
         return [len(sample.token_ids) for sample in self._of(self.requests.index(request))]
 
     def _of(self, prompt: int) -> list[Completion]:
-        own = slice(prompt * self.sampling.n, (prompt + 1) * self.sampling.n)
-        for completion, parts in zip(self.completions[own], self.experts[own], strict=False):
-            completion.experts = np.concatenate(parts)
-        return self.completions[own]
+        rows = slice(prompt * self.sampling.n, (prompt + 1) * self.sampling.n)
+        for completion, chunks in zip(self.completions[rows], self.experts[rows], strict=False):
+            completion.experts = np.concatenate(chunks)
+        return self.completions[rows]
 
 
 @dataclass(slots=True)
@@ -534,8 +534,8 @@ def _add_adapters(model: PreTrainedModel, adapters: Adapters) -> dict[str, Tenso
     for name in adapters.layers:
         layer = model.get_submodule(name)
         pair = [
-            torch.zeros(adapters.shapes[each], dtype=layer.weight.dtype, device=layer.weight.device)
-            for each in names_of(name)
+            torch.zeros(adapters.shapes[key], dtype=layer.weight.dtype, device=layer.weight.device)
+            for key in names_of(name)
         ]
         layer.register_forward_hook(partial(_with_adapter, pair))
         tensors |= zip(names_of(name), pair, strict=True)

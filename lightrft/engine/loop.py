@@ -42,9 +42,9 @@ class EngineLoop:
         """Index of a request that has not ended -> state."""
         self.unread = RuntimeError("its completions were not consumed to the end")
         """What other callers get as the engine's failure while requests run."""
-        self.num_requests = self._num_parts = 0
-        self._parts: dict[int, _RequestPart] = {}
-        """Key of a request in the adapter -> the part of a request that it is."""
+        self.num_requests = self._num_segments = 0
+        self._segments: dict[int, _Segment] = {}
+        """Key of a request in the adapter -> the segment of a request that it is."""
         self._ended: list[int] = []
         """Requests that turned out to be complete when the loop was interrupted."""
 
@@ -70,7 +70,7 @@ class EngineLoop:
                 self.running[index] = _Running(request)
                 sampling = request.sampling
                 if sampling.min_tokens or sampling.first_token_temperature is not None:
-                    request = _part(request, 0)
+                    request = _segment_request(request, 0)
                 self._submit(index, 0, request)
         return indices
 
@@ -87,18 +87,18 @@ class EngineLoop:
         with self.engine.generating(self):
             ended = self._ended
             self._ended = []
-            for key, samples in list(self.engine._step()) if self._parts else ():
-                part = self._parts.pop(key)
-                # A part that has ended may be followed by one for each sample it left unfinished.
-                for sample in self.running[part.index].take(part, samples, self.engine):
-                    self._continue(part.index, sample)
-                if not self.running[part.index].missing:
-                    ended.append(part.index)
+            for key, samples in list(self.engine._step()) if self._segments else ():
+                segment = self._segments.pop(key)
+                # A segment that has ended may be followed by one for each unfinished sample.
+                for sample in self.running[segment.index].take(segment, samples, self.engine):
+                    self._continue(segment.index, sample)
+                if not self.running[segment.index].missing:
+                    ended.append(segment.index)
             finished = [(index, self.running.pop(index)) for index in ended]
 
         return [
-            (index, self.engine._cut(each.samples, each.request.sampling.stop))
-            for index, each in finished
+            (index, self.engine._cut(state.samples, state.request.sampling.stop))
+            for index, state in finished
         ]
 
     def of_other_ranks(self) -> Ended:
@@ -121,8 +121,8 @@ class EngineLoop:
         ended = self._withdraw(self.running if indices is None else indices)
         self._ended = [index for index in self._ended if index not in ended]
         return {
-            index: self.engine._cut(each.abort(), each.request.sampling.stop)
-            for index, each in sorted(ended.items())
+            index: self.engine._cut(state.abort(), state.request.sampling.stop)
+            for index, state in sorted(ended.items())
         }
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -130,13 +130,13 @@ class EngineLoop:
 
         Samples go on over the keys and values that they have, so nothing is computed again. An
         engine that keeps the policy of a request goes on with the weights that began it. Later
-        requests share no prefix with earlier ones. The next part of a sample is a later request
+        requests share no prefix with earlier ones. The next segment of a sample is a later request
         too. Log-probs and versions stay as the weights gave them that sampled the tokens. An error
         makes the engine unusable.
         """
         with self.engine.between_steps(self):
-            for key, part in self._parts.items():
-                part.note_version(self.engine._num_sampled(key), self.engine)
+            for key, segment in self._segments.items():
+                segment.note_version(self.engine._num_sampled(key), self.engine)
             self.engine.load_weights(named_tensors, version, loop=self)
 
     @contextmanager
@@ -150,48 +150,48 @@ class EngineLoop:
         yield
         self.running |= withdrawn
         with self.engine.generating(self):
-            for index, each in withdrawn.items():
-                for sample in each.unfinished(range(len(each.samples))):
+            for index, state in withdrawn.items():
+                for sample in state.unfinished(range(len(state.samples))):
                     self._continue(index, sample)
-            self._ended = [index for index, each in withdrawn.items() if not each.missing]
+            self._ended = [index for index, state in withdrawn.items() if not state.missing]
 
     def _withdraw(self, indices: Collection[int]) -> "dict[int, _Running]":
-        """End the parts of requests in the adapter; return the requests with all samples so far.
+        """End the segments of requests in the adapter; return the requests with all samples so far.
 
         They do not run any longer.
         """
         with self.engine.generating(self):
-            for key, part in list(self._parts.items()):
-                if part.index in indices:
-                    self.running[part.index].take(part, self.engine._abort(key), self.engine)
-                    del self._parts[key]
+            for key, segment in list(self._segments.items()):
+                if segment.index in indices:
+                    self.running[segment.index].take(segment, self.engine._abort(key), self.engine)
+                    del self._segments[key]
             return {index: self.running.pop(index) for index in list(indices)}
 
-    def _submit(self, index: int, place: int, request: Request) -> None:
-        self._parts[self._num_parts] = _RequestPart(index, place, self.engine.version)
+    def _submit(self, index: int, slot: int, request: Request) -> None:
+        self._segments[self._num_segments] = _Segment(index, slot, self.engine.version)
         self.running[index].missing += 1
-        self.engine._add(self._num_parts, request)
-        self._num_parts += 1
+        self.engine._add(self._num_segments, request)
+        self._num_segments += 1
 
-    def _continue(self, index: int, place: int) -> None:
+    def _continue(self, index: int, slot: int) -> None:
         running = self.running[index]
         self._submit(
             index,
-            place,
-            _rest_of(running.request, running.request.seeds[place], running.samples[place]),
+            slot,
+            _rest_of(running.request, running.request.seeds[slot], running.samples[slot]),
         )
 
 
 @dataclass(slots=True)
-class _RequestPart:
+class _Segment:
     """A request in the adapter: tokens of a caller's request that one distribution yields."""
 
     index: int
     """Index of the caller's request."""
-    place: int
-    """Sample that the part continues. The first part of a request has all samples."""
+    slot: int
+    """Sample that the segment continues. The first segment of a request has all samples."""
     began_with: int
-    """Version of the weights that began the part."""
+    """Version of the weights that began the segment."""
     versions: list[list[int]] = field(default_factory=list)
     """For each sample, the versions of the tokens that were sampled before the last load."""
 
@@ -205,43 +205,43 @@ class _RequestPart:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in the loop: one part, then one more for each sample that it left unfinished."""
+    """A request in the loop: one segment, then one more for each sample that it left unfinished."""
 
     request: Request
     samples: list[Completion] = field(default_factory=list)
     missing: int = 0
-    """How many parts of the request run."""
+    """How many segments of the request run."""
 
-    def take(self, part: _RequestPart, samples: list[Completion], engine: Any) -> list[int]:
-        """Take the completions of a part that has ended; return the samples still unfinished."""
+    def take(self, segment: _Segment, samples: list[Completion], engine: Any) -> list[int]:
+        """Take the completions of a segment that has ended; return the samples still unfinished."""
         self.missing -= 1
-        part.note_version([len(sample.token_ids) for sample in samples], engine)
-        for sample, versions in zip(samples, part.versions, strict=True):
+        segment.note_version([len(sample.token_ids) for sample in samples], engine)
+        for sample, versions in zip(samples, segment.versions, strict=True):
             sample.weight_versions = versions[: len(sample.token_ids)]
         if self.samples:
-            self.samples[part.place] = _concatenate(self.samples[part.place], samples[0])
-            return self.unfinished([part.place])
+            self.samples[segment.slot] = _concatenate(self.samples[segment.slot], samples[0])
+            return self.unfinished([segment.slot])
         self.samples = samples
         return self.unfinished(range(len(samples)))
 
     def abort(self) -> list[Completion]:
         """Return the completions, with the finish reason `abort` for unfinished ones."""
-        for place in self.unfinished(range(len(self.samples))):
-            self.samples[place].finish_reason = ABORTED
+        for slot in self.unfinished(range(len(self.samples))):
+            self.samples[slot].finish_reason = ABORTED
         return self.samples
 
-    def unfinished(self, places: Iterable[int]) -> list[int]:
+    def unfinished(self, slots: Iterable[int]) -> list[int]:
         """Return which of these samples were aborted, or have only first tokens."""
         limit = self.request.sampling.max_tokens
         return [
-            place
-            for place in places
-            if self.samples[place].finish_reason != "stop"
-            and len(self.samples[place].token_ids) < limit
+            slot
+            for slot in slots
+            if self.samples[slot].finish_reason != "stop"
+            and len(self.samples[slot].token_ids) < limit
         ]
 
 
-def _part(request: Request, length: int) -> Request:
+def _segment_request(request: Request, length: int) -> Request:
     """Build the request for the next tokens that one distribution yields, after `length` tokens."""
     sampling = request.sampling
     hot = None if length else sampling.first_token_temperature
@@ -249,18 +249,18 @@ def _part(request: Request, length: int) -> Request:
     most = sampling.max_tokens - length
     if must_not_end:
         most = min(most, sampling.min_tokens - length)
-    own = {"max_tokens": 1 if hot is not None else most, "first_token_temperature": None}
+    changed = {"max_tokens": 1 if hot is not None else most, "first_token_temperature": None}
     if hot is not None:
-        own["temperature"] = hot
+        changed["temperature"] = hot
 
     # Early tokens must not end the response; afterwards the end tokens are allowed again.
     if sampling.min_tokens:
         early = (
             sampling.truncation.while_early.banned if must_not_end else sampling.banned_token_ids
         )
-        own |= {"min_tokens": 0, "end_token_ids": (), "banned_token_ids": early}
+        changed |= {"min_tokens": 0, "end_token_ids": (), "banned_token_ids": early}
 
-    return replace(request, sampling=replace(sampling, **own))
+    return replace(request, sampling=replace(sampling, **changed))
 
 
 def _rest_of(request: Request, seed: int, completion: Completion) -> Request:
@@ -272,8 +272,8 @@ def _rest_of(request: Request, seed: int, completion: Completion) -> Request:
     length = len(completion.token_ids)
     seeds = (derived_seed(seed, length) if length else seed,)
     rest = replace(request, sampling=replace(request.sampling, n=1), seeds=seeds)
-    part = _part(rest, length)
-    return part.followed_by(completion.token_ids) if length else part
+    segment = _segment_request(rest, length)
+    return segment.followed_by(completion.token_ids) if length else segment
 
 
 def _concatenate(first: Completion, rest: Completion) -> Completion:

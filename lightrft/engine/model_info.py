@@ -130,7 +130,7 @@ def num_attention_layers(config: PretrainedConfig) -> int:
     return sum(isinstance(layer, DynamicLayer) for layer in layers)
 
 
-def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, int]:
+def media_limits(section: EngineSection, config: PretrainedConfig) -> dict[str, int]:
     """Return the media that the model reads, and how many of each a prompt may have."""
     if generating_class(config) is AutoModelForCausalLM:
         return {}
@@ -177,12 +177,12 @@ def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
     generation = load_generation_config(model_path)
     ids = generation.eos_token_id if generation else None
     if ids is None:
-        parts = config.get_text_config(), config
+        configs = config.get_text_config(), config
         ids = next(
             (
-                part.eos_token_id
-                for part in parts
-                if getattr(part, "eos_token_id", None) is not None
+                candidate.eos_token_id
+                for candidate in configs
+                if getattr(candidate, "eos_token_id", None) is not None
             ),
             None,
         )
@@ -233,9 +233,9 @@ def placeholders(config: PretrainedConfig) -> dict[str, frozenset[int]]:
 
 def _expanded_tokens(config: PretrainedConfig) -> dict[str, frozenset[int]]:
     """Return, by medium, the tokens whose embeddings are replaced."""
-    parts = config, config.get_text_config()
+    configs = config, config.get_text_config()
     values = {
-        medium: [getattr(part, name, None) for part in parts for name in names]
+        medium: [getattr(candidate, name, None) for candidate in configs for name in names]
         for medium, names in PLACEHOLDERS.items()
     }
     return {

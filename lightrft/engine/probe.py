@@ -1,4 +1,4 @@
-"""Record the outputs of a decoder's parts, to find where two implementations of a model diverge.
+"""Record the outputs of a decoder's modules, to find where two implementations of a model diverge.
 
 Names are as in the text-only Hugging Face model, with two additions: `self_attn.qkv_proj` is the
 concatenation of q_proj, k_proj and v_proj, as engines fuse them, and `self_attn.heads` is the input
@@ -14,35 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-OBSERVED_PARTS = (
+OBSERVED_MODULES = (
     *"embed_tokens input_layernorm q_proj k_proj v_proj qkv_proj q_norm k_norm o_proj".split(),
     *"post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm mlp norm".split(),
 )
 """Last components of the names of observed modules."""
 LOGITS = "lm_head"
 BESIDE_TOWERS = {"language_model", "text_model"}
-"""Names of the language part in multimodal models. Implementations put it at different places in
+"""Names of the language model in multimodal ones. Implementations put it at different depths of
 the path."""
 MAX_MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Mean difference between an engine's and a trainer's log-probs that rounding explains."""
 TRANSFORMERS_NAMES = {"block_sparse_moe": "mlp"}
-"""Engines' name of a part of the model -> transformers' name."""
+"""Engines' name of a module of the model -> transformers' name."""
 
 
 def logits_processor(model: nn.Module) -> nn.Module:
     """Return the module of an engine's model that turns hidden states into logits.
 
-    Multimodal models have it in the language part.
+    Multimodal models have it in the language model.
     """
     return next(
-        part
-        for name, part in model.named_modules()
+        module
+        for name, module in model.named_modules()
         if name.rpartition(".")[2] == "logits_processor"
     )
 
 
 class Probe:
-    """Records the outputs of a model's parts while it is attached.
+    """Records the outputs of a model's modules while it is attached.
 
     They are [T, ...], float32 in host memory, in the order of computation.
     """
@@ -64,14 +64,14 @@ class Probe:
         """Attach to a model; return handles that have remove()."""
         handles = []
         for path, module in model.named_modules():
-            parts = [
-                TRANSFORMERS_NAMES.get(part, part)
-                for part in path.split(".")
-                if part not in BESIDE_TOWERS
+            components = [
+                TRANSFORMERS_NAMES.get(component, component)
+                for component in path.split(".")
+                if component not in BESIDE_TOWERS
             ]
             # A thinker's decoder is called model.model.
-            name = ".".join(part for part, _ in groupby(parts))
-            if name.rpartition(".")[2] in OBSERVED_PARTS:
+            name = ".".join(component for component, _ in groupby(components))
+            if name.rpartition(".")[2] in OBSERVED_MODULES:
                 handles.append(module.register_forward_hook(self._hook(name)))
 
             if name.endswith("layers.0.input_layernorm"):
@@ -97,7 +97,7 @@ class Probe:
         if value.numel() % self.num_tokens == 0:
             self.outputs[name] = value.detach().reshape(self.num_tokens, -1).float().cpu().clone()
 
-    def parts(self, logits: Tensor) -> dict[str, Tensor]:
+    def recorded(self, logits: Tensor) -> dict[str, Tensor]:
         """Return all recorded outputs, and the logits [V] after the last token."""
         self._join_projections()
         return self.outputs | {LOGITS: logits.detach().reshape(1, -1).float().cpu()}
@@ -112,8 +112,8 @@ class Probe:
     def _join_projections(self) -> None:
         outputs: dict[str, Tensor] = {}
         for name, value in self.outputs.items():
-            path, _, part = name.rpartition(".")
-            if part in ("q_proj", "k_proj", "v_proj"):
+            path, _, layer = name.rpartition(".")
+            if layer in ("q_proj", "k_proj", "v_proj"):
                 name = f"{path}.qkv_proj"
                 value = torch.cat([outputs[name], value], 1) if name in outputs else value
             outputs[name] = value

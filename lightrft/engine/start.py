@@ -20,7 +20,7 @@ from lightrft.engine.media import MediaReader
 from lightrft.engine.model_info import (
     Vocabulary,
     draft_names,
-    most_of_each,
+    media_limits,
     published_names,
     with_prefix,
 )
@@ -60,7 +60,7 @@ class FolderEngine(Engine):
             adapters=setup.adapters,
         )
         self.quantization = quantization
-        most_of_media = most_of_each(setup.section, self.config)
+        most_of_media = media_limits(setup.section, self.config)
         self.model_reads = tuple(most_of_media)
         self.limits = {name: most for name, most in most_of_media.items() if name in self.media}
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, **trust)
@@ -135,9 +135,9 @@ def with_users_arguments(
         raise ConfigError("".join(f"--engine_args {problem}\n" for problem in problems).strip())
 
     for name, value in users.items():
-        own = arguments.get(name)
-        both = isinstance(own, dict) and isinstance(value, dict)
-        users[name] = own | value if both else value
+        default = arguments.get(name)
+        both = isinstance(default, dict) and isinstance(value, dict)
+        users[name] = default | value if both else value
     return arguments | users
 
 

@@ -51,12 +51,12 @@ def routing(routers: list[tuple[Tensor, Tensor]], weight: Tensor) -> Routing:
     weight = weight.float()
     # What is chosen need not be the most probable: some families add a bias to their own scores.
     chosen = [
-        torch.zeros_like(each).scatter_(1, experts, 1.0)
-        for each, (_, experts) in zip(probabilities, routers, strict=True)
+        torch.zeros_like(layer).scatter_(1, experts, 1.0)
+        for layer, (_, experts) in zip(probabilities, routers, strict=True)
     ]
 
     return Routing(
-        chosen=sum(weight @ each for each in chosen),
-        probabilities=sum(weight @ each for each in probabilities),
+        chosen=sum(weight @ layer for layer in chosen),
+        probabilities=sum(weight @ layer for layer in probabilities),
         count=weight.sum() * len(routers),
     )

@@ -2,7 +2,7 @@
 
 Published folders often store one tensor per expert, where transformers stacks the experts of a
 layer in one tensor. from_pretrained() converts the whole model. This module converts a tensor when
-it is read, from the parts that are needed, with transformers' own conversions.
+it is read, from the slices that are needed, with transformers' own conversions.
 """
 
 import copy
@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from lightrft.models.weight_files import WeightFiles
 
-Part = tuple[slice, ...]
+Slices = tuple[slice, ...]
 Index = tuple[int | slice, ...]
 
 NUM_BLOCKS = 16
@@ -60,15 +60,15 @@ class Conversion:
             isinstance(other, Concatenate) and other.dim > 0 for other in others
         )
 
-    def rows(self, files: WeightFiles, rows: slice, part: Part) -> Iterator[tuple[Index, Tensor]]:
+    def rows(self, files: WeightFiles, rows: slice, cut: Slices) -> Iterator[tuple[Index, Tensor]]:
         """Read some rows of stacked tensors.
 
-        Yield (index in these rows of the part, values) for each stored tensor.
+        Yield (index in these rows of the slices `cut`, values) for each stored tensor.
         """
         dim = next((op.dim for op in self.converter.operations if isinstance(op, Concatenate)), 1)
-        first = part[dim].start
+        first = cut[dim].start
 
-        stop = part[dim].stop
+        stop = cut[dim].stop
         offset = 0
         # Each pattern fills a range of its own in the concatenated dimension. The stored tensors
         # lack the stacked one.
@@ -78,7 +78,7 @@ class Conversion:
                 begin = max(first, offset)
                 end = min(stop, offset + tensor.shape[dim - 1])
                 if begin < end:
-                    stored = (*part[1:dim], slice(begin - offset, end - offset), *part[dim + 1 :])
+                    stored = (*cut[1:dim], slice(begin - offset, end - offset), *cut[dim + 1 :])
                     yield (
                         (row, *[slice(None)] * (dim - 1), slice(begin - first, end - first)),
                         tensor[stored],
@@ -140,27 +140,27 @@ class ConvertedFiles:
 
         self.shapes |= {name: stored[stored_name] for name, stored_name in self._stored.items()}
 
-    def read(self, name: str, part: Part) -> Iterator[tuple[Index, Tensor]]:
-        """Read part of a tensor in pieces, on the host and in the stored dtype.
+    def read(self, name: str, cut: Slices) -> Iterator[tuple[Index, Tensor]]:
+        """Read slices of a tensor in pieces, on the host and in the stored dtype.
 
-        Yield (index in the part, values). Rows outside of the part are not read. The pieces are
+        Yield (index in the slices, values). Rows outside of them are not read. The pieces are
         views of the files, and a few rows are mapped at a time. Only a conversion that does more
-        than to stack and concatenate returns the whole part in memory of its own.
+        than to stack and concatenate returns all of them in memory of its own.
         """
         conversion = self._conversions.get(name)
         if conversion is not None and not conversion.stacks:
             sources = {
                 pattern: self.files.read_all(names) for pattern, names in conversion.sources.items()
             }
-            yield (), conversion.convert(self.model, sources)[name][part]
+            yield (), conversion.convert(self.model, sources)[name][cut]
             return
 
-        if not part:
-            yield (), self.files.read(self._stored[name], part)
+        if not cut:
+            yield (), self.files.read(self._stored[name], cut)
             return
 
-        first = part[0].start
-        stop = part[0].stop
+        first = cut[0].start
+        stop = cut[0].stop
         # Blocks of rows bound how much of a file is mapped at once.
         step = max(
             1,
@@ -173,10 +173,10 @@ class ConvertedFiles:
             if conversion is None:
                 yield (
                     (slice(rows.start - first, rows.stop - first),),
-                    self.files.read(self._stored[name], (rows, *part[1:])),
+                    self.files.read(self._stored[name], (rows, *cut[1:])),
                 )
             else:
-                for (row, *index), values in conversion.rows(self.files, rows, part):
+                for (row, *index), values in conversion.rows(self.files, rows, cut):
                     yield (row + rows.start - first, *index), values
 
     def origin(self, name: str) -> str:

@@ -116,8 +116,8 @@ class Hidden:
         `values`, on the device.
         """
         shared = self.computed.shared
-        places = shared.indices[positions] if shared else positions
-        indices, local = self.sequence.own(places, self.computed.num_computed)
+        computed = shared.indices[positions] if shared else positions
+        indices, local = self.sequence.find_local(computed, self.computed.num_computed)
         return indices, to_device(local, self.values.device)
 
 
@@ -201,27 +201,27 @@ class TokenLogprobs:
         # backward pass of zeros.
         zeros = torch.zeros(targets.shape, device=hidden.values.device)
         outputs = [zeros, torch.zeros(batch.num_tokens, device=zeros.device)][: 1 + self.entropy]
-        parts = [(slice(None), truncation)]
+        groups = [(slice(None), truncation)]
         if batch.early is not None and truncation.banned_early:
-            parts = early_and_late(truncation, batch.early[next_])
+            groups = early_and_late(truncation, batch.early[next_])
 
         gradients = self.gradients
         units = None
         if gradients and gradients.num_sequences:
-            # A part of a sequence is not enough, and sequence-parallel ranks have only parts.
-            if hidden.sequence.axis.size > 1 or len(parts) > 1:
+            # A piece of a sequence is not enough, and sequence-parallel ranks have only pieces.
+            if hidden.sequence.axis.size > 1 or len(groups) > 1:
                 gradients = None
             else:
                 units = rows_of_sequences(hidden.computed, gradients.num_sequences)
 
-        for rows, part in parts:
+        for rows, sampled_with in groups:
             tokens = next_[rows]
             values = actor.token_logprobs(
                 hidden.values[local[rows]],
                 weight,
                 targets[tokens],
                 temperature=temperature,
-                truncation=part,
+                truncation=sampled_with,
                 entropy=self.entropy,
                 upstream=gradients and of_rows(gradients, tokens, batch.num_tokens),
                 units=units,
@@ -241,7 +241,7 @@ LOGPROBS = TokenLogprobs()
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """Reads the k likeliest ids in the place of each learned token, likeliest first.
+    """Reads the k likeliest ids instead of each learned token, likeliest first.
 
     Log-probs are [T, k] float32 and ids [T, k] int64, both 0 elsewhere and without gradient. Banned
     tokens have probability 0, and log-prob -inf where they are returned. No other part of a
@@ -341,7 +341,7 @@ class Scorer(SequenceParallelModule):
 
 
 def early_and_late(truncation: Truncation, early: Tensor) -> list[tuple[Tensor, Truncation]]:
-    """Return two parts of some tokens, as rows, each with the truncation it was sampled with.
+    """Divide some tokens, as rows, into two groups with the truncation they were sampled with.
 
     `early` [t] bool says which ones were sampled before a response might end.
     """
@@ -367,15 +367,15 @@ def of_rows(gradients: LocalGradients, tokens: Tensor, num_tokens: int) -> Upstr
     def upstream(
         rows: slice, logprobs: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        places = tokens[rows]
+        indices = tokens[rows]
         scattered = [
             None
             if value is None
-            else value.new_zeros(num_tokens, *value.shape[1:]).index_put((places,), value)
+            else value.new_zeros(num_tokens, *value.shape[1:]).index_put((indices,), value)
             for value in (logprobs, entropy)
         ]
         of_logprobs, of_entropy = (
-            None if grad is None else grad[places] for grad in gradients.compute(*scattered)
+            None if grad is None else grad[indices] for grad in gradients.compute(*scattered)
         )
         return of_logprobs, of_entropy
 
@@ -446,8 +446,8 @@ class Backbone:
 
 
 @contextmanager
-def split_in_decoder(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
-    """Let the decoder compute only the tokens `places` [t] that the model reads.
+def split_in_decoder(model: PreTrainedModel, positions: Tensor) -> Iterator[None]:
+    """Let the decoder compute only the tokens `positions` [t] that the model reads.
 
     They are selected after media have replaced the embeddings.
     """
@@ -455,8 +455,8 @@ def split_in_decoder(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
     def split(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        own = select_tokens(kwargs, places)
-        return args, kwargs | own | {"position_ids": kwargs["position_ids"][..., places]}
+        selected = select_tokens(kwargs, positions)
+        return args, kwargs | selected | {"position_ids": kwargs["position_ids"][..., positions]}
 
     handle = model.get_decoder().register_forward_pre_hook(split, prepend=True, with_kwargs=True)
     try:
@@ -506,7 +506,9 @@ def computed_images(batch: Batch) -> list[Features]:
     if batch.media is None or batch.shared is None:
         return batch.media or []
     computes_start = torch.isin(batch.offsets[:-1], batch.shared.computed).tolist()
-    return [images for images, own in zip(batch.media, computes_start, strict=True) if own]
+    return [
+        images for images, computed in zip(batch.media, computes_start, strict=True) if computed
+    ]
 
 
 def with_blank(batch: Batch, blank: Sequence[Expanded]) -> Batch:
@@ -515,9 +517,9 @@ def with_blank(batch: Batch, blank: Sequence[Expanded]) -> Batch:
     A model runs a tower once for each medium.
     """
     names = {name for features in batch.media or () for name in features}
-    for each in blank:
-        if not each.features.keys() <= names:
-            batch = append_sequence(batch, torch.tensor(each.token_ids), each.features)
+    for sequence in blank:
+        if not sequence.features.keys() <= names:
+            batch = append_sequence(batch, torch.tensor(sequence.token_ids), sequence.features)
     return batch
 
 
@@ -531,9 +533,9 @@ def rope_window(model: PreTrainedModel) -> int | None:
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     changing = [
-        parameters for parameters in each if parameters.get("rope_type") in ("dynamic", "longrope")
+        parameters for parameters in ropes if parameters.get("rope_type") in ("dynamic", "longrope")
     ]
     most = config.max_position_embeddings
 

@@ -156,7 +156,7 @@ def stored_heads(section: ModelSection, flag: str = "pretrain", *, name: str = "
             str(error) if str(error).startswith(source) else f"{source}: {error}"
         ) from error
     scores = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
-    return [config.id2label[place] for place in sorted(config.id2label)] if scores else []
+    return [config.id2label[index] for index in sorted(config.id2label)] if scores else []
 
 
 def head_names(section: ModelSection, requested: Sequence[str]) -> list[str]:
@@ -185,7 +185,7 @@ def load_reward_model(
     """
     model = load_scorer(section, num_heads=len(heads))
     model.config.id2label = dict(enumerate(heads))
-    model.config.label2id = {name: place for place, name in enumerate(heads)}
+    model.config.label2id = {name: index for index, name in enumerate(heads)}
     config = model.config.get_text_config()
     if config.pad_token_id is None:  # transformers finds the last token of padded rows by it
         config.pad_token_id = tokenizer.pad_token_id
@@ -593,8 +593,8 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the blocks of every transformers model inside `module`, as the models name them."""
     names = {
         name
-        for part in module.modules()
-        if isinstance(part, PreTrainedModel)
-        for name in part._no_split_modules or ()
+        for submodule in module.modules()
+        if isinstance(submodule, PreTrainedModel)
+        for name in submodule._no_split_modules or ()
     }
-    return [part for part in module.modules() if type(part).__name__ in names]
+    return [submodule for submodule in module.modules() if type(submodule).__name__ in names]

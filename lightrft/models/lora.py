@@ -132,7 +132,7 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
             layer.lora_B.to_empty(device="cpu")
             layer.reset_lora_parameters(ADAPTER, True)
 
-    own_layers(model)
+    adopt_layers(model)
     if not model.can_generate():
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad or not is_backbone(model, name))
@@ -168,7 +168,7 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
-def own_layers(model: nn.Module) -> list[nn.Module]:
+def adopt_layers(model: nn.Module) -> list[nn.Module]:
     """Make the layers with adapters layers of lightrft, and return them.
 
     They share peft's parameters.
@@ -189,7 +189,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     Parameters keep `requires_grad`: peft's own switch clears it, and FSDP2 reads it at the first
     forward pass to choose the dtype of gradients.
     """
-    layers = own_layers(model)
+    layers = adopt_layers(model)
     for layer in layers:
         layer.adapters_on = False
     try:
@@ -273,7 +273,7 @@ def keep_adapters_apart(model: nn.Module) -> None:
 
     Layers with a float32 matrix do so in any case.
     """
-    for layer in own_layers(model):
+    for layer in adopt_layers(model):
         layer.is_merged = False
 
 

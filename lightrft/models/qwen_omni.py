@@ -1,11 +1,11 @@
 """The thinker of Qwen2.5-Omni as a model with a backbone and a head.
 
-The thinker reads media and writes text. A released folder has two other parts, talker and
+The thinker reads media and writes text. A released folder has two other models, talker and
 token2wav, that speak what the thinker writes. They are neither loaded nor trained, and an exported
 folder contains them unchanged. transformers' class of the thinker has decoder, towers and head side
 by side, and computes logits of all tokens in any forward pass. Here the head is outside of the
 backbone, as in other families, so log-probs, critics and every way of dividing a model work as they
-do there. Code and parameters of the parts are transformers'.
+do there. Code and parameters of the models are transformers'.
 """
 
 from pathlib import Path
@@ -49,7 +49,7 @@ POSITIVE_SIZES = tuple(
 Some families have a list, with a number for each layer.
 """
 MAX_SIZE = 1 << 31
-OTHER_PARTS = ("talker.", "token2wav.")
+OTHER_PREFIXES = ("talker.", "token2wav.")
 """Beginnings of the names of weights that are not the thinker's."""
 OPTIONAL_FILE = {
     "_raise_exceptions_for_gated_repo": False,
@@ -69,7 +69,7 @@ class OmniThinkerConfig(Qwen2_5OmniThinkerConfig):
 class OmniThinkerPreTrainedModel(Qwen2_5OmniPreTrainedModel):
     config: OmniThinkerConfig
     base_model_prefix = "model"
-    _keys_to_ignore_on_load_unexpected = [f"^{part[:-1]}\\." for part in OTHER_PARTS]
+    _keys_to_ignore_on_load_unexpected = [f"^{prefix[:-1]}\\." for prefix in OTHER_PREFIXES]
 
 
 class OmniThinkerModel(Qwen2_5OmniThinkerForConditionalGeneration):
@@ -131,7 +131,7 @@ def load_config(name: str, **options: Any) -> PretrainedConfig:
     that describes no model.
     """
     try:
-        config = trained_part(AutoConfig.from_pretrained(name, **options))
+        config = trained_config(AutoConfig.from_pretrained(name, **options))
         sizes = {size: getattr(config.get_text_config(), size, None) for size in POSITIVE_SIZES}
     except (OSError, ValueError):
         raise
@@ -192,15 +192,15 @@ def load_generation_config(name: str) -> GenerationConfig | None:
     return config
 
 
-def trained_part(config: PretrainedConfig) -> PretrainedConfig:
+def trained_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the thinker for a Qwen2.5-Omni, and `config` for other families.
 
     A Qwen2.5-Omni may be whole or the thinker alone.
     """
     if not isinstance(config, Qwen2_5OmniConfig | Qwen2_5OmniThinkerConfig):
         return config
-    part = config.thinker_config if isinstance(config, Qwen2_5OmniConfig) else config
-    thinker = OmniThinkerConfig.from_dict(part.to_dict())
+    source = config.thinker_config if isinstance(config, Qwen2_5OmniConfig) else config
+    thinker = OmniThinkerConfig.from_dict(source.to_dict())
     thinker.name_or_path = config.name_or_path
     thinker.num_labels = config.num_labels
     return thinker

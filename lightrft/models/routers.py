@@ -46,7 +46,9 @@ class Routers:
             )
 
         self.modules: list[nn.Module] = [
-            part for part in model.modules() if isinstance(part, recorder.target_class)
+            submodule
+            for submodule in model.modules()
+            if isinstance(submodule, recorder.target_class)
         ]
         self.index = recorder.index
 
@@ -62,7 +64,7 @@ class Routers:
             (chosen,) = (each for each in output if each.dtype == torch.int64)
             outputs.append((output[self.index], chosen))
 
-        hooks = [part.register_forward_hook(keep) for part in self.modules]
+        hooks = [router.register_forward_hook(keep) for router in self.modules]
         try:
             yield outputs
         finally:
@@ -91,8 +93,8 @@ def token_weights(batch: Batch, sequence: SequenceParallel) -> Tensor:
     padded = pad_to_multiple(batch, sequence.multiple)
     counts = (sequence_sums(padded.loss_mask.float(), padded) > 0)[padded.sequence_ids].float()
     if padded.shared:
-        places = to_device(padded.shared.indices, counts.device)
-        counts = counts.new_zeros(padded.num_computed).index_add(0, places, counts)
+        indices = to_device(padded.shared.indices, counts.device)
+        counts = counts.new_zeros(padded.num_computed).index_add(0, indices, counts)
     return counts[sequence.positions(padded.num_computed, counts.device)]
 
 
@@ -147,7 +149,9 @@ class RouterChoices:
             chooser = _Chooser(self.shape, number)
             layer.register_forward_pre_hook(chooser.take, with_kwargs=True)
             router.forward = partial(chooser.route, router.forward)
-            self._biased += [part for part in layer.modules() if BIAS in part._buffers]
+            self._biased += [
+                submodule for submodule in layer.modules() if BIAS in submodule._buffers
+            ]
 
         if bias_rate and len(self._biased) != len(self.layers):
             raise ValueError(f"--router_bias_rate: routers of {type(model).__name__} have no bias")
@@ -158,7 +162,7 @@ class RouterChoices:
     @property
     def biases(self) -> list[Tensor]:
         """Return the bias of each layer with experts, [E] each; empty if the family has none."""
-        return [part.get_buffer(BIAS) for part in self._biased]
+        return [router.get_buffer(BIAS) for router in self._biased]
 
     def begin(self, batch: Batch, sequence: SequenceParallel, *, measure: bool) -> Choices:
         """Return the choices for a forward pass over a padded batch, as an argument of the layers.
@@ -249,14 +253,14 @@ class _Chooser(TorchFunctionMode):
         self.num_answers += 1
         return self._answer(args[0], result)
 
-    def _answer(self, scores: Tensor, own: Any) -> Any:
+    def _answer(self, scores: Tensor, choice: Any) -> Any:
         choices = self.choices
-        chosen = own.indices
+        chosen = choice.indices
         if choices.recorded is not None:
             recorded = choices.recorded[:, self.number]
             known = recorded[:, :1] != missing_expert(recorded.dtype)
-            chosen = torch.where(known, recorded.long(), own.indices)
-            same = (chosen[:, :, None] == own.indices[:, None]).any(-1).all(-1)
+            chosen = torch.where(known, recorded.long(), choice.indices)
+            same = (chosen[:, :, None] == choice.indices[:, None]).any(-1).all(-1)
             choices.changed[self.number] = (~same).sum()
 
         if choices.weights is not None:
@@ -264,5 +268,5 @@ class _Chooser(TorchFunctionMode):
             zeros = weights.new_zeros(self.shape.num_experts)
             choices.loads[self.number] = zeros.index_add(0, chosen.flatten(), weights)
         if choices.recorded is None:
-            return own
+            return choice
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))

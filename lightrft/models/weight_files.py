@@ -1,4 +1,4 @@
-"""Safetensors files of a Hugging Face folder: which tensors they hold, and any part of a tensor."""
+"""Safetensors files of a Hugging Face folder: their tensors, and any slice of a tensor."""
 
 import hashlib
 import json
@@ -113,13 +113,13 @@ class WeightFiles:
                 dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}
         return dtypes
 
-    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Return part of a tensor, on the host.
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """Return `slices` of a tensor, on the host.
 
         Nothing else is read, and the file is mapped only during the call.
         """
         with _open(self.files[name]) as file:
-            return file.get_slice(name)[part] if part else file.get_tensor(name)
+            return file.get_slice(name)[slices] if slices else file.get_tensor(name)
 
     def read_all(self, names: list[str]) -> list[Tensor]:
         """Return whole tensors of at least one dimension, on the host. Each file is opened once."""
@@ -181,11 +181,11 @@ def fingerprint(folder: Path | str) -> str:
             for name, entry in sorted(header.items()):
                 begin, end = entry["data_offsets"]
                 hasher.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
-                for part in range(FINGERPRINT_RANGES):
+                for step in range(FINGERPRINT_RANGES):
                     file.seek(
                         start
                         + begin
-                        + max(0, end - begin - FINGERPRINT_BYTES) * part // (FINGERPRINT_RANGES - 1)
+                        + max(0, end - begin - FINGERPRINT_BYTES) * step // (FINGERPRINT_RANGES - 1)
                     )
                     hasher.update(file.read(min(FINGERPRINT_BYTES, end - begin)))
 

@@ -359,7 +359,7 @@ class EngineHost:
 
     def _divides_experts(self) -> bool:
         """Return True if the ranks of each engine divide the experts as the trainer's do."""
-        own = self.engine.takes_own_experts and self._axis.size == self.strategy.mesh.ep.size
+        own = self.engine.takes_local_experts and self._axis.size == self.strategy.mesh.ep.size
         # All ranks gather the same shards, or all would wait.
         return all(self.strategy.mesh.world.gather(own))
 

@@ -24,7 +24,7 @@ from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.models.empty import empty_parameters
 from lightrft.models.load import repeated_blocks
 from lightrft.models.lora import adapter_parameters
-from lightrft.models.parallel.device import local_part
+from lightrft.models.parallel.device import local_tensor
 from lightrft.models.parallel.tensor_parallel import parallelize
 from lightrft.models.weight_sync.stream import hf_parameters, stream
 from lightrft.strategy.backends.materialize import materialize
@@ -227,7 +227,7 @@ def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard:
     FSDP2 pads dim 0 to a multiple of the ranks. With more ranks than experts, each rank would hold
     and gather a whole expert. Other dims are not padded, so only equal parts are possible there.
     """
-    tensor = local_part(parameter)
+    tensor = local_tensor(parameter)
     num_rows, *sizes = tensor.shape
     if -(-num_rows // ranks) * ranks <= MOST_PADDING * num_rows:
         return Shard(0)

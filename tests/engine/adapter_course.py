@@ -32,8 +32,8 @@ def adapted(folder: str, dtype: torch.dtype = torch.float32, **section: Any) -> 
     """A model as a trainer has it: adapters in float32, the others in the dtype of the engine."""
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    own = {"lora_rank": 4, "lora_alpha": 12.0} | section
-    freeze_parameters(model, ModelSection(pretrain=folder, **own))
+    given = {"lora_rank": 4, "lora_alpha": 12.0} | section
+    freeze_parameters(model, ModelSection(pretrain=folder, **given))
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

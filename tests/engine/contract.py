@@ -678,7 +678,7 @@ def a_prompt_is_computed_once_for_all_its_samples(bench: Bench) -> None:
 
 def requests_have_samplings_of_their_own(bench: Bench) -> None:
     call = Sampling(n=2, max_tokens=9, temperature=0.7, seed=6)
-    own = [
+    samplings = [
         None,
         GREEDY,
         Sampling(n=3, max_tokens=4, temperature=1.3, top_k=5),
@@ -686,11 +686,12 @@ def requests_have_samplings_of_their_own(bench: Bench) -> None:
         Sampling(temperature=0, max_tokens=2, n=2),
     ]
     requests = [
-        Request(prompt, sampling=sampling) for prompt, sampling in zip(PROMPTS, own, strict=True)
+        Request(prompt, sampling=sampling)
+        for prompt, sampling in zip(PROMPTS, samplings, strict=True)
     ]
 
     outputs = bench.engine.generate(requests, call)
-    for prompt, sampling, samples in zip(PROMPTS, own, outputs, strict=True):
+    for prompt, sampling, samples in zip(PROMPTS, samplings, outputs, strict=True):
         sampling = sampling or call
         assert len(samples) == sampling.n
         assert all(
@@ -778,8 +779,8 @@ def responses_go_on_with_new_weights(bench: Bench) -> None:
     sampling = Sampling(temperature=1.0, max_tokens=longest, n=2, seed=7)
     hot = replace(sampling, first_token_temperature=4.0)
     requests = [
-        Request(prompt, sampling=hot if place > 2 else sampling)
-        for place, prompt in enumerate(PROMPTS)
+        Request(prompt, sampling=hot if number > 2 else sampling)
+        for number, prompt in enumerate(PROMPTS)
     ]
     models = {3: bench.model, 4: perturbed(bench.model, 21), 5: perturbed(bench.model, 22)}
     bench.load(bench.model, 3)
@@ -898,8 +899,8 @@ def logits_over_one_cache(
     whole = prompt + tokens
     logits = []
     start = 0
-    for place, version in enumerate(versions):
-        end = len(prompt) + place
+    for index, version in enumerate(versions):
+        end = len(prompt) + index
         model = models[version]
         ids = torch.tensor([whole[start:end]], device=model.device)
         output = model(ids, past_key_values=cache, use_cache=True)
@@ -1033,7 +1034,7 @@ def continuing_costs_a_hit_in_the_cache(bench: Bench) -> None:
 
 
 def a_part_of_the_vocabulary_is_sampled_and_normalised(bench: Bench) -> None:
-    """Against the warpers of transformers; and with one token in the part that token comes."""
+    """Against the warpers of transformers; and with one token in it that token comes."""
     for options in ({"top_k": 7}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9, "temperature": 1.4}):
         _is_that_of_transformers(bench, options)
     for options in ({"top_k": 1}, {"top_p": 1e-6}):
@@ -1135,10 +1136,10 @@ def the_first_token_has_a_temperature_of_its_own(bench: Bench) -> None:
     """
     prompt = PROMPTS[0]
     fire = Sampling(n=24, max_tokens=3, temperature=0.7, seed=5, first_token_temperature=30.0)
-    own = [fire, GREEDY, replace(fire, n=1, max_tokens=1), replace(fire, temperature=0)]
+    samplings = [fire, GREEDY, replace(fire, n=1, max_tokens=1), replace(fire, temperature=0)]
     requests = [
         Request(PROMPTS[1] if index == 1 else prompt, sampling=sampling)
-        for index, sampling in enumerate(own)
+        for index, sampling in enumerate(samplings)
     ]
     finished = list(stream(bench.engine, requests, fire))
     assert sorted(index for index, _ in finished) == [0, 1, 2, 3]
@@ -1187,7 +1188,7 @@ def a_response_has_its_smallest_length(bench: Bench) -> None:
     sampling = Sampling(
         n=8, max_tokens=9, min_tokens=5, temperature=0.9, seed=3, stop_token_ids=ends
     )
-    own = [
+    samplings = [
         sampling,
         replace(sampling, top_p=0.8, top_k=20),
         replace(sampling, temperature=0.0),
@@ -1195,24 +1196,26 @@ def a_response_has_its_smallest_length(bench: Bench) -> None:
         replace(sampling, max_tokens=3),
         replace(sampling, min_tokens=0),
     ]
-    requests = [Request(PROMPTS[0], sampling=each) for each in own]
+    requests = [Request(PROMPTS[0], sampling=each) for each in samplings]
 
     outputs = bench.engine.generate(requests, sampling)
     ends = {*ends, *bench.engine.vocabulary.end_token_ids}
-    for each, samples in zip(own, outputs, strict=True):
+    for varied, samples in zip(samplings, outputs, strict=True):
         for sample in samples:
-            least = min(each.min_tokens, each.max_tokens)
+            least = min(varied.min_tokens, varied.max_tokens)
             assert len(sample.token_ids) == len(sample.logprobs) >= least
-            ended = [place for place, token in enumerate(sample.token_ids, 1) if token in ends]
+            ended = [
+                position for position, token in enumerate(sample.token_ids, 1) if token in ends
+            ]
             assert ended == ([len(sample.token_ids)] if sample.finish_reason == "stop" else [])
-            early = replace(each, banned_token_ids=tuple(ends))
-            expected = distribution(bench.model, PROMPTS[0], sample.token_ids, each)
+            early = replace(varied, banned_token_ids=tuple(ends))
+            expected = distribution(bench.model, PROMPTS[0], sample.token_ids, varied)
             expected[:least] = distribution(bench.model, PROMPTS[0], sample.token_ids, early)[
                 :least
             ]
 
-            if each.first_token_temperature:
-                first = replace(early, temperature=each.first_token_temperature)
+            if varied.first_token_temperature:
+                first = replace(early, temperature=varied.first_token_temperature)
                 expected[:1] = distribution(bench.model, PROMPTS[0], sample.token_ids, first)[:1]
 
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-4)
@@ -1371,7 +1374,7 @@ def logits_are_float32_in_a_bfloat16_engine(bench: Bench) -> None:
     head = sharp.get_output_embeddings().weight.detach().float().cpu()
     gaps = []
     for prompt in PROMPTS:
-        logits = head @ bench.engine.parts(prompt)["model.norm"][-1].clone()
+        logits = head @ bench.engine.module_outputs(prompt)["model.norm"][-1].clone()
         assert logits.max() > 16
         logits[unknown_ids(bench.model)] = -torch.inf
 

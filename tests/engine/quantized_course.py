@@ -45,12 +45,12 @@ def moved(model: PreTrainedModel, seed: int) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
 
 
-def is_noticed(engine: Engine, model: PreTrainedModel, part: str, change: Any) -> bool:
+def is_noticed(engine: Engine, model: PreTrainedModel, ending: str, change: Any) -> bool:
     """Whether the engine says that it lacks a weight that was sent otherwise."""
     sent = engine._fingerprints(engine.verify_dtype, None)
     changed = ""
     for name, tensor in weights(model, engine):
-        if name.endswith(part) and not changed:
+        if name.endswith(ending) and not changed:
             changed = name
             tensor = tensor.clone()
             change(tensor)
@@ -78,7 +78,7 @@ def an_engine_of_int8(folder: str, bf16: bool) -> dict[str, Any]:
     matrices = engine.quantization.matrices
     checks: dict[str, Any] = {
         "all_matrices": len(matrices) == 7 * model.config.num_hidden_layers,
-        "places_known": not engine._shim.weights.unknown,
+        "addresses_known": not engine._shim.weights.unknown,
         "whole_size": sum(p.nbytes // p.itemsize * dtype.itemsize for p in model.parameters()),
     }
 
@@ -160,9 +160,9 @@ def stale_scales(folder: str) -> str:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine = start("vllm", folder, axis, INT8, from_stream=True)
     engine.load_weights(weights(model, engine), 1)
-    part = [named for named in weights(model, engine) if not named[0].endswith("_scale")]
+    codes = [named for named in weights(model, engine) if not named[0].endswith("_scale")]
     try:
-        engine.load_weights(iter(part), 2)
+        engine.load_weights(iter(codes), 2)
     except (EngineError, ValueError) as error:
         return str(error)
     finally:

@@ -109,13 +109,13 @@ def main(folder: str, *names: str) -> None:
 def propose(self, input_batch, *args, dummy_run: bool = False, **options) -> Tensor:
     """Draft what vLLM's kernels would; the interpreter refuses the mask of one of them."""
     rows = [] if dummy_run else input_batch.idx_mapping.tolist()
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         length = int(self.req_states.total_len.gpu[row])
         text = self.req_states.all_token_ids.gpu[row, :length].tolist()
         starts = [start for start in range(length - 3) if text[start : start + 3] == text[-3:]]
         found = text[starts[-1] + 3 :] if starts else []
         draft = [*found, *text[-1:] * self.num_speculative_steps][: self.num_speculative_steps]
-        self.drafts[place] = torch.tensor(draft)
+        self.drafts[index] = torch.tensor(draft)
     return self.drafts[: input_batch.num_reqs]
 
 
@@ -159,8 +159,8 @@ def recorded_experts(folder: str) -> None:
     rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     long = list(range(5, 75))
     counts = {"samples": 0, "cached": 0, "records": 0, "equal": 0}
-    with tempfile.TemporaryDirectory() as own:
-        store = os.environ.get("STORE", own)
+    with tempfile.TemporaryDirectory() as temporary:
+        store = os.environ.get("STORE", temporary)
         dist.init_process_group(
             "gloo", init_method=f"file://{store}/store", rank=rank, world_size=ranks
         )
@@ -186,10 +186,10 @@ def recorded_experts(folder: str) -> None:
             for completion in completions:
                 tokens = ([9, 1, 2] if index == 1 else long) + completion.token_ids
                 model(torch.tensor([tokens]))
-                own = torch.stack([chosen[number] for number in sorted(chosen)], 1)[:-1]
+                wanted = torch.stack([chosen[number] for number in sorted(chosen)], 1)[:-1]
                 found = torch.from_numpy(completion.experts.astype("int64"))
-                assert len(found) == len(own), (len(found), len(own))
-                same = (own.sort(-1).values == found.sort(-1).values).all(-1)
+                assert len(found) == len(wanted), (len(found), len(wanted))
+                same = (wanted.sort(-1).values == found.sort(-1).values).all(-1)
                 counts["samples"] += 1
                 counts["cached"] += completion.num_cached_tokens
                 counts["records"] += same.numel()

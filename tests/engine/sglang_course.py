@@ -256,7 +256,7 @@ def a_death_is_told(bench: Bench) -> None:
 
     begun = time.monotonic()
     requests = [
-        Request([place % 250, 7], sampling=Sampling(n=4, max_tokens=240)) for place in range(2000)
+        Request([index % 250, 7], sampling=Sampling(n=4, max_tokens=240)) for index in range(2000)
     ]
     with pytest.raises(EngineError, match="a process of SGLang died"):
         bench.engine.generate(requests, Sampling())

@@ -1,6 +1,6 @@
 """Families of models in SGLang, compared with plain transformers.
 
-Each has a folder, streams with verification, answers and parts.
+Each has a folder, streams with verification, answers and outputs of modules.
 """
 
 from pathlib import Path
@@ -81,13 +81,13 @@ def problems(family: str, folder: str, axis: Axis) -> list[str]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     engine = start("sglang", path, axis)
     bench = Bench(engine, model, axis, torch.distributed.get_rank())
-    found = [f"unknown {name}" for name in engine.expected.keys() - engine._places.keys()] + _gaps(
-        bench, model
-    )
+    found = [
+        f"unknown {name}" for name in engine.expected.keys() - engine._addresses.keys()
+    ] + _gaps(bench, model)
     engine.verify_dtype = torch.float32
     other = perturbed(model, 3)
     bench.load(other)
-    found += [f"streamed: {gap}" for gap in _gaps(bench, other)] + _differing_parts(engine, other)
+    found += [f"streamed: {gap}" for gap in _gaps(bench, other)] + _differing_modules(engine, other)
     flipped_elements_are_named(bench, sorted(engine.expected.keys() & {GATE_UP, DOWN}))
     engine.close()
 
@@ -100,7 +100,7 @@ def hybrid(folder: str) -> list[str]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine = start("sglang", folder, axis)
     bench = Bench(engine, model, axis, axis.rank)
-    found = [f"unknown {name}" for name in engine.expected.keys() - engine._places.keys()]
+    found = [f"unknown {name}" for name in engine.expected.keys() - engine._addresses.keys()]
     found += _gaps(bench, model)
     other = perturbed(model, 3)
     bench.load(other)
@@ -112,8 +112,8 @@ def hybrid(folder: str) -> list[str]:
 
 def write(folder: Path) -> None:
     """Write each family to a folder of that name."""
-    for family, own in FAMILIES.items():
-        config = AutoConfig.for_model(family, **SMALL | own, dtype=torch.float32)
+    for family, settings in FAMILIES.items():
+        config = AutoConfig.for_model(family, **SMALL | settings, dtype=torch.float32)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
@@ -130,18 +130,18 @@ def _gaps(bench: Bench, model: PreTrainedModel) -> list[str]:
 
 
 @torch.no_grad()
-def _differing_parts(engine: Engine, model: PreTrainedModel) -> list[str]:
+def _differing_modules(engine: Engine, model: PreTrainedModel) -> list[str]:
     tokens = PROMPTS[1]
     probe = Probe(len(tokens))
     with probe.attached(model):
-        ours = probe.parts(model(torch.tensor([tokens])).logits[0, -1])
+        ours = probe.recorded(model(torch.tensor([tokens])).logits[0, -1])
     from lightrft.extras.tools.diagnosis import compare
 
-    compared = compare(ours, engine.parts(tokens), torch.float32)
+    compared = compare(ours, engine.module_outputs(tokens), torch.float32)
     lost = {"model.norm", "lm_head", "model.layers.1.self_attn.o_proj", "model.layers.0.mlp"} - {
-        part.name for part in compared
+        module.name for module in compared
     }
 
     return [f"no {name}" for name in lost] + [
-        f"{part.name} differs: {part.relative}" for part in compared if part.differs
+        f"{module.name} differs: {module.relative}" for module in compared if module.differs
     ]

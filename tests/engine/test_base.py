@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightrft.core.samples import Completion
-from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
+from lightrft.engine.base import Engine, EngineError, Half, Request, Sampling
 from lightrft.models.weight_sync.verify import FULL_EVERY, Fingerprints
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
@@ -56,7 +56,7 @@ class Idle(Engine):
     def _sleep(self, level: int) -> None:
         self._act("sleep")
 
-    def _wake(self, part: Part) -> None:
+    def _wake(self, half: Half) -> None:
         self._act("wake")
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ def test_the_first_verification_is_full_and_later_ones_are_samples() -> None:
     engine.held_rows = list(range(128))
     engine.load_weights(stream, 4)
 
-    engine.sleep(2)  # every row is written anew: what does not come is seen in any part
+    engine.sleep(2)  # every row is written anew: what does not come is seen in any row
     engine.wake("weights")
     engine.load_weights(stream, 5)
     assert engine.verify_round == 2

@@ -206,7 +206,7 @@ def divided_course(folder: str) -> tuple[list[bool], list[list[str]], str]:
     """Trainer and engine divide the experts over the same two ranks.
 
     Return whether the engine answers as the trainer's weights do after each sync, the weights that
-    each sync has brought in parts, and what the engine says when one element is another.
+    each sync has brought in shards, and what the engine says when one element is another.
     """
     made = FSDPStrategy(
         args={
@@ -228,16 +228,16 @@ def divided_course(folder: str) -> tuple[list[bool], list[list[str]], str]:
     engine = made.engine
     engine.verify_dtype = torch.float32
 
-    parts: list[list[str]] = []
+    divided: list[list[str]] = []
     load = engine._load_weights
 
     def watched(named_tensors: NamedTensors) -> None:
         load(noted(named_tensors))
 
     def noted(named_tensors: NamedTensors) -> NamedTensors:
-        parts.append([])
+        divided.append([])
         for name, tensor in named_tensors:
-            parts[-1] += [name] if isinstance(tensor, DTensor) else []
+            divided[-1] += [name] if isinstance(tensor, DTensor) else []
             yield name, tensor
 
     right = []
@@ -247,8 +247,8 @@ def divided_course(folder: str) -> tuple[list[bool], list[list[str]], str]:
             changed = perturbed(plain, seed)
             with torch.no_grad():
                 for name, parameter in unwrap(actor).named_parameters():
-                    own = local_slices(parameter)
-                    parameter.to_local().copy_(changed.get_parameter(name)[own])
+                    local = local_slices(parameter)
+                    parameter.to_local().copy_(changed.get_parameter(name)[local])
             with made.engine_awake(actor):
                 found = engine.generate([Request(prompt) for prompt in PROMPTS], GREEDY)
             answers = [samples[0].token_ids for samples in found]
@@ -262,7 +262,7 @@ def divided_course(folder: str) -> tuple[list[bool], list[list[str]], str]:
             made.update_engine_weights(actor)
 
     made.close_engine()
-    return right, parts, str(error.value)
+    return right, divided, str(error.value)
 
 
 def spoil(layer: torch.nn.Module) -> None:
@@ -292,7 +292,7 @@ def qwen3_mixture(folder: Path, **options: Any) -> None:
 
 
 def test_ranks_that_divide_experts_stream_their_own(tmp_path: Path) -> None:
-    """The first sync brings all experts, because their places are not known before."""
+    """The first sync brings all experts, because their addresses are not known before."""
     qwen3_mixture(tmp_path, num_key_value_heads=2)
 
     names = [
@@ -300,9 +300,9 @@ def test_ranks_that_divide_experts_stream_their_own(tmp_path: Path) -> None:
         for layer in range(2)
         for projection in ("gate_up_proj", "down_proj")
     ]
-    for right, parts, error in run_ranks(2, divided_course, str(tmp_path), timeout=400):
+    for right, divided, error in run_ranks(2, divided_course, str(tmp_path), timeout=400):
         assert right == [True] * 3
-        assert parts == [names] * 3
+        assert divided == [names] * 3
         assert "model.layers.0.mlp.experts.down_proj in the engine differs" in error
 
 
@@ -336,9 +336,9 @@ def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
             reload(*args, weights_iterator=counted(weights_iterator), **options)
 
         def counted(stream: NamedTensors) -> NamedTensors:
-            for each in stream:
+            for named in stream:
                 seen[-1] += 1
-                yield each
+                yield named
 
         patch.setattr(shim, "reload_weights", watched)
         for seed in (1, 2, 3):
@@ -363,7 +363,7 @@ def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
         random_order = list(perturbed(model, 5).named_parameters())[::-1]
         engine.load_weights(random_order, 1)
         right.append(
-            engine.places_verified and bench.greedy() == reference_greedy(perturbed(model, 5))
+            engine.addresses_verified and bench.greedy() == reference_greedy(perturbed(model, 5))
         )
         engine.close()
 
@@ -409,11 +409,11 @@ class RoutedExperts(torch.nn.Module):
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
 def test_experts_of_accelerators_are_copied_into_their_memory(rank: int, ranks: int) -> None:
     layer = RoutedExperts(rank, ranks)
-    own = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+    local = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
     full = {"w13_weight": torch.randn(3, 16, 5), "w2_weight": torch.randn(3, 5, 8)}
     for attribute, tensor in full.items():
         (target,) = CopyTarget.of([ExpertSlice("experts", layer, attribute, slice(None))])
         target.copy(tensor)
     gate, up = full["w13_weight"].split(8, 1)
-    assert torch.equal(layer.w13_weight, torch.cat([gate[:, own], up[:, own]], 1))
-    assert torch.equal(layer.w2_weight, full["w2_weight"][..., own])
+    assert torch.equal(layer.w13_weight, torch.cat([gate[:, local], up[:, local]], 1))
+    assert torch.equal(layer.w2_weight, full["w2_weight"][..., local])

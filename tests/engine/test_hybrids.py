@@ -16,7 +16,7 @@ from sglang_environment import beside_torchvision
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer, tiny_hybrid
 
 pytestmark = pytest.mark.slow
-PROMPTS = [[50, 55, 43, 53], list(range(70)), [200], [(7 * place) % 250 for place in range(200)]]
+PROMPTS = [[50, 55, 43, 53], list(range(70)), [200], [(7 * index) % 250 for index in range(200)]]
 
 
 def gaps(
@@ -32,9 +32,9 @@ def gaps(
     for prompt, samples in zip(PROMPTS, groups, strict=True):
         for sample in samples:
             scores = []
-            for each in (rounded, model):
+            for reference in (rounded, model):
                 with torch.no_grad():
-                    logits = each(torch.tensor([prompt + sample.token_ids])).logits[0].float()
+                    logits = reference(torch.tensor([prompt + sample.token_ids])).logits[0].float()
                 logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
                 scores.append(logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0])
             sampled = torch.tensor(sample.logprobs)
@@ -73,7 +73,7 @@ def courses(folder: str) -> list[list[tuple[float, float]]]:
 
 
 def test_weights_are_verified_and_used_in_one_rank_and_in_two(tmp_path: Path) -> None:
-    """Every weight of an engine is proven, also its part on each of two ranks."""
+    """Every weight of an engine is proven, also its shard on each of two ranks."""
     for found in beside_torchvision(courses, tiny_hybrid(tmp_path), timeout=600):
         assert found[0] == found[2]
         for engine, rounding in found:

@@ -33,7 +33,7 @@ from lightrft.core.samples import Completion
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.hf import has_positions_in_space
 from lightrft.engine.media import MEDIA_NAMES, Clip, Video, digest, read
-from lightrft.engine.model_info import Vocabulary, most_of_each, placeholder_token_ids
+from lightrft.engine.model_info import Vocabulary, media_limits, placeholder_token_ids
 from lightrft.engine.probe import Probe
 from lightrft.models.load import load_model
 from lightrft.models.parallel.collectives import Axis
@@ -99,7 +99,7 @@ SEEN: dict[str, list[tuple[str, list]]] = {
 """Prompts of a model, by what it reads beside text: the first and the fourth are the same, the
 second and the fifth are text."""
 IN_TEXT = {"images": "<image>", "videos": "<video>", "audios": "<|AUDIO|>"}
-OWN = {"images": picture, "videos": film, "audios": clip}
+DIFFERENT = {"images": picture, "videos": film, "audios": clip}
 Prompt = tuple[str, list | dict[str, list]]
 """Text, and what its model reads beside it, or that by medium where there are several."""
 
@@ -127,13 +127,13 @@ class Reference:
 
     def inputs(self, text: str, items: list | dict[str, list]) -> dict[str, torch.Tensor]:
         given: dict[str, Any] = {}
-        for name, own in self.media(items).items():
+        for name, files in self.media(items).items():
             if name == "audios":
-                given |= {"audio": [clip.waveform for clip in own], "sampling_rate": 16000}
+                given |= {"audio": [clip.waveform for clip in files], "sampling_rate": 16000}
             elif name == "images":
-                given |= {"images": [own]}
+                given |= {"images": [files]}
             else:
-                films = list(map(Video.of, own))
+                films = list(map(Video.of, files))
                 given |= {
                     "videos": [film.frames for film in films],
                     "do_sample_frames": False,
@@ -281,7 +281,7 @@ def what_follows_a_first_token_sees_the_images(scene: Scene) -> None:
 
 
 def a_response_goes_on(scene: Scene) -> None:
-    """As in partial rollouts, a request has a prompt with images and a part of the response."""
+    """As in partial rollouts, a request has a prompt with images and some of the response."""
     whole = scene.reference.greedy(scene.seen[2])
     grown = scene.reference.request(*scene.seen[2]).followed_by(whole[:4])
     ((sample,),) = scene.strategy.engine.generate([grown], Sampling(temperature=0, max_tokens=6))
@@ -338,7 +338,9 @@ def weights_behind_images_are_proven(scene: Scene) -> None:
     prints = engine._fingerprints(torch.float32, None)
     held = {*prints.bits, *prints.products}
     unused = UNUSED.get(scene.reference.model.config.model_type, ())
-    assert held == {name for name in engine.expected if not any(part in name for part in unused)}
+    assert held == {
+        name for name in engine.expected if not any(module in name for module in unused)
+    }
     bench = Bench(engine, scene.reference.model, engine.axis, scene.strategy.get_rank())
     others = "text_model", "language_model", "layers.1", "blocks.1"
     flipped_elements_are_named(
@@ -352,9 +354,9 @@ def its_parts_are_called_as_in_a_model_of_text(scene: Scene) -> None:
     tokens = [65, 66, 67]
     probe = Probe(3)
     with probe.attached(scene.reference.model):
-        expected = probe.parts(scene.reference.model(torch.tensor([tokens])).logits[0, -1])
+        expected = probe.recorded(scene.reference.model(torch.tensor([tokens])).logits[0, -1])
 
-    found = scene.strategy.engine.parts(tokens)
+    found = scene.strategy.engine.module_outputs(tokens)
     for name in (
         "model.embed_tokens",
         "model.layers.1.self_attn.o_proj",
@@ -453,10 +455,10 @@ def impossible_media_are_refused(scene: Scene) -> None:
 
 def ranks_of_an_engine_need_the_same_images(scene: Scene) -> None:
     if scene.strategy.engine.axis.size > 1:
-        own = OWN[scene.name](scene.strategy.get_rank())
+        different = DIFFERENT[scene.name](scene.strategy.get_rank())
         token = IMAGE + (scene.name == "videos")
         with pytest.raises(ValueError, match="the same requests"):
-            scene.strategy.engine.generate([Request([token], {scene.name: [own]})], GREEDY)
+            scene.strategy.engine.generate([Request([token], {scene.name: [different]})], GREEDY)
 
 
 def each_rank_gets_its_own_answers(scene: Scene) -> None:
@@ -614,7 +616,7 @@ def outcomes(
     `families` all of these but the first have only the cases of a further family.
     """
     results = {}
-    for place, (folder, size) in enumerate(zip(folders, cycle(sizes), strict=False)):
+    for index, (folder, size) in enumerate(zip(folders, cycle(sizes), strict=False)):
         made = FSDPStrategy(
             args={
                 "fsdp": True,
@@ -640,7 +642,7 @@ def outcomes(
         # Layers with a state compute a prompt in chunks, and then token by token.
         atol = 2e-5 if Path(folder).name == "qwen3_5" else 1e-5
         scenes = [Scene(made, Reference(folder, name, atol)) for name in made.engine.limits]
-        for scene, case in cases_of(scenes, further_family=families and place > 0):
+        for scene, case in cases_of(scenes, further_family=families and index > 0):
             try:
                 case(scene)
             except BaseException:
@@ -981,7 +983,7 @@ def test_the_form_of_a_model_that_engines_load():
         (Qwen2_5_VLConfig(), {"images": 4, "videos": 0}),
         (Qwen2AudioConfig(), {"audios": 1}),
     ):
-        assert most_of_each(EngineSection(), config) == media
+        assert media_limits(EngineSection(), config) == media
 
 
 def test_positions_in_space_are_known_from_the_configuration():

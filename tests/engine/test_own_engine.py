@@ -8,7 +8,7 @@ import pytest
 from lightrft.app.cli import train_ppo
 from runs import NOT_REPEATABLE, PPO, prepare
 
-OWN = """
+USERS_ENGINE = """
 from pathlib import Path
 
 from lightrft.engine.hf import HFEngine
@@ -31,15 +31,15 @@ def function(setup):
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("inputs")
-    (folder / "mine.py").write_text(OWN)
+    (folder / "mine.py").write_text(USERS_ENGINE)
     return folder, [flag for flag in [*PPO, *prepare(folder)] if "--engine_type" not in flag]
 
 
 def train(inputs: tuple[Path, list[str]], engine: str, run: str) -> int:
     folder, flags = inputs
-    own = [f"--engine_type={engine}", "--max_steps=2", f"--save_path={folder}/{run}"]
+    options = [f"--engine_type={engine}", "--max_steps=2", f"--save_path={folder}/{run}"]
     with pytest.raises(SystemExit) as ended:
-        train_ppo.main([*flags, *own])
+        train_ppo.main([*flags, *options])
     return ended.value.code
 
 
@@ -48,12 +48,12 @@ def test_an_engine_of_the_user_has_the_numbers_of_the_one_that_it_extends(inputs
     folder, _ = inputs
     assert train(inputs, "hf", "hf") == train(inputs, f"{folder}/mine.py:Counting", "own") == 0
     assert len((folder / "begun.txt").read_text().split()) == 2 * 8
-    first, own = (
+    first, users = (
         [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
         for run in ("hf", "own")
     )
     repeatable = [name for name in first[-1] if not name.startswith(NOT_REPEATABLE)]
-    assert [row[name] for row in own for name in repeatable] == [
+    assert [row[name] for row in users for name in repeatable] == [
         row[name] for row in first for name in repeatable
     ]
 

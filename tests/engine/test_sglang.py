@@ -140,10 +140,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[s
 
     @cache
     def rows(name: str) -> list[dict[str, float]]:
-        ranks, own = RUNS[name]
+        ranks, options = RUNS[name]
         steps = "--max_steps=6" if name == "fsdp" else "--max_steps=3"
         in_sglang_environment(
-            partial(train, "train_ppo", ranks, [*flags, *own, steps], folder / name)
+            partial(train, "train_ppo", ranks, [*flags, *options, steps], folder / name)
         )
         return repeatable(rows_of(folder / name))
 

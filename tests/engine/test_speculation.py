@@ -284,7 +284,7 @@ def test_runner_v2_keeps_what_is_drawn_up_to_the_first_wrong_draft() -> None:
 
     drawn = torch.tensor([1, 2, 6, 0, 7, 3, 5, 0])
     inputs = torch.tensor([9, 1, 2, 3, 8, 7, 4, 5])
-    places = torch.tensor([0, 1, 2, 3, 0, 0, 1, 2], dtype=torch.int32)
+    positions = torch.tensor([0, 1, 2, 3, 0, 0, 1, 2], dtype=torch.int32)
     config = SimpleNamespace(
         num_speculative_tokens=3,
         enable_adaptive_verification=False,
@@ -302,7 +302,7 @@ def test_runner_v2_keeps_what_is_drawn_up_to_the_first_wrong_draft() -> None:
         idx_mapping=None,
         idx_mapping_np=None,
         expanded_idx_mapping=None,
-        expanded_local_pos=places,
+        expanded_local_pos=positions,
         seq_lens_upper_bound_np=None,
         verify_draft_sampled=inputs,
     )
@@ -427,9 +427,9 @@ def _drafts_of_models(folder: str, other: str) -> tuple[list[Drafts], Account, A
         bench.load(bench.model)
         engine.wake("kv_cache")
         sample(engine)
-        own = _account(engine)
+        same = _account(engine)
     with speculating(folder, "draft", other) as (engine, _):
-        return found, own, _account(engine)
+        return found, same, _account(engine)
 
 
 @pytest.fixture(scope="module")
@@ -448,10 +448,10 @@ def test_a_draft_model_is_accepted_as_far_as_it_resembles_the_actor(
 
     So it does if the actor's weights come by stream and a sleep drops both.
     """
-    own, other, again, after_sleep = (
+    same, other, again, after_sleep = (
         drafts.num_accepted / drafts.num_tokens for drafts in drafts_of_models[0]
     )
-    assert own == again == after_sleep == 1 and other < 0.9
+    assert same == again == after_sleep == 1 and other < 0.9
 
 
 def test_a_model_whose_drafts_do_not_pay_is_switched_off(drafts_of_models: tuple) -> None:
@@ -459,10 +459,10 @@ def test_a_model_whose_drafts_do_not_pay_is_switched_off(drafts_of_models: tuple
 
     A draft that pays stays on. The samples are the same.
     """
-    _, (own, on, others), (strange, off, tokens) = drafts_of_models
+    _, (same, on, others), (strange, off, tokens) = drafts_of_models
     assert off == [True] * 3 and on == [False] * 3
     assert 0 < strange[0].count < 20 and strange[1].count == 0 and 0 < strange[2].count < 20
-    assert all(drafts.count > 12 and drafts.num_accepted == drafts.num_tokens for drafts in own)
+    assert all(drafts.count > 12 and drafts.num_accepted == drafts.num_tokens for drafts in same)
     assert len({tuple(each) for each in tokens + others}) == 1
 
 
@@ -501,8 +501,8 @@ def test_a_draft_model_whose_weights_are_streamed(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", seed=1)
     draft = tiny_model(tmp_path / "other", seed=2)
     for found, error in run_ranks(2, _acceptance_of_a_streamed_draft, folder, draft, timeout=300):
-        strange, own, after_sleep = (drafts.num_accepted / drafts.num_tokens for drafts in found)
-        assert own == after_sleep == 1 and strange < 0.9
+        strange, same, after_sleep = (drafts.num_accepted / drafts.num_tokens for drafts in found)
+        assert same == after_sleep == 1 and strange < 0.9
         assert "weights are missing, the first is draft:model.embed_tokens.weight" in error
 
 
@@ -620,9 +620,9 @@ def test_a_text_drafter_continues_as_its_group_last_did() -> None:
     for length in (6, 7, 11, 12, 13, 30, 31, 60):
         expected = []
         for row, group in enumerate(groups):
-            for place in range(max(CONTEXT, read[row]), length):
-                said[group][tuple(text[row, place - CONTEXT : place].tolist())] = int(
-                    text[row, place]
+            for position in range(max(CONTEXT, read[row]), length):
+                said[group][tuple(text[row, position - CONTEXT : position].tolist())] = int(
+                    text[row, position]
                 )
             read[row] = length
             draft = []
@@ -668,11 +668,11 @@ def test_text_is_drafted_only_where_it_pays_and_read_completely() -> None:
         for _ in range(steps):
             if not drafter.skips_step():
                 (draft,) = drafter.propose([[0]], np.array([length]), text)
-                assert draft in ([], [period[(length + place) % 4] for place in range(4)])
+                assert draft in ([], [period[(length + position) % 4] for position in range(4)])
                 # the first four tokens are new, and three come before each
                 right = max(0, length - 7)
                 accuracy = right / (right + 2)
-                gain = sum(accuracy**place for place in range(1, 5))
+                gain = sum(accuracy**position for position in range(1, 5))
                 if length < 60:
                     assert (draft != []) == (gain > cost and length >= 7)
                 first = length if draft and first is None else first

@@ -20,7 +20,7 @@ def tokenizer():
 def completion(tokens: list[int], reason: str = "length") -> Completion:
     return Completion(
         tokens,
-        [-float(place) for place in range(len(tokens))],
+        [-float(position) for position in range(len(tokens))],
         reason,
         7,
         weight_versions=[*range(len(tokens))],
@@ -42,7 +42,7 @@ def test_the_last_token_completes_the_first_text(tokenizer, text, stop, kept):
     tokens = list(text.encode())
     cut = StopStrings(tokenizer, stop).cut(completion(tokens))
     assert bytes(cut.token_ids).decode() == kept and cut.logprobs == [
-        -float(place) for place in range(len(kept.encode()))
+        -float(position) for position in range(len(kept.encode()))
     ]
     assert cut.finish_reason == ("length" if stop == ("else",) else "stop")
     assert (cut.weight_versions, cut.num_cached_tokens) == ([*range(len(cut.token_ids))], 7)

@@ -379,10 +379,10 @@ def test_attention_of_float32_models_is_not_rounded(tmp_path: Path) -> None:
 
     def rounding(environment: dict[str, str]) -> str:
         command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "triton_product.py")]
-        own = {name: value for name, value in os.environ.items() if name != "TRITON_F32_DEFAULT"}
+        kept = {name: value for name, value in os.environ.items() if name != "TRITON_F32_DEFAULT"}
         cache = {"TRITON_CACHE_DIR": str(tmp_path)}
         return subprocess.run(
-            command, capture_output=True, text=True, check=True, env=own | environment | cache
+            command, capture_output=True, text=True, check=True, env=kept | environment | cache
         ).stdout.strip()
 
     assert (rounding({}), rounding(ENVIRONMENT)) == ("tf32", "none")
@@ -505,12 +505,12 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
         np.random.seed(numpy_seed)
 
         states = SamplingStates(4, 20)
-        for place, each in enumerate(submitted):
+        for index, each in enumerate(submitted):
             parameters = each.sampling_params
             assert parameters.sampling_type == (
                 SamplingType.RANDOM_SEED if request.sampling.temperature else SamplingType.GREEDY
             )
-            states.add_request(place, parameters)
+            states.add_request(index, parameters)
 
         return states.seeds.np[: len(submitted)].tolist()
 
@@ -537,7 +537,10 @@ def test_tokens_are_drawn_by_their_probabilities(num_tokens: int) -> None:
     seeds = torch.randint(0, NUM_SEEDS, (2, 40000))
     for probabilities in logits.softmax(1):
         tokens = torch.cat(
-            [draw(probabilities.expand(part.shape[1], -1), part) for part in seeds.split(1000, 1)]
+            [
+                draw(probabilities.expand(chunk.shape[1], -1), chunk)
+                for chunk in seeds.split(1000, 1)
+            ]
         )
         counts = tokens.bincount(minlength=num_tokens)
         assert len(counts) == num_tokens and not counts[probabilities == 0].any()

@@ -12,8 +12,8 @@ from triton.compiler import ASTSource
 
 @triton.jit
 def product(left, right, out):
-    places = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(out + places, tl.dot(tl.load(left + places), tl.load(right + places)))
+    offsets = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(out + offsets, tl.dot(tl.load(left + offsets), tl.load(right + offsets)))
 
 
 compiled = triton.compile(

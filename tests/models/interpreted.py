@@ -102,11 +102,11 @@ def half_precision() -> None:
 
 
 def impossible() -> None:
-    """Check rows where all logits of this part, or all but one, are -inf."""
+    """Check rows where all logits of this range, or all but one, are -inf."""
     logits = torch.full((2, 3000), -torch.inf)
     logits[1, 2999] = 4.0
     local_targets = logprobs.LocalTargets(
-        torch.tensor([[1], [2999]]), logprobs.VocabularyPart.full(3000)
+        torch.tensor([[1], [2999]]), logprobs.VocabularyRange.full(3000)
     )
     from lightrft.models.logits import triton
 
@@ -160,7 +160,7 @@ def compiled() -> str:
         "num": "i32",
         "stride": "i32",
     }
-    gradient = {"logits": "*fp32", "out": "*bf16", "places": "*i64"}
+    gradient = {"logits": "*fp32", "out": "*bf16", "targets": "*i64"}
 
     gradient |= dict.fromkeys(
         ("grad_logprobs", "asked_for", "largest", "total", "entropy", "grad_entropy"), "*fp32"

@@ -300,21 +300,21 @@ def test_weights_that_are_not_finite_are_an_error(tmp_path):
 
 @pytest.mark.parametrize("makes", [nullcontext, empty_parameters])
 @pytest.mark.parametrize(
-    ("kind", "place"),
+    ("kind", "path"),
     [
         ("gpt_neox", "gpt_neox.layers.0.attention"),
         ("gpt2", "transformer.h.0.attn"),
         ("gpt_bigcode", "transformer.h.0.attn"),
     ],
 )
-def test_masks_beside_the_weights_are_left_out(tmp_path, kind, place, makes):
+def test_masks_beside_the_weights_are_left_out(tmp_path, kind, path, makes):
     section = saved(tmp_path, kind, max_position_embeddings=8)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
     names = load_model(section).state_dict().keys()
     mask = torch.ones(8, 8).tril()[None, None]
     for dtype in (torch.bool, torch.uint8, torch.float32):
-        masks = {f"{place}.bias": mask.to(dtype), f"{place}.masked_bias": torch.tensor(-1e9)}
+        masks = {f"{path}.bias": mask.to(dtype), f"{path}.masked_bias": torch.tensor(-1e9)}
         save_file(weights | masks, file, metadata={"format": "pt"})
         with makes():
             assert load_model(section).state_dict().keys() == names

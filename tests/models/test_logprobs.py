@@ -273,12 +273,12 @@ def truncated(
         likely = [
             token for token in order if row[token] - row[order[0]] >= math.log(min_p or 1e-30)
         ]
-        part = likely[:top_k] if top_k > 0 else likely
-        probabilities = row[part].softmax(-1).tolist()
+        candidates = likely[:top_k] if top_k > 0 else likely
+        probabilities = row[candidates].softmax(-1).tolist()
 
         reached = 0.0
         nucleus = []
-        for token, probability in zip(part, probabilities, strict=True):
+        for token, probability in zip(candidates, probabilities, strict=True):
             if reached >= top_p:
                 break
             nucleus.append(token)
@@ -802,7 +802,7 @@ def loss_of_sequences(logprobs: Tensor, entropy: Tensor | None, lengths: list[in
 def known_after_a_sequence(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the gradients of loss_of_sequences() for the rows of whole sequences."""
     starts = [sum(LENGTHS[:index]) for index in range(len(LENGTHS))]
-    assert rows.start in starts and rows.stop in [*starts, T], "only a part of a sequence"
+    assert rows.start in starts and rows.stop in [*starts, T], "only a piece of a sequence"
     whole = [torch.zeros(T).index_put((torch.arange(T)[rows],), x) for x in (logprobs, entropy)]
     inputs = [x.requires_grad_() for x in whole]
     with torch.enable_grad():
@@ -985,8 +985,8 @@ def test_memory_of_unusual_chunks_is_not_kept(monkeypatch):
     assert len(spare) == 5 * V
 
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        parts = [fake.from_tensor(each) for each in (hidden, weight, targets)]
-        token_logprobs(*parts)[0].sum().backward()
+        unusual = [fake.from_tensor(each) for each in (hidden, weight, targets)]
+        token_logprobs(*unusual)[0].sum().backward()
     assert [each is spare for each in logprobs._spare] == [True]
 
     logprobs._spare.clear()

@@ -18,13 +18,13 @@ from lightrft.models.lora import (
     adapted_layers,
     adapter_shapes,
     adapters_off,
+    adopt_layers,
     base_model_of_adapter,
     freeze_parameters,
     is_adapter,
     is_adapter_folder,
     merge_adapter,
     merge_adapters,
-    own_layers,
     split_adapters,
 )
 from lightrft.models.peft import merge
@@ -129,8 +129,8 @@ def test_merged_bfloat16_is_a_neighbour_of_the_float32_product(folder):
     found = dict(merge_adapters(model, stream.items()))
     layer = "model.layers.0.mlp.down_proj"
     base, a, b = (
-        stream[f"{layer}.{part}.weight"].double()
-        for part in ("base_layer", "lora_A.default", "lora_B.default")
+        stream[f"{layer}.{matrix}.weight"].double()
+        for matrix in ("base_layer", "lora_A.default", "lora_B.default")
     )
     merged = found[f"{layer}.weight"]
     exact = base + 4.0 * b @ a
@@ -164,7 +164,7 @@ def test_a_bfloat16_layer_computes_with_the_merged_matrix(bias):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 32, bias=bias))
     inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules=["0"]), model)
-    (layer,) = own_layers(model.bfloat16())
+    (layer,) = adopt_layers(model.bfloat16())
     base = layer.get_base_layer()
     a = layer.lora_A["default"].weight
     b = layer.lora_B["default"].weight
@@ -280,7 +280,7 @@ def test_a_scorer_trains_its_head_too(folder):
     )
 
 
-# -- parts that are not trained
+# -- modules that are not trained
 
 
 def test_a_prefix_is_not_trained(folder):

@@ -65,7 +65,7 @@ def learned(actor: Actor, batch) -> tuple[Tensor, dict[str, Tensor]]:
 def test_a_router_chooses_what_was_recorded(family: str) -> None:
     batch = make_batch([16] * 4, 0)
     plain = mixture(family)
-    own = chosen_by(plain, batch)
+    chosen = chosen_by(plain, batch)
     expected, gradients = learned(plain, batch)
 
     for policy in ("", "full", "selective"):
@@ -74,14 +74,14 @@ def test_a_router_chooses_what_was_recorded(family: str) -> None:
             recompute(actor, selective=policy == "selective")
         actor.router_choices = RouterChoices(actor.hf_model)
 
-        found, of_found = learned(actor, replace(batch, experts=own))
+        found, of_found = learned(actor, replace(batch, experts=chosen))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         for name, gradient in gradients.items():
             torch.testing.assert_close(of_found[name], gradient, rtol=1e-4, atol=1e-5)
         assert not any(actor.router_choices.last.changed.values())
 
         # Other experts than the router's give other log-probs, and each change is counted once.
-        other = (own + 1) % 4
+        other = (chosen + 1) % 4
         changed, of_changed = learned(actor, replace(batch, experts=other))
         assert not torch.allclose(changed, expected, atol=1e-3)
         layers = actor.router_choices.layers
@@ -97,16 +97,16 @@ def test_a_router_chooses_what_was_recorded(family: str) -> None:
 def test_tokens_without_a_record_choose_freely() -> None:
     batch = make_batch([16] * 4, 4)
     actor = mixture("qwen3_moe")
-    own = chosen_by(actor, batch)
+    chosen = chosen_by(actor, batch)
     expected, _ = learned(actor, batch)
     actor.router_choices = RouterChoices(actor.hf_model)
 
-    some = own.clone()
-    some[::3] = missing_expert(own.dtype)
+    some = chosen.clone()
+    some[::3] = missing_expert(chosen.dtype)
     shared = find_shared_prefixes(batch.input_ids, batch.lengths)
     assert shared is not None
-    for part in (batch, replace(batch, shared=shared)):
-        found, _ = learned(actor, replace(part, experts=some))
+    for rows in (batch, replace(batch, shared=shared)):
+        found, _ = learned(actor, replace(rows, experts=some))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         assert not any(actor.router_choices.last.changed.values())
 

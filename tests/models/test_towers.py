@@ -78,10 +78,10 @@ def test_the_language_part_learns_as_in_plain_transformers(folder: str) -> None:
     )
     found, _ = actor(batch, 1.0)
     plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    each = [plain(input_ids=torch.tensor([row])).logits[0, :-1].log_softmax(-1) for row in ROWS]
+    logprobs = [plain(input_ids=torch.tensor([row])).logits[0, :-1].log_softmax(-1) for row in ROWS]
     expected = [
         logits.gather(1, torch.tensor(row[1:])[:, None])[:, 0]
-        for logits, row in zip(each, ROWS, strict=True)
+        for logits, row in zip(logprobs, ROWS, strict=True)
     ]
     torch.testing.assert_close(found[mask], torch.cat(expected), rtol=0, atol=1e-5)
     found.sum().backward()

@@ -190,7 +190,7 @@ def test_bf16_and_several_targets(results, vocabulary):
             torch.testing.assert_close(value, reference.detach(), rtol=1e-6, atol=2e-6)
         for gradient, reference in zip(gradients, (hidden.grad, weight.grad), strict=True):
             assert gradient.dtype == torch.bfloat16
-            # each rank's part of a hidden gradient is rounded to 2^-8 before the parts are added
+            # each rank's share of a hidden gradient is rounded to 2^-8 before the shares are added
             assert (gradient.float() - reference.float()).norm() <= 2**-7 * reference.float().norm()
 
     first = found[0][0] + found[0][1]
@@ -246,7 +246,7 @@ def likeliest(vocabulary: int, k: int) -> tuple[Tensor, Tensor, list[str]]:
     cut = distribute_tensor(weight.detach(), mesh, [Shard(0)])
     with Collectives() as seen:
         values, ids = top_logprobs(hidden, cut, k, temperature=0.6)
-    assert [len(part) for part in top_logprobs(hidden[:0], cut, k)] == [0, 0]
+    assert [len(tensor) for tensor in top_logprobs(hidden[:0], cut, k)] == [0, 0]
     return values, ids, list(seen)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrft.core.engine import Request
 from lightrft.core.samples import Completion, Expanded
-from lightrft.engine.base import EngineError, EngineSetup, Part
+from lightrft.engine.base import EngineError, EngineSetup, Half
 from lightrft.engine.loop import EngineLoop
 from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import (
@@ -89,7 +89,7 @@ class RemoteEngine(FolderEngine):
         if self._processes.rank == 0:
             for engine in self._engines:
                 engine.send(LoadWeights(version, self._call))
-        # All training ranks gather each weight, and one of each node sends a part of it.
+        # All training ranks gather each weight, and one of each node sends a share of it.
         self._broadcast.send(self._checked(named_tensors))
 
         self.version = version
@@ -133,8 +133,8 @@ class RemoteEngine(FolderEngine):
         if requests:
             self._arrived[call] = []
         first = self._first - call if call < 0 else self._first
-        for place, engine in enumerate(self._engines):
-            chosen = range((place - first) % len(self._engines), len(requests), len(self._engines))
+        for number, engine in enumerate(self._engines):
+            chosen = range((number - first) % len(self._engines), len(requests), len(self._engines))
             engine.send(
                 Generate(call, [(index, requests[index]) for index in chosen], self.version)
             )
@@ -194,7 +194,7 @@ class RemoteEngine(FolderEngine):
     def _sleep(self, level: int) -> None:
         """Do nothing: engines on separate ranks never sleep."""
 
-    def _wake(self, part: Part) -> None:
+    def _wake(self, half: Half) -> None:
         """Do nothing."""
 
     def _close(self) -> None:

@@ -21,7 +21,7 @@ class Codec:
         self.kinds = {kind.__name__: kind for kind in kinds}
 
     def dump(self, message: Any) -> list[bytes]:
-        """Return the parts of a message, to be sent one after the other."""
+        """Return the pieces of a message, to be sent one after the other."""
         buffers: list[bytes] = []
         content = self._encode(message, buffers)
         head = json.dumps([content, [len(each) for each in buffers]]).encode()
@@ -83,9 +83,9 @@ class Codec:
             case "tuple":
                 return tuple(self._decode(inner, buffers))
             case "array":
-                kind, shape, place = inner
-                return np.frombuffer(bytearray(buffers[place]), np.dtype(kind)).reshape(shape)
+                kind, shape, index = inner
+                return np.frombuffer(bytearray(buffers[index]), np.dtype(kind)).reshape(shape)
             case "image":
-                mode, size, place = inner
-                return Image.frombytes(mode, tuple(size), buffers[place])
+                mode, size, index = inner
+                return Image.frombytes(mode, tuple(size), buffers[index])
         return self.kinds[name](*self._decode(inner, buffers))

@@ -100,8 +100,8 @@ class Door:
         finally:
             self._free.release()
 
-    def _digest(self, *parts: bytes | int) -> bytes:
-        return _digest(self._secret, *parts)
+    def _digest(self, *fields: bytes | int) -> bytes:
+        return _digest(self._secret, *fields)
 
 
 def enter(host: str, port: int, secret: str, rank: int) -> socket.socket:
@@ -148,27 +148,27 @@ def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
     content = b""
     while len(content) < size:
         connection.settimeout(max(deadline - time.monotonic(), 0.01))
-        part = connection.recv(size - len(content))
-        if not part or time.monotonic() > deadline:
+        chunk = connection.recv(size - len(content))
+        if not chunk or time.monotonic() > deadline:
             raise ConnectionError("it has ended, or takes too long")
-        content += part
+        content += chunk
     return content
 
 
-def _digest(secret: bytes, *parts: bytes | int) -> bytes:
-    content = b"|".join(part if isinstance(part, bytes) else b"%d" % part for part in parts)
+def _digest(secret: bytes, *fields: bytes | int) -> bytes:
+    content = b"|".join(field if isinstance(field, bytes) else b"%d" % field for field in fields)
     return hmac.digest(secret, content, "sha256")
 
 
-def own_address(processes: RunProcesses) -> str:
+def local_address(processes: RunProcesses) -> str:
     """Return the address where other ranks reach this machine; empty if it is not known."""
     if processes.one_node:
         return LOOPBACK
     names = [os.environ[INTERFACE]] if INTERFACE in os.environ else []
-    candidates = [place.address for name in names for place in psutil.net_if_addrs().get(name, ())]
+    candidates = [entry.address for name in names for entry in psutil.net_if_addrs().get(name, ())]
     with suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
-        candidates += [str(place[0]) for *_, place in found]
+        candidates += [str(entry[0]) for *_, entry in found]
     return next(filter(_can_listen, candidates), "")
 
 

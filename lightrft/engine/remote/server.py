@@ -144,18 +144,18 @@ class EngineServer:
                 self.engine.load_weights(weights, version)
         self._announce("generate" if self._owners else "")
 
-    def _begin(self, call: int, parts: dict[int, Generate]) -> None:
+    def _begin(self, call: int, messages: dict[int, Generate]) -> None:
         chosen = [
             (rank, index, request)
-            for rank in sorted(parts)
-            for index, request in parts[rank].requests
+            for rank in sorted(messages)
+            for index, request in messages[rank].requests
         ]
         if chosen:
             self._loop = self._loop or self.engine.open(Sampling())
-            places = self._loop.add([request for _, _, request in chosen])
+            loop_indices = self._loop.add([request for _, _, request in chosen])
             self._owners |= {
-                place: (rank, call, index)
-                for place, (rank, index, _) in zip(places, chosen, strict=True)
+                loop_index: (rank, call, index)
+                for loop_index, (rank, index, _) in zip(loop_indices, chosen, strict=True)
             }
 
     def _abort(self) -> None:
@@ -163,18 +163,18 @@ class EngineServer:
         # A call that has not begun yet has no requests to end, so it stays in the list.
         waiting = {(rank, message.call) for rank, message in self._alone}
         aborted = {
-            each for each in self._aborts if each[1] <= self._last_call and each not in waiting
+            pair for pair in self._aborts if pair[1] <= self._last_call and pair not in waiting
         }
-        self._aborts = [each for each in self._aborts if each not in aborted]
-        places = [
-            place for place, (rank, call, _) in self._owners.items() if (rank, call) in aborted
+        self._aborts = [pair for pair in self._aborts if pair not in aborted]
+        indices = [
+            index for index, (rank, call, _) in self._owners.items() if (rank, call) in aborted
         ]
-        if places:
-            self._send(list(self._loop.abort(places).items()))
+        if indices:
+            self._send(list(self._loop.abort(indices).items()))
 
     def _send(self, ended: list[tuple[int, list[Completion]]]) -> None:
-        for place, completions in ended:
-            rank, call, index = self._owners.pop(place)
+        for loop_index, completions in ended:
+            rank, call, index = self._owners.pop(loop_index)
             if self.axis.rank == 0:
                 with suppress(OSError):  # a rank that ends does not wait for what it began
                     self._peers[rank].send(Finished(call, index, completions))

@@ -22,8 +22,8 @@ MOST_SENDERS = 8
 class WeightBroadcast:
     """Groups for weights: one rank of each training node sends, and all that generate receive.
 
-    All training ranks have the same tensors. Each sender sends an equal part of the bytes of every
-    bucket, so that the nodes' network cards work at the same time. NCCL brings the parts into each
+    All training ranks have the same tensors. Each sender sends an equal share of the bytes of every
+    bucket, so that the nodes' network cards work at the same time. NCCL brings the shares into each
     receiving node once, and passes them on inside, so the ranks of an engine share one transfer.
     """
 
@@ -47,19 +47,19 @@ class WeightBroadcast:
 
     def _group(self, processes: RunProcesses, number: int) -> dist.Backend:
         first = processes.size - processes.rollout_ranks
-        place = processes.rank - first + 1 if processes.generates else 0
+        rank = processes.rank - first + 1 if processes.generates else 0
         size = processes.rollout_ranks + 1
         store = dist.PrefixStore(f"{STORE_PREFIX}/weights/{number}", processes.store)
         if self.device.type == "cpu":
-            return dist.ProcessGroupGloo(store, place, size, processes.timeout)
+            return dist.ProcessGroupGloo(store, rank, size, processes.timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = processes.timeout
-        return dist.ProcessGroupNCCL(store, place, size, options)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def send(self, named_tensors: Iterable[NamedTensor]) -> None:
-        """Send this rank's part of all tensors, or only consume them if this rank sends nothing.
+        """Send this rank's share of all tensors, or only consume them if this rank sends nothing.
 
-        At most one bucket of tensors is kept, in addition to the parts to send.
+        At most one bucket of tensors is kept, in addition to the share to send.
         """
         if not self._groups:
             for _ in named_tensors:
@@ -86,13 +86,13 @@ class WeightBroadcast:
             if not contents:
                 return
 
-            # All senders send their parts of the tensors' bytes.
+            # All senders send their shares of the tensors' bytes.
             size = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in contents)
             flat = torch.empty(size, dtype=torch.uint8, device=self.device)
-            parts = {number: self._part(number, size) for number in self._groups}
+            shares = {number: self._share(number, size) for number in self._groups}
             arriving = [
                 self._broadcast(number, flat[start:stop])
-                for number, (start, stop) in parts.items()
+                for number, (start, stop) in shares.items()
                 if start < stop
             ]
             for work in arriving:
@@ -118,7 +118,7 @@ class WeightBroadcast:
             self._broadcast(0, torch.tensor([len(header)], device=self.device)).wait()
             self._broadcast(0, header).wait()
 
-        start, stop = self._part(number, sum(tensor.nbytes for _, tensor in bucket))
+        start, stop = self._share(number, sum(tensor.nbytes for _, tensor in bucket))
         if start == stop:
             return
 
@@ -126,12 +126,12 @@ class WeightBroadcast:
         for _, tensor in bucket:
             content = tensor.detach().contiguous().flatten().view(torch.uint8)
             pieces.append(content[max(start, 0) : max(stop, 0)].to(self.device))
-            # From here on, the part is counted from the next tensor.
+            # From here on, the share is counted from the next tensor.
             start -= len(content)
             stop -= len(content)
         self._broadcast(number, torch.cat(pieces)).wait()
 
-    def _part(self, number: int, size: int) -> tuple[int, int]:
+    def _share(self, number: int, size: int) -> tuple[int, int]:
         """Return the first byte and the end of what a sender sends of `size` bytes."""
         return size * number // self._num_senders, size * (number + 1) // self._num_senders
 

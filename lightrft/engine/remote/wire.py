@@ -12,7 +12,7 @@ from lightrft.core.engine import Request
 from lightrft.core.samples import Completion, Drafts
 from lightrft.engine.media import Clip, Video
 from lightrft.engine.remote.codec import Codec
-from lightrft.engine.remote.door import STORE_PREFIX, Door, enter, own_address
+from lightrft.engine.remote.door import STORE_PREFIX, Door, enter, local_address
 from lightrft.engine.requests import Sampling
 from lightrft.models.parallel.processes import RunProcesses
 
@@ -104,8 +104,8 @@ class Peer:
         self._thread.start()
 
     def send(self, message: Any) -> None:
-        for part in CODEC.dump(message):
-            self.connection.sendall(part)
+        for piece in CODEC.dump(message):
+            self.connection.sendall(piece)
 
     def close(self) -> None:
         """Close the connection; what was sent still arrives."""
@@ -134,7 +134,7 @@ def _read(file: Any, size: int) -> bytes:
 def accept(processes: RunProcesses, inbox: "SimpleQueue[tuple[Peer, Any]]") -> list[Peer]:
     """Listen on this generating rank, and accept all training ranks, in rank order."""
     secret = secrets.token_hex(16)
-    address = own_address(processes)
+    address = local_address(processes)
     door = Door(address, secret)
     processes.store.set(
         f"{STORE_PREFIX}/{processes.rank}",

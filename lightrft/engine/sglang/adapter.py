@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from lightrft.core.engine import Request
 from lightrft.core.samples import Completion
-from lightrft.engine.base import EngineError, EngineSetup, Part
+from lightrft.engine.base import EngineError, EngineSetup, Half
 from lightrft.engine.sglang.arguments import arguments
 from lightrft.engine.sglang.samples import Samples
 from lightrft.engine.sglang.shim import SGLangShim
@@ -24,7 +24,7 @@ from lightrft.models.weight_sync.stream import bucket_limit, buckets
 from lightrft.models.weight_sync.verify import Fingerprints
 
 LATER_SUMMED = ("o_proj", "mlp")
-"""Parts of a model whose outputs are partial sums on each tensor-parallel rank."""
+"""Modules of a model whose outputs are partial sums on each tensor-parallel rank."""
 
 TEXT_ALONE = ("qwen3_5_text", "qwen3_5_moe_text")
 """Families whose class without a tower reads names without `language_model` only."""
@@ -58,17 +58,17 @@ class SGLangEngine(LibraryEngine):
         )
         options = arguments(setup, config)
         self._is_text_alone = config.model_type in TEXT_ALONE
-        places = {name: self._read(place) for name, place in engine_names(self.names).items()}
+        addresses = {name: self._read(given) for name, given in engine_names(self.names).items()}
         if config.model_type in SEEN_OTHERWISE:
             self.limits.pop("images", None)
-        unknown = self._on_first_rank(lambda: self._launch(options, places))
-        self._places = {name: place for name, place in places.items() if name not in unknown}
+        unknown = self._on_first_rank(lambda: self._launch(options, addresses))
+        self._addresses = {name: addresses[name] for name in addresses if name not in unknown}
         return unknown
 
-    def _launch(self, options: dict[str, Any], places: dict[str, str]) -> list[str]:
+    def _launch(self, options: dict[str, Any], addresses: dict[str, str]) -> list[str]:
         self._shim = SGLangShim(options)
         self._samples = Samples(self._shim, self.vocabulary)
-        return self._shim.ask("unknown_weights", places=places, shapes=self.names.shapes)[0]
+        return self._shim.ask("unknown_weights", addresses=addresses, shapes=self.names.shapes)[0]
 
     def prompts_at_once(self, n: int) -> int:
         return self._on_first_rank(lambda: self._shim.ask("num_slots"))[0] // n
@@ -106,14 +106,14 @@ class SGLangEngine(LibraryEngine):
         if self.limits:
             self._on_first_rank(lambda: self._shim.ask("forget_images"))
 
-    def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Return Probe.parts(), with tensor parallelism without parts that are sharded."""
+    def _module_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:
+        """Return Probe.recorded(), with tensor parallelism without outputs that are sharded."""
         self._on_first_rank(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
         try:
             self._compute(token_ids)
         finally:
-            parts = self._on_first_rank(lambda: self._shim.ask("seen"))
-        return _joined_parts(parts)
+            of_ranks = self._on_first_rank(lambda: self._shim.ask("seen"))
+        return _joined_outputs(of_ranks)
 
     # -- weights
 
@@ -141,13 +141,15 @@ class SGLangEngine(LibraryEngine):
         del shared_memory  # not earlier: all ranks' payloads have been read now
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
-        return Fingerprints(self.expected, dtype, bits=self._places, round=round)
+        return Fingerprints(self.expected, dtype, bits=self._addresses, round=round)
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """Return the numbers of all weights on the first rank and zeros elsewhere; they add up."""
         comparison = {"dtype": prints.dtype, "round": prints.round}
         numbers = self._on_first_rank(
-            lambda: self._shim.ask("held", places=self._places, shapes=self.expected, **comparison)
+            lambda: self._shim.ask(
+                "held", addresses=self._addresses, shapes=self.expected, **comparison
+            )
         )
         totals = [sum(of_ranks) for of_ranks in zip(*numbers, strict=True)]
         return tuple(totals) if self.axis.rank == 0 else tuple(map(torch.zeros_like, totals))
@@ -170,8 +172,8 @@ class SGLangEngine(LibraryEngine):
         self._on_first_rank(lambda: self._shim.release(sorted(tags - self._asleep)))
         self._asleep |= tags
 
-    def _wake(self, part: Part) -> None:
-        tags = self._asleep & ({"weights"} if part == "weights" else {"kv_cache", "cuda_graph"})
+    def _wake(self, half: Half) -> None:
+        tags = self._asleep & ({"weights"} if half == "weights" else {"kv_cache", "cuda_graph"})
         if tags:
             self._on_first_rank(lambda: self._shim.resume(sorted(tags)))
         self._asleep -= tags
@@ -203,14 +205,14 @@ class SGLangEngine(LibraryEngine):
         return outcome
 
 
-def _joined_parts(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the parts that are equal on all ranks, and sums of those that SGLang adds up later."""
+def _joined_outputs(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the outputs that are equal on all ranks, and sums of what SGLang adds up later."""
     first, *others = of_ranks
     joined = {}
-    for name, part in first.items():
-        parts = [part, *(other[name] for other in others)]
-        if all(torch.equal(part, other) for other in parts):
-            joined[name] = part
+    for name, output in first.items():
+        outputs = [output, *(other[name] for other in others)]
+        if all(torch.equal(output, other) for other in outputs):
+            joined[name] = output
         elif name.rpartition(".")[2] in LATER_SUMMED:
-            joined[name] = sum(parts)
+            joined[name] = sum(outputs)
     return joined

@@ -45,7 +45,7 @@ SPARE_TOKENS = 8
 def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
     section = setup.section
     on_cpu = setup.device.type == "cpu"
-    own = (_on_cpu(setup, config) if on_cpu else _on_accelerator(setup)) | {
+    options = (_on_cpu(setup, config) if on_cpu else _on_accelerator(setup)) | {
         "model_path": setup.model_path,
         "trust_remote_code": setup.trust_remote_code,
         "dtype": str(setup.dtype).removeprefix("torch."),
@@ -68,7 +68,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
     }
 
     return with_users_arguments(
-        own,
+        options,
         section.engine_args,
         known=inspect.signature(ServerArgs).parameters,
         reserved=SGLANG_RESERVED,

@@ -32,7 +32,7 @@ def contain_start(num_ranks: int, dtype: str) -> Iterator[None]:
     """
     before = set(psutil.Process().children())
     with _settings_kept():
-        os.environ.setdefault(CORES, _cores_of_each(num_ranks))
+        os.environ.setdefault(CORES, _cores_of_processes(num_ranks))
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)
         try:
             yield
@@ -132,19 +132,19 @@ def _settings_kept() -> Iterator[None]:
         yield
     finally:
         # SGLang reads its own variables later, so these may stay.
-        own = {
+        added = {
             name: value
             for name, value in os.environ.items()
             if name.startswith("SGLANG") and name != CORES
         }
         os.environ.clear()
-        os.environ.update(environment | own)
+        os.environ.update(environment | added)
         multiprocessing.set_start_method(start_method, force=True)
         signal.signal(signal.SIGTERM, handler)
         random.setstate(state)
 
 
-def _cores_of_each(tp: int) -> str:
+def _cores_of_processes(tp: int) -> str:
     """Divide this process's cores among `tp` processes, such as `0,1|2,3`.
 
     Processes share one if there are too few.

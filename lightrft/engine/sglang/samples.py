@@ -111,11 +111,11 @@ class Samples:
         if shared:
             # This only computes the prompt. It is not greedy, because beside greedy requests SGLang
             # sorts the tokens before it draws one.
-            async for place, answer in self._answers(
+            async for index, answer in self._answers(
                 [(running, {"max_new_tokens": 0, "sampling_seed": 0}, None) for running in shared],
                 [None] * len(shared),
             ):
-                shared[place].num_cached = answer["meta_info"]["cached_tokens"]
+                shared[index].num_cached = answer["meta_info"]["cached_tokens"]
 
         samples = [
             (running, self._parameters(running.request, seed), _processor(running.request))
@@ -124,9 +124,9 @@ class Samples:
         ]
         draws = [draw for running in batch for draw in range(running.request.sampling.num_draws)]
 
-        async for place, answer in self._answers(samples, draws):
-            running = samples[place][0]
-            running.samples[draws[place]] = self._completion(answer, running)
+        async for index, answer in self._answers(samples, draws):
+            running = samples[index][0]
+            running.samples[draws[index]] = self._completion(answer, running)
             if len(running.samples) == running.request.sampling.num_draws:
                 running.end()
                 self.ended.append(running.key)
@@ -134,7 +134,7 @@ class Samples:
     async def _answers(
         self, entries: list[tuple["_Running", dict, str | None]], draws: Sequence[int | None]
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """Yield place and final result of each request that SGLang gets.
+        """Yield index and final result of each request that SGLang gets.
 
         A stop string or an abort ends a request early. `draws` are the samples that the entries
         draw; None for a prompt alone.
@@ -144,18 +144,18 @@ class Samples:
         for name, (running, _, _), draw in zip(names, entries, draws, strict=True):
             running.names[name] = draw
 
-        async for place, answer in self.shim.generate(names, entries, str(self.num_loads)):
-            running = entries[place][0]
-            stop = entries[place][0].request.sampling.stop
+        async for index, answer in self.shim.generate(names, entries, str(self.num_loads)):
+            running = entries[index][0]
+            stop = entries[index][0].request.sampling.stop
             if answer["meta_info"]["finish_reason"] is not None:
-                del running.names[names[place]]
-                yield place, answer
-            elif stop and names[place] not in running.stopped:
+                del running.names[names[index]]
+                yield index, answer
+            elif stop and names[index] not in running.stopped:
                 if StopStrings(self.vocabulary.tokenizer, stop).match(
                     answer["output_ids"], LOOK_EVERY
                 ):
-                    running.stopped.add(names[place])
-                    self.shim.abort(names[place])
+                    running.stopped.add(names[index])
+                    self.shim.abort(names[index])
 
     def _completion(self, answer: dict[str, Any], running: "_Running") -> Completion:
         """Return one sample, including tokens generated after a stop string."""
@@ -181,7 +181,7 @@ class Samples:
 
     def _parameters(self, request: Request, seed: int) -> dict[str, Any]:
         sampling = request.sampling
-        size, part = without_padding(sampling.truncation, self.vocabulary.size)
+        size, truncation = without_padding(sampling.truncation, self.vocabulary.size)
 
         return {
             "max_new_tokens": sampling.max_tokens,
@@ -191,10 +191,10 @@ class Samples:
             "skip_special_tokens": False,
             "stream_interval": LOOK_EVERY if sampling.stop else RARELY,
             "custom_params": {
-                "top_k": part.top_k,
-                "top_p": part.top_p,
-                "min_p": part.min_p,
-                "banned": list(part.banned),
+                "top_k": truncation.top_k,
+                "top_p": truncation.top_p,
+                "min_p": truncation.min_p,
+                "banned": list(truncation.banned),
                 "size": size,
                 "temperature": sampling.temperature,
             },

@@ -34,7 +34,7 @@ def draw(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     The token is the inverse of the cumulative distribution, at a point that depends only on the
     row's seed and position. SGLang has such a function, but it needs SGLang's kernels.
     """
-    places = [
+    points = [
         random.Random(f"{of_row} {at}").random()
         for of_row, at in zip(seed.tolist(), position.tolist(), strict=True)
     ]
@@ -45,7 +45,7 @@ def draw(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
 
     return torch.searchsorted(
         cumulative,
-        torch.minimum(torch.tensor(places)[:, None].double() * total, below_total),
+        torch.minimum(torch.tensor(points)[:, None].double() * total, below_total),
         right=True,
     )
 
@@ -73,12 +73,12 @@ class Truncate(CustomLogitProcessor):
             ].append(row)
 
         for (top_k, top_p, min_p, banned, temperature), rows in rows_of.items():
-            part = Truncation(top_k, top_p, banned, min_p=min_p)
-            if not part.active:
+            truncation = Truncation(top_k, top_p, banned, min_p=min_p)
+            if not truncation.active:
                 continue
             scaled = logits[rows].float() / (temperature or 1.0)
             logits[rows] = logits[rows].masked_fill(
-                part.outside(scaled, part.threshold(scaled)), -torch.inf
+                truncation.outside(scaled, truncation.threshold(scaled)), -torch.inf
             )
 
         return logits

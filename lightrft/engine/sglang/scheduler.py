@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.sglang.sampling import draw, with_seeds
 from lightrft.models.parallel.gloo import share_gloo_device
-from lightrft.models.weight_sync.fused_layout import FUSED_PARTS, FusedWeights
+from lightrft.models.weight_sync.fused_layout import FUSED_LAYERS, FusedWeights
 from lightrft.models.weight_sync.verify import Fingerprints, destroy_weights
 
 CALLED_OTHERWISE = {
@@ -25,7 +25,7 @@ CALLED_OTHERWISE = {
     ".attn.qkv.": ".attn.qkv_proj.",
     ".self_attn.out_proj.": ".self_attn.proj.",
 }
-"""Parts of published names -> the same parts in some of SGLang's multimodal models."""
+"""Components of published names -> the same ones in some of SGLang's multimodal models."""
 OF_HYBRIDS = {
     "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
     "in_proj_ba": ["in_proj_b", "in_proj_a"],
@@ -71,7 +71,7 @@ def answer_question(self: Scheduler, folder: str) -> None:
 
 
 def _weights(
-    scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]
+    scheduler: Scheduler, addresses: dict[str, str], shapes: dict[str, torch.Size]
 ) -> FusedWeights:
     """Locate the weights.
 
@@ -87,40 +87,40 @@ def _weights(
                 (0, 1) if group is None else (group.rank_in_group, group.world_size)
             )
 
-    own = {name: _place(place, layers) for name, place in places.items()}
-    return FusedWeights(model, own, shapes, parts=FUSED_PARTS | OF_HYBRIDS)
+    names = {name: _address(address, layers) for name, address in addresses.items()}
+    return FusedWeights(model, names, shapes, fused_layers=FUSED_LAYERS | OF_HYBRIDS)
 
 
-def _place(place: str, layers: Collection[str]) -> str:
+def _address(name: str, layers: Collection[str]) -> str:
     """Return the name of a weight in SGLang's model."""
-    for published, own in CALLED_OTHERWISE.items():
-        path, other = (name.rpartition(".")[0] for name in (place, place.replace(published, own)))
+    for published, called in CALLED_OTHERWISE.items():
+        path, other = (each.rpartition(".")[0] for each in (name, name.replace(published, called)))
         if path not in layers and other.rpartition(".")[0] in layers:
-            place = place.replace(published, own)
+            name = name.replace(published, called)
 
     # Qwen3.5's blocks hold the layers of attention themselves.
-    block, inside, _ = place.partition(".self_attn.")
+    block, inside, _ = name.partition(".self_attn.")
     if inside and f"{block}.self_attn" not in layers:
-        place = place.replace(".self_attn.", ".")
-    return place
+        name = name.replace(".self_attn.", ".")
+    return name
 
 
 def _unknown_weights(
-    scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]
+    scheduler: Scheduler, addresses: dict[str, str], shapes: dict[str, torch.Size]
 ) -> list[str]:
-    """Return the weights that are not found under `places`, published name -> engine's name."""
-    return _weights(scheduler, places, shapes).unknown
+    """Return the weights that are not found under `addresses`, published name -> engine's name."""
+    return _weights(scheduler, addresses, shapes).unknown
 
 
 def _engine_fingerprints(
     scheduler: Scheduler,
-    places: dict[str, str],
+    addresses: dict[str, str],
     shapes: dict[str, torch.Size],
     dtype: torch.dtype,
     round: int | None,
 ) -> list[Tensor]:
-    prints = Fingerprints(shapes, dtype, bits=places, round=round)
-    _weights(scheduler, places, shapes).add_to(prints)
+    prints = Fingerprints(shapes, dtype, bits=addresses, round=round)
+    _weights(scheduler, addresses, shapes).add_to(prints)
     return [
         numbers.cpu()
         for numbers in prints.numbers(
@@ -175,7 +175,7 @@ _watches: list[tuple[Probe, list[Tensor], list[Any]]] = []
 
 
 def _watch(scheduler: Scheduler, num_tokens: int) -> None:
-    """Record the outputs of the model's parts until _seen() is called."""
+    """Record the outputs of the model's modules until _seen() is called."""
     model = scheduler.tp_worker.model_runner.model
     probe = Probe(num_tokens)
     logits = []
@@ -186,11 +186,11 @@ def _watch(scheduler: Scheduler, num_tokens: int) -> None:
 
 
 def _seen(scheduler: Scheduler) -> dict[str, Tensor]:
-    """End the recording; return Probe.parts() of this rank, with the first pass's logits."""
+    """End the recording; return Probe.recorded() of this rank, with the first pass's logits."""
     probe, logits, handles = _watches.pop()
     for handle in handles:
         handle.remove()
-    return probe.parts(logits[0][-1])
+    return probe.recorded(logits[0][-1])
 
 
 QUESTIONS = {

@@ -64,19 +64,19 @@ class SGLangShim:
     async def generate(
         self, names: list[str], entries: list[tuple[Any, dict[str, Any], str | None]], salt: str
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """Start requests with one message; yield place and intermediate or final result of each.
+        """Start requests with one message; yield index and intermediate or final result of each.
 
         An entry of `entries` is an object with the request, then parameters and processor. Only
         requests of the same salt share what is in the cache.
         """
         requests: list[Request] = [running.request for running, _, _ in entries]
         images = [
-            [each.expanded.features | {"format": "processor_output"}] if each.expanded else []
-            for each in requests
+            [request.expanded.features | {"format": "processor_output"}] if request.expanded else []
+            for request in requests
         ]
 
         answers = await self.engine.async_generate(
-            input_ids=[each.prompt for each in requests],
+            input_ids=[request.prompt for request in requests],
             sampling_params=[parameters for _, parameters, _ in entries],
             image_data=images if any(images) else None,
             custom_logit_processor=[processor for _, _, processor in entries],

@@ -20,14 +20,14 @@ from vllm.v1.engine import EngineCoreRequest
 
 from lightrft.core.engine import Request
 from lightrft.core.samples import Completion, Expanded
-from lightrft.engine.base import EngineError, EngineSetup, Part
+from lightrft.engine.base import EngineError, EngineSetup, Half
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.requests import Sampling
 from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import loader  # noqa: F401  registered by its import
 from lightrft.engine.vllm.adapter_slots import slots_problem
 from lightrft.engine.vllm.arguments import arguments, mamba2_problem, replay_problem
-from lightrft.engine.vllm.on_cpu import replace_slow_parts, share_last_blocks
+from lightrft.engine.vllm.on_cpu import replace_slow_operations, share_last_blocks
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
 from lightrft.models.logits.truncation import Truncation, without_padding
@@ -91,12 +91,12 @@ class VLLMEngine(LibraryEngine):
         if self.on_cpu and "enable_expert_parallel" in setup.section.engine_args:
             from lightrft.engine.vllm import experts_on_cpu  # noqa: F401  as above
 
-        memory = VLLMShim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
+        memory = VLLMShim.unique_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with (
             random_state_kept(self.device),
             memory,
             VLLMShim.rank_in_environment(),
-            VLLMShim.experts_on_each_rank(),
+            VLLMShim.experts_on_all_ranks(),
             warnings.catch_warnings(),
         ):
             for category in (DeprecationWarning, FutureWarning):  # from vLLM's own calls
@@ -116,7 +116,7 @@ class VLLMEngine(LibraryEngine):
             runner_v2 = self._llm.llm_engine.vllm_config.use_v2_model_runner
             eager = self.on_cpu and self._llm.llm_engine.model_config.enforce_eager
             if self.on_cpu:
-                replace_slow_parts(self._shim.model, self._shim.sampler, eager=eager)
+                replace_slow_operations(self._shim.model, self._shim.sampler, eager=eager)
             # Model runner V1 draws from torch's generators even if all requests have a seed. V2
             # never does: its kernels compute random numbers from the seeds.
             self._generators_kept: Callable[[], AbstractContextManager] = (
@@ -154,7 +154,7 @@ class VLLMEngine(LibraryEngine):
         return self._shim.weights.unknown
 
     @property
-    def takes_own_experts(self) -> bool:
+    def takes_local_experts(self) -> bool:
         return self.verify_round is not None and self._shim.weights.divides_experts
 
     @classmethod
@@ -337,7 +337,7 @@ class VLLMEngine(LibraryEngine):
         """Load all weights but adapters."""
         try:
             if self.draft_names is None:
-                self._shim.reload_weights(named_tensors, direct=self.places_verified)
+                self._shim.reload_weights(named_tensors, direct=self.addresses_verified)
             else:
                 self._load_with_draft(named_tensors)
         except (ValueError, KeyError) as error:
@@ -348,13 +348,13 @@ class VLLMEngine(LibraryEngine):
 
     def _load_with_draft(self, named_tensors: Iterator[NamedTensor]) -> None:
         """Load the weights of both models from one stream; a prefix marks the draft's."""
-        for is_draft, part in groupby(named_tensors, lambda named: named[0].startswith(DRAFT)):
+        for is_draft, tensors in groupby(named_tensors, lambda named: named[0].startswith(DRAFT)):
             if is_draft:
                 self._shim.reload_draft_weights(
-                    (name.removeprefix(DRAFT), tensor) for name, tensor in part
+                    (name.removeprefix(DRAFT), tensor) for name, tensor in tensors
                 )
             else:
-                self._shim.reload_weights(part, direct=self.places_verified)
+                self._shim.reload_weights(tensors, direct=self.addresses_verified)
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
         return self._shim.weights.fingerprints(dtype, round)
@@ -371,7 +371,7 @@ class VLLMEngine(LibraryEngine):
     def _num_cached(self) -> int:
         return self._shim.num_cached_blocks()
 
-    def _parts(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
+    def _module_outputs(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
         probe = Probe(len(token_ids))
         logits = []
         hook = logits_processor(self._shim.model).register_forward_hook(
@@ -384,7 +384,7 @@ class VLLMEngine(LibraryEngine):
         finally:
             hook.remove()
 
-        return probe.parts(logits[0][-1])
+        return probe.recorded(logits[0][-1])
 
     def _sleep(self, level: int) -> None:
         if level == 2 and self._keeps_draft:
@@ -395,10 +395,10 @@ class VLLMEngine(LibraryEngine):
             for model in filter(None, (self._shim.model, self._shim.draft_model)):
                 destroy_weights(model)
 
-    def _wake(self, part: Part) -> None:
+    def _wake(self, half: Half) -> None:
         if not self.on_cpu:
-            self._llm.wake_up(tags=[part])
-        if part == "weights" and self._keeps_draft:
+            self._llm.wake_up(tags=[half])
+        if half == "weights" and self._keeps_draft:
             self._shim.restore_draft_weights()
 
     def _close(self) -> None:
@@ -417,8 +417,8 @@ def _salted(expanded: Expanded, salt: str) -> MultiModalInput:
         medium: [f"{salt} {each}" for each in of_medium]
         for medium, of_medium in prompt["mm_hashes"].items()
     }
-    own = {"prompt_token_ids": expanded.token_ids, "cache_salt": salt, "mm_hashes": hashes}
-    return {**prompt, **own}
+    salted = {"prompt_token_ids": expanded.token_ids, "cache_salt": salt, "mm_hashes": hashes}
+    return {**prompt, **salted}
 
 
 def _without_adapters(

@@ -17,11 +17,11 @@ from vllm.model_executor.models import ModelRegistry, supports_lora
 from lightrft.engine.base import EngineError, EngineSetup
 from lightrft.engine.vllm.arguments import RANKS
 from lightrft.models.weight_sync.adapters import Adapters, names_of
-from lightrft.models.weight_sync.fused_layout import FUSED_PARTS
+from lightrft.models.weight_sync.fused_layout import FUSED_LAYERS
 from lightrft.models.weight_sync.names import PublishedNames
 from lightrft.models.weight_sync.verify import Fingerprints
 
-KNOWN_LAYERS = {"o_proj", "down_proj", *(part for parts in FUSED_PARTS.values() for part in parts)}
+KNOWN_LAYERS = {"o_proj", "down_proj", *(name for names in FUSED_LAYERS.values() for name in names)}
 """Names of layers whose slots are known: attention and a gated MLP."""
 
 
@@ -30,7 +30,7 @@ def slots_problem(
 ) -> str | None:
     """Return why vLLM cannot hold the adapters of `setup` in slots, or None."""
     registered = [
-        ModelRegistry.models[each] for each in architectures if each in ModelRegistry.models
+        ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models
     ]
     section = setup.section
     discards = section.engine_sleep_level == 2 and "engine_sleep_level" in section.written
@@ -47,14 +47,14 @@ def slots_problem(
         f"the rank {setup.adapters.rank} is above {RANKS[-1]}": setup.adapters.rank > RANKS[-1],
         f"where vLLM has the layers {', '.join(others)} is not known": bool(others),
         f"vLLM supports no adapters of {', '.join(architectures)}": not any(
-            supports_lora(each.load_model_cls()) for each in registered
+            supports_lora(model.load_model_cls()) for model in registered
         ),
     }
     return next((problem for problem, holds in problems.items() if holds), None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Address:
     """Slots of one layer of the transformers model: a slice of a layer of vLLM."""
 
     layer: BaseLinearLayerWithLoRA
@@ -77,21 +77,21 @@ class AdapterSlots:
         self._num_loads = 0
         self._modules: dict[str, str] = {}
         """Layer of the transformers model -> vLLM's name of it before fusing."""
-        self._places: dict[str, _Place] = {}
+        self._addresses: dict[str, _Address] = {}
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        # The mapper of some models also names the fused layers, and slots go by the parts.
+        # The mapper of some models also names the fused layers, and slots go by what these combine.
         mapper = mapper and mapper.get_rename_mapper()
         for layer in adapters.layers:
             published = names.renamed[f"{layer}.weight"].removesuffix(".weight")
             self._modules[layer] = name = mapper.map_name(published) if mapper else published
-            self._places[layer] = self._find(name)
+            self._addresses[layer] = self._find(name)
 
-    def _find(self, name: str) -> _Place:
+    def _find(self, name: str) -> _Address:
         if name in self.manager.modules:
-            return _Place(self.manager.modules[name], 0)
-        for fused, parts in self.manager.packed_modules.items():
-            if name in parts and fused in self.manager.modules:
-                return _Place(self.manager.modules[fused], parts.index(name))
+            return _Address(self.manager.modules[name], 0)
+        for fused, packed in self.manager.packed_modules.items():
+            if name in packed and fused in self.manager.modules:
+                return _Address(self.manager.modules[fused], packed.index(name))
         raise ValueError(f"vLLM has no slot for the adapter of {name}: use --lora_sync merged")
 
     def load(self, tensors: Mapping[str, Tensor], running: set[int]) -> None:
@@ -108,14 +108,14 @@ class AdapterSlots:
             )
 
         self._num_loads += 1
-        own = LoRAModel(
+        policy = LoRAModel(
             self._num_loads,
             self.adapters.rank,
             {self._modules[layer]: self._weights(layer, tensors) for layer in self._modules},
         )
-        self.manager.add_adapter(own)
-        self.manager.activate_adapter(own.id)
-        self.newest = LoRARequest(f"policy {own.id}", own.id, lora_path="in memory")
+        self.manager.add_adapter(policy)
+        self.manager.activate_adapter(policy.id)
+        self.newest = LoRARequest(f"policy {policy.id}", policy.id, lora_path="in memory")
 
     def _weights(self, layer: str, tensors: Mapping[str, Tensor]) -> LoRALayerWeights:
         # vLLM keeps and changes what it gets, and the trainer may have streamed its own memory.
@@ -123,32 +123,32 @@ class AdapterSlots:
         return LoRALayerWeights(self._modules[layer], len(a), len(a), a, b)
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int, int]]:
-        """Yield (peft's name, part, row, column) of the newest adapters in this rank's slots.
+        """Yield (peft's name, shard, row, column) of the newest adapters in this rank's slots.
 
-        Row and column are where the part starts in the full tensor.
+        Row and column are where the shard starts in the full tensor.
         """
         assert self.newest is not None
         slot = self.manager.lora_index_to_id.index(self.newest.lora_int_id)
-        for layer, place in self._places.items():
+        for layer, address in self._addresses.items():
             a, b = names_of(layer)
             rank, columns = self.adapters.shapes[a]
-            wrapper = place.layer
+            wrapper = address.layer
             column = 0
             if isinstance(wrapper, RowParallelLinearWithLoRA):
                 column = wrapper.tp_rank * wrapper.input_size
-            own_a = wrapper.lora_a_stacked[place.index][slot, 0, :rank]
-            yield a, own_a[:, : columns - column], 0, column
+            local_a = wrapper.lora_a_stacked[address.index][slot, 0, :rank]
+            yield a, local_a[:, : columns - column], 0, column
 
-            own_b = wrapper.lora_b_stacked[place.index][slot, 0, :, :rank]
+            local_b = wrapper.lora_b_stacked[address.index][slot, 0, :, :rank]
             row = 0
             if isinstance(wrapper, MergedColumnParallelLinearWithLoRA):
-                row = wrapper.output_ids[place.index] * len(own_b)
+                row = wrapper.output_ids[address.index] * len(local_b)
             elif not isinstance(wrapper, RowParallelLinearWithLoRA):
-                row = wrapper.tp_rank * len(own_b)
-            yield b, own_b, row, 0
+                row = wrapper.tp_rank * len(local_b)
+            yield b, local_b, row, 0
 
     @torch.inference_mode()
     def add_to(self, prints: Fingerprints) -> None:
-        """Add this rank's part of the newest adapters to the fingerprints."""
-        for name, part, row, column in self.tensors():
-            prints.add(name, part, row=row, column=column)
+        """Add this rank's shard of the newest adapters to the fingerprints."""
+        for name, shard, row, column in self.tensors():
+            prints.add(name, shard, row=row, column=column)

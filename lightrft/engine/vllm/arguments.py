@@ -81,7 +81,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     # The trainer computes logits in float32 too. Rounded to bfloat16, a logit of 18 is wrong by up
     # to 0.06.
     head = {} if setup.dtype == torch.float32 else {"head_dtype": "float32"}
-    # Whether a thinker's head is the embedding is read from the text part by vLLM, but from the
+    # Whether a thinker's head is the embedding is read from the text model by vLLM, but from the
     # thinker by transformers.
     tied = {"text_config": {"tie_word_embeddings": config.tie_word_embeddings}}
     quantized = {}
@@ -92,7 +92,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     exact = {"architectures": [EXACT_MODEL]} if section.exact else {}
     thinker = {"thinker_config": tied} if isinstance(config, OmniThinkerConfig) else {}
 
-    # Of some models that see (Qwen3.5) only the language part is trained; vLLM starts all of them.
+    # Of some models that see (Qwen3.5) only the language model is trained; vLLM starts all of them.
     sees = bool(limits) or config.get_text_config() is not config
     media = {
         "limit_mm_per_prompt": {
@@ -102,7 +102,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         # The constants of this are stored in the model and are not streamed.
         "mm_device_do_normalize": False,
     }
-    own = (
+    options = (
         memory
         | prefill
         | kernels
@@ -142,7 +142,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     if on_cpu:  # the flag is about CUDA graphs; what is compiled for a CPU pays in long runs only
         del reserved["enforce_eager"]
     return with_users_arguments(
-        own,
+        options,
         section.engine_args,
         known=[field.name for field in fields(EngineArgs)],
         reserved=reserved,

@@ -1,4 +1,4 @@
-"""Let vLLM's kernel for experts on CPUs hold a part of the experts; importing this registers it."""
+"""Let vLLM's kernel for experts on CPUs hold some of the experts; importing this registers it."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ def apply(
     vLLM's kernel ignores the map from all experts to those of the rank, and reads beyond its
     weights. Here experts of other ranks become the first one of this rank, with a weight of 0.
     """
-    if (own := options["expert_map"]) is not None:
-        places = own[topk_ids.long()]
-        topk_weights = topk_weights.masked_fill(places < 0, 0.0)
-        topk_ids = places.clamp(min=0).to(topk_ids.dtype)
+    if (local_experts := options["expert_map"]) is not None:
+        local_ids = local_experts[topk_ids.long()]
+        topk_weights = topk_weights.masked_fill(local_ids < 0, 0.0)
+        topk_ids = local_ids.clamp(min=0).to(topk_ids.dtype)
     original_apply(kernel, topk_weights=topk_weights, topk_ids=topk_ids, **options)
 
 

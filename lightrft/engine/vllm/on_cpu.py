@@ -63,7 +63,7 @@ class _HostRMSNorm(RMSNorm):
         return x, residual
 
 
-def replace_slow_parts(model: torch.nn.Module, sampler: Any, *, eager: bool) -> None:
+def replace_slow_operations(model: torch.nn.Module, sampler: Any, *, eager: bool) -> None:
     """Let a model skip what it does not need, and the sampler of model runner V1 sample fast.
 
     After each load vLLM packs a copy of every embedding for products. Only heads have any; an
@@ -86,12 +86,12 @@ def replace_slow_parts(model: torch.nn.Module, sampler: Any, *, eager: bool) -> 
 
 
 def use_fast_sampling(sampler: Sampler) -> None:
-    """Replace the parts of a sampler that vLLM 0.32 computes slowly on a CPU.
+    """Replace the operations of a sampler that vLLM 0.32 computes slowly on a CPU.
 
     vLLM draws noise for the whole vocabulary for each token, and divides all logits by the
     temperature even if it is 1. It also looks for the rank of the sampled token, by comparing the
     log-probs of the whole vocabulary in a function that needs a C++ compiler; nobody reads the
-    rank. The parts here pass probabilities to each other instead of log-probs, and compute the
+    rank. The ones here pass probabilities to each other instead of log-probs, and compute the
     logarithm for sampled tokens only.
     """
     if sampler.topk_topp_sampler.forward == sampler.topk_topp_sampler.forward_cpu:
@@ -112,12 +112,12 @@ def copy_of(generator: torch.Generator) -> torch.Generator:
 def draw(probabilities: Tensor, seeds: Tensor) -> Tensor:
     """Draw tokens [R] from `probabilities` [R, V] with `seeds` [2, R]: a block, then a token in it.
 
-    Noise takes several times as long as a softmax. Here a row needs it for V / B + B places instead
+    Noise takes several times as long as a softmax. Here a row needs it for V / B + B tokens instead
     of V, where B is TOKEN_BLOCK. Rows with the same seeds and similar probabilities mostly draw the
     same token, and drafts depend on that. One number and running sums would not do: a difference at
     one token moves the numbers of all later ones.
     """
-    # draws places [R] by the Gumbel-max trick, from logarithms [R, N] and seeds [R]
+    # draws indices [R] by the Gumbel-max trick, from logarithms [R, N] and seeds [R]
     gumbel_max = torch.ops._C.fused_gumbel_argmax
     num_tokens = probabilities.shape[1]
     if num_tokens <= TOKEN_BLOCK:

@@ -54,7 +54,7 @@ from lightrft.models.weight_sync.expert_layout import (
 )
 from lightrft.models.weight_sync.fused_layout import (
     CONVOLUTION_VIEW,
-    FUSED_PARTS,
+    FUSED_LAYERS,
     UNPACKED,
     CopyTarget,
     FusedWeights,
@@ -112,20 +112,20 @@ class VLLMShim:
         self._num_submitted = 0
 
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
-        parts = FUSED_PARTS | getattr(self.model, "packed_modules_mapping", {})
-        own_names = engine_names(names)
+        fused_layers = FUSED_LAYERS | getattr(self.model, "packed_modules_mapping", {})
+        loaded = engine_names(names)
         if mapper:
-            own_names = {name: mapper.map_name(published) for name, published in own_names.items()}
+            loaded = {name: mapper.map_name(published) for name, published in loaded.items()}
         else:
-            own_names = {name: _by_loader(published) for name, published in own_names.items()}
+            loaded = {name: _by_loader(published) for name, published in loaded.items()}
         self.names = names
         self._stale_copies = _stale_copies(self.model)
         self.experts = [layer for layer in self.model.modules() if is_experts(layer)]
         self.weights = FusedWeights(
             self.model,
-            own_names,
+            loaded,
             names.shapes,
-            parts=parts,
+            fused_layers=fused_layers,
             packs=_packs,
             keeps=lambda piece: names.is_alone(piece.name) and _keeps(piece.layer, piece.attribute),
         )
@@ -169,7 +169,7 @@ class VLLMShim:
             reload_weights(
                 config,
                 self.model,
-                weights_iterator=_place(named_tensors, targets, self.names),
+                weights_iterator=_copy_targeted(named_tensors, targets, self.names),
                 weights_path=None,
                 is_checkpoint_format=True,
             )
@@ -184,7 +184,7 @@ class VLLMShim:
         config = self.llm.llm_engine.vllm_config
         with set_current_vllm_config(config):
             initialize_layerwise_reload(self.draft_model)
-            self.draft_model.load_weights(_place(named_tensors, {}, self.draft_names))
+            self.draft_model.load_weights(_copy_targeted(named_tensors, {}, self.draft_names))
             finalize_layerwise_reload(
                 self.draft_model, config.speculative_config.draft_model_config
             )
@@ -329,16 +329,16 @@ class VLLMShim:
         if not self._draft_weights:
             self._draft_weights = {
                 name: weight.detach().cpu().clone()
-                for name, weight in self._own_draft_weights().items()
+                for name, weight in self._unshared_draft_weights().items()
             }
 
     def restore_draft_weights(self) -> None:
         with torch.no_grad():
-            for name, weight in self._own_draft_weights().items():
+            for name, weight in self._unshared_draft_weights().items():
                 if name in self._draft_weights:
                     weight.copy_(self._draft_weights[name])
 
-    def _own_draft_weights(self) -> dict[str, torch.nn.Parameter]:
+    def _unshared_draft_weights(self) -> dict[str, torch.nn.Parameter]:
         streamed = set(map(id, self.model.parameters()))
         named = self.draft_model.named_parameters()
         return {name: weight for name, weight in named if id(weight) not in streamed}
@@ -383,7 +383,7 @@ class VLLMShim:
 
     @staticmethod
     @contextmanager
-    def experts_on_each_rank() -> Iterator[None]:
+    def experts_on_all_ranks() -> Iterator[None]:
         """Let each rank of an engine return the chosen experts, while it starts.
 
         vLLM has one scheduler for several ranks, and returns them on the first one alone. Here each
@@ -398,7 +398,7 @@ class VLLMShim:
 
     @staticmethod
     @contextmanager
-    def own_shared_memory(axis: Axis) -> Iterator[None]:
+    def unique_shared_memory(axis: Axis) -> Iterator[None]:
         """Give the shared memory of an engine's ranks a unique name, while it starts on CPUs.
 
         The ranks exchange tensors there. vLLM uses the same name for every engine on the machine,
@@ -483,7 +483,7 @@ def _item(item: Image | Video | Clip) -> Image | tuple:
     return (item.waveform, item.sampling_rate) if isinstance(item, Clip) else item
 
 
-def _place(
+def _copy_targeted(
     named_tensors: Iterator[NamedTensor],
     targets: Mapping[str, list[CopyTarget]],
     names: PublishedNames,
@@ -533,8 +533,8 @@ def _keeps(layer: torch.nn.Module, attribute: str) -> bool:
 
 def _by_loader(name: str) -> str:
     """Return the name that a weight gets in the loading of a model without a table of names."""
-    for published, own in BY_LOADER.items():
-        name = name.replace(published, own)
+    for published, loaded in BY_LOADER.items():
+        name = name.replace(published, loaded)
     return name
 
 

@@ -195,7 +195,7 @@ class TextDrafter:
         if end >= CONTEXT:
             draft = table.draft(tuple(token_ids[end - CONTEXT : end].tolist()), most)
 
-        return draft, sum(table.accuracy**place for place in range(1, len(draft) + 1))
+        return draft, sum(table.accuracy**position for position in range(1, len(draft) + 1))
 
     def _learn(self, name: str, text: Callable[[int], list[int]], end: int) -> NgramTable:
         """Learn a request's unread tokens up to `end`; text(start) has the tokens from start on."""

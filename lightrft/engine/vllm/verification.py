@@ -55,16 +55,16 @@ class Verifier:
         begins = list(accumulate(counts, lambda begin, count: begin + count + 1, initial=0))
         running = list(range(len(counts)))
 
-        places: list[Tensor] = []
+        indices: list[Tensor] = []
         outputs: list[SamplerOutput] = []
-        for place in range(metadata.max_spec_len + 1):
-            rows = torch.tensor([begins[row] + place for row in running], device=logits.device)
+        for position in range(metadata.max_spec_len + 1):
+            rows = torch.tensor([begins[row] + position for row in running], device=logits.device)
             output = self.sampler(
                 logits=logits[rows], sampling_metadata=_of_requests(sampling, running)
             )
-            places.append(
+            indices.append(
                 torch.tensor(
-                    [row * (metadata.max_spec_len + 1) + place for row in running],
+                    [row * (metadata.max_spec_len + 1) + position for row in running],
                     device=logits.device,
                 )
             )
@@ -73,13 +73,13 @@ class Verifier:
             running = [
                 row
                 for row, token in zip(running, sampled, strict=True)
-                if drafts[row][place : place + 1] == [token]
+                if drafts[row][position : position + 1] == [token]
             ]
 
             if not running:
                 break
 
-        return _padded(outputs, torch.cat(places), (len(counts), metadata.max_spec_len + 1))
+        return _padded(outputs, torch.cat(indices), (len(counts), metadata.max_spec_len + 1))
 
 
 class VerifierOfV2(RejectionSampler):
@@ -176,13 +176,13 @@ def _of_requests(sampling: SamplingMetadata, rows: Sequence[int]) -> SamplingMet
         top_k=of(sampling.top_k),
         allowed_token_ids_mask=of(sampling.allowed_token_ids_mask),
         generators={
-            place: sampling.generators[row]
-            for place, row in enumerate(rows)
+            index: sampling.generators[row]
+            for index, row in enumerate(rows)
             if row in sampling.generators
         },
         bad_words_token_ids={
-            place: sampling.bad_words_token_ids[row]
-            for place, row in enumerate(rows)
+            index: sampling.bad_words_token_ids[row]
+            for index, row in enumerate(rows)
             if row in sampling.bad_words_token_ids
         },
         output_token_ids=[[]] * len(rows),
@@ -190,21 +190,21 @@ def _of_requests(sampling: SamplingMetadata, rows: Sequence[int]) -> SamplingMet
     )
 
 
-def _padded(outputs: list[SamplerOutput], places: Tensor, shape: tuple[int, int]) -> SamplerOutput:
-    """Write sampled tokens and log-probs at `places` in the flattened `shape`."""
+def _padded(outputs: list[SamplerOutput], indices: Tensor, shape: tuple[int, int]) -> SamplerOutput:
+    """Write sampled tokens and log-probs at `indices` in the flattened `shape`."""
 
-    def joined(parts: Sequence[Tensor], empty: int) -> Tensor:
-        values = torch.cat(list(parts))
+    def joined(tensors: Sequence[Tensor], empty: int) -> Tensor:
+        values = torch.cat(list(tensors))
         padded = values.new_full((shape[0] * shape[1], *values.shape[1:]), empty)
-        padded[places] = values
+        padded[indices] = values
         return padded
 
     logprobs = [output.logprobs_tensors for output in outputs]
     tokens = joined([output.sampled_token_ids for output in outputs], NO_TOKEN).view(shape)
     if logprobs[0] is None:
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
-    parts = zip(*(each[:3] for each in logprobs), strict=True)
+    columns = zip(*(each[:3] for each in logprobs), strict=True)
     return SamplerOutput(
         sampled_token_ids=tokens,
-        logprobs_tensors=LogprobsTensors(*(joined(part, 0) for part in parts)),
+        logprobs_tensors=LogprobsTensors(*(joined(column, 0) for column in columns)),
     )

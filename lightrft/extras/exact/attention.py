@@ -329,4 +329,4 @@ def _of_batch(
         outputs.append(blockwise(*tensors, position, width, scores).flatten(0, 1))
 
     output = torch.cat(outputs)
-    return output if blocks.places is None else output.index_select(0, blocks.places)
+    return output if blocks.positions is None else output.index_select(0, blocks.positions)

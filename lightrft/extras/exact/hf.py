@@ -80,7 +80,7 @@ class ExactHFEngine(HFEngine):
         ).last_hidden_state[:, -1]
 
     @torch.inference_mode()
-    def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
+    def _module_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:
         ids = torch.tensor([token_ids], device=self.device)
         positions = torch.arange(len(token_ids), device=self.device)[None]
         probe = Probe(len(token_ids))
@@ -88,4 +88,4 @@ class ExactHFEngine(HFEngine):
             cache = DynamicCache(config=self.model.config)
             hidden = self._forward(ids, torch.ones_like(ids), positions, cache)
 
-        return probe.parts(self.head.last_logits(hidden))
+        return probe.recorded(self.head.last_logits(hidden))

@@ -71,7 +71,7 @@ class ExactVLLMEngine(VLLMEngine):
         return parameters
 
     @torch.inference_mode()
-    def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
+    def _module_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:
         probe = Probe(len(token_ids))
         hidden = []
         hook = self.model.register_forward_hook(
@@ -82,7 +82,7 @@ class ExactVLLMEngine(VLLMEngine):
                 self._compute(token_ids)
         finally:
             hook.remove()
-        return probe.parts(self.model.head.last_logits(hidden[0]))
+        return probe.recorded(self.model.head.last_logits(hidden[0]))
 
     def _close(self) -> None:
         del self.model

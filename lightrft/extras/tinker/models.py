@@ -11,7 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.extras.tinker.records import RequestRefused
-from lightrft.models.parallel.device import local_part
+from lightrft.models.parallel.device import local_tensor
 from lightrft.strategy.phases import Phase
 
 Shards = list[Tensor]
@@ -148,7 +148,7 @@ class Models:
 
     def are_finite(self) -> bool:
         """Return True if the norm of the actor's trained parameters is finite, on all ranks."""
-        norm = get_total_norm([local_part(each).detach() for each in self.trained])
+        norm = get_total_norm([local_tensor(each).detach() for each in self.trained])
         return all(self.policy.strategy.mesh.world.gather(bool(norm.isfinite())))
 
     def collect_gradients(self, model: TrainedModel) -> None:
@@ -183,12 +183,12 @@ class Models:
             ]
 
     def _copy(self) -> Shards:
-        return [local_part(each).detach().to("cpu", copy=True) for each in self.trained]
+        return [local_tensor(each).detach().to("cpu", copy=True) for each in self.trained]
 
     @torch.no_grad()
     def _put(self, shards: Shards) -> None:
         for parameter, shard in zip(self.trained, shards, strict=True):
-            local_part(parameter).copy_(shard)
+            local_tensor(parameter).copy_(shard)
 
     @torch.no_grad()
     def _put_moments(self, moments: list[dict[str, Any]]) -> None:
@@ -199,7 +199,7 @@ class Models:
                 # A moment is sharded like the parameter.
                 if name != STEP_STATE:
                     moment = torch.empty_like(parameter)
-                    local_part(moment).copy_(value)
+                    local_tensor(moment).copy_(value)
                     value = moment
                 state[parameter][name] = value
 
@@ -209,4 +209,4 @@ STEP_STATE = "step"
 
 
 def _saved(name: str, value: Tensor) -> Tensor:
-    return value if name == STEP_STATE else local_part(value).to("cpu", copy=True)
+    return value if name == STEP_STATE else local_tensor(value).to("cpu", copy=True)

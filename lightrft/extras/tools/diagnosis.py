@@ -186,7 +186,7 @@ def diagnose(
             for name, sampling in PROBE_SAMPLING.items()
         }
         sequence = prompts[2] + responses["sampled"][2][0].token_ids
-        engine_values = strategy.engine.parts(sequence)
+        engine_values = strategy.engine.module_outputs(sequence)
 
     gaps = {
         name: _gap(policy, prompts, completions, tokenizer.decode)
@@ -251,7 +251,7 @@ def compare(
 
 @torch.no_grad()
 def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
-    """Compute the parts as Engine.parts() does, for the actor as it is trained."""
+    """Compute the parts as Engine.module_outputs() does, for the actor as it is trained."""
     policy.prepare_for_logprobs()
     policy.actor.eval()
     model = policy.strategy.unwrap_model(policy.actor)
@@ -274,7 +274,7 @@ def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
             policy.get_logprobs(_pad([sequence]))
     finally:
         hook.remove()
-    return probe.parts(logits[0][-1])
+    return probe.recorded(logits[0][-1])
 
 
 def _gap(

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from lightrft.config.errors import ConfigError
-from lightrft.models.qwen_omni import load_config, trained_part
+from lightrft.models.qwen_omni import load_config, trained_config
 from lightrft.models.weight_files import cached_folder, hub_folder
 
 QWEN2 = {
@@ -67,7 +67,7 @@ def model_config(name: str, file: str = "") -> PretrainedConfig:
     try:
         if file:
             values = json.loads(Path(file).read_text())
-            return trained_part(AutoConfig.for_model(values.pop("model_type"), **values))
+            return trained_config(AutoConfig.for_model(values.pop("model_type"), **values))
         return load_config(str(folder or hub_folder(name)), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(

@@ -92,7 +92,7 @@ def flat_attention(
     query, key, value = layout.sequence.before_attention(
         *(x[0].transpose(0, 1) for x in (query, key, value))
     )
-    sinks = None if s_aux is None else layout.sequence.own_heads(s_aux)
+    sinks = None if s_aux is None else layout.sequence.local_heads(s_aux)
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
     # Merging the calls needs log-sum-exps, and dropout needs the probabilities over all keys at
     # once.
@@ -255,7 +255,7 @@ def block_attention(
         outputs.append(out.transpose(1, 2).flatten(0, 1))
 
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return output if blocks.places is None else output.index_select(0, blocks.places)
+    return output if blocks.positions is None else output.index_select(0, blocks.positions)
 
 
 AttentionInterface.register(ATTENTION, flat_attention)

@@ -59,7 +59,7 @@ class Blocks:
 
     None if the blocks are the flat batch itself.
     """
-    places: Tensor | None
+    positions: Tensor | None
     """[T] int64: the position of each token in the blocks."""
 
 
@@ -81,11 +81,11 @@ class Selection:
         self.rows = to_device(torch.from_numpy(index), device)
         copy = _copy_numbers(index)
         for number in range(int(copy.max(initial=0)) + 1 if copy.any() else 0):
-            places = (copy == number).nonzero()[0]
+            entries = (copy == number).nonzero()[0]
             self._copies.append(
                 (
-                    to_device(torch.from_numpy(places), device),
-                    to_device(torch.from_numpy(index[places]), device),
+                    to_device(torch.from_numpy(entries), device),
+                    to_device(torch.from_numpy(index[entries]), device),
                 )
             )
 
@@ -112,8 +112,8 @@ class Selection:
         """
         if self.consecutive:
             total[self.rows] += values
-        for places, rows in self._copies:
-            total.index_add_(0, rows, values.index_select(0, places).to(total.dtype))
+        for entries, rows in self._copies:
+            total.index_add_(0, rows, values.index_select(0, entries).to(total.dtype))
         if not self.consecutive and not self._copies:
             total.index_add_(0, self.rows, values.to(total.dtype))
 
@@ -203,7 +203,7 @@ class Layout:
         """True if one causal call over this rank's own tokens is not enough."""
         self.starts: np.ndarray = (self.lengths.cumsum(0) - self.lengths).numpy()
         """Start of each sequence among the T tokens: [N]."""
-        self.places: np.ndarray = shared.indices.numpy() if shared else np.arange(self.num_computed)
+        self.computed_index = shared.indices.numpy() if shared else np.arange(self.num_computed)
         """Index of each token among the computed ones: [T]."""
         self._calls: dict[int | None, list[AttentionCall]] = {}
         self.derived: dict[object, Any] = {}
@@ -228,14 +228,14 @@ class Layout:
         if self.shared is None:
             return full
 
-        places = to_device(self.shared.indices, self.device)
+        copied = to_device(self.shared.indices, self.device)
         computed = to_device(self.shared.computed, self.device)
-        source = places if full.source is None else places.index_select(0, full.source)
+        source = copied if full.source is None else copied.index_select(0, full.source)
 
         return Blocks(
             full.shapes,
             source,
-            computed if full.places is None else full.places.index_select(0, computed),
+            computed if full.positions is None else full.positions.index_select(0, computed),
         )
 
     def copies_are_faster(self, width: int) -> bool:
@@ -257,7 +257,7 @@ class Layout:
             return math.inf
         depth = self.pieces.depth
         last = self.starts[self.pieces.row] + depth - 1
-        prefixes = np.unique(self.places[last][depth > 0])
+        prefixes = np.unique(self.computed_index[last][depth > 0])
         return float((depth**2).sum()) / 2 / (len(prefixes) + 1)
 
     def calls(self, window: int | None) -> list[AttentionCall]:
@@ -285,16 +285,16 @@ class Layout:
         starts = first + np.maximum(self.pieces.depth - window + 1, 0)
         ends = first + self.pieces.depth
         before = ends - starts
-        own = self.pieces.sizes
-        index = np.empty(int((before + own).sum()), dtype=np.int64)
-        at = _steps(before + own)
-        is_before = at < before.repeat(before + own)
-        index[is_before] = self.places[ranges(starts, before)]
-        index[~is_before] = ranges(self.pieces.begins, own)
-        queries = Selection(np.arange(int(own.sum())), self.device)
+        sizes = self.pieces.sizes
+        index = np.empty(int((before + sizes).sum()), dtype=np.int64)
+        at = _steps(before + sizes)
+        is_before = at < before.repeat(before + sizes)
+        index[is_before] = self.computed_index[ranges(starts, before)]
+        index[~is_before] = ranges(self.pieces.begins, sizes)
+        queries = Selection(np.arange(int(sizes.sum())), self.device)
 
         keys = Selection(index, self.device)
-        lengths = own.tolist(), (before + own).tolist()
+        lengths = sizes.tolist(), (before + sizes).tolist()
         return AttentionCall(queries, keys, *lengths, self.device, window=window)
 
     def _own(self) -> AttentionCall:
@@ -311,7 +311,7 @@ class Layout:
         """
         pieces = self.pieces
         piece = np.arange(len(pieces.sizes)).repeat(pieces.depth)
-        read = self.places[ranges(self.starts[pieces.row], pieces.depth)]
+        read = self.computed_index[ranges(self.starts[pieces.row], pieces.depth)]
         if not len(read):
             return
 
@@ -477,17 +477,17 @@ def blocks(lengths: Tensor, device: torch.device) -> Blocks:
     order = block.argsort(stable=True)
     width = widths[block]
     starts = lengths.cumsum(0) - lengths
-    place = torch.empty_like(starts)
-    place[order] = width[order].cumsum(0) - width[order]
+    begins = torch.empty_like(starts)
+    begins[order] = width[order].cumsum(0) - width[order]
     steps = torch.from_numpy(_steps(width[order].numpy()))
     source = starts[order].repeat_interleave(width[order]) + torch.minimum(
         steps, (lengths[order] - 1).repeat_interleave(width[order])
     )
 
-    places = place.repeat_interleave(lengths) + torch.from_numpy(_steps(lengths.numpy()))
-    if torch.equal(source, torch.arange(len(places))):
+    positions = begins.repeat_interleave(lengths) + torch.from_numpy(_steps(lengths.numpy()))
+    if torch.equal(source, torch.arange(len(positions))):
         return Blocks(shapes, None, None)
-    return Blocks(shapes, to_device(source, device), to_device(places, device))
+    return Blocks(shapes, to_device(source, device), to_device(positions, device))
 
 
 def _steps(lengths: np.ndarray) -> np.ndarray:

@@ -81,8 +81,10 @@ class _MergedCalls(torch.autograd.Function):
         kernel: CallKernel,
         scaling: float | None,
     ) -> Tensor:
-        own, *prefixes = calls
-        output, lse = kernel.forward(query, own.keys.of(key), own.keys.of(value), own, scaling)
+        inner, *prefixes = calls
+        output, lse = kernel.forward(
+            query, inner.keys.of(key), inner.keys.of(value), inner, scaling
+        )
         # Copies, because recomputation may keep what a kernel returned.
         if prefixes or sinks is not None:
             output = output.to(torch.float32, copy=True)
@@ -191,11 +193,11 @@ def _backward(
     scaling: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients_of_calls = []
-    if call.causal and call.blocks.places is not None:  # padding has no gradient
-        places = call.blocks.places
+    if call.causal and call.blocks.positions is not None:  # padding has no gradient
+        positions = call.blocks.positions
         source = call.blocks.source
         padded = gradient.new_zeros(len(source), *gradient.shape[1:]).index_copy_(
-            0, places, gradient
+            0, positions, gradient
         )
         gradients = padded.split([size * width for size, width in call.blocks.shapes])
     else:
@@ -206,12 +208,12 @@ def _backward(
     ):
         (q, o, its_lse), (k, v), mask = dense
         above = above.view(len(q), -1, *above.shape[1:]).transpose(1, 2)
-        each = _BACKWARD(
+        block_gradients = _BACKWARD(
             above, q, k, v, o, its_lse, 0.0, call.causal, attn_mask=mask, scale=scaling
         )
-        gradients_of_calls.append([x.transpose(1, 2).flatten(0, 1) for x in each])
+        gradients_of_calls.append([x.transpose(1, 2).flatten(0, 1) for x in block_gradients])
 
-    return tuple(_flat(list(each), call) for each in zip(*gradients_of_calls, strict=True))
+    return tuple(_flat(list(blocks), call) for blocks in zip(*gradients_of_calls, strict=True))
 
 
 CPU_KERNEL = CallKernel(_forward, _backward)
@@ -227,7 +229,7 @@ def _dense(
     blocks: Blocks | None = call.blocks if call.causal else None
     if blocks is not None and blocks.source is not None:
         of_queries, of_keys = (
-            [x.index_select(0, blocks.source) for x in each] for each in (of_queries, of_keys)
+            [x.index_select(0, blocks.source) for x in tensors] for tensors in (of_queries, of_keys)
         )
 
     counts = [size for size, _ in blocks.shapes] if blocks else [1] * len(call.query_lengths)
@@ -235,8 +237,8 @@ def _dense(
     cut_keys = zip(*(x.split(_sizes(call, call.key_lengths)) for x in of_keys), strict=True)
     for count, queries, keys in zip(counts, cut_queries, cut_keys, strict=True):
         queries, keys = (
-            [x.view(count, -1, *x.shape[1:]).transpose(1, 2) for x in each]
-            for each in (queries, keys)
+            [x.view(count, -1, *x.shape[1:]).transpose(1, 2) for x in tensors]
+            for tensors in (queries, keys)
         )
         mask = None
 
@@ -259,8 +261,8 @@ def _sizes(call: AttentionCall, lengths: list[int]) -> list[int]:
 def _flat(blocks: list[Tensor], call: AttentionCall) -> Tensor:
     """Return values in blocks in the token order of the call."""
     values = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-    if call.causal and call.blocks.places is not None:
-        return values.index_select(0, call.blocks.places)
+    if call.causal and call.blocks.positions is not None:
+        return values.index_select(0, call.blocks.positions)
     return values
 
 

@@ -192,16 +192,16 @@ def _flat_convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             call.pop(name, None)
         inputs = call["hidden_states"][0].T.unsqueeze(-1)
         values = sequence.split_heads(inputs)[0][..., 0]
-        channels = _own_part(inputs.shape[1], layout)
+        channels = _local_slice(inputs.shape[1], layout)
         call["weight"] = call["weight"][channels]
         if call.get("bias") is not None:
             call["bias"] = call["bias"][channels]
 
         # The row of zeros stands for the tokens before a sequence.
         values = torch.cat([values, values.new_zeros(1, values.shape[1])])
-        source, places = _with_tails(layout, call["weight"].shape[-1])
+        source, positions = _with_tails(layout, call["weight"].shape[-1])
         call["hidden_states"] = values.index_select(0, source).T.unsqueeze(0)
-        output = _called(function, names[: len(args)], call)[0].T.index_select(0, places)
+        output = _called(function, names[: len(args)], call)[0].T.index_select(0, positions)
 
         return sequence.after_attention(output.unsqueeze(-1))[..., 0].T.unsqueeze(0)
 
@@ -222,11 +222,11 @@ def _flat_scan(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
         call = dict(zip(names, args, strict=False)) | options
         for name in ("layout", "seq_idx"):
             call.pop(name, None)
-        values = _own_heads(call, scan, layout)
+        values = _local_heads(call, scan, layout)
         outputs = []
         states = None
         offsets_given = has_varlen_kernel(scan, values[0].device)
-        levels, places = _levels(layout, in_blocks=not offsets_given)
+        levels, positions = _levels(layout, in_blocks=not offsets_given)
 
         for level in levels:
             finals = []
@@ -255,7 +255,7 @@ def _flat_scan(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
             kept = [state for state in finals if state is not None]
             states = torch.cat(kept) if kept else None
 
-        output = torch.cat(outputs).index_select(0, places)
+        output = torch.cat(outputs).index_select(0, positions)
         output = layout.sequence.after_attention(output).unsqueeze(0)
         return (output, None) if scan.always_pair else output
 
@@ -297,7 +297,7 @@ def _is_importable(kernel: str) -> bool:
         return False
 
 
-def _own_heads(call: dict[str, Any], scan: Scan, layout: Layout) -> list[Tensor]:
+def _local_heads(call: dict[str, Any], scan: Scan, layout: Layout) -> list[Tensor]:
     """Return the tokens [U, H of this rank, ...] and groups, and cut the parameters of `call`."""
     axis = layout.sequence.axis
     values = [call[name][0] for name in scan.tokens]
@@ -306,32 +306,32 @@ def _own_heads(call: dict[str, Any], scan: Scan, layout: Layout) -> list[Tensor]
         return values + groups
 
     num_heads = max(value.shape[1] for value in values)
-    own = _own_part(num_heads, layout)
+    local = _local_slice(num_heads, layout)
     for name in scan.heads:
         if call.get(name) is not None:
-            call[name] = call[name][own]
+            call[name] = call[name][local]
 
     # An exchange has one dtype, and decays are float32.
     result = []
     for value in values:
-        # Several heads may share queries and keys. A rank may have a part of these heads only.
+        # Several heads may share queries and keys. A rank may have some of these heads only.
         if value.shape[1] % axis.size:
             value = value.repeat_interleave(num_heads // value.shape[1], dim=1)
         of_head = value if value.dim() > 2 else value.unsqueeze(-1)
         exchanged = layout.sequence.split_heads(of_head)[0]
         result.append(exchanged if value.dim() > 2 else exchanged[..., 0])
 
-    # A rank may have a part of a group only, so the groups' values are copied for its heads.
+    # A rank may have some heads of a group only, so the groups' values are copied for its heads.
     for group in groups:
         gathered = gather_summed(group, axis)
-        of_heads = torch.arange(num_heads, device=group.device)[own] // (
+        of_heads = torch.arange(num_heads, device=group.device)[local] // (
             num_heads // group.shape[1]
         )
         result.append(gathered.index_select(1, of_heads))
     return result
 
 
-def _own_part(size: int, layout: Layout) -> slice:
+def _local_slice(size: int, layout: Layout) -> slice:
     """Return this rank's channels or heads."""
     axis = layout.sequence.axis
     if size % axis.size:
@@ -339,8 +339,8 @@ def _own_part(size: int, layout: Layout) -> slice:
             f"--sp_size {axis.size} does not divide the {size} channels or heads of a layer with a"
             " recurrent state"
         )
-    part = size // axis.size
-    return slice(axis.rank * part, (axis.rank + 1) * part)
+    size_per_rank = size // axis.size
+    return slice(axis.rank * size_per_rank, (axis.rank + 1) * size_per_rank)
 
 
 def _split(values: Tensor, shapes: list[tuple[int, int]]) -> tuple[Tensor, ...]:
@@ -359,16 +359,16 @@ def _with_tails(layout: Layout, kernel: int) -> tuple[Tensor, Tensor]:
         before = kernel - 1
         steps = pieces.depth[:, None] + np.arange(-before, 0)
         tokens = (layout.starts[pieces.row][:, None] + steps).clip(0)
-        tails = np.where(steps < 0, layout.num_computed, layout.places[tokens])
+        tails = np.where(steps < 0, layout.num_computed, layout.computed_index[tokens])
 
         sizes = pieces.sizes + before
         begins = sizes.cumsum() - sizes
         source = np.empty(int(sizes.sum()), dtype=np.int64)
         source[(begins[:, None] + np.arange(before)).flatten()] = tails.flatten()
-        own = ranges(begins + before, pieces.sizes)
-        source[own] = ranges(pieces.begins, pieces.sizes)
+        positions = ranges(begins + before, pieces.sizes)
+        source[positions] = ranges(pieces.begins, pieces.sizes)
         layout.derived[key] = tuple(
-            to_device(torch.from_numpy(index), layout.device) for index in (source, own)
+            to_device(torch.from_numpy(index), layout.device) for index in (source, positions)
         )
 
     return layout.derived[key]
@@ -414,7 +414,7 @@ def _tree(layout: Layout) -> PrefixTree:
     pieces = layout.pieces
     continued = pieces.depth > 0
     # The computed token that each of these pieces follows; a run ends there.
-    last = layout.places[layout.starts[pieces.row] + pieces.depth - 1]
+    last = layout.computed_index[layout.starts[pieces.row] + pieces.depth - 1]
     begins = np.union1d(pieces.begins, last[continued] + 1)
     begins = begins[begins < layout.num_computed]
     run_of = np.searchsorted(begins, np.arange(layout.num_computed), side="right") - 1
@@ -428,7 +428,7 @@ def _tree(layout: Layout) -> PrefixTree:
 
 
 def _levels(layout: Layout, *, in_blocks: bool) -> tuple[list[Level], Tensor]:
-    """Return the levels of the tree of shared prefixes, and the place of each token in them.
+    """Return the levels of the tree of shared prefixes, and the position of each token in them.
 
     Without shared prefixes there is one level with one run for each sequence. A level is one call
     with concatenated runs, or `in_blocks` of padded rows.
@@ -441,7 +441,7 @@ def _levels(layout: Layout, *, in_blocks: bool) -> tuple[list[Level], Tensor]:
     has_children = np.isin(np.arange(len(tree.sizes)), tree.parent)
     number_of_state = np.full(len(tree.sizes), -1)
     levels = []
-    places = np.empty(layout.num_computed, dtype=np.int64)
+    positions = np.empty(layout.num_computed, dtype=np.int64)
     written = 0
 
     for number in range(int(tree.depth.max()) + 1):
@@ -459,7 +459,7 @@ def _levels(layout: Layout, *, in_blocks: bool) -> tuple[list[Level], Tensor]:
             steps = ranges(np.zeros_like(widths), widths)
             last = (tree.begins[some] + sizes - 1).repeat(widths)
             sources.append(np.minimum(tree.begins[some].repeat(widths) + steps, last))
-            places[tokens] = written + ranges(widths.cumsum() - widths, sizes)
+            positions[tokens] = written + ranges(widths.cumsum() - widths, sizes)
             written += len(steps)
             shapes.append((1, len(steps)) if width is None else (len(some), width))
 
@@ -476,7 +476,7 @@ def _levels(layout: Layout, *, in_blocks: bool) -> tuple[list[Level], Tensor]:
         source = to_device(torch.from_numpy(np.concatenate(sources)), layout.device)
         levels.append(Level(shapes, source, found))
 
-    layout.derived[key] = levels, to_device(torch.from_numpy(places), layout.device)
+    layout.derived[key] = levels, to_device(torch.from_numpy(positions), layout.device)
     return layout.derived[key]
 
 
@@ -498,9 +498,9 @@ def _rows(
 
     cut = blocks(torch.from_numpy(sizes[outer]), torch.device("cpu"))
     first = np.arange(len(outer))
-    if cut.places is not None:
+    if cut.positions is not None:
         starts = sizes[outer].cumsum() - sizes[outer]
-        first = cut.places[torch.from_numpy(starts)].argsort().numpy()
+        first = cut.positions[torch.from_numpy(starts)].argsort().numpy()
     for some, (_, width) in zip(
         np.split(outer[first], np.cumsum([size for size, _ in cut.shapes])[:-1]),
         cut.shapes,

@@ -38,7 +38,7 @@ class QuantizedLinear(nn.Linear):
     def pack(self, matrix: Tensor) -> Tensor:
         """Quantize the matrix [out, in] of this layer.
 
-        Return the value of `weight`, of which a rank keeps its part, and set `numbers`.
+        Return the value of `weight`, of which a rank keeps its shard, and set `numbers`.
         """
         from lightrft.models.four_bits.bitsandbytes import quantize
 

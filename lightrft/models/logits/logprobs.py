@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from lightrft.models.logits import vocab_parallel
 from lightrft.models.logits.truncation import ALL, Truncation, runs, without_padding
-from lightrft.models.logits.vocab_parallel import Distribution, LocalTargets, VocabularyPart
+from lightrft.models.logits.vocab_parallel import Distribution, LocalTargets, VocabularyRange
 from lightrft.models.parallel.device import float32_product
 from lightrft.models.parallel.sequence_parallel import all_gather_tensor
 from lightrft.models.parallel.tensor_parallel import copy_to_parallel_region, vocabulary_shard
@@ -86,17 +86,17 @@ def token_logprobs(
         weight = shard.weight
         size, truncation = without_padding(truncation, shard.size)
         num = max(0, min(len(weight), size - shard.first))
-        part = VocabularyPart(shard.first, num, shard.axis)
+        local_vocab = VocabularyRange(shard.first, num, shard.axis)
         columns = -(-shard.size // shard.axis.size)  # equal on all ranks
     else:
         columns = len(weight)
         if truncation != ALL:
             columns, truncation = without_padding(truncation, columns)
-        part = VocabularyPart.full(columns)
+        local_vocab = VocabularyRange.full(columns)
 
     rows = chunk_rows(hidden, columns, chunk)
     truncated = truncation != ALL and truncation.active
-    options = _Options(part, temperature, truncation, truncated, rows, entropy, softcap)
+    options = _Options(local_vocab, temperature, truncation, truncated, rows, entropy, softcap)
     return _logprobs(hidden, weight, targets, options, upstream, units)
 
 
@@ -104,23 +104,23 @@ def logprobs_of_logits(
     logits: Tensor,
     targets: Tensor,
     *,
-    part: VocabularyPart | None = None,
+    local_vocab: VocabularyRange | None = None,
     temperature: float = 1.0,
     truncation: Truncation = ALL,
     chunk: int | None = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropy, as token_logprobs() does, from existing logits [T, V].
 
-    The logits are not modified. With a `part` they are [T, v], this rank's part of the vocabulary,
-    and each rank gets the gradient of its own logits.
+    The logits are not modified. With `local_vocab` they are [T, v], this rank's range of the
+    vocabulary, and each rank gets the gradient of its own logits.
     """
-    part = part or VocabularyPart.full(logits.shape[1])
-    rows = chunk_rows(logits, max(part.num, 1), chunk)
-    # equal number of chunks on all ranks, whose parts may differ
+    local_vocab = local_vocab or VocabularyRange.full(logits.shape[1])
+    rows = chunk_rows(logits, max(local_vocab.num, 1), chunk)
+    # equal number of chunks on all ranks, whose ranges may differ
     if truncation.active and chunk == 0:
-        rows = int(part.axis.min(torch.tensor(rows, device=logits.device)))
+        rows = int(local_vocab.axis.min(torch.tensor(rows, device=logits.device)))
 
-    options = _Options(part, temperature, truncation, truncation.active, rows, entropy=True)
+    options = _Options(local_vocab, temperature, truncation, truncation.active, rows, entropy=True)
     return _logprobs(logits, None, targets, options, None)
 
 
@@ -142,12 +142,12 @@ def top_logprobs(
     exceeds the size of the vocabulary.
     """
     size = len(weight)
-    part = VocabularyPart.full(size)
+    vocab = VocabularyRange.full(size)
     if isinstance(weight, DTensor):
         shard = vocabulary_shard(weight)
         weight = shard.weight
         size = shard.size
-        part = VocabularyPart(shard.first, len(weight), shard.axis)
+        vocab = VocabularyRange(shard.first, len(weight), shard.axis)
     if k > size:
         raise ValueError(
             f"the {k} most likely tokens were requested, but the vocabulary has {size}"
@@ -158,22 +158,22 @@ def top_logprobs(
     ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
 
     sums = torch.full((len(hidden),), -torch.inf, device=hidden.device)
-    local_k = min(k, part.num)
-    for rows, logits in row_chunks(hidden, part.num, chunk_rows(hidden, max(part.num, 1))):
+    local_k = min(k, vocab.num)
+    for rows, logits in row_chunks(hidden, vocab.num, chunk_rows(hidden, max(vocab.num, 1))):
         scaled_logits(hidden[rows], weight, temperature, softcap, out=logits)
         for start, end in runs(banned):
-            logits[:, max(start - part.first, 0) : max(end - part.first, 0)] = -torch.inf
+            logits[:, max(start - vocab.first, 0) : max(end - vocab.first, 0)] = -torch.inf
         values[rows, :local_k], ids[rows, :local_k] = logits.topk(local_k)
         sums[rows] = logits.logsumexp(-1)
 
-    axis = part.axis
+    axis = vocab.axis
     if axis.size > 1:
         values, ids, sums = (
             all_gather_tensor(x, axis).view(axis.size, *x.shape)
-            for x in (values, ids + part.first, sums)
+            for x in (values, ids + vocab.first, sums)
         )
-        values, places = values.transpose(0, 1).flatten(1).topk(k)
-        ids = ids.transpose(0, 1).flatten(1).gather(1, places)
+        values, found = values.transpose(0, 1).flatten(1).topk(k)
+        ids = ids.transpose(0, 1).flatten(1).gather(1, found)
         sums = sums.logsumexp(0)
 
     return values - sums[:, None], ids
@@ -193,7 +193,7 @@ def chunk_rows(inputs: Tensor, vocabulary: int, chunk: int | None = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    part: VocabularyPart
+    local_vocab: VocabularyRange
     temperature: float
     truncation: Truncation
     truncated: bool
@@ -280,7 +280,7 @@ class _Logprobs(torch.autograd.Function):
         options: _Options,
         learns: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        local_targets = LocalTargets(targets, options.part)
+        local_targets = LocalTargets(targets, options.local_vocab)
         memory = _logits_memory(inputs, options)
 
         bits = _bits(inputs, options) if learns and options.truncated else None
@@ -312,11 +312,9 @@ class _Logprobs(torch.autograd.Function):
         inputs, weight, targets, bits, *saved = ctx.saved_tensors
         options = ctx.options
         distribution = Distribution(None, *saved)
-        local_targets = LocalTargets(targets, options.part)
+        local_targets = LocalTargets(targets, options.local_vocab)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(targets.shape, device=inputs.device)
-        else:
-            grad_logprobs = grad_logprobs
         upstream = _Gradients(grad_logprobs, grad_entropy)
 
         # overwritten by the gradient, so a second backward pass recomputes
@@ -369,7 +367,7 @@ class _KnownUpstream(torch.autograd.Function):
         def gradients() -> Iterator[tuple[slice, Tensor]]:
             for rows in groups:
                 inputs = hidden[rows]
-                local_targets = LocalTargets(targets[rows], options.part)
+                local_targets = LocalTargets(targets[rows], options.local_vocab)
                 fits = len(inputs) <= options.chunk
                 bits = None
                 if options.truncated and not fits:
@@ -391,8 +389,8 @@ class _KnownUpstream(torch.autograd.Function):
                     yield rows, _gradient(logits, *some, options, hidden.dtype)
                     continue
 
-                for part, grad in _computed_again(inputs, weight, *some, bits, memory, options):
-                    yield slice(rows.start + part.start, rows.start + part.stop), grad
+                for inner, grad in _computed_again(inputs, weight, *some, bits, memory, options):
+                    yield slice(rows.start + inner.start, rows.start + inner.stop), grad
 
         # This runs the generator above, so it fills the lists.
         ctx.gradients = _of_product(hidden, weight, gradients(), learned=ctx.needs_input_grad[1])
@@ -437,7 +435,7 @@ def _proportion(assumed: tuple[Tensor | None, ...], exact: tuple[Tensor | None, 
         if one is not None or other is not None
     ]
     expected, actual = (
-        torch.cat([each.flatten() for each in side]) for side in zip(*pairs, strict=True)
+        torch.cat([tensor.flatten() for tensor in side]) for side in zip(*pairs, strict=True)
     )
     # Compared at the largest element, where rounding matters least.
     largest = expected.abs().argmax(keepdim=True)
@@ -474,7 +472,7 @@ def _distribution(
 
     Afterwards `memory` holds what _gradient() needs for the last chunk, and `bits` the truncation.
     """
-    fused = _fused(inputs, options.part)
+    fused = _fused(inputs, options.local_vocab)
     sums = []
     for start in range(0, len(inputs), options.chunk):
         rows = slice(start, min(start + options.chunk, len(inputs)))
@@ -500,7 +498,7 @@ def _truncate(
 ) -> None:
     """Write -inf to the truncated logits.
 
-    It takes a part of the rows at a time, because the search needs several times the memory.
+    It takes some of the rows at a time, because the search needs several times the memory.
     """
     step = max(1, options.chunk // 4)
     for start in range(0, len(logits), step):
@@ -521,7 +519,7 @@ def _logits_memory(inputs: Tensor, options: _Options) -> Tensor:
     On a host it is that of an earlier chunk, if possible: to page in new memory takes longer than
     all exponentials.
     """
-    size = min(options.chunk, len(inputs)), options.part.num
+    size = min(options.chunk, len(inputs)), options.local_vocab.num
     num = math.prod(size)
     on_host = inputs.device.type == "cpu" and type(inputs) is Tensor  # not a fake one
     memory = _spare.pop() if _spare and on_host else None
@@ -543,7 +541,7 @@ def _bits(inputs: Tensor, options: _Options) -> Tensor:
 
     It is decided once, so that the gradient leaves out exactly the same tokens.
     """
-    width = vocab_parallel.packed_width(options.part.num)
+    width = vocab_parallel.packed_width(options.local_vocab.num)
     return torch.empty(len(inputs), width, dtype=torch.uint8, device=inputs.device)
 
 
@@ -587,7 +585,7 @@ def _gradient(
     # The logits were divided by the temperature, so their gradients are too.
     of_logprobs = torch.where(local_targets.ids < 0, 0.0, upstream.logprobs) / options.temperature
     of_entropy = None if upstream.entropy is None else upstream.entropy / options.temperature
-    fused = _fused(memory, options.part)
+    fused = _fused(memory, options.local_vocab)
     slopes = None
     if options.softcap is not None:
         slopes = _softcap_slopes(memory, distribution, options, logits=fused or again)
@@ -622,9 +620,9 @@ def _softcap_slopes(
     return share.square_().neg_().add_(1.0)
 
 
-def _fused(like: Tensor, part: VocabularyPart) -> bool:
+def _fused(like: Tensor, local_vocab: VocabularyRange) -> bool:
     """Return True if the Triton kernels are used: on CUDA, and on a CPU with TRITON_INTERPRET=1."""
-    return part.num > 0 and (
+    return local_vocab.num > 0 and (
         like.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     )
 

@@ -22,7 +22,7 @@ BLOCK = 2048
 MERGED_ROWS = 32
 MERGED_COLUMNS = 128
 MERGED_RANK = 16
-"""Tile of merge(), and the part of the rank that it multiplies at once."""
+"""Tile of merge(), and the slice of the rank that it multiplies at once."""
 
 
 def local_sums(logits: Tensor, local_targets: LocalTargets) -> tuple[Tensor, ...]:
@@ -58,7 +58,7 @@ def gradient(
     rows += (
         [distribution.total] * 2 if grad_entropy is None else [distribution.entropy, grad_entropy]
     )
-    asked_for = torch.where(local_targets.is_local, local_targets.places, -1), grad_logprobs
+    asked_for = torch.where(local_targets.is_local, local_targets.columns, -1), grad_logprobs
     _gradient[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](
         logits,
         out,
@@ -115,8 +115,8 @@ def _merge(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < height)[:, None] & (column < width)[None, :]
-    place = row.to(tl.int64)[:, None] * width + column[None, :]
-    frozen = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    offsets = row.to(tl.int64)[:, None] * width + column[None, :]
+    frozen = tl.load(weight + offsets, mask=inside, other=0.0).to(tl.float32)
 
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, rank, RANK):
@@ -133,7 +133,7 @@ def _merge(
     threshold = (_threshold(row, 1)[:, None] + _threshold(column, 2)[None, :]) & 0xFFFF
     bits = merged.to(tl.uint32, bitcast=True) + threshold
     rounded = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    tl.store(out + place, rounded, mask=inside)
+    tl.store(out + offsets, rounded, mask=inside)
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def _sums(logits, top, total, moment, num, stride, BLOCK: tl.constexpr):
 def _gradient(
     logits,
     out,
-    places,
+    targets,
     grad_logprobs,
     asked_for,
     largest,
@@ -206,7 +206,7 @@ def _gradient(
 
     gradient = -p * upstream
     for k in range(num_targets):
-        target = tl.load(places + row * num_targets + k)
+        target = tl.load(targets + row * num_targets + k)
         gradient += tl.where(columns == target, tl.load(grad_logprobs + row * num_targets + k), 0.0)
 
     tl.store(

@@ -43,7 +43,7 @@ class Truncation:
 
     @property
     def ranks(self) -> bool:
-        """Return whether tokens are inside by their place among all tokens."""
+        """Return whether tokens are inside by their rank among all tokens."""
         return self.top_k > 0 or self.top_p < 1.0
 
     @property
@@ -84,7 +84,7 @@ class Truncation:
 
         First comes min p, then top k, then top p of what is left, as in vLLM. Without top k and top
         p, the logits may be some of the vocabulary, from token `first` on: the largest threshold of
-        all parts is the whole's.
+        all shards is the whole's.
         """
         threshold = torch.full((len(logits), 1), -torch.inf, device=logits.device)
         if self.banned and (self.ranks or self.min_p > 0):
@@ -142,7 +142,7 @@ def nucleus_threshold(logits: Tensor, top_p: float) -> Tensor:
         rows = max(1, HOST_BLOCK // logits.shape[-1])
     else:
         rows = max(1, len(logits))
-    return torch.cat([_bisect_threshold(part, top_p) for part in logits.split(rows)])
+    return torch.cat([_bisect_threshold(chunk, top_p) for chunk in logits.split(rows)])
 
 
 def _bisect_threshold(logits: Tensor, top_p: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Token distributions over a vocabulary that may be split over ranks.
 
 For each row of logits a rank keeps the largest, the sum of exponentials relative to it, the first
-moment, and the logits of the targets in the rank's part. Two collectives combine them, whatever the
+moment, and the logits of the targets on the rank. Two collectives combine them, whatever the
 number of chunks: the maximum, then all sums at once. The gradient of the logits needs none.
 
 Shapes: T tokens, t of one chunk, V vocabulary, v of it on this rank, K targets at each position.
@@ -19,7 +19,7 @@ from lightrft.models.parallel.sequence_parallel import all_gather_tensor
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyPart:
+class VocabularyRange:
     """Range of consecutive token ids that this rank of the axis holds.
 
     It is the whole vocabulary if the axis has one rank.
@@ -30,7 +30,7 @@ class VocabularyPart:
     axis: Axis
 
     @classmethod
-    def full(cls, num: int) -> "VocabularyPart":
+    def full(cls, num: int) -> "VocabularyRange":
         return cls(0, num, Axis("tp", 1, 0, None))
 
 
@@ -62,35 +62,35 @@ class Distribution:
 
 
 class LocalTargets:
-    """Targets [T, K] located in this rank's part of the vocabulary; negative ones are ignored."""
+    """Targets [T, K] located in this rank's range of the vocabulary; negative ones are ignored."""
 
-    def __init__(self, ids: Tensor, part: VocabularyPart):
+    def __init__(self, ids: Tensor, local_vocab: VocabularyRange):
         self.ids = ids
-        self.part = part
-        self.is_local = (ids >= part.first) & (ids < part.first + part.num)
-        self.places = torch.where(self.is_local, ids - part.first, 0)
+        self.local_vocab = local_vocab
+        self.is_local = (ids >= local_vocab.first) & (ids < local_vocab.first + local_vocab.num)
+        self.columns = torch.where(self.is_local, ids - local_vocab.first, 0)
 
     def rows(self, rows: slice) -> "LocalTargets":
-        return LocalTargets(self.ids[rows], self.part)
+        return LocalTargets(self.ids[rows], self.local_vocab)
 
     def pick(self, logits: Tensor) -> Tensor:
         """Return the logits of the targets, [T, v] -> [T, K], 0 for targets on other ranks."""
-        if not self.part.num:
+        if not self.local_vocab.num:
             return torch.zeros_like(self.is_local, dtype=torch.float32)
-        return torch.where(self.is_local, logits.gather(-1, self.places), 0.0)
+        return torch.where(self.is_local, logits.gather(-1, self.columns), 0.0)
 
     def add(self, gradient: Tensor, values: Tensor) -> Tensor:
         """Add `values` [T, K] to the gradient [T, v] at the columns of the targets."""
-        if not self.part.num:
+        if not self.local_vocab.num:
             return gradient
-        return gradient.scatter_add_(-1, self.places, torch.where(self.is_local, values, 0.0))
+        return gradient.scatter_add_(-1, self.columns, torch.where(self.is_local, values, 0.0))
 
     def local_ids(self) -> Tensor:
         """Return the columns [T, K] of the targets; no truncation removes these.
 
-        Targets on other ranks have `part.num`.
+        Targets on other ranks have `local_vocab.num`.
         """
-        return torch.where(self.is_local, self.places, self.part.num)
+        return torch.where(self.is_local, self.columns, self.local_vocab.num)
 
 
 def outside(logits: Tensor, truncation: Truncation, local_targets: LocalTargets) -> Tensor:
@@ -98,16 +98,16 @@ def outside(logits: Tensor, truncation: Truncation, local_targets: LocalTargets)
 
     It is decided on whole rows, which the ranks divide among themselves.
     """
-    part = local_targets.part
-    if part.axis.size == 1:
+    vocab = local_targets.local_vocab
+    if vocab.axis.size == 1:
         threshold = truncation.threshold(logits)
     elif truncation.ranks:
-        threshold = _threshold(logits, truncation, part.axis)
+        threshold = _threshold(logits, truncation, vocab.axis)
     else:
-        threshold = truncation.threshold(logits, first=part.first)
+        threshold = truncation.threshold(logits, first=vocab.first)
         if truncation.min_p > 0:
-            threshold = part.axis.max(threshold)
-    return truncation.outside(logits, threshold, first=part.first, keep=local_targets.local_ids())
+            threshold = vocab.axis.max(threshold)
+    return truncation.outside(logits, threshold, first=vocab.first, keep=local_targets.local_ids())
 
 
 def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
@@ -115,9 +115,9 @@ def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
 
     `logits` [t, v] are this rank's columns of all rows.
     """
-    each = -(-len(logits) // axis.size)
-    padded = torch.nn.functional.pad(logits, (0, 0, 0, each * axis.size - len(logits)))
-    columns = torch.cat(axis.exchange([part.T.contiguous() for part in padded.split(each)])).T
+    num_rows = -(-len(logits) // axis.size)
+    padded = torch.nn.functional.pad(logits, (0, 0, 0, num_rows * axis.size - len(logits)))
+    columns = torch.cat(axis.exchange([piece.T.contiguous() for piece in padded.split(num_rows)])).T
     return all_gather_tensor(truncation.threshold(columns.contiguous()), axis)[: len(logits)]
 
 
@@ -128,8 +128,8 @@ def pack_mask(mask: Tensor) -> Tensor:
     """
     width = packed_width(mask.shape[-1])
     bits = torch.zeros(len(mask), width, dtype=torch.uint8, device=mask.device)
-    for place, part in enumerate(mask.split(max(width, 1), -1)):
-        bits[:, : part.shape[-1]] |= part.to(torch.uint8) << place
+    for bit, columns in enumerate(mask.split(max(width, 1), -1)):
+        bits[:, : columns.shape[-1]] |= columns.to(torch.uint8) << bit
     return bits
 
 
@@ -139,8 +139,8 @@ def packed_width(num_columns: int) -> int:
 
 def fill_packed(logits: Tensor, bits: Tensor, value: float) -> Tensor:
     """Write `value` to the logits [t, v] where pack_mask() has set the bit in `bits`."""
-    for place, part in enumerate(logits.split(max(bits.shape[-1], 1), -1)):
-        part.masked_fill_((bits[:, : part.shape[-1]] & (1 << place)) > 0, value)
+    for bit, columns in enumerate(logits.split(max(bits.shape[-1], 1), -1)):
+        columns.masked_fill_((bits[:, : columns.shape[-1]] & (1 << bit)) > 0, value)
     return logits
 
 
@@ -155,21 +155,21 @@ def local_sums(
     0.
     """
     picked = local_targets.pick(logits)
-    if not local_targets.part.num:
+    if not local_targets.local_vocab.num:
         zeros = torch.zeros(len(logits), device=logits.device)
         return zeros - torch.inf, zeros, zeros, picked
 
-    parts = blocks(logits)
+    in_blocks = blocks(logits)
     # Memory of their own for all blocks would be paged in once for each.
-    scratch = torch.empty_like(parts[0]) if entropy else None
+    scratch = torch.empty_like(in_blocks[0]) if entropy else None
     sums = []
-    for part in parts:
-        top = part.amax(-1)
-        # At most 0, so nothing overflows and no digits of the entropy cancel. All logits of a part
+    for block in in_blocks:
+        top = block.amax(-1)
+        # At most 0, so nothing overflows and no digits of the entropy cancel. All logits of a row
         # may be -inf.
-        below = part if scratch is None else scratch[: len(part)]
-        torch.sub(part, torch.where(top.isneginf(), 0.0, top)[:, None], out=below)
-        weights = exponentials(below, out=part)
+        below = block if scratch is None else scratch[: len(block)]
+        torch.sub(block, torch.where(top.isneginf(), 0.0, top)[:, None], out=below)
+        weights = exponentials(below, out=block)
         total = weights.sum(-1)
 
         if scratch is None:
@@ -197,19 +197,19 @@ def finite(values: Tensor) -> Tensor:
 
 
 def join_sums(
-    parts: list[tuple[Tensor, ...]], local_targets: LocalTargets, *, entropy: bool
+    sums_of_chunks: list[tuple[Tensor, ...]], local_targets: LocalTargets, *, entropy: bool
 ) -> Distribution:
     """Combine the local_sums() of all chunks and ranks.
 
     A target that no rank has gets NaN, so that it is not overlooked.
     """
     ids = local_targets.ids
-    axis = local_targets.part.axis
-    if not parts:
+    axis = local_targets.local_vocab.axis
+    if not sums_of_chunks:
         empty = torch.zeros(0, device=ids.device)
         return Distribution(empty.view(ids.shape), empty if entropy else None, *[empty] * 3)
 
-    top, total, moment, picked = (torch.cat(values) for values in zip(*parts, strict=True))
+    top, total, moment, picked = (torch.cat(values) for values in zip(*sums_of_chunks, strict=True))
     largest = axis.max(top)
     lower = torch.where(top.isneginf(), 0.0, top - largest)  # at most 0
     scale = lower.exp()
@@ -233,10 +233,10 @@ def gradient(
     It overwrites the logits. With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz
     = -p (log p + entropy).
     """
-    parts = blocks(logits)
-    scratch = None if grad_entropy is None else torch.empty_like(parts[0])
+    in_blocks = blocks(logits)
+    scratch = None if grad_entropy is None else torch.empty_like(in_blocks[0])
     start = 0
-    for block in parts:
+    for block in in_blocks:
         rows = slice(start, start + len(block))
         upstream = grad_logprobs[rows], None if grad_entropy is None else grad_entropy[rows]
         _block_gradient(block, distribution.rows(rows), *upstream, scratch)
@@ -284,10 +284,10 @@ def gradient_of_exponentials(
 
     slope = grad_entropy[:, None] * scale
     factor = asked_for * scale + slope * (finite(scale.log()) + distribution.entropy[:, None])
-    parts = blocks(exponentials)
-    scratch = torch.empty_like(parts[0])
+    in_blocks = blocks(exponentials)
+    scratch = torch.empty_like(in_blocks[0])
     start = 0
-    for block in parts:
+    for block in in_blocks:
         rows = slice(start, start + len(block))
         moments = torch.xlogy(block, block, out=scratch[: len(block)]).mul_(slope[rows])
         block.mul_(factor[rows]).add_(moments).neg_()

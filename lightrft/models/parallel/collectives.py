@@ -22,7 +22,7 @@ FIRST_BYTES = 2048
 SIZE_BYTES = 8
 
 ALIGNMENT = 64
-"""Multiple of bytes where each part of a packed object begins."""
+"""Multiple of bytes where each buffer of a packed object begins."""
 
 
 class _WithGradient(torch.autograd.Function):
@@ -99,14 +99,14 @@ class Axis:
         content = pickle.dumps(value)
         # Ranks have to agree on a size, so the beginning of each object travels with its size.
         first = len(content).to_bytes(SIZE_BYTES) + content[:FIRST_BYTES]
-        parts = self._gather_bytes(first.ljust(SIZE_BYTES + FIRST_BYTES, b"\0"))
-        most = max(int.from_bytes(part[:SIZE_BYTES]) for part in parts)
+        messages = self._gather_bytes(first.ljust(SIZE_BYTES + FIRST_BYTES, b"\0"))
+        most = max(int.from_bytes(message[:SIZE_BYTES]) for message in messages)
         if most <= FIRST_BYTES:
-            parts = [part[SIZE_BYTES:] for part in parts]
+            messages = [message[SIZE_BYTES:] for message in messages]
         else:
-            parts = self._gather_bytes(content.ljust(most, b"\0"))
+            messages = self._gather_bytes(content.ljust(most, b"\0"))
 
-        return [pickle.loads(part) for part in parts]  # what follows a pickle is ignored
+        return [pickle.loads(message) for message in messages]  # what follows a pickle is ignored
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the object of the axis's rank `source` on all ranks.
@@ -123,19 +123,19 @@ class Axis:
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def exchange(self, parts: list[Tensor]) -> list[Tensor]:
-        """Send `parts[r]` to rank r and return the parts received from all ranks, in rank order.
+    def exchange(self, chunks: list[Tensor]) -> list[Tensor]:
+        """Send `chunks[r]` to rank r and return the chunks received from all ranks, in rank order.
 
-        Parts agree in dtype and trailing dimensions; the first dimension may differ.
+        Chunks agree in dtype and trailing dimensions; the first dimension may differ.
         """
         if self.size == 1:
-            return list(parts)
+            return list(chunks)
         # Every rank has to know how much it will receive before it can allocate.
-        sent = torch.tensor([len(part) for part in parts], device=parts[0].device)
+        sent = torch.tensor([len(chunk) for chunk in chunks], device=chunks[0].device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         counts = received.tolist()
-        flat = torch.cat(parts)
+        flat = torch.cat(chunks)
         out = flat.new_empty(sum(counts), *flat.shape[1:])
         dist.all_to_all_single(out, flat, counts, sent.tolist(), group=self.group)
         return list(out.split(counts))
@@ -153,18 +153,18 @@ class Axis:
             # Rows are padded to the largest number so far, so usually no sizes have to be exchanged
             # first.
             (most,) = self.largest
-            part = rows.new_zeros(1 + most, rows.shape[1])
-            part[0, 0], part[0, 1] = len(rows), note
-            part[1 : 1 + len(rows)] = rows[:most]
-            gathered = rows.new_empty(self.size * len(part), rows.shape[1])
-            dist.all_gather_into_tensor(gathered, part, group=self.group)
+            padded = rows.new_zeros(1 + most, rows.shape[1])
+            padded[0, 0], padded[0, 1] = len(rows), note
+            padded[1 : 1 + len(rows)] = rows[:most]
+            gathered = rows.new_empty(self.size * len(padded), rows.shape[1])
+            dist.all_gather_into_tensor(gathered, padded, group=self.group)
 
-            parts = gathered.split(len(part))
-            counts = [int(each[0, 0]) for each in parts]
+            of_ranks = gathered.split(len(padded))
+            counts = [int(each[0, 0]) for each in of_ranks]
             if max(counts) <= most:
-                notes = [int(each[0, 1]) for each in parts]
+                notes = [int(each[0, 1]) for each in of_ranks]
                 return [
-                    each[1 : 1 + count] for each, count in zip(parts, counts, strict=True)
+                    each[1 : 1 + count] for each, count in zip(of_ranks, counts, strict=True)
                 ], notes
             self.largest[0] = max(counts)
 
@@ -190,26 +190,27 @@ class Axis:
         dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
-    def exchange_objects(self, parts: list[Any]) -> list[Any]:
+    def exchange_objects(self, objects: list[Any]) -> list[Any]:
         """Exchange picklable objects as exchange() does, on the host.
 
-        An object that a part holds repeatedly is sent once. This rank's own part is returned
+        What an object holds repeatedly is sent once. This rank's own object is returned
         itself. It takes the memory of what is sent to others and of what arrives, once.
         """
         if self.size == 1:
-            return list(parts)
+            return list(objects)
 
-        packed = [[] if rank == self.rank else _pack(part) for rank, part in enumerate(parts)]
-        sent = torch.tensor([sum(map(len, each)) for each in packed])
+        packed = [[] if rank == self.rank else _pack(value) for rank, value in enumerate(objects)]
+        sent = torch.tensor([sum(map(len, pieces)) for pieces in packed])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         flat = torch.cat(
-            [torch.empty(0, dtype=torch.uint8), *(piece for each in packed for piece in each)]
+            [torch.empty(0, dtype=torch.uint8), *(piece for pieces in packed for piece in pieces)]
         )
         arrived = self.all_to_all(flat, sent.tolist(), received.tolist()).split(received.tolist())
 
         return [
-            parts[rank] if rank == self.rank else _unpack(part) for rank, part in enumerate(arrived)
+            objects[rank] if rank == self.rank else _unpack(chunk)
+            for rank, chunk in enumerate(arrived)
         ]
 
     def broadcast_tensors(self, value: Any) -> Any:
@@ -228,9 +229,9 @@ class Axis:
 
     def _gather_bytes(self, content: bytes) -> list[bytes]:
         """Return the bytes of all ranks, which have as many as this one."""
-        part = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        gathered = part.new_empty(self.size, len(part))
-        dist.all_gather_into_tensor(gathered.view(-1), part, group=self.group)
+        local = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        gathered = local.new_empty(self.size, len(local))
+        dist.all_gather_into_tensor(gathered.view(-1), local, group=self.group)
         return [each.numpy().tobytes() for each in gathered]
 
     def _reduce(self, value: Tensor, op: dist.ReduceOp) -> Tensor:
@@ -268,12 +269,13 @@ def all_gather(data: Any, axis: Axis) -> Any:
     Tensors are concatenated along the first dim (0-dim ones too), numbers are listed, dicts are
     gathered by key. First dims may differ between ranks.
     """
-    parts = axis.gather(_on_host(data))
+    gathered = axis.gather(_on_host(data))
     if isinstance(data, dict):
         return {
-            key: _concatenate([part[key] for part in parts], value) for key, value in data.items()
+            key: _concatenate([local[key] for local in gathered], value)
+            for key, value in data.items()
         }
-    return _concatenate(parts, data)
+    return _concatenate(gathered, data)
 
 
 def _reduce_dict(data: dict[str, Any], op: Op, axis: Axis) -> dict[str, Any]:
@@ -290,13 +292,13 @@ def _reduce_dict(data: dict[str, Any], op: Op, axis: Axis) -> dict[str, Any]:
     flat = _reduce(flat, op, axis)
     # Values go back to the devices and dtypes that they came from.
     reduced = {}
-    for (key, value), part in zip(
+    for (key, value), values in zip(
         data.items(), flat.split([tensor.numel() for tensor in tensors.values()]), strict=True
     ):
         if isinstance(value, Tensor):
-            reduced[key] = part.view(value.shape).to(value.device, _result_dtype(value.dtype, op))
+            reduced[key] = values.view(value.shape).to(value.device, _result_dtype(value.dtype, op))
         else:
-            reduced[key] = _number(value, part.item(), op)
+            reduced[key] = _number(value, values.item(), op)
 
     return reduced
 
@@ -334,10 +336,10 @@ def _on_host(data: Any) -> Any:
     return data.detach().cpu() if isinstance(data, Tensor) else data
 
 
-def _concatenate(parts: list[Any], like: Any) -> Any:
+def _concatenate(pieces: list[Any], like: Any) -> Any:
     if not isinstance(like, Tensor):
-        return parts
-    return torch.cat([part.reshape(1) if part.ndim == 0 else part for part in parts]).to(
+        return pieces
+    return torch.cat([piece.reshape(1) if piece.ndim == 0 else piece for piece in pieces]).to(
         like.device
     )
 
@@ -374,30 +376,30 @@ def _pack(value: Any) -> list[Tensor]:
     stream = io.BytesIO()
     buffers = []
     _Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append).dump(value)
-    parts = [
-        torch.frombuffer(part, dtype=torch.uint8)
-        for part in (stream.getbuffer(), *(each.raw() for each in buffers))
-        if part.nbytes
+    contents = [
+        torch.frombuffer(content, dtype=torch.uint8)
+        for content in (stream.getbuffer(), *(buffer.raw() for buffer in buffers))
+        if content.nbytes
     ]
-    # The receiver gets one flat buffer, and finds the parts by these sizes.
+    # The receiver gets one flat buffer, and finds the contents by these sizes.
     sizes = torch.tensor(
-        [1 + len(buffers), stream.getbuffer().nbytes, *(each.raw().nbytes for each in buffers)]
+        [1 + len(buffers), stream.getbuffer().nbytes, *(buffer.raw().nbytes for buffer in buffers)]
     )
 
     return [
         piece
-        for part in (sizes.view(torch.uint8), *parts)
-        for piece in (part, part.new_zeros(-len(part) % ALIGNMENT))
+        for content in (sizes.view(torch.uint8), *contents)
+        for piece in (content, content.new_zeros(-len(content) % ALIGNMENT))
     ]
 
 
 def _unpack(flat: Tensor) -> Any:
     """Return the object of the [bytes] uint8 of _pack(); its tensors share this memory."""
     (count,) = flat[:8].view(torch.int64).tolist()
-    place = 8 * (1 + count)
-    parts = []
-    for size in flat[8:place].view(torch.int64).tolist():
-        place += -place % ALIGNMENT
-        parts.append(flat[place : place + size].numpy().data)
-        place += size
-    return pickle.loads(parts[0], buffers=parts[1:])
+    start = 8 * (1 + count)
+    pieces = []
+    for size in flat[8:start].view(torch.int64).tolist():
+        start += -start % ALIGNMENT
+        pieces.append(flat[start : start + size].numpy().data)
+        start += size
+    return pickle.loads(pieces[0], buffers=pieces[1:])

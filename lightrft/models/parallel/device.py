@@ -73,8 +73,8 @@ def collective_backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, and any other tensor itself."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, and any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -102,11 +102,11 @@ def ahead(
     while bucket is not None:
         main.wait_event(event)
         # A DTensor cannot record a stream, and its size is that of all ranks together.
-        parts = [local_part(tensor) for _, tensor in bucket]
-        for part in parts:
-            part.record_stream(main)
-        size = sum(part.nbytes for part in parts)
-        del part, parts
+        tensors = [local_tensor(tensor) for _, tensor in bucket]
+        for tensor in tensors:
+            tensor.record_stream(main)
+        size = sum(tensor.nbytes for tensor in tensors)
+        del tensor, tensors
 
         if size > limit:
             yield bucket

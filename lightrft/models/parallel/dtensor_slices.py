@@ -36,7 +36,7 @@ class ShardSlice:
         return [end - start for start, end in pairwise(ends)]
 
     @property
-    def own(self) -> slice:
+    def local(self) -> slice:
         """Return the range of this rank's rows."""
         last = self.shape[self.dim]
         first = min(dist.get_rank(self.group) * self.rows, last)
@@ -68,7 +68,7 @@ def shard_slices(tensor: Tensor) -> list[ShardSlice]:
         shard = ShardSlice(
             tensor.placements[mesh_dim].dim, torch.Size(shape), mesh.get_group(mesh_dim)
         )
-        shape[shard.dim] = shard.own.stop - shard.own.start
+        shape[shard.dim] = shard.local.stop - shard.local.start
         slices.append(shard)
 
     return slices[::-1]
@@ -79,11 +79,11 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
     It is the whole tensor if that is plain or replicated.
     """
-    part = [slice(0, size) for size in tensor.shape]
+    slices = [slice(0, size) for size in tensor.shape]
     for shard in reversed(shard_slices(tensor)):
-        begin = part[shard.dim].start
-        part[shard.dim] = slice(begin + shard.own.start, begin + shard.own.stop)
-    return tuple(part)
+        begin = slices[shard.dim].start
+        slices[shard.dim] = slice(begin + shard.local.start, begin + shard.local.stop)
+    return tuple(slices)
 
 
 def _sharding_dims(tensor: DTensor) -> list[int]:

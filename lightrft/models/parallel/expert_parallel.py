@@ -63,11 +63,11 @@ def divide_experts(
 def expert_layers(module: nn.Module) -> list[nn.Module]:
     """Return the modules whose parameters are the stacked experts of a layer: [experts, ...]."""
     return [
-        part
-        for part in module.modules()
+        submodule
+        for submodule in module.modules()
         if any(
             name == "down_proj" and parameter.ndim == 3
-            for name, parameter in part.named_parameters(recurse=False)
+            for name, parameter in submodule.named_parameters(recurse=False)
         )
     ]
 
@@ -81,10 +81,10 @@ def routers(model: PreTrainedModel) -> dict[int, nn.Module]:
     if recorder is None:
         return {}
     return {
-        number: part
+        number: submodule
         for number, layer in enumerate(model.get_decoder().layers)
-        for part in layer.modules()
-        if isinstance(part, recorder.target_class)
+        for submodule in layer.modules()
+        if isinstance(submodule, recorder.target_class)
     }
 
 
@@ -95,26 +95,28 @@ class Departed(NamedTuple):
     """Buffer that they arrive in, [t, H]: valid after the exchange."""
     exchange: "Exchange"
     order: Tensor
-    """Place of each departed token among the chosen experts of all tokens, [tokens x k]."""
+    """Index of each departed token among the chosen experts of all tokens, [tokens x k]."""
     received: Tensor
-    """Number of tokens from each rank for each own expert, [ranks x own experts]."""
+    """Number of tokens from each rank for each local expert, [ranks x local experts]."""
 
 
-def depart(num_own: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Departed:
+def depart(num_local: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Departed:
     """Send the tokens `hidden` [T, H] of this rank to the ranks of the experts that they chose.
 
-    `chosen` [T, k] has expert ids over all ranks, each of which has `num_own`. All ranks must call
-    this together; a rank may have no token.
+    `chosen` [T, k] has expert ids over all ranks, each of which has `num_local`. All ranks must
+    call this together; a rank may have no token.
     """
     ids, order = chosen.flatten().sort(stable=True)
     # Unlike bincount, this does not wait for the device.
-    ends = torch.searchsorted(ids, torch.arange(num_own * axis.size, device=ids.device), right=True)
+    ends = torch.searchsorted(
+        ids, torch.arange(num_local * axis.size, device=ids.device), right=True
+    )
     sent = ends.diff(prepend=ends.new_zeros(1))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=axis.group)
 
-    # The host waits here, and nowhere else: a collective has to know the sizes of the parts.
-    counts = torch.stack([sent, received]).unflatten(1, (axis.size, num_own)).sum(-1)
+    # The host waits here, and nowhere else: a collective has to know the sizes of the chunks.
+    counts = torch.stack([sent, received]).unflatten(1, (axis.size, num_local)).sum(-1)
     exchange = Exchange(*counts.tolist(), axis)
     visitors = _start(hidden[order // chosen.shape[1]], exchange)
     return Departed(visitors, exchange, order, received)
@@ -122,7 +124,7 @@ def depart(num_own: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Departed
 
 def visit(
     compute: Compute,
-    num_own: int,
+    num_local: int,
     axis: Axis,
     hidden: Tensor,
     chosen: Tensor,
@@ -133,26 +135,26 @@ def visit(
 
     `departed`: what `depart` has returned for these tokens, if they have been sent already.
     """
-    visitors, exchange, order, received = departed or depart(num_own, axis, hidden, chosen)
+    visitors, exchange, order, received = departed or depart(num_local, axis, hidden, chosen)
     visitors = _finish(visitors, exchange)
-    own = torch.arange(num_own, device=order.device).repeat(axis.size)
-    own = own.repeat_interleave(received, output_size=len(visitors))[:, None]
-    computed = compute(visitors, own, torch.ones_like(own, dtype=hidden.dtype))
+    local_experts = torch.arange(num_local, device=order.device).repeat(axis.size)
+    local_experts = local_experts.repeat_interleave(received, output_size=len(visitors))[:, None]
+    computed = compute(visitors, local_experts, torch.ones_like(local_experts, dtype=hidden.dtype))
 
     back = Exchange(exchange.received, exchange.sent, axis)
     returned = _finish(_start(computed, back), back)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    results = returned[places].unflatten(0, chosen.shape)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    results = returned[inverse].unflatten(0, chosen.shape)
 
     return (results * weights[..., None]).sum(1).to(hidden.dtype)
 
 
 def _blocks_with_shared_expert(model: PreTrainedModel) -> list[nn.Module]:
     return [
-        part
-        for part in model.modules()
-        if {"experts", "gate"} < set(part._modules) and _shared_expert(part) is not None
+        submodule
+        for submodule in model.modules()
+        if {"experts", "gate"} < set(submodule._modules) and _shared_expert(submodule) is not None
     ]
 
 

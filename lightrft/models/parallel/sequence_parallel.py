@@ -28,15 +28,15 @@ class SequenceParallel:
     splits_heads = True
     """Whether each rank computes all tokens of some heads, or else some tokens of all heads."""
 
-    def __init__(self, axis: Axis | None = None, *, parts: int = 1):
+    def __init__(self, axis: Axis | None = None, *, shards: int = 1):
         """Split over `axis`.
 
-        A rank's tokens must also be divisible by `parts`, the number of ranks that split them
+        A rank's tokens must also be divisible by `shards`, the number of ranks that split them
         between attentions.
         """
         self.axis = axis or Axis("sp", 1, 0, None)
         self.num_chunks = self.axis.size * self.chunks_per_rank
-        self.multiple = lcm(self.num_chunks, self.axis.size * parts)
+        self.multiple = lcm(self.num_chunks, self.axis.size * shards)
         """Number that the number of tokens must be a multiple of."""
 
     def chunks(self, rank: int) -> list[int]:
@@ -64,7 +64,7 @@ class SequenceParallel:
         """Return the positions of this rank's tokens in the whole batch: [t] int64."""
         return torch.cat([torch.arange(*span, device=device) for span in self.spans(num_tokens)])
 
-    def own(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def find_local(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return the indices of `positions` that belong to this rank, and the local tokens there.
 
         [m] int64 each.
@@ -101,7 +101,8 @@ class SequenceParallel:
         if self.axis.size == 1:
             return values
         return tuple(
-            parts.sum(0) for parts in Gather.apply(self.axis, *(value[None] for value in values))
+            gathered.sum(0)
+            for gathered in Gather.apply(self.axis, *(value[None] for value in values))
         )
 
     def sum(self, values: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ class SequenceParallel:
         """
         return values
 
-    def own_heads(self, values: Tensor) -> Tensor:
+    def local_heads(self, values: Tensor) -> Tensor:
         """Return the values [H] of the heads that this rank has in attention."""
         return values
 
@@ -151,7 +152,7 @@ class NoSequenceParallel(SequenceParallel):
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
         return torch.arange(num_tokens, device=device)
 
-    def own(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def find_local(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         return torch.arange(len(positions), device=positions.device), positions
 
 
@@ -184,9 +185,11 @@ def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: 
     if divided:
         name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}"
 
-    parts = [part for part in module.modules() if isinstance(part, SequenceParallelModule)]
-    for part in parts:
-        model = part.hf_model
+    submodules = [
+        submodule for submodule in module.modules() if isinstance(submodule, SequenceParallelModule)
+    ]
+    for submodule in submodules:
+        model = submodule.hf_model
         problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)
         if model._is_stateful and not sequence.splits_heads:
             problems.append(
@@ -196,9 +199,9 @@ def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: 
             raise ValueError(
                 f"{name} does not support {type(model).__name__}: {'; '.join(problems)}"
             )
-        part.sequence = sequence
+        submodule.sequence = sequence
 
-    return bool(parts)
+    return bool(submodules)
 
 
 def select_tokens(
@@ -212,11 +215,11 @@ def select_tokens(
     features that the tower of Qwen3-VL adds in several layers.
     """
     selected = {"inputs_embeds": shared(inputs["inputs_embeds"])[:, positions]}
-    if (places := inputs.get("visual_pos_masks")) is not None:
-        rows = (places[0].cumsum(0) - 1)[positions][places[0, positions]]
-        selected["visual_pos_masks"] = places[:, positions]
+    if (is_visual := inputs.get("visual_pos_masks")) is not None:
+        rows = (is_visual[0].cumsum(0) - 1)[positions][is_visual[0, positions]]
+        selected["visual_pos_masks"] = is_visual[:, positions]
         selected["deepstack_visual_embeds"] = [
-            shared(each)[rows] for each in inputs["deepstack_visual_embeds"]
+            shared(features)[rows] for features in inputs["deepstack_visual_embeds"]
         ]
     return selected
 

@@ -86,11 +86,13 @@ class SharedMemory:
     def gather(self, gathered: Tensor, local: Tensor) -> None:
         """Gather `local` [N] of every rank into `gathered` [ranks, N], half by half."""
         count = HALF_BYTES // self.axis.size // local.itemsize
-        for part, parts in zip(local.split(count), gathered.split(count, dim=1), strict=True):
-            slots = self.slots(*parts.shape, local.dtype)
-            slots[self.axis.rank].copy_(part)
+        for chunk, gathered_chunk in zip(
+            local.split(count), gathered.split(count, dim=1), strict=True
+        ):
+            slots = self.slots(*gathered_chunk.shape, local.dtype)
+            slots[self.axis.rank].copy_(chunk)
             self.meet()
-            parts.copy_(slots)
+            gathered_chunk.copy_(slots)
 
 
 _of_groups: WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = WeakKeyDictionary()

@@ -3,11 +3,11 @@
 Attention heads, feed-forward columns and the vocabulary are split over ranks. The residual stream
 is replicated on all ranks, with one all-reduce after the attention and one after the feed-forward
 of each block, and one for each in the backward pass (arXiv 1909.08053). With sequence parallelism
-(arXiv 2205.05198) each rank keeps a part of the tokens instead: the all-reduces become
-reduce-scatters, all-gathers precede attention and feed-forward, and norms process a part of the
+(arXiv 2205.05198) each rank keeps a shard of the tokens instead: the all-reduces become
+reduce-scatters, all-gathers precede attention and feed-forward, and norms process a shard of the
 tokens. The code of the models is not changed: forward hooks exchange activations, and let each
-module compute with this rank's part of the weights. Weights are DTensors outside of forward; apply
-this before fully_shard, which then shards the local parts over the data ranks.
+module compute with this rank's shard of the weights. Weights are DTensors outside of forward; apply
+this before fully_shard, which then shards the local shards over the data ranks.
 
 Activations are plain tensors. As DTensors they would cost the host milliseconds per micro-batch:
 torch plans each operation once for each shape, and micro-batches differ in the number of tokens.
@@ -68,8 +68,8 @@ FUSED_FAMILIES = ("glm4", "phi3")
 NORMS_OF_ALL_HEADS = ("Olmo2RMSNorm", "Olmo3RMSNorm")
 """Norms of queries and keys that may be over all heads together."""
 LIBRARY = torch.library.Library("lightrft", "FRAGMENT")
-LIBRARY.define("sum_(Tensor(a!) parts, str group) -> ()")
-LIBRARY.define("reduce_scatter_(Tensor(a!) parts, str group) -> ()")
+LIBRARY.define("sum_(Tensor(a!) values, str group) -> ()")
+LIBRARY.define("reduce_scatter_(Tensor(a!) values, str group) -> ()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Sections:
     """Rows of a fused layer [R, ...], such as queries, keys and values end to end.
 
     Outside of forward each rank stores R / ranks consecutive rows, so that a DTensor has the
-    published layout. Forward uses as many others: this rank's part of each section. All ranks
+    published layout. Forward uses as many others: this rank's share of each section. All ranks
     exchange rows for that.
     """
 
@@ -107,11 +107,11 @@ class Sections:
         for user in range(axis.size):
             first = 0
             for size in sizes:
-                part = size // axis.size
-                begin = first + user * part
+                share = size // axis.size
+                begin = first + user * share
                 for owner in range(axis.size):
                     start = max(begin, owner * stored)
-                    count = min(begin + part, (owner + 1) * stored) - start
+                    count = min(begin + share, (owner + 1) * stored) - start
                     if count <= 0:
                         continue
                     if owner == axis.rank:
@@ -136,10 +136,10 @@ class Sections:
         """Return the rows that this rank stores, given those that it computes with."""
         arrived = self._sent(used, self.received, self.sent)
         rows = torch.empty_like(used)
-        for run, part in zip(
+        for run, piece in zip(
             self.runs, arrived.split([run.stop - run.start for run in self.runs]), strict=True
         ):
-            rows[run] = part
+            rows[run] = piece
         return rows
 
     def _sent(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -184,11 +184,11 @@ class SplitAdapter:
     """Rows of B, if the layer is a fused one."""
 
     def local(self, a: DTensor, b: DTensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's parts of A and B, with the gradients that ranks have of them."""
-        own = b.to_local(grad_placements=[self.b_gradient])
+        """Return this rank's shards of A and B, with the gradients that ranks have of them."""
+        local_b = b.to_local(grad_placements=[self.b_gradient])
         return (
             a.to_local(grad_placements=[self.a_gradient]),
-            own if self.sections is None else self.sections.exchanged(own),
+            local_b if self.sections is None else self.sections.exchanged(local_b),
         )
 
 
@@ -229,13 +229,13 @@ def model_problems(config: PretrainedConfig, tp: int) -> list[str]:
         ]
     return [
         *head_problems(config.num_attention_heads, config.num_key_value_heads, tp),
-        *part_problems(config.vocab_size, "rows of the vocabulary", tp),
-        *part_problems(config.intermediate_size, "columns of the feed-forward layers", tp),
+        *row_problems(config.vocab_size, "rows of the vocabulary", tp),
+        *row_problems(config.intermediate_size, "columns of the feed-forward layers", tp),
         *fused_problems(config, tp),
     ]
 
 
-def part_problems(size: int, name: str, tp: int) -> list[str]:
+def row_problems(size: int, name: str, tp: int) -> list[str]:
     """Return why so many rows leave a rank without any.
 
     Each rank has as many as the first, and the last ones have the rest.
@@ -273,8 +273,8 @@ def plan_problems(model: PreTrainedModel, *, sequence: bool = False) -> list[str
         # The blocks of a supported family are alike, so the first one stands for all.
         names = {
             name
-            for name, part in block.named_modules()
-            if next(part.parameters(recurse=False), None) is not None
+            for name, child in block.named_modules()
+            if next(child.parameters(recurse=False), None) is not None
         }
         if sequence and not _splits_feed_forward(block):
             return ["--tp_sequence_parallel does not support its feed-forward layers"]
@@ -290,7 +290,7 @@ def plan_problems(model: PreTrainedModel, *, sequence: bool = False) -> list[str
 
 
 def vocabulary_shard(weight: DTensor) -> VocabularyShard:
-    """Return this rank's part of an output embedding that parallelize() has split.
+    """Return this rank's shard of an output embedding that parallelize() has split.
 
     Raise RuntimeError if it is sharded in another way, as outside of the module's forward.
     """
@@ -317,46 +317,48 @@ def copy_to_parallel_region(hidden: Tensor, axis: Axis) -> Tensor:
 
 
 @torch.library.impl(LIBRARY, "sum_", "CompositeExplicitAutograd")
-def _sum(parts: Tensor, group: str) -> None:
+def _sum(values: Tensor, group: str) -> None:
     """Sum a tensor over the ranks, in place.
 
     This and the next are operators of torch, and return nothing, for the sake of selective
     recomputation: it keeps the product that they change, and leaves them out.
     """
-    dist.all_reduce(parts, group=_resolve_process_group(group))
+    dist.all_reduce(values, group=_resolve_process_group(group))
 
 
 @torch.library.impl(LIBRARY, "reduce_scatter_", "CompositeExplicitAutograd")
-def _reduce_scatter(parts: Tensor, group: str) -> None:
+def _reduce_scatter(values: Tensor, group: str) -> None:
     """Sum [T, H] over the ranks, in place, but only the T / ranks rows of this rank."""
     ranks = _resolve_process_group(group)
-    own = parts.chunk(ranks.size())[ranks.rank()]
-    dist.reduce_scatter_tensor(own, parts, group=ranks)
+    local = values.chunk(ranks.size())[ranks.rank()]
+    dist.reduce_scatter_tensor(local, values, group=ranks)
 
 
-def _sum_parts(part: Tensor, axis: Axis) -> Tensor:
+def _sum_in_place(values: Tensor, axis: Axis) -> Tensor:
     """Sum a new tensor over the ranks, in place.
 
-    All ranks have the same gradient of the sum, and it is that of each part. So autograd need not
-    know of the sum.
+    All ranks have the same gradient of the sum, and it is that of each summand. So autograd need
+    not know of the sum.
     """
     if axis.size > 1:
-        torch.ops.lightrft.sum_(part.detach(), axis.group.group_name)
-    return part
+        torch.ops.lightrft.sum_(values.detach(), axis.group.group_name)
+    return values
 
 
-def _scatter_tokens(part: Tensor, axis: Axis) -> Tensor:
+def _scatter_tokens(value: Tensor, axis: Axis) -> Tensor:
     """Sum a new tensor over the ranks, in place, and return this rank's tokens.
 
     [1, T, H] -> [1, T / ranks, H]
     """
 
-    def scatter(part: Tensor) -> Tensor:
+    def scatter(value: Tensor) -> Tensor:
         if axis.size > 1:
-            torch.ops.lightrft.reduce_scatter_(part[0], axis.group.group_name)
-        return part.chunk(axis.size, 1)[axis.rank]
+            torch.ops.lightrft.reduce_scatter_(value[0], axis.group.group_name)
+        return value.chunk(axis.size, 1)[axis.rank]
 
-    return with_gradient(part, scatter, lambda gradient: all_gather_tensor(gradient[0], axis)[None])
+    return with_gradient(
+        value, scatter, lambda gradient: all_gather_tensor(gradient[0], axis)[None]
+    )
 
 
 class _EnterBranch(torch.autograd.Function):
@@ -420,7 +422,7 @@ class _WithStandIn(torch.autograd.Function):
 
 
 def _gather_logits(logits: Tensor, axis: Axis, size: int) -> Tensor:
-    """Gather the logits of all parts of the vocabulary, [..., part] -> [..., V].
+    """Gather the logits of all shards of the vocabulary, [..., shard] -> [..., V].
 
     Their gradient is equal on all ranks.
     """
@@ -461,7 +463,7 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
         for name, split in _block_plan(block, sequence=sequence, fused=fused).items():
             split(block.get_submodule(name), mesh)
         if "qkv_proj" in fused:
-            _count_own_heads(block.self_attn, axis)
+            _count_local_heads(block.self_attn, axis)
 
         _Branch(
             block.self_attn,
@@ -501,7 +503,7 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
 def _divide_tokens(
     decoder: nn.Module, args: tuple, kwargs: dict[str, Any], *, axis: Axis
 ) -> tuple[tuple, dict[str, Any]]:
-    """Keep this rank's part of a decoder's inputs: a forward pre-hook.
+    """Keep this rank's tokens of a decoder's inputs: a forward pre-hook.
 
     The gradient of the inputs is summed over the ranks.
     """
@@ -534,7 +536,7 @@ def _section_sizes(block: nn.Module) -> dict[str, list[int]]:
     return sizes
 
 
-def _count_own_heads(attention: nn.Module, axis: Axis) -> None:
+def _count_local_heads(attention: nn.Module, axis: Axis) -> None:
     """Let attention find queries, keys and values in this rank's outputs of a fused layer."""
     attention.num_key_value_heads //= axis.size
     attention.config = copy(attention.config)
@@ -569,8 +571,8 @@ def _block_plan(
         linear |= {f"mlp.{name}": columns for name in _present(block.mlp, FEED_FORWARD)}
         linear["mlp.down_proj"] = rows
     else:
-        own = (name for name, part in block.mlp.named_modules(prefix="mlp") if part._parameters)
-        plan |= dict.fromkeys(own, lambda module, mesh: None)
+        names = (name for name, child in block.mlp.named_modules(prefix="mlp") if child._parameters)
+        plan |= dict.fromkeys(names, lambda module, mesh: None)
 
     if sequence:
         norms = (name for name, _ in block.named_children() if name.endswith("layernorm"))
@@ -596,15 +598,15 @@ def _with_adapter(
 ) -> dict[str, Callable[[nn.Module, DeviceMesh], None]]:
     """Return how to split a linear layer, and the adapter that it may have.
 
-    Of a layer divided by outputs, each rank has some rows of B and a part of A's gradient. Of one
-    divided by inputs, each has some columns of A, and the product with A is summed before B.
+    Of a layer divided by outputs, each rank has some rows of B and a summand of A's gradient. Of
+    one divided by inputs, each has some columns of A, and the product with A is summed before B.
     """
     layer = block.get_submodule(name)
     if isinstance(layer, nn.Linear):
         return {name: split}
 
     (adapter,) = layer.scaling
-    reduce = _scatter_tokens if sequence else _sum_parts
+    reduce = _scatter_tokens if sequence else _sum_in_place
 
     def split_a(matrix: nn.Module, mesh: DeviceMesh) -> None:
         distribute(matrix, mesh, weight=Shard(1) if by_rows else Replicate())
@@ -688,7 +690,7 @@ def _split_columns(linear: nn.Module, mesh: DeviceMesh, *, detached: Collection[
 
 
 def _split_sections(linear: nn.Linear, mesh: DeviceMesh, *, sections: Sections) -> None:
-    """Keep consecutive rows of a fused layer without a bias; compute with parts of all sections."""
+    """Keep consecutive rows of a fused layer without a bias; compute with shares of all."""
     distribute(linear, mesh, weight=Shard(0))
     LocalParameters(linear, detached=("weight",))
     linear.forward = lambda hidden: _LinearOfSections.apply(hidden, linear.weight, sections)
@@ -700,20 +702,20 @@ def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     The bias is added to the sum.
     """
     axis = _axis(mesh)
-    reduce = _scatter_tokens if sequence else _sum_parts
+    reduce = _scatter_tokens if sequence else _sum_in_place
     distribute(linear, mesh, weight=Shard(1), bias=Replicate())
     LocalParameters(linear, hidden=("bias",))
 
-    def reduce_parts(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
-        output = reduce(part, axis)
+    def reduce_output(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        reduced = reduce(output, axis)
         # Added before the sum, the bias would count once for each rank.
         if module.bias is None:
-            return output
-        return output + module.bias.to_local(
+            return reduced
+        return reduced + module.bias.to_local(
             grad_placements=[Partial() if sequence else Replicate()]
         )
 
-    linear.register_forward_hook(reduce_parts)
+    linear.register_forward_hook(reduce_output)
 
 
 def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -722,7 +724,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
     The outputs of other rows are zero.
     """
     axis = _axis(mesh)
-    reduce = _scatter_tokens if sequence else _sum_parts
+    reduce = _scatter_tokens if sequence else _sum_in_place
     distribute(embedding, mesh, weight=Shard(0))
     shard = vocabulary_shard(embedding.weight)
     first = shard.first
@@ -741,15 +743,15 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
         outside = (ids < first) | (ids >= first + rows)
         return ((ids - first).masked_fill(outside, 0),)
 
-    def reduce_parts(module: nn.Module, args: tuple, part: Tensor) -> Tensor:
-        return reduce(part.masked_fill(outside[..., None], 0), axis)
+    def reduce_output(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return reduce(output.masked_fill(outside[..., None], 0), axis)
 
     embedding.register_forward_pre_hook(to_local_rows)
-    embedding.register_forward_hook(reduce_parts)
+    embedding.register_forward_hook(reduce_output)
 
 
 def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
-    """Let each rank process its own part of the input of a norm.
+    """Let each rank process its own shard of the input of a norm.
 
     The weight then has a partial gradient on each rank. As a DTensor the gradient is marked as
     partial, and FSDP sums it.
@@ -759,7 +761,7 @@ def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _split_norm(norm: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's part of a norm of all heads; the mean of squares is that over all ranks."""
+    """Keep this rank's shard of a norm of all heads; the mean of squares is that over all ranks."""
     axis = _axis(mesh)
     size = norm.weight.numel()
     distribute(norm, mesh, weight=Shard(0))
@@ -776,7 +778,7 @@ def _split_norm(norm: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
-    """Make DTensors of a module's parameters without communication: each rank keeps its own part.
+    """Make DTensors of a module's parameters without communication: each rank keeps its own shard.
 
     Frozen ones stay frozen.
     """
@@ -786,9 +788,9 @@ def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> 
 
 
 class LocalParameters:
-    """Forward hooks that let a module compute with this rank's parts of the parameters.
+    """Forward hooks that let a module compute with this rank's shards of the parameters.
 
-    The parts are plain tensors.
+    The shards are plain tensors.
     """
 
     def __init__(

@@ -42,17 +42,17 @@ class Ulysses(SequenceParallel):
     def split_heads(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Exchange tensors [t, H, D] of one dtype for [T, H / ranks, D] in one all-to-all."""
         # Heads are grouped by rank: [ranks, t, H / ranks, D].
-        parts = [x.unflatten(1, (self.axis.size, -1)).transpose(0, 1) for x in values]
-        mixed = _exchanged(torch.cat([part.flatten(2) for part in parts], -1), self.axis).flatten(
-            0, 1
-        )
-        exchanged = mixed.split([part[0, 0].numel() for part in parts], -1)
+        grouped = [x.unflatten(1, (self.axis.size, -1)).transpose(0, 1) for x in values]
+        mixed = _exchanged(
+            torch.cat([tensor.flatten(2) for tensor in grouped], -1), self.axis
+        ).flatten(0, 1)
+        exchanged = mixed.split([tensor[0, 0].numel() for tensor in grouped], -1)
 
         return tuple(
-            x.unflatten(-1, part.shape[2:]) for x, part in zip(exchanged, parts, strict=True)
+            x.unflatten(-1, tensor.shape[2:]) for x, tensor in zip(exchanged, grouped, strict=True)
         )
 
-    def own_heads(self, values: Tensor) -> Tensor:
+    def local_heads(self, values: Tensor) -> Tensor:
         return values.chunk(self.axis.size)[self.axis.rank]
 
     def after_attention(self, output: Tensor) -> Tensor:
@@ -73,17 +73,17 @@ def head_problems(num_heads: int, sp: int) -> list[str]:
     ]
 
 
-def _exchanged(parts: Tensor, axis: Axis) -> Tensor:
+def _exchanged(chunks: Tensor, axis: Axis) -> Tensor:
     """Exchange [ranks, ...]: entry r is sent to rank r and replaced by the entry from rank r.
 
     So is the gradient.
     """
     exchange = partial(_all_to_all, axis=axis)
-    return with_gradient(parts, exchange, exchange)
+    return with_gradient(chunks, exchange, exchange)
 
 
-def _all_to_all(parts: Tensor, axis: Axis) -> Tensor:
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=axis.group)
+def _all_to_all(chunks: Tensor, axis: Axis) -> Tensor:
+    chunks = chunks.contiguous()
+    received = torch.empty_like(chunks)
+    dist.all_to_all_single(received, chunks, group=axis.group)
     return received

@@ -38,36 +38,36 @@ def _is_sglangs(layer: nn.Module) -> bool:
     return is_a(layer, "FusedMoE")
 
 
-def expert_places(
+def expert_addresses(
     layer: nn.Module, attribute: str, shape: torch.Size
 ) -> Iterator[tuple[Index, int, int]]:
-    """Yield (part of the layer's tensor, row, column) for each part of the full tensor of `shape`.
+    """Yield (index in the layer's tensor, row, column) for each slice of the tensor of `shape`.
 
-    The full tensor is [experts, rows, columns]; row and column are where the part starts in it.
+    The full tensor is [experts, rows, columns]; row and column are where the slice starts in it.
     Yield nothing if the layout is not known.
     """
     if not is_experts(layer) or not _is_known(layer):
         return
 
-    first, own = _own_columns(layer)
-    row = own_experts(layer).start * shape[1]
+    first, size = _local_columns(layer)
+    row = local_experts(layer).start * shape[1]
     if attribute == "w2_weight":
         yield slice(None), row, first
         return
 
     columns = shape[1] // 2
-    if own == columns:
+    if size == columns:
         yield slice(None), row, 0
         return
 
-    num_columns = min(own, columns - first)
+    num_columns = min(size, columns - first)
     # gate and up of each expert are split
     for half in range(2 * shape[0] if num_columns > 0 else 0):
         expert, up = divmod(half, 2)
-        yield (expert, slice(up * own, up * own + num_columns)), half * columns + first, 0
+        yield (expert, slice(up * size, up * size + num_columns)), half * columns + first, 0
 
 
-def _own_columns(layer: nn.Module) -> tuple[int, int]:
+def _local_columns(layer: nn.Module) -> tuple[int, int]:
     """Return the first hidden column of an expert that this rank holds, and how many it holds.
 
     Zero padding is included.
@@ -77,23 +77,23 @@ def _own_columns(layer: nn.Module) -> tuple[int, int]:
             layer.moe_tp_rank * layer.intermediate_size_per_partition,
             layer.intermediate_size_per_partition,
         )
-    own = layer.moe_config.intermediate_size_per_partition
-    return layer.moe_config.moe_parallel_config.tp_rank * own, own
+    size = layer.moe_config.intermediate_size_per_partition
+    return layer.moe_config.moe_parallel_config.tp_rank * size, size
 
 
-def own_experts(layer: nn.Module) -> slice:
+def local_experts(layer: nn.Module) -> slice:
     """Return the experts that this rank's layer holds; all of them unless ranks divide them."""
     first = 0
     if not _is_sglangs(layer):
         # reading the layer's own map would wait for the device
         ranks = layer.moe_config.moe_parallel_config
-        each, more = divmod(layer.moe_config.num_experts, ranks.ep_size)
-        first = ranks.ep_rank * each + min(ranks.ep_rank, more)
+        per_rank, more = divmod(layer.moe_config.num_experts, ranks.ep_size)
+        first = ranks.ep_rank * per_rank + min(ranks.ep_rank, more)
     return slice(first, first + len(layer.w13_weight))
 
 
-def expert_part(layer: nn.Module, attribute: str, index: Index) -> Tensor:
-    """Return a part of the layer's tensor as it was loaded."""
+def expert_tensor(layer: nn.Module, attribute: str, index: Index) -> Tensor:
+    """Return the layer's tensor at `index` as it was loaded."""
     first, *rest = index if isinstance(index, tuple) else (index,)
     return _plain(layer, attribute, getattr(layer, attribute)[first])[tuple(rest)]
 
@@ -113,7 +113,7 @@ def expert_blocks(layer: nn.Module, attribute: str) -> tuple[Tensor, int]:
         blocks = weight.view(groups, -1, columns, block).transpose(-1, -2)
     else:
         blocks = weight.view(groups, -1, 1, columns)
-    return blocks, _own_columns(layer)[0]
+    return blocks, _local_columns(layer)[0]
 
 
 def is_filled_up(layer: nn.Module, attribute: str, shape: torch.Size) -> bool:
@@ -197,10 +197,10 @@ def _plain(layer: nn.Module, attribute: str, weight: Tensor) -> Tensor:
     *experts, rows, columns = weight.shape
     blocks = weight.reshape(*experts, rows // INTERLEAVED_ROWS, columns, INTERLEAVED_ROWS)
     rows_again = blocks.transpose(-1, -2).reshape(*experts, rows, columns)
-    own = layer.moe_config.intermediate_size_per_partition
+    size = layer.moe_config.intermediate_size_per_partition
     if attribute == "w2_weight":
-        return rows_again[..., :own]
-    return rows_again.unflatten(-2, (2, rows // 2))[..., :own, :].flatten(-3, -2)
+        return rows_again[..., :size]
+    return rows_again.unflatten(-2, (2, rows // 2))[..., :size, :].flatten(-3, -2)
 
 
 def is_a(thing: object, kind: str) -> bool:

@@ -18,21 +18,24 @@ from lightrft.models.weight_sync.expert_layout import (
     ATTRIBUTES,
     ROUTED,
     Index,
+    expert_addresses,
     expert_blocks,
-    expert_part,
-    expert_places,
+    expert_tensor,
     is_a,
     is_experts,
     is_filled_up,
-    own_experts,
+    local_experts,
 )
 from lightrft.models.weight_sync.names import PublishedNames
 from lightrft.models.weight_sync.verify import PRODUCT_ROUNDS, Fingerprints, signs
 
-FUSED_PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+FUSED_LAYERS = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
 """Fused layer -> layers of the Hugging Face model that it combines."""
-SEVERAL_PARTS = {"in_proj_qkv": (0, 1, 2), "in_proj_z": (3,)}
-"""Layer of the Hugging Face model -> its parts of a fused layer, where these are not one for each.
+SHARD_IDS = {"in_proj_qkv": (0, 1, 2), "in_proj_z": (3,)}
+"""Layer of the Hugging Face model -> its shards of a fused layer, where these are not one for each.
 
 Queries, keys and values of gated delta networks are one layer there, but ranks split each of them.
 """
@@ -68,13 +71,13 @@ def engine_names(names: PublishedNames) -> dict[str, str]:
 
 
 def _of_pieces(name: str, pieces: list[str]) -> str:
-    own = name.rpartition(".")[2]
-    return f"{os.path.commonprefix(pieces).rpartition('.')[0]}.{ATTRIBUTES.get(own, own)}"
+    last = name.rpartition(".")[2]
+    return f"{os.path.commonprefix(pieces).rpartition('.')[0]}.{ATTRIBUTES.get(last, last)}"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Part of a layer's parameter that holds a part of the full tensor `name`.
+    """Slice of a layer's parameter that holds a slice of the full tensor `name`.
 
     In the full tensor it starts at `row` and `column`.
     """
@@ -82,7 +85,7 @@ class WeightSlice:
     name: str
     layer: nn.Module
     attribute: str
-    part: Index
+    index: Index
     row: int = 0
     column: int = 0
 
@@ -91,7 +94,7 @@ class WeightSlice:
         stored = torch.atleast_1d(getattr(self.layer, self.attribute))
         # Kernels of eight bits take [columns, rows].
         turned = self.attribute == "weight" and SCALE_NAME in self.layer._parameters
-        return (stored.t() if turned else stored)[self.part]
+        return (stored.t() if turned else stored)[self.index]
 
     def within(self, shape: torch.Size) -> Tensor:
         """Return `tensor` without the padding beyond the full tensor of this shape."""
@@ -108,7 +111,7 @@ class ExpertSlice(WeightSlice):
 
     @property
     def tensor(self) -> Tensor:
-        return expert_part(self.layer, self.attribute, self.part)
+        return expert_tensor(self.layer, self.attribute, self.index)
 
     def within(self, shape: torch.Size) -> Tensor:
         tensor = self.tensor
@@ -119,7 +122,7 @@ class ExpertSlice(WeightSlice):
 
 @dataclass(frozen=True, slots=True)
 class CopyTarget:
-    """Memory of a layer's parameter that receives a part of a full tensor.
+    """Memory of a layer's parameter that receives a slice of a full tensor.
 
     In the full tensor it starts at `row` and `column`.
     """
@@ -141,7 +144,7 @@ class CopyTarget:
             blocks, first = expert_blocks(pieces[0].layer, pieces[0].attribute)
             down = pieces[0].attribute == "w2_weight"
             row, column = (0, first) if down else (first, 0)
-            return [cls(blocks.detach(), row, column, own_experts(pieces[0].layer))]
+            return [cls(blocks.detach(), row, column, local_experts(pieces[0].layer))]
         return [
             cls(_rows(piece.tensor.detach())[None, :, None], piece.row, piece.column)
             for piece in pieces
@@ -155,8 +158,8 @@ class CopyTarget:
             tensor = tensor[self.experts]
         groups, blocks, size, columns = self.memory.shape
         rows = _rows(tensor.detach()).unflatten(0, (groups, -1))
-        part = rows[:, self.row : self.row + blocks * size, self.column : self.column + columns]
-        self.memory.copy_(part.unflatten(1, (blocks, size)))
+        shard = rows[:, self.row : self.row + blocks * size, self.column : self.column + columns]
+        self.memory.copy_(shard.unflatten(1, (blocks, size)))
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -165,7 +168,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class FusedWeights:
-    """Weights of one rank's part of a model, as its layers keep them.
+    """Weights of one rank's shard of a model, as its layers keep them.
 
     Some are stored as loaded; with others, layers multiply in another form. `names` has the
     engine's name, before fusing, of each weight that the engine loads, `shapes` the full shapes.
@@ -179,7 +182,7 @@ class FusedWeights:
         names: Mapping[str, str | None],
         shapes: Mapping[str, torch.Size],
         *,
-        parts: Mapping[str, list[str]] = FUSED_PARTS,
+        fused_layers: Mapping[str, list[str]] = FUSED_LAYERS,
         packs: Callable[[nn.Module], bool] = lambda _: False,
         keeps: Callable[[WeightSlice], bool] = lambda _: False,
     ):
@@ -190,19 +193,21 @@ class FusedWeights:
         """Names of weights whose location is not known."""
 
         # A layer with slots for adapters wraps the one that has the weights.
-        places = {
+        layers = {
             name.removesuffix(".base_layer"): layer
             for name, layer in model.named_modules(remove_duplicate=False)
         }
         users: dict[nn.Parameter, list[nn.Module]] = {}
-        for layer in places.values():
+        for layer in layers.values():
             for parameter in layer._parameters.values():
                 if parameter is not None:
                     users.setdefault(parameter, []).append(layer)
 
-        places_of: dict[str, list[WeightSlice]] = {}
+        slices_of: dict[str, list[WeightSlice]] = {}
         for name, renamed in names.items():
-            places_of[name] = slices = list(_pieces(name, renamed, parts, places, shapes[name]))
+            slices_of[name] = slices = list(
+                _pieces(name, renamed, fused_layers, layers, shapes[name])
+            )
             self.unknown += [] if slices else [name]
             for piece in slices:
                 self._add(piece, users.get(getattr(piece.layer, piece.attribute), []), packs)
@@ -210,14 +215,14 @@ class FusedWeights:
         unknown_paths = {
             renamed.rpartition(".")[0] for name in self.unknown if (renamed := names[name])
         }
-        excluded = _neighbours(unknown_paths, places) | {
+        excluded = _neighbours(unknown_paths, layers) | {
             layer
             for its_users in users.values()
             if any(map(packs, its_users))
             for layer in its_users
         }
         self.direct = _direct_copies(
-            places_of, shapes, lambda piece: piece.layer not in excluded and keeps(piece)
+            slices_of, shapes, lambda piece: piece.layer not in excluded and keeps(piece)
         )
         """Weights that can be copied in place: they fill whole layers. No other weight fills
         these, not even an unknown one, and no kernel repacks them."""
@@ -229,11 +234,11 @@ class FusedWeights:
 
     @property
     def divides_experts(self) -> bool:
-        """Return True if all experts can be copied in place, and this rank holds a part of them."""
+        """Return True if all experts can be copied in place, and this rank holds some of them."""
         stacked = {piece.name for piece in self.raw if is_experts(piece.layer)}
         return bool(stacked) and all(
             name in self.direct
-            and own_experts(self.direct[name][0].layer) != slice(0, self.shapes[name][0])
+            and local_experts(self.direct[name][0].layer) != slice(0, self.shapes[name][0])
             for name in stacked
         )
 
@@ -259,8 +264,8 @@ class FusedWeights:
     def add_to(self, prints: Fingerprints) -> None:
         """Add this rank's weights to the fingerprints."""
         for piece in self.raw:
-            if (part := piece.within(self.shapes[piece.name])).numel():
-                prints.add(piece.name, part, row=piece.row, column=piece.column)
+            if (tensor := piece.within(self.shapes[piece.name])).numel():
+                prints.add(piece.name, tensor, row=piece.row, column=piece.column)
 
         results: dict[nn.Module, Tensor] = {}
         for piece in self._pieces_of_round(prints.round):
@@ -274,9 +279,9 @@ class FusedWeights:
                 results[piece.layer] = piece.layer.quant_method.apply(piece.layer, x[None], None)[
                     0
                 ].double()
-            values = results[piece.layer][piece.part]
+            values = results[piece.layer][piece.index]
             if SCALE_NAME in piece.layer._parameters:  # they are compared by themselves
-                values = values / piece.layer.weight_scale.double()[piece.part, 0]
+                values = values / piece.layer.weight_scale.double()[piece.index, 0]
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
 
     def _pieces_of_round(self, round: int | None) -> list[WeightSlice]:
@@ -312,43 +317,43 @@ class FusedWeights:
 def _pieces(
     name: str,
     renamed: str | None,
-    parts: Mapping[str, list[str]],
-    places: Mapping[str, nn.Module],
+    fused_layers: Mapping[str, list[str]],
+    layers: Mapping[str, nn.Module],
     shape: torch.Size,
 ) -> Iterator[WeightSlice]:
     """Yield the slices of a weight in the engine's layers; none if the engine has no such layer."""
     path, _, attribute = (renamed or "").rpartition(".")
-    own = name.split(".")[-2]
+    layer_name = name.split(".")[-2]
     inside = path.rpartition(".")[0]
     fused = next(
         (
             fused
-            for fused, its_parts in parts.items()
-            if own in its_parts and f"{inside}.{fused}" in places
+            for fused, combined in fused_layers.items()
+            if layer_name in combined and f"{inside}.{fused}" in layers
         ),
-        own,
+        layer_name,
     )
-    own_parts = None
-    if fused != own:
-        own_parts = SEVERAL_PARTS.get(own, (parts[fused].index(own),))
+    shard_ids = None
+    if fused != layer_name:
+        shard_ids = SHARD_IDS.get(layer_name, (fused_layers[fused].index(layer_name),))
         path = f"{inside}.{fused}"
 
-    layer = places.get(f"{path}.{ROUTED}", places.get(path))
+    layer = layers.get(f"{path}.{ROUTED}", layers.get(path))
     # Not every model of vLLM has a table of names. In SGLang the decays are not verified.
     if attribute == "A_log" and is_a(layer, MAMBA) and CONVOLUTION_VIEW in layer._buffers:
         attribute = "A"
     if layer is None or getattr(layer, attribute, None) is None:
         return
-    if own == "conv1d" and any(is_a(places[inside], kind) for kind in DELTA_NET_LAYERS):
-        regions = _of_delta_rule(places[inside], layer)
-    elif own in ("in_proj", "conv1d") and is_a(places[inside], MAMBA):
-        regions = _of_mamba(places[inside], own)
+    if layer_name == "conv1d" and any(is_a(layers[inside], kind) for kind in DELTA_NET_LAYERS):
+        regions = _of_delta_rule(layers[inside], layer)
+    elif layer_name in ("in_proj", "conv1d") and is_a(layers[inside], MAMBA):
+        regions = _of_mamba(layers[inside], layer_name)
     else:
-        regions = _places(layer, attribute, own_parts, shape)
+        regions = _addresses(layer, attribute, shard_ids, shape)
     stored = attribute
-    if own == "conv1d" and attribute == "weight":
-        if CONVOLUTION_VIEW in places[inside]._buffers:
-            layer = places[inside]
+    if layer_name == "conv1d" and attribute == "weight":
+        if CONVOLUTION_VIEW in layers[inside]._buffers:
+            layer = layers[inside]
             stored = CONVOLUTION_VIEW
         elif UNPACKED in vars(layer):
             stored = UNPACKED
@@ -358,21 +363,21 @@ def _pieces(
 
 
 def _of_delta_rule(mixer: nn.Module, layer: nn.Module) -> Iterator[tuple[slice, int, int]]:
-    """Yield the places of a convolution over queries, keys and values.
+    """Yield the addresses of a convolution over queries, keys and values.
 
     The engines' layers do not say that ranks split each of the three.
     """
     start = 0
     full = 0
     for size in (mixer.key_dim, mixer.key_dim, mixer.value_dim):
-        own = size // layer.tp_size
-        yield slice(start, start + own), full + layer.tp_rank * own, 0
-        start = start + own
+        length = size // layer.tp_size
+        yield slice(start, start + length), full + layer.tp_rank * length, 0
+        start = start + length
         full = full + size
 
 
-def _of_mamba(mixer: nn.Module, own: str) -> Iterator[tuple[slice, int, int]]:
-    """Yield the places of a projection or convolution of Mamba 2.
+def _of_mamba(mixer: nn.Module, layer_name: str) -> Iterator[tuple[slice, int, int]]:
+    """Yield the addresses of a projection or convolution of Mamba 2.
 
     Ranks split heads and groups. If they share one group, each has a copy of it. What they split
     comes as often as there are copies then, since every element has to count equally often.
@@ -389,7 +394,7 @@ def _of_mamba(mixer: nn.Module, own: str) -> Iterator[tuple[slice, int, int]]:
 
     start = 0
     full = 0
-    for size, is_split in regions[own]:
+    for size, is_split in regions[layer_name]:
         length = size // mixer.tp_size
         copies = mixer.tp_size if shared and is_split else 1
         for _ in range(copies):
@@ -398,32 +403,32 @@ def _of_mamba(mixer: nn.Module, own: str) -> Iterator[tuple[slice, int, int]]:
         full = full + (size if is_split else length)
 
 
-def _places(
-    layer: nn.Module, attribute: str, parts: tuple[int, ...] | None, shape: torch.Size
+def _addresses(
+    layer: nn.Module, attribute: str, shard_ids: tuple[int, ...] | None, shape: torch.Size
 ) -> Iterator[tuple[Index, int, int]]:
-    """Yield (part of the layer's parameter, row, column of the full tensor).
+    """Yield (index in the layer's parameter, row, column of the full tensor).
 
-    They cover some parts of a fused layer, or all parts.
+    They cover some shards of a fused layer, or all shards.
     """
     if attribute in ATTRIBUTES.values():
-        yield from expert_places(layer, attribute, shape)
+        yield from expert_addresses(layer, attribute, shape)
     elif is_a(layer, "VocabParallelEmbedding"):
-        own = layer.shard_indices
+        shard = layer.shard_indices
         yield (
-            slice(own.org_vocab_end_index - own.org_vocab_start_index),
-            own.org_vocab_start_index,
+            slice(shard.org_vocab_end_index - shard.org_vocab_start_index),
+            shard.org_vocab_start_index,
             0,
         )
     elif is_a(layer, "ColumnParallelLinear"):
         start = 0
         full = 0
-        places = []
+        regions = []
         for index, size in enumerate(layer.output_partition_sizes):
             repeated = (
                 layer.num_kv_head_replicas if is_a(layer, "QKVParallelLinear") and index > 0 else 1
             )
-            if parts is None or index in parts:
-                places.append(
+            if shard_ids is None or index in shard_ids:
+                regions.append(
                     (slice(start, start + size), full + layer.tp_rank // repeated * size, 0)
                 )
                 full = full + size * layer.tp_size // repeated
@@ -431,7 +436,7 @@ def _places(
             start = start + size
 
         # A layer that is fused in the folder and padded in the engine has an unknown layout.
-        yield from places if len(places) == 1 or full == shape[0] else []
+        yield from regions if len(regions) == 1 or full == shape[0] else []
     elif is_a(layer, MAMBA):
         # Decay, time step and skip of each head.
         yield slice(None), layer.out_proj.tp_rank * len(getattr(layer, attribute)), 0
@@ -449,17 +454,17 @@ def _places(
         yield slice(None), 0, layer.tp_rank * layer.input_size_per_partition if cut else 0
 
 
-def _neighbours(paths: Set[str], places: Mapping[str, nn.Module]) -> set[nn.Module]:
+def _neighbours(paths: Set[str], layers: Mapping[str, nn.Module]) -> set[nn.Module]:
     """Return the layers that may hold weights of other layers: all in the same modules.
 
     A fused layer, for example, is beside the layers of the Hugging Face model that it combines.
     """
     modules = paths | {path.rpartition(".")[0] for path in paths}
-    return {layer for path, layer in places.items() if path.rpartition(".")[0] in modules}
+    return {layer for path, layer in layers.items() if path.rpartition(".")[0] in modules}
 
 
 def _direct_copies(
-    places: dict[str, list[WeightSlice]],
+    slices: dict[str, list[WeightSlice]],
     shapes: Mapping[str, torch.Size],
     keeps: Callable[[WeightSlice], bool],
 ) -> dict[str, list[WeightSlice]]:
@@ -468,7 +473,7 @@ def _direct_copies(
     A layer has a matrix, and none of the weights is left out.
     """
     of: dict[nn.Module, list[WeightSlice]] = defaultdict(list)
-    for pieces in places.values():
+    for pieces in slices.values():
         for piece in pieces:
             of[piece.layer].append(piece)
 
@@ -481,7 +486,7 @@ def _direct_copies(
     while True:
         whole_names = {
             name: pieces
-            for name, pieces in places.items()
+            for name, pieces in slices.items()
             if pieces and all(piece.layer in layers for piece in pieces)
         }
         remaining = {
@@ -500,16 +505,16 @@ def _is_filled(
         name: parameter for name, parameter in layer._parameters.items() if parameter is not None
     }
     if {piece.attribute for piece in pieces} != parameters.keys() or max(
-        each.ndim for each in parameters.values()
+        shapes_here.ndim for shapes_here in parameters.values()
     ) < 2:
         return False
 
     # Ranks may pad their experts, and then the full tensor does not fill the layer.
     if is_experts(layer):
-        each = {piece.attribute: shapes[piece.name] for piece in pieces}
-        alone = len({piece.name for piece in pieces}) == len(each)
+        shapes_here = {piece.attribute: shapes[piece.name] for piece in pieces}
+        alone = len({piece.name for piece in pieces}) == len(shapes_here)
         return alone and not any(
-            is_filled_up(layer, attribute, shape) for attribute, shape in each.items()
+            is_filled_up(layer, attribute, shape) for attribute, shape in shapes_here.items()
         )
 
     filled: dict[str, int] = defaultdict(int)

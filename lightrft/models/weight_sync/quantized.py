@@ -43,15 +43,15 @@ class Format:
         scales = torch.empty(len(matrix), 1, device=matrix.device)
         chunk = HOST_BYTES if matrix.device.type == "cpu" else DEVICE_BYTES
         step = max(1, chunk // (4 * matrix.shape[1]))
-        parts = (each.split(step) for each in (matrix.detach(), codes, scales))
+        chunks = (each.split(step) for each in (matrix.detach(), codes, scales))
 
-        for rows, own_codes, own_scales in zip(*parts, strict=True):
+        for rows, row_codes, row_scales in zip(*chunks, strict=True):
             rows = rows.float()
             largest = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
-            torch.div(largest, (self.largest - self.smallest) / 2, out=own_scales)
-            own_scales.masked_fill_(own_scales == 0, torch.finfo(torch.float32).eps)
-            values = (rows / own_scales).clamp_(self.smallest, self.largest)
-            own_codes.copy_(values if self.dtype.is_floating_point else values.round_())
+            torch.div(largest, (self.largest - self.smallest) / 2, out=row_scales)
+            row_scales.masked_fill_(row_scales == 0, torch.finfo(torch.float32).eps)
+            values = (rows / row_scales).clamp_(self.smallest, self.largest)
+            row_codes.copy_(values if self.dtype.is_floating_point else values.round_())
 
         return codes, scales
 

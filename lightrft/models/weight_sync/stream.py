@@ -101,7 +101,7 @@ def stream(
     copied there first, because devices cast and gather much faster.
 
     `divided`: mesh of one dimension over which the first dim of some tensors stays divided. They
-    are yielded as DTensors with the part of this rank.
+    are yielded as DTensors with the shard of this rank.
 
     All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as
     long as it is referenced; an unsharded parameter that already has the dtype is yielded itself.
@@ -169,7 +169,7 @@ def _gather_bucket(
         shardings = [
             [shard for shard in shards if shard.group.group_name != kept] for shards in shardings
         ]
-    parts = [
+    tensors = [
         tensor.to_local().detach()
         if isinstance(tensor, DTensor)
         # The device casts, because it is faster than the host.
@@ -186,20 +186,20 @@ def _gather_bucket(
 
         for members in by_group.values():
             shards = [shardings[index][level] for index in members]
-            gathered = _gather([parts[index] for index in members], shards, dtype, device, limit)
+            gathered = _gather([tensors[index] for index in members], shards, dtype, device, limit)
             for index, tensor in zip(members, gathered, strict=True):
-                parts[index] = tensor
+                tensors[index] = tensor
 
     # A DTensor that is sharded on one rank only is not gathered.
-    parts = [part.to(device, non_blocking=True).to(dtype) for part in parts]
+    tensors = [tensor.to(device, non_blocking=True).to(dtype) for tensor in tensors]
     return [
-        (name, DTensor.from_local(part, divided, [Shard(0)]) if stay else part)
-        for (name, _), part, stay in zip(bucket, parts, stays, strict=True)
+        (name, DTensor.from_local(tensor, divided, [Shard(0)]) if stay else tensor)
+        for (name, _), tensor, stay in zip(bucket, tensors, stays, strict=True)
     ]
 
 
 def _gather(
-    parts: list[Tensor],
+    local_shards: list[Tensor],
     shards: list[ShardSlice],
     dtype: torch.dtype,
     device: torch.device,
@@ -215,22 +215,24 @@ def _gather(
         step = max(1, limit // row_bytes)
 
     for start in range(0, most_rows, step):
-        _gather_rows(parts, shards, tensors, slice(start, start + step))
+        _gather_rows(local_shards, shards, tensors, slice(start, start + step))
     return tensors
 
 
 def _gather_rows(
-    parts: list[Tensor], shards: list[ShardSlice], tensors: list[Tensor], rows: slice
+    local_shards: list[Tensor], shards: list[ShardSlice], tensors: list[Tensor], rows: slice
 ) -> None:
-    """Gather these rows of each rank's parts, and write them where they belong in `tensors`."""
+    """Gather these rows of each rank's shards, and write them where they belong in `tensors`."""
     counts = [len(range(*rows.indices(shard.rows))) for shard in shards]
     sizes = [count * shard.rest.numel() for count, shard in zip(counts, shards, strict=True)]
     gather = AllGather(sum(sizes), tensors[0].dtype, tensors[0].device, shards[0].group)
 
-    for destination, part, shard in zip(gather.local.split(sizes), parts, shards, strict=True):
-        own = part.movedim(shard.dim, 0)[rows].to(gather.local.device, non_blocking=True)
+    for destination, local_shard, shard in zip(
+        gather.local.split(sizes), local_shards, shards, strict=True
+    ):
+        local = local_shard.movedim(shard.dim, 0)[rows].to(gather.local.device, non_blocking=True)
         # This copy casts, so it comes after the one to the device and before the all-gather.
-        destination[: own.numel()].view(own.shape).copy_(own)
+        destination[: local.numel()].view(local.shape).copy_(local)
 
     gather.run()
     gathered = gather.gathered.split(sizes, dim=1)
@@ -240,16 +242,16 @@ def _gather_rows(
 
 
 def _write_rows(pieces: Tensor, shard: ShardSlice, tensor: Tensor, rows: slice) -> None:
-    """Write `pieces` [ranks, rows, ...]: the same rows of each rank's part of `tensor`.
+    """Write `pieces` [ranks, rows, ...]: the same rows of each rank's shard of `tensor`.
 
-    The padding behind the last part is left out.
+    The padding behind the last shard is left out.
     """
     target = tensor.movedim(shard.dim, 0)
     num_whole = len(target) // shard.rows
     whole, rest = target.split([num_whole * shard.rows, len(target) % shard.rows])
     whole.unflatten(0, (num_whole, shard.rows))[:, rows].copy_(pieces[:num_whole])
 
-    # At most one rank has a shorter part. Those after it have none.
+    # At most one rank has a shorter shard. Those after it have none.
     rest = rest[rows]
     if len(rest):
         rest.copy_(pieces[num_whole, : len(rest)])

@@ -5,16 +5,16 @@ weights. There are two verifications:
 
 - A full one follows the first sync of an engine, every FULL_EVERY-th one, and one after a failed
   sync. It sums words of four bytes of each weight, multiplied by a random odd number for the row
-  and one for the place in the row, modulo 2^64. A single changed bit always changes the sum. Anything else
-  does too, except with a chance of about 2^-32: a weight that is missing, stale or another one, and
-  rows, columns or elements that lie elsewhere. It reads all weights at both ends, and takes longer
-  than copying them.
+  and one for the position in the row, modulo 2^64. A single changed bit always changes the sum.
+  Anything else does too, except with a chance of about 2^-32: a weight that is missing, stale or
+  another one, and rows, columns or elements that lie elsewhere. It reads all weights at both ends,
+  and takes longer than copying them.
 - A sample follows each other sync. It sums the bits of every FULL_EVERY-th row, and the next round
   begins one row later. Vectors, and weights with fewer rows, are summed completely. It finds at
   once a weight that is missing or stale, or that arrived under another name. It also finds at once
-  a part of a weight, such as the part of a rank, that is so and has at least FULL_EVERY rows. One
+  a slice of a weight, such as the shard of a rank, that is so and has at least FULL_EVERY rows. One
   wrong element is found if the row is in the sample, thus within FULL_EVERY syncs if it stays
-  wrong. What changed places within the sample is left to the next full verification.
+  wrong. What was moved within the sample is left to the next full verification.
 
 If an engine keeps weights only in a packed form for the kernels, the products W x with random signs
 x are compared instead, up to rounding errors. A full verification computes them for all layers, and
@@ -81,13 +81,13 @@ class Fingerprints:
         self.num_elements = dict.fromkeys(self.bits, 0)
         self.num_multiplied = dict.fromkeys(self.products, 0)
         self.divided: list[str] = []
-        """Names that came as parts, one on each rank of the engine."""
+        """Names that came as shards, one on each rank of the engine."""
 
     def add_sent(self, name: str, tensor: Tensor) -> None:
         """Add a tensor of the stream: full, or the experts of this rank as a DTensor."""
         if isinstance(tensor, DTensor):
             self.divided.append(name)
-            first = shard_slices(tensor)[0].own.start
+            first = shard_slices(tensor)[0].local.start
             self.add(name, tensor.to_local(), row=first * tensor.shape[1])
             return
         if name in self.bits:
@@ -137,7 +137,7 @@ class Fingerprints:
     def add_product(self, name: str, values: Tensor, num_elements: int, *, row: int = 0) -> None:
         """Add values [R], R rows of W x from `row` on.
 
-        They may be only the part that `num_elements` elements of W contribute.
+        They may be only the summand that `num_elements` elements of W contribute.
         """
         self.products[name].append((row, values))
         self.num_multiplied[name] += num_elements
@@ -150,15 +150,15 @@ class Fingerprints:
         sums = torch.zeros(len(self.bits) + len(self.products), dtype=torch.int64, device=device)
         if self.sums:
             names, values = zip(*self.sums, strict=True)
-            places = torch.tensor([self.bits[name] for name in names], device=device)
-            sums.index_add_(0, places, torch.stack(values).to(device))
+            indices = torch.tensor([self.bits[name] for name in names], device=device)
+            sums.index_add_(0, indices, torch.stack(values).to(device))
         counts = [*self.num_elements.values(), *self.num_multiplied.values()]
         table = torch.stack([sums, torch.tensor(counts, dtype=torch.int64, device=device)], dim=1)
 
         products = [torch.zeros(0, dtype=torch.float64, device=device)]
-        for name, parts in self.products.items():
+        for name, pieces in self.products.items():
             products.append(torch.zeros(self.shapes[name][0], dtype=torch.float64, device=device))
-            for row, values in parts:
+            for row, values in pieces:
                 products[-1][row : row + len(values)] += values
 
         return table, torch.cat(products)
@@ -171,8 +171,8 @@ class Fingerprints:
         """
         sent, expected = self.numbers(engine_numbers[0].device)
         if self.divided:
-            places = [self.bits[name] for name in self.divided]
-            sent[places] = axis.sum(sent[places])
+            indices = [self.bits[name] for name in self.divided]
+            sent[indices] = axis.sum(sent[indices])
         sent, expected = sent.cpu(), expected.cpu()
         table, values = (numbers.cpu() for numbers in engine_numbers)
         # An engine repeats heads when it has more ranks than heads, so its sums are a multiple.
@@ -184,14 +184,14 @@ class Fingerprints:
             if not right
         ]
         lengths = [self.shapes[name][0] for name in self.products]
-        each = zip(
+        products = zip(
             self.products,
             copies[len(self.bits) :],
             values.split(lengths),
             expected.split(lengths),
             strict=True,
         )
-        for name, times, in_engine, streamed in each:
+        for name, times, in_engine, streamed in products:
             # Kernels sum in float32, in any order. The results are in the engine's dtype.
             walk = WALK_FACTOR * math.sqrt(self.shapes[name][-1]) * 2.0**-24
             tolerance = (walk + torch.finfo(self.dtype).eps) * streamed.abs().max()

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from lightrft.models.parallel.collectives import Axis
-from lightrft.models.parallel.device import current_device, has_bf16, local_part
+from lightrft.models.parallel.device import current_device, has_bf16, local_tensor
 from lightrft.models.parallel.dtensor_slices import ShardSlice, shard_slices
 from lightrft.models.parallel.expert_parallel import expert_layers
 from lightrft.strategy.backends.optim import create_adamw, step
@@ -272,7 +272,7 @@ def _matrices(parameter: nn.Parameter, momentum: Tensor) -> Iterator[Matrices]:
     gradient = parameter.grad
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    tensors = [local_part(each) for each in (parameter, gradient, momentum)]
+    tensors = [local_tensor(each) for each in (parameter, gradient, momentum)]
     stacks = tensors if parameter.ndim == 3 else [each[None] for each in tensors]
 
     height, width = parameter.shape[-2:]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightrft.models.parallel.device import local_part, release_cached_memory, synchronize
+from lightrft.models.parallel.device import local_tensor, release_cached_memory, synchronize
 
 PINNED_BLOCK = 2**28
 """Bytes of a buffer in host memory. torch rounds each pinned allocation up to a power of two, so a
@@ -147,7 +147,7 @@ class OffloadedModel:
         self.guards = guard_model(model)
         self.copies = HostCopies(_tensors(model))
         synchronize(device)
-        storages = [local_part(parameter).untyped_storage() for parameter in model.parameters()]
+        storages = [local_tensor(parameter).untyped_storage() for parameter in model.parameters()]
         with same_parameters():
             model.to_empty(device="meta")
 
@@ -179,7 +179,7 @@ class OffloadedOptimizer:
             for name, value in state.items()
             if isinstance(value, Tensor) and value.ndim > 0
         ]
-        self.copies = HostCopies(local_part(state[name]) for state, name in self.states)
+        self.copies = HostCopies(local_tensor(state[name]) for state, name in self.states)
         synchronize(device)
         for state, name in self.states:
             state[name] = torch.empty_like(state[name], device="meta")
@@ -190,7 +190,7 @@ class OffloadedOptimizer:
             guard.remove()
         for state, name in self.states:
             state[name] = torch.empty_like(state[name], device=device)
-        self.copies.load(local_part(state[name]) for state, name in self.states)
+        self.copies.load(local_tensor(state[name]) for state, name in self.states)
         synchronize(device)
 
 
@@ -262,7 +262,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
     Non-persistent buffers are included.
     """
-    return map(local_part, (*model.parameters(), *model.buffers()))
+    return map(local_tensor, (*model.parameters(), *model.buffers()))
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from lightrft.models.parallel.device import current_device, local_part
+from lightrft.models.parallel.device import current_device, local_tensor
 
 Axes = frozenset[str]
 """Names of the process groups that shard a tensor; empty if every rank has the whole tensor."""
@@ -251,7 +251,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
     `norm` comes from global_grad_norm().
     """
     gradients = [
-        local_part(parameter.grad) for parameter in parameters if parameter.grad is not None
+        local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None
     ]
     if gradients:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -357,7 +357,7 @@ def sum_of_bits(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
     short: dict[torch.dtype, list[Tensor]] = {}
     flat = []
     for tensor in tensors:
-        local = local_part(tensor).detach().reshape(-1)
+        local = local_tensor(tensor).detach().reshape(-1)
         if local.numel() > SHORT:
             flat.append(local)
         else:

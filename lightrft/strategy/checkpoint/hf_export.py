@@ -31,7 +31,7 @@ from lightrft.models.four_bits.linear import dense_stream
 from lightrft.models.lora import ADAPTER_CONFIG_FILE as ADAPTER_CONFIG
 from lightrft.models.lora import adapted_layers, is_adapter, merge_adapters, save_adapter
 from lightrft.models.parallel.collectives import Axis
-from lightrft.models.qwen_omni import OTHER_PARTS, published_config, speaks
+from lightrft.models.qwen_omni import OTHER_PREFIXES, published_config, speaks
 from lightrft.models.weight_files import WeightFiles, cached_folder
 from lightrft.models.weight_sync.names import PublishedNames, transformers_class
 from lightrft.models.weight_sync.stream import persistent_buffers
@@ -262,7 +262,7 @@ def _other_parts(model: PreTrainedModel) -> Stream:
             " copied"
         )
 
-    parts = OTHER_PARTS if has_voice else PREDICTS_SEVERAL
+    parts = OTHER_PREFIXES if has_voice else PREDICTS_SEVERAL
     for name in sorted(name for name in files.files if name.startswith(parts)):
         yield name, files.read(name, ())
 

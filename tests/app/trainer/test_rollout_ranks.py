@@ -305,9 +305,9 @@ def test_a_rank_does_not_believe_a_stranger():
 def test_a_rank_listens_where_the_others_are(monkeypatch):
     alone = RunProcesses(None, 1, 2, timedelta(), 1, ranks_per_node=2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as vLLM leaves it on a CPU
-    assert door.own_address(alone) == "127.0.0.1"
+    assert door.local_address(alone) == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    address = door.own_address(replace(alone, ranks_per_node=1))
+    address = door.local_address(replace(alone, ranks_per_node=1))
     assert not address.startswith("127.")
     door.Door(address, "secret").close()
 

@@ -21,7 +21,7 @@ from lightrft.extras.compat.command_line import parse
 from lightrft.extras.tinker.losses import LOSSES
 from lightrft.extras.tinker.records import Examples, RequestRefused, SamplePrompt
 from lightrft.extras.tinker.worker import TinkerWorker
-from lightrft.models.parallel.device import local_part
+from lightrft.models.parallel.device import local_tensor
 from lightrft.strategy import get_strategy
 from ranks import run_cases, run_ranks, whole
 from scripts.prepare_quickstart import tiny_qwen3
@@ -277,7 +277,7 @@ def harm(folder: str, adapters: bool) -> dict[str, dict[str, str]]:
     broken = worker.models.take("broken")
     with torch.no_grad():
         for parameter in worker.models.trained:
-            local_part(parameter).fill_(math.inf)
+            local_tensor(parameter).fill_(math.inf)
     worker.save("broken", "broken/weights/x", optimizer=True)
     broken.version += 1
     with pytest.raises(RequestRefused, match="too large or no numbers"):

@@ -6,7 +6,7 @@ from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5O
 
 from lightrft.app.trainer.selfcheck import compare_small_copy
 from lightrft.app.trainer.small_copy import SMALL_WINDOW, small_config, small_model
-from lightrft.models.qwen_omni import trained_part
+from lightrft.models.qwen_omni import trained_config
 
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 MEDIA = {
@@ -33,7 +33,7 @@ def test_the_language_part_of_a_model_that_sees_or_hears(family):
 
 def test_the_thinker():
     thinker = {"text_config": {"rope_parameters": MROPE}}
-    config = trained_part(Qwen2_5OmniConfig(thinker_config=thinker))
+    config = trained_config(Qwen2_5OmniConfig(thinker_config=thinker))
     assert not any(each.differs for each in compare_small_copy(config))
 
 

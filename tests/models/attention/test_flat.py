@@ -153,14 +153,14 @@ def test_tokens_of_an_image_see_all_of_it(window, shares, dtype):
     lengths = torch.tensor(list(map(len, WITH_IMAGES)))
     shared = find_shared_prefixes(ids, lengths) if shares else None
     layout = Layout(lengths, CPU, shared=shared, bidirectional=ids == SEEN)
-    places = shared.indices if shared else torch.arange(len(ids))
+    indices = shared.indices if shared else torch.arange(len(ids))
     generator = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(layout.num_computed, heads, 8, generator=generator).to(dtype).requires_grad_()
         for heads in (4, 2, 2)
     ]
     upstream = torch.randn(layout.num_computed, 4, 8, generator=generator)
-    rows = [x[places].double().split(lengths.tolist()) for x in inputs]
+    rows = [x[indices].double().split(lengths.tolist()) for x in inputs]
     expected = torch.cat(
         [
             masked(*row, tokens, window)
@@ -191,9 +191,9 @@ def test_images_by_hand():
     layout = Layout(
         torch.tensor([5, 2]), CPU, bidirectional=torch.tensor([0, 1, 1, 1, 0, 1, 1]).bool()
     )
-    own, following = layout.calls(None)
+    first, following = layout.calls(None)
     assert (
-        own.query_lengths == [5, 2]
+        first.query_lengths == [5, 2]
         and following.query_lengths == following.key_lengths == [2, 1]
         and following.causal
     )
@@ -210,8 +210,8 @@ def test_images_by_hand():
 def test_changing_one_sequence_leaves_the_others_as_they_are(name, changed):
     batch = make_batch()
     other = make_batch()
-    places = other.sequence_ids == changed
-    other.input_ids[places] = 3 + (other.input_ids[places] * 7 + 11) % 58
+    tokens = other.sequence_ids == changed
+    other.input_ids[tokens] = 3 + (other.input_ids[tokens] * 7 + 11) % 58
 
     actor = Actor(make_model(name, ATTENTION)).eval()
     with torch.no_grad():
@@ -219,7 +219,7 @@ def test_changing_one_sequence_leaves_the_others_as_they_are(name, changed):
         after = actor(other, TEMPERATURE)
 
     for first, second in zip(before, after, strict=True):
-        assert torch.equal(first[~places], second[~places])
+        assert torch.equal(first[~tokens], second[~tokens])
     assert not torch.equal(before[0], after[0])
 
 
@@ -284,7 +284,7 @@ def test_layout_by_hand():
     blocks = Layout(torch.tensor([3, 1, 4]), CPU).blocks
     assert blocks.shapes == [(1, 1), (2, 4)]
     assert blocks.source.tolist() == [3, 0, 1, 2, 2, 4, 5, 6, 7]
-    assert blocks.places.tolist() == [1, 2, 3, 0, 5, 6, 7, 8]
+    assert blocks.positions.tolist() == [1, 2, 3, 0, 5, 6, 7, 8]
 
 
 def test_long_sequences_are_grouped_by_length_without_padding():
@@ -292,7 +292,7 @@ def test_long_sequences_are_grouped_by_length_without_padding():
         torch.tensor([LONG_SEQUENCE + 3, 2, LONG_SEQUENCE + 1, LONG_SEQUENCE + 3]), CPU
     ).blocks
     assert blocks.shapes == [(1, 2), (2, LONG_SEQUENCE + 3), (1, LONG_SEQUENCE + 1)]
-    assert len(blocks.source) == len(blocks.places) == 3 * LONG_SEQUENCE + 9
+    assert len(blocks.source) == len(blocks.positions) == 3 * LONG_SEQUENCE + 9
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_long_sequences_are_grouped_by_length_without_padding():
 )
 def test_blocks_that_are_flat_already_are_not_gathered(lengths, shapes):
     blocks = Layout(torch.tensor(lengths), CPU).blocks
-    assert (blocks.shapes, blocks.source, blocks.places) == (shapes, None, None)
+    assert (blocks.shapes, blocks.source, blocks.positions) == (shapes, None, None)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -312,7 +312,7 @@ def test_every_token_is_found_again_and_padding_stays_under_a_half(seed):
     blocks = Layout(lengths, CPU).blocks
     size = sum(count * width for count, width in blocks.shapes)
     assert len(blocks.source) == size < 2 * int(lengths.sum())
-    assert torch.equal(blocks.source[blocks.places], torch.arange(int(lengths.sum())))
+    assert torch.equal(blocks.source[blocks.positions], torch.arange(int(lengths.sum())))
     assert sum(count for count, _ in blocks.shapes) == len(lengths)
 
 

@@ -103,30 +103,30 @@ def accelerator() -> Iterator[tuple[list[MagicMock], list[Tensor]]]:
 
 def divided_experts_are_made_ahead() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    parts = [torch.full((2, 3), float(number)) for number in range(3)]
+    shards = [torch.full((2, 3), float(number)) for number in range(3)]
     made: list[int] = []
 
     def buckets() -> Iterator[list[tuple[str, Tensor]]]:
-        for number, part in enumerate(parts):
+        for number, shard in enumerate(shards):
             made.append(number)
-            yield [("experts", DTensor.from_local(part, mesh, [Shard(0)]))]
+            yield [("experts", DTensor.from_local(shard, mesh, [Shard(0)]))]
 
     with accelerator() as (_, recorded):
         found = [
             (len(made), bucket.pop()[1].to_local())
-            for bucket in ahead(buckets(), torch.device("meta"), limit=parts[0].nbytes)
+            for bucket in ahead(buckets(), torch.device("meta"), limit=shards[0].nbytes)
         ]
 
     assert [count for count, _ in found] == [2, 3, 3]
-    assert all(map(torch.equal, (part for _, part in found), parts))
-    assert all(map(torch.equal, recorded, parts)) and len(recorded) == 3
+    assert all(map(torch.equal, (shard for _, shard in found), shards))
+    assert all(map(torch.equal, recorded, shards)) and len(recorded) == 3
     assert not any(isinstance(tensor, DTensor) for tensor in recorded)
 
 
 def test_divided_experts_record_the_stream_and_count_as_this_ranks_part() -> None:
     """Torch has no record_stream() of a DTensor: on a GPU the sync of divided experts would fail.
 
-    A bucket of parts that fit is not beyond the limit, so the next one is made beside it.
+    A bucket of shards that fit is not beyond the limit, so the next one is made beside it.
     """
     run_ranks(2, divided_experts_are_made_ahead)
 

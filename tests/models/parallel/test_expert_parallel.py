@@ -58,12 +58,12 @@ def test_tokens_of_two_ranks_are_computed_as_on_one(split: int) -> None:
     for name, chosen in CHOSEN.items():
         experts = expert_layers(mixture())[0]
         expected = computed(experts, torch.tensor(chosen), slice(0, 5))
-        for tensor, *parts in zip(expected, first[name][0], second[name][0], strict=True):
-            torch.testing.assert_close(torch.cat(parts), tensor)
-        for parameter, *parts in zip(
+        for tensor, *of_ranks in zip(expected, first[name][0], second[name][0], strict=True):
+            torch.testing.assert_close(torch.cat(of_ranks), tensor)
+        for parameter, *of_ranks in zip(
             experts.parameters(), first[name][1], second[name][1], strict=True
         ):
-            torch.testing.assert_close(torch.cat(parts), parameter.grad)
+            torch.testing.assert_close(torch.cat(of_ranks), parameter.grad)
 
 
 def refusals() -> list[str]:
@@ -93,7 +93,9 @@ def order_of_work(family: str) -> list[str]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(family_config(family, tie=False, vocabulary=261))
     divide_experts(model, mesh.experts, mesh.ep, [family])
-    block = next(part for part in model.modules() if {"experts", "gate"} < set(part._modules))
+    block = next(
+        submodule for submodule in model.modules() if {"experts", "gate"} < set(submodule._modules)
+    )
     events: list[str] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -91,9 +91,9 @@ def norms_and_clipped(
 def test_norm_and_clip_equal_torch_on_the_whole_model(sizes, dtype):
     gradients = whole_gradients(dtype)
     if sizes[1] > 1 and dtype == torch.bfloat16:
-        gradients[5] = gradients[5] * 0.25 + gradients[5] * 0.75  # as its two parts round
+        gradients[5] = gradients[5] * 0.25 + gradients[5] * 0.75  # as its two halves round
     if sizes[1] == 1:
-        gradients[5] = gradients[5] * 0.75  # the other part is nobody's
+        gradients[5] = gradients[5] * 0.75  # the other half is nobody's
 
     expected = [expected_norm(gradients, p) for p in (1.0, 2.0, 3.0, math.inf)]
     for norms, collectives, clipped in run_ranks(

@@ -75,14 +75,14 @@ def test_axes_have_their_ranks_and_ranks_meet_as_the_library_needs():
         assert [axes for axes, _ in results] == expected
         calls = [calls for _, calls in results]
         if device is None:
-            assert all(rank in ranks for rank, own in enumerate(calls) for ranks in own)
+            assert all(rank in ranks for rank, mine in enumerate(calls) for ranks in mine)
         else:
-            assert all(own == calls[0] for own in calls) and set(itertools.chain(*calls[0])) == set(
-                range(8)
-            )
+            assert all(mine == calls[0] for mine in calls) and set(
+                itertools.chain(*calls[0])
+            ) == set(range(8))
 
 
-def mesh_of_own(folder: Path, name: str) -> None:
+def separate_mesh(folder: Path, name: str) -> None:
     """Build a mesh in a process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=0, world_size=1)
     Mesh.shared("cpu")
@@ -92,9 +92,9 @@ def mesh_of_own(folder: Path, name: str) -> None:
 def exit_code_of_a_forked_process(folder: Path) -> int | None:
     """Return the exit code; None if the process does not end."""
     dist.destroy_process_group()
-    mesh_of_own(folder, "first")
+    separate_mesh(folder, "first")
     process = multiprocessing.get_context("fork").Process(
-        target=mesh_of_own, args=(folder, "second")
+        target=separate_mesh, args=(folder, "second")
     )
     process.start()
     process.join(60)

@@ -33,7 +33,7 @@ def strategy(**args) -> FSDPStrategy:
     return made
 
 
-def places(layout: dict) -> tuple:
+def positions(layout: dict) -> tuple:
     made = strategy(**layout)
     mesh = made.mesh
     sizes = [
@@ -55,12 +55,12 @@ def test_what_is_counted_are_replicas_of_data():
         ({"tp_size": 1, "cp_size": 2}, [4, 2, 4, 2, 1, 2]),
     ):
         expected = [(sizes, rank // 2, rank % 2, 2.0, [0, 1], rows[rank // 2]) for rank in range(4)]
-        assert run_ranks(4, places, layout) == expected
+        assert run_ranks(4, positions, layout) == expected
 
 
 def test_all_ranks_may_share_one_replica_of_data():
     expected = [([4, 1, 2, 2, 2, 4], 0, rank, 1.0, [0], list(range(8))) for rank in range(4)]
-    assert run_ranks(4, places, {"sp_size": 2}) == expected
+    assert run_ranks(4, positions, {"sp_size": 2}) == expected
 
 
 def generated(folder: str, engine_tp_size: int, layout: dict) -> tuple:

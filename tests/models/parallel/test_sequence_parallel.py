@@ -312,8 +312,8 @@ def test_zigzag_by_hand():
     """
     zigzag = SEQUENCES["zigzag"](Axis("sp", 2, 0, None))
     assert zigzag.positions(8, torch.device("cpu")).tolist() == [0, 1, 6, 7]
-    own, before = Layout(torch.tensor([3, 1, 4]), torch.device("cpu"), zigzag).calls(None)
-    assert own.query_lengths == [2, 2] and own.keys.rows.tolist() == [0, 1, 6, 7]
+    first, before = Layout(torch.tensor([3, 1, 4]), torch.device("cpu"), zigzag).calls(None)
+    assert first.query_lengths == [2, 2] and first.keys.rows.tolist() == [0, 1, 6, 7]
     assert (before.query_lengths, before.key_lengths) == ([2], [2])
     assert (before.queries.rows, before.keys.rows) == (slice(2, 4), slice(4, 6))
 

@@ -73,8 +73,8 @@ def plain(folder: str) -> tuple[list[Tensor], Values, Tensor]:
     """
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     logprobs = []
-    own = sequences(model.config.vocab_size)
-    for ids in own:
+    rows = sequences(model.config.vocab_size)
+    for ids in rows:
         logp = (model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         logprobs.append(logp.gather(1, ids[1:, None])[:, 0])
         loss_of(logprobs[-1], -(logp.exp() * logp).sum(-1)).backward()
@@ -83,7 +83,7 @@ def plain(folder: str) -> tuple[list[Tensor], Values, Tensor]:
     return (
         [values.detach() for values in logprobs],
         gradients,
-        model(own[0][None]).logits[0].detach(),
+        model(rows[0][None]).logits[0].detach(),
     )
 
 
@@ -117,9 +117,9 @@ def split(
         every = sequences(actor.language_model.config.vocab_size)
         mine = every[data.rank :: data.size]
         logprobs, entropy = actor(batch_of(mine), TEMPERATURE)
-        parts = [values.split([len(ids) for ids in mine]) for values in (logprobs, entropy)]
+        rows = [values.split([len(ids) for ids in mine]) for values in (logprobs, entropy)]
         loss = sum(
-            loss_of(values[1:], its_entropy[1:]) for values, its_entropy in zip(*parts, strict=True)
+            loss_of(values[1:], its_entropy[1:]) for values, its_entropy in zip(*rows, strict=True)
         )
         made.backward(loss, actor)
         gradients = {key: whole(p.grad) for key, p in actor.hf_parameters()}
@@ -129,7 +129,7 @@ def split(
             model = made.prepare(AutoModelForCausalLM.from_pretrained(folder))
             logits = model(every[0][None]).logits[0].detach().clone()
 
-        results[name] = [part[1:].detach() for part in parts[0]], gradients, logits
+        results[name] = [values[1:].detach() for values in rows[0]], gradients, logits
 
     return data.rank, results
 
@@ -231,7 +231,7 @@ def with_adapters(folders: dict[str, str], layouts: list[dict]) -> list[dict[str
 
 @pytest.mark.slow
 def test_adapters_of_split_layers(folders, tmp_path):
-    """Each rank has a part of A or of B, and the other matrix whole. Phi-3 has fused layers."""
+    """Each rank has a shard of A or of B, and the other matrix whole. Phi-3 has fused layers."""
     chosen = {name: folders[name] for name in ("qwen2", "gemma3")}
     chosen["phi3"] = family_model(tmp_path, "phi3")
     layouts = [{"tp_size": 2}, {"tp_size": 2, "tp_sequence_parallel": True}]
@@ -293,18 +293,18 @@ def test_layers_of_other_layouts_in_fsdp2_and_tensor_parallelism(tmp_path):
 
 
 def stream(folder: str, sequence: bool) -> list[int]:
-    """Return how many of 28 tokens this rank has between the parts of a block.
+    """Return how many of 28 tokens this rank has between the modules of a block.
 
     It is measured where a block begins, and after each of its norms.
     """
     made = strategy(tp_size=2, tp_sequence_parallel=sequence)
     seen = []
     actor = made.prepare(Actor(load_model(ModelSection(pretrain=folder))))
-    for name, part in actor.language_model.get_decoder().layers[0].named_modules():
+    for name, submodule in actor.language_model.get_decoder().layers[0].named_modules():
         if not name:
-            part.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+            submodule.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
         elif name.endswith("layernorm"):
-            part.register_forward_hook(lambda _, args, output: seen.append(output.shape[1]))
+            submodule.register_forward_hook(lambda _, args, output: seen.append(output.shape[1]))
     actor(batch_of(sequences()), TEMPERATURE)
     return seen
 
@@ -440,7 +440,7 @@ def test_collectives_and_copies_of_a_layer(folders):
 def test_the_gradient_of_the_tokens_is_summed_beside_products_of_weights(folders):
     (seen, _) = run_ranks(2, split_decoder_pass, folders["qwen3"], None, False)
     order = [each for each in seen if isinstance(each, tuple) or each in (BACKWARD_SUM, WAIT)]
-    begins = [place for place, each in enumerate(order) if each == BACKWARD_SUM]
+    begins = [index for index, each in enumerate(order) if each == BACKWARD_SUM]
     # A rank has 32 rows of q_proj, 16 of k_proj and v_proj, and 24 of gate_proj and up_proj.
     beside = [order[begin + 1 : order.index(WAIT, begin)] for begin in begins]
     assert beside == [[(24, 32)] * 2, [(32, 32), (16, 32), (16, 32)]] * 2
@@ -585,7 +585,7 @@ def test_parts_of_different_sizes_are_not_refused(size):
     "sizes", [{"vocab_size": 5}, {"vocab_size": 9}, {"vocab_size": 1}, {"intermediate_size": 2}]
 )
 def test_a_rank_without_rows_is_refused(sizes):
-    """It could not look up a token, and the other ranks would wait for its part of the sum."""
+    """It could not look up a token, and the other ranks would wait for its summand."""
     config = FAMILIES["llama"][0](
         hidden_size=64, num_attention_heads=4, num_key_value_heads=4, **sizes
     )
@@ -624,7 +624,7 @@ def test_fused_columns_that_ranks_cannot_exchange_are_refused():
 
 
 def test_blocks_that_the_plan_was_not_written_for():
-    """A version of transformers that renames or adds a part must not train wrongly in silence."""
+    """A version of transformers that renames or adds a module must not train wrongly in silence."""
     model = Qwen3ForCausalLM(family_config("qwen3", tie=False, vocabulary=261))
     assert plan_problems(model) == []
     block = model.model.layers[0]

@@ -71,12 +71,12 @@ EAR = {
     "max_source_positions": 20,
 }
 
-ATTENTION = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
-DENSE = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+ATTENTION = [f"self_attn.{layer}_proj.weight" for layer in "qkvo"]
+DENSE = [f"mlp.{layer}_proj.weight" for layer in ("gate", "up", "down")]
 NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
 TOWER_LAYER = [
-    f"{part}.{kind}"
-    for part in (
+    f"{layer}.{kind}"
+    for layer in (
         *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")),
         "layer_norm1",
         "layer_norm2",
@@ -113,8 +113,8 @@ QWEN_VISUAL = [
     "blocks.0.norm1.weight",
     "blocks.0.norm2.weight",
     *(
-        f"blocks.0.{part}.{kind}"
-        for part in ("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        f"blocks.0.{layer}.{kind}"
+        for layer in ("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
         for kind in ("weight", "bias")
     ),
 ]
@@ -162,10 +162,10 @@ FAMILIES: list[tuple[PretrainedConfig, list[str]]] = [
                 [
                     *ATTENTION,
                     *NORMS,
-                    *(f"self_attn.{part}_proj.bias" for part in "qkv"),
+                    *(f"self_attn.{layer}_proj.bias" for layer in "qkv"),
                     "mlp.gate.weight",
                     *experts("mlp", 3),
-                    *(f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")),
+                    *(f"mlp.shared_expert.{layer}_proj.weight" for layer in ("gate", "up", "down")),
                     "mlp.shared_expert_gate.weight",
                 ],
             ),
@@ -208,8 +208,8 @@ FAMILIES: list[tuple[PretrainedConfig, list[str]]] = [
                 [
                     *NORMS,
                     *(
-                        f"self_attn.{part}.weight"
-                        for part in (
+                        f"self_attn.{layer}.weight"
+                        for layer in (
                             "q_a_proj",
                             "q_a_layernorm",
                             "q_b_proj",
@@ -222,7 +222,10 @@ FAMILIES: list[tuple[PretrainedConfig, list[str]]] = [
                     "mlp.gate.weight",
                     "mlp.gate.e_score_correction_bias",
                     *experts("mlp", 4),
-                    *(f"mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")),
+                    *(
+                        f"mlp.shared_experts.{layer}_proj.weight"
+                        for layer in ("gate", "up", "down")
+                    ),
                 ],
             ),
         ],
@@ -294,7 +297,7 @@ FAMILIES: list[tuple[PretrainedConfig, list[str]]] = [
             *(f"visual.{name}" for name in QWEN_VISUAL),
             *text_model(
                 "model.",
-                [*ATTENTION, *DENSE, *NORMS, *(f"self_attn.{part}_proj.bias" for part in "qkv")],
+                [*ATTENTION, *DENSE, *NORMS, *(f"self_attn.{layer}_proj.bias" for layer in "qkv")],
             ),
         ],
     ),
@@ -306,19 +309,19 @@ FAMILIES: list[tuple[PretrainedConfig, list[str]]] = [
             "language_model.lm_head.weight",
             *text_model(
                 "language_model.model.",
-                [*ATTENTION, *DENSE, *NORMS, *(f"self_attn.{part}_proj.bias" for part in "qkv")],
+                [*ATTENTION, *DENSE, *NORMS, *(f"self_attn.{layer}_proj.bias" for layer in "qkv")],
             ),
             *(f"multi_modal_projector.linear.{kind}" for kind in ("weight", "bias")),
             *(
-                f"audio_tower.{part}.{kind}"
-                for part in ("conv1", "conv2", "layer_norm")
+                f"audio_tower.{layer}.{kind}"
+                for layer in ("conv1", "conv2", "layer_norm")
                 for kind in ("weight", "bias")
             ),
             "audio_tower.embed_positions.weight",
             "audio_tower.layers.0.self_attn.k_proj.weight",
             *(
-                f"audio_tower.layers.0.{part}.{kind}"
-                for part in (
+                f"audio_tower.layers.0.{layer}.{kind}"
+                for layer in (
                     "self_attn.q_proj",
                     "self_attn.v_proj",
                     "self_attn.out_proj",
@@ -368,24 +371,24 @@ def test_names_are_those_of_released_folders_and_lead_back(
     again = weights(loaded)
     assert again.keys() == weights(model).keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in weights(model).items())
-    check_parts(ConvertedFiles(loaded, WeightFiles.of(tmp_path)), again)
+    check_slices(ConvertedFiles(loaded, WeightFiles.of(tmp_path)), again)
 
 
-def check_parts(files: ConvertedFiles, expected: dict[str, Tensor]) -> None:
+def check_slices(files: ConvertedFiles, expected: dict[str, Tensor]) -> None:
     """Check that rows, no rows, and columns are the same as in from_pretrained()."""
     for name, tensor in expected.items():
         whole = tuple(slice(0, size) for size in tensor.shape)
         assert files.shapes[name] == tuple(tensor.shape)
         for dim in range(tensor.ndim):
             size = tensor.shape[dim]
-            for part in (
+            for rows in (
                 slice(0, size),
                 slice(0, size // 2),
                 slice(size // 2, size),
                 slice(size, size),
                 slice(0, 0),
             ):
-                cut = (*whole[:dim], part, *whole[dim + 1 :])
+                cut = (*whole[:dim], rows, *whole[dim + 1 :])
                 read = torch.full_like(tensor[cut], torch.nan if tensor.is_floating_point() else -1)
                 for index, values in files.read(name, cut):
                     read[index] = values

@@ -78,15 +78,15 @@ def test_a_stream_has_codes_with_scales_and_leaves_the_rest(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     names = published_names(load_config(folder))
-    own = dict(names.shapes)
+    shapes = dict(names.shapes)
     quantization = Quantization(name, names, dtype)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     sent = dict(quantization.of_stream(iter(weights.items())))
 
     assert sent.keys() == names.shapes.keys()
     assert all(sent[name].shape == shape for name, shape in names.shapes.items())
-    matrices = [name for name in own if "_proj." in name]
-    assert [name for name in own if sent[name].dtype != dtype] == matrices
+    matrices = [name for name in shapes if "_proj." in name]
+    assert [name for name in shapes if sent[name].dtype != dtype] == matrices
     for matrix in matrices:
         codes = sent[matrix]
         scales = sent[matrix.removesuffix("weight") + "weight_scale"]
@@ -95,7 +95,7 @@ def test_a_stream_has_codes_with_scales_and_leaves_the_rest(
             1, True
         )
         assert worst.max() < (1 / 254 if name == "int8" else 1 / 27)
-    for other in own.keys() - set(matrices):
+    for other in shapes.keys() - set(matrices):
         assert torch.equal(sent[other], weights[other].to(dtype))
 
 
@@ -122,16 +122,16 @@ def test_layers_are_read_where_kernels_of_cuda_have_turned_them(name: str) -> No
     model.mlp = torch.nn.Module()
     model.mlp.gate_up_proj = ColumnParallelLinear(list(codes), list(scales))
     sent = {}
-    for part, *tensors in zip(("gate_proj", "up_proj"), codes, scales, strict=True):
-        sent |= {f"mlp.{part}.weight": tensors[0], f"mlp.{part}.weight_scale": tensors[1]}
+    for layer, *tensors in zip(("gate_proj", "up_proj"), codes, scales, strict=True):
+        sent |= {f"mlp.{layer}.weight": tensors[0], f"mlp.{layer}.weight_scale": tensors[1]}
     shapes = {each: tensor.shape for each, tensor in sent.items()}
     weights = FusedWeights(model, {each: each for each in shapes}, shapes)
     assert not weights.unknown
 
     def wrong() -> list[str]:
         prints = weights.fingerprints(torch.bfloat16, None)
-        for each, tensor in sent.items():
-            prints.add_sent(each, tensor)
+        for key, tensor in sent.items():
+            prints.add_sent(key, tensor)
         mine = weights.fingerprints(torch.bfloat16, None)
         weights.add_to(mine)
         return prints.wrong(mine.numbers(torch.device("cpu")))

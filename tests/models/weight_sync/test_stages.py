@@ -34,8 +34,8 @@ def followed(host: EngineHost, actor: nn.Module) -> tuple[set[str], int]:
             above = above.f_back
         if any(code.co_name == "_load_weights" for code in stack):
             files.add(frame.f_code.co_filename)
-            own = [code for code in stack if code.co_filename.startswith(ROOT)]
-            most = max(most, sum(bool(code.co_flags & GENERATOR) for code in own))
+            ours = [code for code in stack if code.co_filename.startswith(ROOT)]
+            most = max(most, sum(bool(code.co_flags & GENERATOR) for code in ours))
 
     sys.setprofile(follow)
     try:

@@ -158,7 +158,7 @@ def _compare(replicate: int) -> list[tuple[int, torch.dtype, int, int]]:
                 # all held at once
                 received = list(stream(model.named_parameters(), dtype, bucket_bytes))
 
-            assert {part.dtype for part in gathers} == {dtype}, "cast before it is gathered"
+            assert {tensor.dtype for tensor in gathers} == {dtype}, "cast before it is gathered"
             assert [name for name, _ in received] == list(expected)
             for name, tensor in received:
                 assert not isinstance(tensor, DTensor) and not tensor.requires_grad
@@ -166,7 +166,7 @@ def _compare(replicate: int) -> list[tuple[int, torch.dtype, int, int]]:
                 assert torch.equal(tensor, expected[name].detach().to(dtype)), name
 
             results.append(
-                (bucket_bytes, dtype, len(gathers), sum(part.nbytes for part in gathers))
+                (bucket_bytes, dtype, len(gathers), sum(tensor.nbytes for tensor in gathers))
             )
 
     return results
@@ -298,7 +298,7 @@ def _compare_split(sizes: tuple[int, int, int]) -> list[int]:
         for bucket_bytes in BUCKETS:
             with Gathers() as gathers:
                 received = list(stream(model.named_parameters(), dtype, bucket_bytes))
-            assert {part.dtype for part in gathers} == {dtype}, "cast before it is gathered"
+            assert {tensor.dtype for tensor in gathers} == {dtype}, "cast before it is gathered"
             assert [name for name, _ in received] == list(expected)
             for name, tensor in received:
                 assert (

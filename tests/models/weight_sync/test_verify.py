@@ -143,11 +143,11 @@ def test_products_differ_by_rounding_or_are_found(dtype) -> None:
     def held(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         made = prints(whole, bits=(), products=("w",))
         for column in range(0, 2048, 512):
-            part = weight[:, column : column + 512]
+            shard = weight[:, column : column + 512]
             values = (
-                (part.float().flip(1) @ signs(2048, CPU)[column:][:512].flip(0)).to(dtype).double()
+                (shard.float().flip(1) @ signs(2048, CPU)[column:][:512].flip(0)).to(dtype).double()
             )
-            made.add_product("w", values, part.numel())
+            made.add_product("w", values, shard.numel())
         return made.numbers(CPU)
 
     assert expected.wrong(held(whole["w"])) == []
@@ -162,7 +162,7 @@ def test_products_differ_by_rounding_or_are_found(dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_samples(dtype, monkeypatch) -> None:
-    """Each sample has a part of every tensor, whole or in pieces.
+    """Each sample has a slice of every tensor, whole or in pieces.
 
     Four rounds look at every row once, and at a vector or the few rows of a tensor every time.
     """
@@ -200,7 +200,7 @@ def test_samples(dtype, monkeypatch) -> None:
 
 
 def test_a_sample_finds_what_is_missing_stale_or_another_weight() -> None:
-    """It finds a rank's part too, wherever that lies, but not rows that changed places in it."""
+    """It finds a rank's shard too, wherever that lies, but not rows that changed places in it."""
     generator = torch.Generator().manual_seed(3)
     whole = {name: torch.randn(512, 8, generator=generator) for name in "ab"}
     old = torch.randn(512, 8, generator=generator)
@@ -213,8 +213,8 @@ def test_a_sample_finds_what_is_missing_stale_or_another_weight() -> None:
         assert wrong(round, a=torch.zeros(512, 8)) == ["a"]
         assert wrong(round, a=old) == ["a"]
         assert wrong(round, a=whole["b"], b=whole["a"]) == ["a", "b"]
-        for part in range(4):
-            rows = torch.arange(128 * part, 128 * (part + 1))
+        for rank in range(4):
+            rows = torch.arange(128 * rank, 128 * (rank + 1))
             assert wrong(round, a=whole["a"].index_copy(0, rows, old[rows])) == ["a"]
 
         assert wrong(round, a=whole["a"].roll(128, 0)) == []
@@ -247,14 +247,14 @@ def test_a_weight_that_an_engine_stores_as_a_function_of_it() -> None:
     logarithms = torch.linspace(-3, 3, 37).bfloat16()
     expected = sent({"A_log": logarithms}, forms={"A_log": decays})
 
-    for place in (None, *range(37)):
+    for index in (None, *range(37)):
         stored = -torch.exp(logarithms.float())
-        if place is not None:
-            stored.view(torch.int32)[place] ^= 1
+        if index is not None:
+            stored.view(torch.int32)[index] ^= 1
         held = prints({"A_log": logarithms}, forms={"A_log": decays})
         held.add("A_log", stored[:19])
         held.add("A_log", stored[19:], row=19)
-        assert expected.wrong(held.numbers(CPU)) == ([] if place is None else ["A_log"])
+        assert expected.wrong(held.numbers(CPU)) == ([] if index is None else ["A_log"])
 
 
 def test_the_signs_of_fewer_columns_are_the_first_ones() -> None:
