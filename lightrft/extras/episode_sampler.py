@@ -93,7 +93,7 @@ class EpisodeLoop(RolloutLoop):
             else:
                 turns.append((play, request))
 
-        indices = self.session.add_own([request for _, request in turns])
+        indices = self.session.add_local([request for _, request in turns])
         for index, (play, request) in zip(indices, turns, strict=True):
             self._plays[index] = play
             self._pending[index] = request, self.groups[play.sample.group], [play.seed_parts[1]]

@@ -359,9 +359,9 @@ class EngineHost:
 
     def _divides_experts(self) -> bool:
         """Return True if the ranks of each engine divide the experts as the trainer's do."""
-        own = self.engine.takes_own_experts and self._axis.size == self.strategy.mesh.ep.size
+        alike = self.engine.takes_own_experts and self._axis.size == self.strategy.mesh.ep.size
         # All ranks gather the same shards, or all would wait.
-        return all(self.strategy.mesh.world.gather(own))
+        return all(self.strategy.mesh.world.gather(alike))
 
     def invalidate_weights(self, version: int | None = None) -> None:
         """Mark the weights as outdated, so that the engine needs a new stream.

@@ -138,7 +138,7 @@ def trained(folder: str, root: Path):
     run = PPO(folder)
     run.steps(0, 2)
     run.strategy.skipped_steps = 3
-    run.strategy.save_ckpt(run.models, root, "two", parts={"moments": run.moments})
+    run.strategy.save_ckpt(run.models, root, "two", items={"moments": run.moments})
     return run.state(), run.moments.total.clone(), run.steps(2, 4)
 
 
@@ -151,7 +151,7 @@ def saved(folder, tmp_path_factory):
 
 def resumed(folder: str, root: Path):
     run = PPO(folder)
-    run.strategy.load_ckpt(run.models, root, parts={"moments": run.moments})
+    run.strategy.load_ckpt(run.models, root, items={"moments": run.moments})
     moments = (run.moments.count, run.moments.total.clone(), list(run.moments.history))
     return run.state(), moments, run.strategy.skipped_steps, run.steps(2, 4)
 
@@ -193,9 +193,9 @@ def test_one_of_the_models_can_be_loaded_alone(folder, saved):
 
 def without(folder: str, root: Path, missing: str):
     run = PPO(folder)
-    parts = {} if missing == "moments" else {"moments": run.moments}
+    items = {} if missing == "moments" else {"moments": run.moments}
     models = {name: model for name, model in run.models.items() if name != missing}
-    run.strategy.load_ckpt(models, root, parts=parts)
+    run.strategy.load_ckpt(models, root, items=items)
 
 
 def test_what_is_not_asked_for_is_an_error(folder, saved):
@@ -213,7 +213,7 @@ def unreadable(folder: str, root: Path):
     run = PPO(folder)
     run.moments.history = [{"value": run.strategy.config}]
     try:
-        run.strategy.save_ckpt(run.models, root, "two", parts={"moments": run.moments})
+        run.strategy.save_ckpt(run.models, root, "two", items={"moments": run.moments})
     except RuntimeError as error:
         return str(error), root.exists()
 
@@ -234,7 +234,7 @@ def options(folder: str, root: Path):
 
     found = []
     for flag in ("load_optimizer_states", "load_lr_scheduler_states"):
-        run.strategy.load_ckpt(run.models, root, parts={"moments": run.moments}, **{flag: False})
+        run.strategy.load_ckpt(run.models, root, items={"moments": run.moments}, **{flag: False})
         steps = {
             state["step"].item()
             for optimizer in run.optimizers

@@ -169,9 +169,9 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
     )
     rollout = (JudgedRollout if rewards.judge else ResumableRollout)(scheduler, rewards)
-    parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
+    items = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     if algorithm.entropy_target is not None:
-        parts["entropy_coefficient"] = entropy_coefficient
+        items["entropy_coefficient"] = entropy_coefficient
     strategy.report_memory("models and engine are ready;")
 
     objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
@@ -187,7 +187,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         "learners": learners,
         "eval_sets": eval_sets,
         "measures": measures,
-        "parts": parts | ({"mixin": ptx_loss} if ptx_loss else {}),
+        "items": items | ({"mixin": ptx_loss} if ptx_loss else {}),
     }
     replays = bool(config.rollout.replay_rollouts)
     if has_episodes(config.environment) or config.engine.speculative != "none" or replays:

@@ -31,8 +31,8 @@ from lightrft.extras.recorder.bundle import Bundle
 from lightrft.extras.recorder.phases import STAGES, Stage
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
-from lightrft.strategy.backends.optim import own_settings
-from lightrft.strategy.checkpoint.manager import PARTS_FILE
+from lightrft.strategy.backends.optim import kept_settings
+from lightrft.strategy.checkpoint.manager import ITEMS_FILE
 from lightrft.strategy.strategy import StrategyBase
 
 ONE_PROCESS = {
@@ -265,13 +265,13 @@ class _Step:
             self.entropy_coefficient,
         )
 
-    def _load(self, folder: Path, parts: dict[str, Any]) -> None:
+    def _load(self, folder: Path, items: dict[str, Any]) -> None:
         saved = [*folder.glob("step*")]
         if not saved:
             return  # the first step begins with --pretrain
 
-        names = torch.load(saved[0] / PARTS_FILE, weights_only=True)
-        parts = {name: parts.get(name, _Unused()) for name in names}
+        names = torch.load(saved[0] / ITEMS_FILE, weights_only=True)
+        items = {name: items.get(name, _Unused()) for name in names}
         models = {
             name: (role.module, role.optimizer, role.scheduler) for name, role in self.roles.items()
         }
@@ -282,8 +282,8 @@ class _Step:
         # The flags of the run decide about the optimizers, as when it resumes.
         with ExitStack() as settings:
             for role in self.roles.values():
-                settings.enter_context(own_settings(role.optimizer, role.scheduler))
-            self.policy.strategy.load_ckpt(models, folder, saved[0].name, parts=parts)
+                settings.enter_context(kept_settings(role.optimizer, role.scheduler))
+            self.policy.strategy.load_ckpt(models, folder, saved[0].name, items=items)
 
     def learners(self, records: dict[int, SampleRecord]) -> list[Any]:
         """Return what learns in the step, with an objective that fills the records."""

@@ -26,7 +26,7 @@ from lightrft.extras.tinker import protocol
 from lightrft.extras.tinker.promises import Busy, Jobs, Promises
 from lightrft.extras.tinker.protocol import RequestLimits
 from lightrft.extras.tinker.records import SamplePrompt
-from lightrft.strategy.checkpoint.atomic import OLD, PART
+from lightrft.strategy.checkpoint.atomic import OLD, TEMPORARY
 
 T = TypeVar("T", bound=BaseModel)
 API = "/api/v1"
@@ -590,7 +590,7 @@ class Frontend:
             }
             for kind in protocol.CHECKPOINT_KINDS
             for each in sorted((folder / kind).glob("*"))
-            if each.is_dir() and each.suffix not in (PART, OLD)
+            if each.is_dir() and each.suffix not in (TEMPORARY, OLD)
         ]
 
     def _promise(

@@ -18,7 +18,7 @@ from lightrft.core.engine import Request, derived_seed
 from lightrft.engine.requests import Sampling
 from lightrft.extras.tinker.losses import LOSSES, MISSING_LOSSES, Loss
 from lightrft.extras.tinker.records import TARGET_TOKENS, Examples, Outputs, Sampled
-from lightrft.strategy.checkpoint.atomic import OLD, PART
+from lightrft.strategy.checkpoint.atomic import OLD, TEMPORARY
 
 MOST_SAMPLES = 4096
 """Samples of one prompt."""
@@ -349,7 +349,7 @@ def folder_of(model: str) -> str:
 
 def checked_name(name: str) -> str:
     """Return a name that can be a folder. Raises ValueError for any other."""
-    if not NAME_PATTERN.fullmatch(name) or set(name) == {"."} or name.endswith((PART, OLD)):
+    if not NAME_PATTERN.fullmatch(name) or set(name) == {"."} or name.endswith((TEMPORARY, OLD)):
         raise ValueError(f"{name!r:.200} is no name: use letters, digits, dots, - and _")
     if len(name.encode()) > MAX_NAME_BYTES:
         raise ValueError(f"{name!r:.200} has more than {MAX_NAME_BYTES} bytes")

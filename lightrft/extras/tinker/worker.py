@@ -240,7 +240,7 @@ class TinkerWorker:
                 running |= {prompt.number for prompt in prompts}
                 # Each engine gets the next request, whatever the ranks share in training.
                 own_prompts = [each for each in prompts if each.number % world.size == world.rank]
-                indices = session.add_own([each.request for each in own_prompts])
+                indices = session.add_local([each.request for each in own_prompts])
                 own |= dict(zip(indices, (each.number for each in own_prompts), strict=True))
 
                 ended = []

@@ -315,10 +315,10 @@ def draw_by_data_rank(module: nn.Module, data: Axis, device: torch.device) -> No
 
     def end(*_: Any) -> None:
         if rng_states:
-            host, own = rng_states.pop()
+            host, device_state = rng_states.pop()
             torch.set_rng_state(host)
             if accelerator:
-                accelerator.set_rng_state(own, device)
+                accelerator.set_rng_state(device_state, device)
 
     module.register_forward_pre_hook(begin, prepend=True)
     module.register_forward_hook(end, always_call=True)

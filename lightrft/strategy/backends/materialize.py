@@ -64,11 +64,11 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
     source = Source.of(module, world)
     run_on_all_ranks(world, source.failure, source.fill_buffers)
 
-    places = defaultdict(list)
+    holders = defaultdict(list)
     # Tied parameters are at several places, and all of these get the new object.
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            places[parameter].append((part, name))
+    for submodule in module.modules():
+        for name, parameter in submodule.named_parameters(recurse=False):
+            holders[parameter].append((submodule, name))
 
     parameters = list(module.parameters())
     buffer = torch.empty(
@@ -84,8 +84,8 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
             )
             if world.rank == 0:
                 source.read(parameter, materialized.data)
-            for part, name in places[parameter]:
-                part.register_parameter(name, materialized)
+            for submodule, name in holders[parameter]:
+                submodule.register_parameter(name, materialized)
             parameter = materialized
 
         yield parameter
