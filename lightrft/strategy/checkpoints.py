@@ -75,7 +75,7 @@ class Checkpoints:
         and has JSON types only. A model is saved with the optimizer and the schedule that prepare()
         received with it, unless others are passed.
 
-        `parts` are objects with state_dict() and load_state_dict(); all ranks call both, rank 0's
+        `items` are objects with state_dict() and load_state_dict(); all ranks call both, rank 0's
         state is written, and all ranks load it. `hf_model` is also written as a Hugging Face
         folder, `save_dir/tag/hf`. With `async_save` this returns when everything is copied to host
         memory, if that has twice the room; finish() raises the error if writing fails.
@@ -129,7 +129,7 @@ class Checkpoints:
         Returns the path and the client_state, or (None, {}). The number of ranks may have changed.
         `check` receives path and client_state before anything is loaded, and may raise. A
         checkpoint whose client_state has not the entries of `needs`, name -> type, is damaged. Models and
-        parts must be the same as in the checkpoint. With load_module_only fewer models are
+        items must be the same as in the checkpoint. With load_module_only fewer models are
         enough, and only parameters are changed. Without load_module_strict, parameters that the
         checkpoint does not have stay as they are.
         """

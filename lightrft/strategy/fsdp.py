@@ -106,7 +106,7 @@ class FSDPStrategy(StrategyBase):
         )
 
     def _divide_experts(self, module: nn.Module) -> list[nn.Module]:
-        """Divide experts over --ep_size, and return these parts of the module."""
+        """Divide experts over --ep_size, and return these modules."""
         from lightrft.models.parallel.expert_parallel import divide_experts
 
         experts = divide_experts(module, self.mesh.experts, self.mesh.ep, EXPERT_FAMILIES)
@@ -151,7 +151,7 @@ class FSDPStrategy(StrategyBase):
     def init_model_context(
         self, device: torch.device | str | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context for empty models; prepare() reads this rank's part from the folder."""
+        """Return a context for empty models; prepare() reads this rank's shard from the folder."""
         return empty_parameters() if str(device or "meta") == "meta" else nullcontext()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
@@ -225,7 +225,7 @@ def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard:
     """Return the dim to shard: the first one, unless its padding costs more than MOST_PADDING.
 
     FSDP2 pads dim 0 to a multiple of the ranks. With more ranks than experts, each rank would hold
-    and gather a whole expert. Other dims are not padded, so only equal parts are possible there.
+    and gather a whole expert. Other dims are not padded, so only equal shards are possible there.
     """
     tensor = local_part(parameter)
     num_rows, *sizes = tensor.shape

@@ -15,7 +15,7 @@ class SharedSession:
     """Gathers the requests of the ranks that share an engine, and sorts the completions.
 
     Ranks that share an engine call add(), step() and abort() together, with requests of their own.
-    Ranks of one data replica pass the same requests; each submits its part of them, and
+    Ranks of one data replica pass the same requests; each submits its share of them, and
     of_other_ranks() returns the rest.
     """
 
@@ -26,7 +26,7 @@ class SharedSession:
     _index_of: dict[int, int] = field(default_factory=dict, init=False)
     """Index in the loop -> index of this rank's request, until it has ended."""
     _answers: dict[int, list[Completion]] = field(default_factory=dict, init=False)
-    """Completions of this rank's part, if others need them."""
+    """Completions of this rank's share, if others need them."""
 
     @property
     def running(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Distribute a run: train models on all ranks, with parts for memory, files and the engine."""
+"""Distribute a run: train models on all ranks, with aspects for memory, files and the engine."""
 
 import os
 import random
@@ -59,7 +59,7 @@ _ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
 class Verb:
-    """Method of a strategy that one of its parts does, with the signature of the part's method."""
+    """Method of a strategy that one of its aspects does, with the signature of the aspect's method."""
 
     def __init__(self, aspect: str, method: Callable[..., Any]):
         @wraps(method)
@@ -78,7 +78,7 @@ class Verb:
 
 
 def reads(aspect: str, attribute: str) -> Any:
-    """Return a property of a strategy that reads an attribute of a part."""
+    """Return a property of a strategy that reads an attribute of an aspect."""
     return property(lambda self: getattr(getattr(self, aspect), attribute))
 
 
@@ -91,7 +91,7 @@ class StrategyBase(Backend):
         strategy.backward(loss, model, optimizer)
         norm = strategy.optimizer_step(optimizer, model, scheduler)
 
-    Runs and the three parts (`memory`, `host` of the engine, `checkpoints`) call the verbs of the
+    Runs and the three aspects (`memory`, `host` of the engine, `checkpoints`) call the verbs of the
     strategy, so a subclass overrides any of them as Python overrides methods. All ranks call every
     verb together, in the same order, unless its docstring says otherwise.
     """

@@ -42,7 +42,7 @@ SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zi
 
 
 class Verbs(Protocol):
-    """Verbs of a strategy that its parts call too, so that an override counts everywhere."""
+    """Verbs of a strategy that its aspects call too, so that an override counts everywhere."""
 
     memory: Any
     """Part that moves models, see strategy/device_memory.py."""
@@ -77,7 +77,7 @@ class Verbs(Protocol):
 
 
 class Backend(Verbs, ABC):
-    """Hooks that a strategy and its parts call; users never call them.
+    """Hooks that a strategy and its aspects call; users never call them.
 
     All ranks call every hook together. A backend must implement distribute() and accumulate(). The
     other hooks fit parameters that are plain tensors or DTensors.

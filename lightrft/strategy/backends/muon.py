@@ -2,7 +2,7 @@
 
 The momentum is divided over ranks like the parameter, but only a whole matrix can be
 orthogonalised. Ranks that divide a matrix therefore share the work: each becomes the owner of some
-matrices, receives the parts of these from the others, and sends back what they need. A step takes
+matrices, receives the pieces of these from the others, and sends back what they need. A step takes
 two all-to-alls for each bucket and each axis that divides matrices. Ranks with equal parts, as the
 replicas of --dp_replicate, compute the same. GPUs compute and send in bfloat16 like
 `torch.optim.Muon`, CPUs in float32.
@@ -40,7 +40,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """This rank's part of a matrix [1, a, b], or of some experts of a layer [n, a, b].
+    """This rank's piece of a matrix [1, a, b], or of some experts of a layer [n, a, b].
 
     `shards` divide each matrix, the last applied one first. Their dims are counted from the end.
     """

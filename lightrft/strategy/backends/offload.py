@@ -66,7 +66,7 @@ class HostCopies:
                 target.copy_(dense)
 
     def _with_pieces(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield each tensor with the parts of the buffers that hold it."""
+        """Yield each tensor with the pieces of the buffers that hold it."""
         start = 0
         for tensor in tensors:
             end = start + tensor.nbytes
@@ -258,7 +258,7 @@ def _geometry(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yield this rank's part of all parameters and buffers; shared ones come once.
+    """Yield this rank's shards of all parameters and buffers; shared ones come once.
 
     Non-persistent buffers are included.
     """

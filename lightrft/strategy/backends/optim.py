@@ -172,7 +172,7 @@ def global_grad_norm(
     """Return the p-norm of all gradients over all shards: [] float32 on `device`.
 
     It is equal on all ranks; p is 1, 2, ... or inf. The placements of the gradient itself count: it
-    may be whole although the parameter is sharded, and a partial one is summed first. Local parts
+    may be whole although the parameter is sharded, and a partial one is summed first. Local shards
     are summed over the axes that shard them, never over axes that replicate them. There is one
     collective per axis, whatever the number of meshes. Axes come in the order that the parameters
     meet them, because the groups of one axis have other names on other ranks. A parameter without a
@@ -301,8 +301,8 @@ class BitSums:
     ):
         """Follow an optimizer whose parameters are on `device` while it steps.
 
-        `parts` says which part of the model a parameter belongs to; a part has one sum. Parameters
-        that it does not name belong to the part `others`.
+        `labels` names the parameters that are summed together; each label has one sum. Parameters
+        without a label belong to `others`.
         """
         self._labels = labels
         self._others = others
@@ -315,7 +315,7 @@ class BitSums:
         optimizer.register_step_post_hook(partial(self._add, "weights"))
 
     def take(self, kind: str) -> list[tuple[int, str, Tensor]]:
-        """Return the sums since the last call: optimizer step, part, and sum [] int64.
+        """Return the sums since the last call: optimizer step, label, and sum [] int64.
 
         `kind` is gradient, weights (after a step), or before: the weights before the first step.
         """
@@ -356,9 +356,9 @@ def odd_numbers(count: int) -> Tensor:
 
 
 def sum_of_bits(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
-    """Return a sum [] int64 of the bits of this rank's part of the tensors, on their device.
+    """Return a sum [] int64 of the bits of this rank's shards of the tensors, on their device.
 
-    The bits are read as words of 8 bytes. Each word is multiplied by an odd number for its place,
+    The bits are read as words of 8 bytes. Each word is multiplied by an odd number for its index,
     modulo 2^64, so a change of one element always changes the sum, and an exchange of two nearly
     always.
     """

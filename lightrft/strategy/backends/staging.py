@@ -53,7 +53,7 @@ def num_bytes(state: Any) -> int:
 
 
 def _local(leaf: Any) -> Tensor | None:
-    """Return this rank's part of a tensor, or None for a value of another kind."""
+    """Return this rank's shard of a tensor, or None for a value of another kind."""
     if isinstance(leaf, DTensor):
         return leaf.to_local()
     if isinstance(leaf, Fragment):
@@ -97,7 +97,7 @@ def _pinned_like(tensors: list[Tensor]) -> list[Tensor]:
         addresses[index] = block, used[block]
         used[block] += size
 
-    # A tensor over a part of a numpy array has a storage of its own size. torch's writer copies
+    # A tensor over a slice of a numpy array has a storage of its own size. torch's writer copies
     # every view of a larger storage once more.
     blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy() for size in used]
     return [

@@ -190,7 +190,7 @@ class ZeroModelState(ModelState):
         return Fragment(shape, start, shard.detach()[: shape.numel() - start])
 
     def _moments(self, pieces: dict[Tensor, FlatSlice]) -> dict[str, dict[str, Any]]:
-        """Return parameter name -> the optimizer's state for this rank's part of it."""
+        """Return parameter name -> the optimizer's state for this rank's shard of it."""
         moments: dict[str, dict[str, Any]] = {}
         names = self._names()
         for group, flat in self.partitions:

@@ -32,7 +32,7 @@ MIN_SAVING = 1 / 32
 the prefix."""
 
 PROMPT_SPLITS = (1, 2, 4)
-"""How many parts the rows of a prompt are split into. Few parts share more work, and many parts are
+"""How many units the rows of a prompt are split into. Few units share more work, and many units are
 easier to balance."""
 MAX_UNIT = 256
 """Most rows of a prompt that are kept together."""
@@ -222,7 +222,7 @@ class _Step:
                 yield self._together(count, limits)
 
     def _together(self, num_units: int, limits: Limits) -> np.ndarray:
-        """Split the rows of each prompt into `parts` units, or more, so that each fits a bin."""
+        """Split the rows of each prompt into `num_units` units, or more, so that each fits a bin."""
         starts = self.first.nonzero()[0]
         number = self.first.cumsum() - 1
         counts = np.diff(np.append(starts, len(number)))[number]

@@ -20,7 +20,7 @@ from lightrft.core.batch import token_index
 from lightrft.models.parallel.collectives import Axis
 
 BUFFER_ALIGNMENT = 8
-"""Each part of a buffer begins at a multiple of so many bytes."""
+"""Each piece of a buffer begins at a multiple of so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ HF = "hf"
 
 @dataclass(slots=True)
 class CheckpointState:
-    """Models and other parts of a run that are saved in a checkpoint or loaded from one."""
+    """Models and other items of a run that are saved in a checkpoint or loaded from one."""
 
     models: dict[str, ModelState]
     items: Mapping[str, Stateful]
@@ -79,7 +79,7 @@ def snapshot(
 ) -> Snapshot:
     """Build the snapshot of this rank; `state` has JSON types only.
 
-    All ranks call it, since parts may use collectives.
+    All ranks call it, since items may use collectives.
     """
     files = {_random_file(contents.world.rank): _bytes(_random_states(contents.device))}
     items = {name: item.state_dict() for name, item in contents.items.items()}

@@ -1,4 +1,4 @@
-"""Store a part of a flattened tensor in torch's distributed checkpoints.
+"""Store a slice of a flattened tensor in torch's distributed checkpoints.
 
 ZeRO splits tensors wherever its partitions end. In a checkpoint such a fragment is stored as a few
 boxes of the whole tensor, so that every strategy can read what any other has written, on any number
@@ -148,7 +148,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
         yield ((start,), (end - start,)) if shape else ((), ())
         return
 
-    # At most three parts: the end of a started row, whole rows, the beginning of another one.
+    # At most three boxes: the end of a started row, whole rows, the beginning of another one.
     row = prod(shape[1:])
     first = -(-start // row)
     last = end // row
