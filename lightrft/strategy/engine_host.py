@@ -308,7 +308,7 @@ class EngineHost:
            loads this one.
         3. models/weight_sync/stream.py, stream(): yield (name, full tensor) one by one.
         4. engine/base.py, _checked(): check names and shapes, and take fingerprints.
-        5. The engine's adapter: copy the tensor to its address, or rename it for the engine's loader.
+        5. The engine's adapter: copy the tensor to its address, or rename it for a loader.
 
         Adapters, if there are any, are merged between 3 and 4, unless the engine holds them beside
         the weights: then only they are streamed, once the engine has the weights. For an engine of

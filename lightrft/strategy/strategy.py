@@ -59,7 +59,7 @@ _ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
 class Verb:
-    """Method of a strategy that one of its aspects does, with the signature of the aspect's method."""
+    """Method of a strategy that one of its aspects does, with the signature that it has there."""
 
     def __init__(self, aspect: str, method: Callable[..., Any]):
         @wraps(method)

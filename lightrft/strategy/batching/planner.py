@@ -222,7 +222,7 @@ class _Step:
                 yield self._together(count, limits)
 
     def _together(self, num_units: int, limits: Limits) -> np.ndarray:
-        """Split the rows of each prompt into `num_units` units, or more, so that each fits a bin."""
+        """Split the rows of each prompt into `num_units`, or more, so that each unit fits a bin."""
         starts = self.first.nonzero()[0]
         number = self.first.cumsum() - 1
         counts = np.diff(np.append(starts, len(number)))[number]

@@ -126,7 +126,7 @@ def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]
 
 
 def read_state(folder: Path, needs: Kinds = NOTHING) -> dict[str, Any]:
-    """Return the state in a checkpoint; the caller's item, `client`, has at least what `needs` says.
+    """Return the state in a checkpoint; its `client`, the caller's, has at least what `needs` says.
 
     Raise OSError or ValueError for anything else.
     """
