@@ -10,7 +10,7 @@ import pytest
 from lightrft.config.references import BENCHMARKS
 from lightrft.config.sections import DataSection
 from lightrft.core.samples import Prompt, Sample
-from lightrft.data.benchmarks import benchmarks, with_own_columns
+from lightrft.data.benchmarks import benchmarks, with_benchmark_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from lightrft.rewards.functions import rewards
@@ -78,7 +78,10 @@ def load(tmp_path, tokenizer):
         )
 
         return load_prompts(
-            with_own_columns(section), tokenizer, source="eval_data", make=benchmarks[name].make
+            with_benchmark_columns(section),
+            tokenizer,
+            source="eval_data",
+            make=benchmarks[name].make,
         )
 
     return load

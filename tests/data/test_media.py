@@ -24,7 +24,7 @@ from lightrft.data.media_files import (
     VIDEOS,
     AudioFile,
     ImageFile,
-    Places,
+    MediaLocation,
     VideoFile,
     fetch,
     items_of,
@@ -90,7 +90,7 @@ def test_a_list_of_images_is_a_video(tmp_path):
 
 def test_pixels_in_memory_are_read_as_they_are(tmp_path):
     """Rows of `module:object` contain them: a file's bytes, images and arrays."""
-    places = Places(tmp_path)
+    places = MediaLocation(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (3, 4, 6, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels[0]).save(file, "PNG")

@@ -82,7 +82,7 @@ from lightrft.core.role import Learner
 from lightrft.core.rollout import Scheduler
 from lightrft.core.step import Measure
 from lightrft.core.table import keywords
-from lightrft.data.benchmarks import benchmarks, with_own_columns
+from lightrft.data.benchmarks import benchmarks, with_benchmark_columns
 from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
@@ -278,7 +278,7 @@ def build_eval_sets(
         section = replace(config.data, eval_data=CommaSeparated(each.source))
         if benchmark:
             prompts = load_prompts(
-                with_own_columns(section),
+                with_benchmark_columns(section),
                 tokenizer,
                 source="eval_data",
                 row_problem=runner.row_problem,

@@ -29,7 +29,7 @@ from lightrft.models.parallel.device import local_rank
 from lightrft.registry import kept_alive
 from lightrft.strategy import get_strategy
 from lightrft.strategy.checkpoint.atomic import CheckpointError
-from lightrft.strategy.launch.heartbeat import exit_process, place
+from lightrft.strategy.launch.heartbeat import exit_process, position
 from lightrft.strategy.strategy import StrategyBase
 
 T = TypeVar("T")
@@ -147,13 +147,14 @@ def _start(step: Callable[..., T], *arguments: object) -> T:
         while not ended.wait(NOTICE_SECONDS):
             seconds = time.monotonic() - began
             if seconds > limit:
-                cause = (
-                    f"the start has taken more than {limit:.0f} s (--phase_minutes), at {place()}"
-                )
+                taken = f"the start has taken more than {limit:.0f} s (--phase_minutes)"
+                cause = f"{taken}, at {position()}"
                 logger.error(f"this run ends: {cause}")
                 exit_process(cause, 1)
             if local_rank() == 0:
-                logger.warning("the run is still starting, after {:.0f} s, at {}", seconds, place())
+                logger.warning(
+                    "the run is still starting, after {:.0f} s, at {}", seconds, position()
+                )
 
     threading.Thread(target=watch, name="start", daemon=True).start()
     try:

@@ -44,12 +44,12 @@ def parse(reference: str) -> Reference:
     """
     name, _, query = reference.removeprefix(VERIFIERS).partition("?")
     options: dict[str, Any] = {"taskset": {"id": name}, "select": {}}
-    for path, _, text in (part.partition("=") for part in query.split("&") if part):
+    for path, _, text in (option.partition("=") for option in query.split("&") if option):
         *folders, last = path.split(".")
-        place = options
+        target = options
         for folder in folders:
-            place = place.setdefault(folder, {})
-        place[last] = _value(text)
+            target = target.setdefault(folder, {})
+        target[last] = _value(text)
 
     select = options.pop("select")
     roles = [
