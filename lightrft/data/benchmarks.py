@@ -42,7 +42,7 @@ class Benchmark:
 
 
 def with_benchmark_columns(section: DataSection) -> DataSection:
-    """Return the section for prompts of a benchmark, with the columns and the instruction of it.
+    """Return the section for prompts of a benchmark, with its columns and instruction.
 
     Chat template and limits stay the same as for other prompts.
     """

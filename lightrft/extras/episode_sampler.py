@@ -44,18 +44,16 @@ class EpisodeLoop(RolloutLoop):
         self._asked: list[EpisodeState] = []
         """Episodes that wait for a turn of the model that has not begun."""
 
-    def add(self, parts: list[GroupPart]) -> None:
+    def add(self, shares: list[GroupPart]) -> None:
         """Begin this rank's share of the episodes of some groups."""
-        self.groups |= {group.number: group for group, _ in parts}
+        self.groups |= {group.number: group for group, _ in shares}
         samples = [
-            (group.responses[place], group.number, place)
-            for group, places in parts
-            for place in places
+            (group.responses[slot], group.number, slot) for group, slots in shares for slot in slots
         ]
-        # Ranks that share a replica get the same parts, so they deal the episodes round robin.
+        # Ranks that share a replica get the same shares, so they deal the episodes round robin.
         ranks = self.session.model_parallel
-        for sample, *seed_parts in samples[ranks.rank :: ranks.size]:
-            self.episodes.begin(sample, *seed_parts)
+        for sample, *seed_numbers in samples[ranks.rank :: ranks.size]:
+            self.episodes.begin(sample, *seed_numbers)
 
     def attach(self, group: Group, socket: Connection) -> None:
         """Begin a group of one episode with a program that sends requests over a socket."""
@@ -96,7 +94,7 @@ class EpisodeLoop(RolloutLoop):
         indices = self.session.add_local([request for _, request in turns])
         for index, (play, request) in zip(indices, turns, strict=True):
             self._plays[index] = play
-            self._pending[index] = request, self.groups[play.sample.group], [play.seed_parts[1]]
+            self._pending[index] = request, self.groups[play.sample.group], [play.seed_numbers[1]]
 
         for number in {sample.group for sample in self.episodes.take_ended()}:
             if self.groups[number].complete:
@@ -115,7 +113,7 @@ class EpisodeLoop(RolloutLoop):
         ):
             return []
         # Programs ask in an order that depends on time.
-        asked = sorted(self._asked, key=lambda play: play.seed_parts)
+        asked = sorted(self._asked, key=lambda play: play.seed_numbers)
         self._asked = []
         return asked
 
@@ -125,18 +123,18 @@ class EpisodeLoop(RolloutLoop):
             return
 
         incomplete = [group for group in self.groups.values() if not group.complete]
-        own = {
-            (group.number, place): sample
+        local = {
+            (group.number, slot): sample
             for group in self.groups.values()
-            for place, sample in enumerate(group.responses)
+            for slot, sample in enumerate(group.responses)
             if sample.finish_reason is not None
         }
-        for others in self.session.model_parallel.gather(own):
+        for others in self.session.model_parallel.gather(local):
             # Groups hold on to their samples, so the fields are copied into the existing objects.
-            for (number, place), sample in others.items():
-                sample_of_rank = self.groups[number].responses[place]
-                for each in fields(Sample):
-                    setattr(sample_of_rank, each.name, getattr(sample, each.name))
+            for (number, slot), sample in others.items():
+                sample_of_rank = self.groups[number].responses[slot]
+                for item in fields(Sample):
+                    setattr(sample_of_rank, item.name, getattr(sample, item.name))
 
         yield from (group for group in incomplete if group.complete)
 
@@ -146,7 +144,7 @@ class EpisodeLoop(RolloutLoop):
         self._asked = []
 
     def running(self) -> set[tuple[int, int]]:
-        return {play.seed_parts for play in self.episodes.running}
+        return {play.seed_numbers for play in self.episodes.running}
 
     def _extend(self, finished: Ended) -> Iterator[Group]:
         """Hand sampled turns to the episodes. It yields nothing: programs decide when to end."""
@@ -192,7 +190,7 @@ class EpisodeSampler(RunSampler):
         self.loop = EpisodeLoop(self, session, seed)
         return self.loop
 
-    def prepare(self, parts: list[GroupPart], seed: int) -> list[Pending] | None:
+    def prepare(self, shares: list[GroupPart], seed: int) -> list[Pending] | None:
         """Return None: a turn is unknown until a program asks for it."""
         return None
 
@@ -211,7 +209,7 @@ class EpisodeSampler(RunSampler):
 
         # An episode of one turn draws exactly what a plain response would draw.
         turn = [len(play.turns)] if play.turns else []
-        seeds = (derived_seed(seed, *play.seed_parts, *turn),)
+        seeds = (derived_seed(seed, *play.seed_numbers, *turn),)
         sampling = replace(self.sampling, n=1, **play.sampling)
         request = self.request(sample, replace(sampling, max_tokens=most), seeds)
         return replace(request, group=group.number)

@@ -147,8 +147,10 @@ def _start(step: Callable[..., T], *arguments: object) -> T:
         while not ended.wait(NOTICE_SECONDS):
             seconds = time.monotonic() - began
             if seconds > limit:
-                taken = f"the start has taken more than {limit:.0f} s (--phase_minutes)"
-                cause = f"{taken}, at {position()}"
+                cause = (
+                    f"the start has taken more than {limit:.0f} s (--phase_minutes), at"
+                    f" {position()}"
+                )
                 logger.error(f"this run ends: {cause}")
                 exit_process(cause, 1)
             if local_rank() == 0:

@@ -101,25 +101,25 @@ class _Observed:
     def _record(
         self, logprobs: Tensor, batch: Experience, denominator: Denominator, report: Report
     ) -> None:
-        for place, row in enumerate(batch.rows.tolist()):
+        for index, row in enumerate(batch.rows.tolist()):
             if row not in self.records:
                 continue
 
-            own = batch.loss_mask & (batch.sequence_ids == place)
-            alone = replace(batch, loss_mask=own, learned=None)
+            of_row = batch.loss_mask & (batch.sequence_ids == index)
+            alone = replace(batch, loss_mask=of_row, learned=None)
             share, _ = self.objective(logprobs, alone, denominator)
             record = self.records[row]
             sampled = logprobs if batch.candidates is None else logprobs[:, 0]
-            record.logprobs.append(sampled[own])
+            record.logprobs.append(sampled[of_row])
             record.shares.append(share.item())
             if "train/ratio" in report:
-                record.ratios.append(report["train/ratio"].detach()[own])
-            clipped = [report[name][own] for name in report if name.startswith("train/clip_")]
+                record.ratios.append(report["train/ratio"].detach()[of_row])
+            clipped = [report[name][of_row] for name in report if name.startswith("train/clip_")]
             record.clipped.append(int(sum(each.sum() for each in clipped)))
 
 
 class _Unused:
-    """A part of a checkpoint that a replay does not need."""
+    """An item of a checkpoint that a replay does not need."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -136,8 +136,8 @@ def replay(
     `build` is the module lightrft.app.trainer.build.
     """
     config = bundle.config
-    own = ONE_PROCESS | {"save_path": str(bundle.folder / "run"), "ckpt_path": None}
-    config.update(own)
+    forced = ONE_PROCESS | {"save_path": str(bundle.folder / "run"), "ckpt_path": None}
+    config.update(forced)
     prepare_config("train_ppo", config)
     strategy = get_strategy(config)
     strategy.setup_distributed()
@@ -220,7 +220,7 @@ def _rewards(
 
 
 class _Step:
-    """Models and parts as they were before the step."""
+    """Models and items as they were before the step."""
 
     def __init__(self, bundle: Bundle, strategy: StrategyBase, build: Any):
         self.build = build
@@ -306,8 +306,10 @@ def explanation(result: Replay, number: int) -> Iterator[str]:
     )
     yield f"  prompt     {sample.prompt.text!r:.200}"
     yield f"  response   {sample.text!r:.200}"
-    parts = "".join(f", {name} {value:.6g}" for name, value in sample.reward_parts.items())
-    yield f"  reward     {sample.reward:.6g}{parts}" + (", not learned" if sample.masked else "")
+    components = "".join(f", {name} {value:.6g}" for name, value in sample.reward_parts.items())
+    yield f"  reward     {sample.reward:.6g}{components}" + (
+        ", not learned" if sample.masked else ""
+    )
     yield (
         f"  group      {len(group)} rewards, mean {rewards.mean():.6g}, standard deviation"
         f" {rewards.std(correction=0):.6g}"

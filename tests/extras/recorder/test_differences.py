@@ -99,7 +99,7 @@ def _lower_bar(file: Path) -> None:
 
 
 def sentences(found: Difference) -> str:
-    return "\n".join([*found.places, *found.causes])
+    return "\n".join([*found.locations, *found.causes])
 
 
 def test_equal_runs_are_equal(runs):
@@ -130,7 +130,7 @@ def test_a_changed_flag_or_file_is_named(runs, name):
 
 
 def test_the_part_of_the_model_is_named(runs):
-    assert find_difference(runs / "first", runs / "base").parts == ["layers.1"]
+    assert find_difference(runs / "first", runs / "base").modules == ["layers.1"]
     assert find_difference(runs / "first", runs / "gradient").update == 1
 
 

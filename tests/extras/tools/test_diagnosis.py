@@ -98,7 +98,7 @@ def test_the_first_part_that_differs_is_named(folder: Path) -> None:
     assert found["theta"].gaps["sampled"].mean > 1e-2
     for name in ("", "bf16"):
         assert found[name].healthy and not found[name].advice
-        assert len(found[name].parts) == 19, "2 x 8 parts of layers, embeddings, last norm, head"
+        assert len(found[name].outputs) == 19, "2 x 8 parts of layers, embeddings, last norm, head"
 
     assert found[""].gaps["greedy"].tokens == 4 * 32 and found[""].gaps["sampled"].largest < 1e-5
     assert 1e-5 < found["bf16"].gaps["sampled"].mean < 0.05
@@ -162,8 +162,8 @@ def test_vllm_is_looked_into(folder: Path) -> None:
     pytest.importorskip("vllm", reason="vllm is not installed")
     load_vllm()
     (found,) = run_ranks(1, examine, folder, "vllm", "theta")
-    assert found.first.name == "model.layers.0.self_attn.heads" and len(found.parts) == 19
-    assert [part.differs for part in found.parts[:5]] == [False] * 5
+    assert found.first.name == "model.layers.0.self_attn.heads" and len(found.outputs) == 19
+    assert [part.differs for part in found.outputs[:5]] == [False] * 5
 
 
 def _in_sglang(folder: Path, names: list[str]) -> dict[str, Diagnosis]:
@@ -178,13 +178,13 @@ def test_sglang_is_looked_into(folder: Path) -> None:
     )
     assert (
         found["theta"].first.name == "model.layers.0.self_attn.heads"
-        and len(found["theta"].parts) == 19
+        and len(found["theta"].outputs) == 19
     )
     assert (
         found["eps"].first.name == "model.layers.0.input_layernorm"
-        and len(found["eps"].parts) == 19
+        and len(found["eps"].outputs) == 19
     )
-    assert [part.differs for part in found["theta"].parts[:5]] == [False] * 5
+    assert [part.differs for part in found["theta"].outputs[:5]] == [False] * 5
 
 
 @pytest.mark.slow
