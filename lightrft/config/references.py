@@ -334,8 +334,8 @@ def address_problem(flag: str, url: str, key: str) -> str:
     if secret:
         return (
             f"{flag} {pieces.scheme}://...@{host}: a user or password in an address would be"
-            f" written to config.yaml, checkpoints and logs. Leave it out, and set {key}=user:password in"
-            " the environment"
+            " written to config.yaml, checkpoints and logs. Leave it out, and set"
+            f" {key}=user:password in the environment"
         )
 
     if pieces.query or pieces.fragment:

@@ -338,9 +338,9 @@ class StrategySection(Section, commands=EVERY):
     """Keep only the models and optimizers of the current phase in device memory; all others wait in
     host memory."""
     dp_replicate: int = option(1, NOT_NEGATIVE)
-    """Hybrid sharding: number of replicas of the model; each one is sharded over a share of the data
-    ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits
-    on each: only gradients are communicated."""
+    """Hybrid sharding: number of replicas of the model; each one is sharded over a share of the
+    data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that
+    fits on each: only gradients are communicated."""
     tp_size: int = option(1, COUNT)
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models;
     they process the same data."""

@@ -19,7 +19,7 @@ from pyarrow import ArrowException, ArrowInvalid, Table
 from lightrft.config.errors import DataError
 from lightrft.config.references import DATA_FILES, HARBOR, REASONING_GYM, VERIFIERS
 from lightrft.data.columns.values import DataRow, table_rows
-from lightrft.registry import Registry, each_kept_alive, kept_alive
+from lightrft.registry import Registry, all_kept_alive, kept_alive
 
 # importing datasets takes longer than reading most files, and JSON does not need it
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
         if isinstance(data, IterableDataset):
             data = data.with_format(None)
         rows = _stored(data) if isinstance(data, Dataset) else data
-        for number, row in enumerate(each_kept_alive(rows), 1):
+        for number, row in enumerate(all_kept_alive(rows), 1):
             yield from _object(f"{reference} row {number}", row, bad)
     except DataError:
         raise

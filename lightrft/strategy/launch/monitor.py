@@ -155,7 +155,7 @@ class Monitor:
     def _close_strangers(self, now: float) -> None:
         """Close connections that have not said in time who they are."""
         for connection in [
-            each for each, since in self._strangers.items() if now - since > ARRIVAL
+            late for late, since in self._strangers.items() if now - since > ARRIVAL
         ]:
             self._close(connection)
 

@@ -194,17 +194,16 @@ def _outputs(diagnosis: Diagnosis) -> Table:
 
     It is the table of the last ones if none differs.
     """
-    first = (
-        diagnosis.outputs.index(diagnosis.first) if diagnosis.first else len(diagnosis.outputs) - 1
-    )
+    outputs = diagnosis.outputs
+    first = outputs.index(diagnosis.first) if diagnosis.first else len(outputs) - 1
     start = max(0, first - OUTPUTS_SHOWN // 2)
     title = (
-        f"Parts of the model, {start + 1} to {min(start + OUTPUTS_SHOWN, len(diagnosis.outputs))} of"
-        f" {len(diagnosis.outputs)}"
+        f"Parts of the model, {start + 1} to {min(start + OUTPUTS_SHOWN, len(outputs))} of"
+        f" {len(outputs)}"
     )
     table = _table(title, "Part", "Relative difference", "Explained by rounding")
 
-    for gap in diagnosis.outputs[start : start + OUTPUTS_SHOWN]:
+    for gap in outputs[start : start + OUTPUTS_SHOWN]:
         mark = " [bold red]<- first difference[/]" if gap is diagnosis.first else ""
         colour = "red" if gap.differs else "green"
         table.add_row(gap.name + mark, f"[{colour}]{gap.relative:.1e}[/]", f"{gap.allowed:.1e}")
