@@ -96,7 +96,9 @@ def test_the_verifier_tells_right_from_wrong(name, load):
     (prompt,) = load(name, ROWS[name])
     label = prompt.columns["label"]
     letters = {"right": label, "wrong": "ABCD"["ABCD".index(label) - 1]} if name == "gpqa" else {}
-    texts = [text.format(**letters) if letters else text for part in ANSWERS[name] for text in part]
+    texts = [
+        text.format(**letters) if letters else text for group in ANSWERS[name] for text in group
+    ]
     samples = [Sample(prompt, 0, [1], [0.0], text, "stop") for text in texts]
     found = rewards[benchmarks[name].reward](samples, label=[label] * len(samples))
     assert found == [1.0] * len(ANSWERS[name][0]) + [0.0] * len(ANSWERS[name][1])

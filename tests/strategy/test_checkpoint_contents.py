@@ -1,6 +1,6 @@
 """What a checkpoint holds besides one model.
 
-That is several models, parts with a state of their own, counters and the engine.
+That is several models, items with a state of their own, counters and the engine.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from strategy.training import snapshot, strategy
 
 
 class Moments:
-    """A user's own part of a checkpoint, as running moments of rewards would be.
+    """A user's own item of a checkpoint, as running moments of rewards would be.
 
     It is the same on all ranks after every update.
     """
@@ -157,7 +157,7 @@ def resumed(folder: str, root: Path):
 
 
 @pytest.mark.parametrize("world_size", [2, 1])
-def test_models_parts_and_counters_come_back(folder, saved, world_size):
+def test_models_items_and_counters_come_back(folder, saved, world_size):
     root, (expected, total, losses) = saved
     results = run_ranks(world_size, resumed, folder, root)
     for state, (count, found_total, history), skipped, found_losses in results:
@@ -176,7 +176,7 @@ def test_models_parts_and_counters_come_back(folder, saved, world_size):
     assert sum(len(moments[2]) for _, moments, *_ in results) == 4
 
 
-def part_of_it(folder: str, root: Path):
+def only_the_actor(folder: str, root: Path):
     """The actor alone, for whoever wants to generate with it."""
     run = PPO(folder)
     before = run.state()
@@ -188,7 +188,7 @@ def part_of_it(folder: str, root: Path):
 
 
 def test_one_of_the_models_can_be_loaded_alone(folder, saved):
-    assert run_ranks(1, part_of_it, folder, saved[0]) == [({"actor"}, 0)]
+    assert run_ranks(1, only_the_actor, folder, saved[0]) == [({"actor"}, 0)]
 
 
 def without(folder: str, root: Path, missing: str):

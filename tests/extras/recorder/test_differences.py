@@ -56,7 +56,7 @@ CHANGED: dict[str, tuple[list[str], int, str, str]] = {
     "code": (["--reward={folder}/code.py:share_of_ascii"], 1, "rewards", "--reward: line 4 is "),
     "base": (["--pretrain={folder}/base"], 0, "weights", "--pretrain: "),
 }
-"""Name of a run -> flags, step, phase, and a part of a sentence."""
+"""Name of a run -> flags,  step, phase, and a piece of a sentence."""
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_a_changed_flag_or_file_is_named(runs, name):
     assert sentence in sentences(found), found
 
 
-def test_the_part_of_the_model_is_named(runs):
+def test_the_module_that_differs_is_named(runs):
     assert find_difference(runs / "first", runs / "base").modules == ["layers.1"]
     assert find_difference(runs / "first", runs / "gradient").update == 1
 
@@ -155,7 +155,7 @@ def test_the_command_prints_where_runs_differ(runs, tmp_path, capsys):
 
 
 def test_another_number_of_ranks_is_named(runs):
-    """The parts that ranks have of a model say nothing, so only sequences are compared."""
+    """The shares that ranks have of a model say nothing, so only sequences are compared."""
     found = find_difference(runs / "first", runs / "two")
     assert found.other_layout and found.phase in ("", *OF_SEQUENCES)
     assert "world size: 1 and 2" in found.causes

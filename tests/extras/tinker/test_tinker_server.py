@@ -474,13 +474,13 @@ def test_extreme_numbers_harm_no_other(adapters, client):
             lambda other=other: sampled(other),
             lambda other=other: other.save_state("x"),
         ]
-        for place, use in enumerate(uses):
+        for index, use in enumerate(uses):
             try:
                 result = use()
-                result if place == 2 else result.result()
+                result if index == 2 else result.result()
             except (tinker.UnprocessableEntityError, tinker.RequestFailedError) as error:
                 assert re.search("too large or no numbers|from 0 to 1e", str(error)), error
-                refused[case].add(place)
+                refused[case].add(index)
         assert sampled(client) == expected, case
     assert refused["a division by zero"] == refused["a decay"] == {1, 2, 3}
     assert refused["a learning rate beyond float32"] == {1}
