@@ -355,7 +355,7 @@ class UserStream(FSDPStrategy):
 
 
 def said_by_users(folder: str) -> tuple[set[str], bool, bool]:
-    """Return what strategies of users give an engine: names of adapters, and whether it holds them."""
+    """Return what such strategies give an engine: names of adapters, and whether it holds them."""
     held = []
     for kind in (DataParallelStrategy, UserStream):
         options = {"pretrain": folder, "engine_type": "hf", "prompt_max_len": 8, **LORA}

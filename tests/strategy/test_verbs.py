@@ -1,5 +1,5 @@
-"""Why: users override verbs as Python overrides methods, and the aspects of a strategy must call what
-they have overridden.
+"""Why: users override verbs as Python overrides methods, and the aspects of a strategy must call
+what they have overridden.
 """
 
 import inspect

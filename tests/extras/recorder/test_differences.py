@@ -56,7 +56,7 @@ CHANGED: dict[str, tuple[list[str], int, str, str]] = {
     "code": (["--reward={folder}/code.py:share_of_ascii"], 1, "rewards", "--reward: line 4 is "),
     "base": (["--pretrain={folder}/base"], 0, "weights", "--pretrain: "),
 }
-"""Name of a run -> flags,  step, phase, and a piece of a sentence."""
+"""Name of a run -> flags, step, phase, and a part of a sentence."""
 
 
 @pytest.fixture(scope="module")

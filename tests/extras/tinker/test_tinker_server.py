@@ -257,7 +257,7 @@ def test_checkpoints_are_listed_loaded_and_deleted(adapters, client):
     listed = rest.list_checkpoints(client.model_id).result().checkpoints
     assert [each.tinker_path for each in listed] == [path, sampled]
     assert client.model_id in {
-        each.training_run_id for each in rest.list_training_runs().result().training_runs
+        run.training_run_id for run in rest.list_training_runs().result().training_runs
     }
 
     greedy = types.SamplingParams(max_tokens=4, temperature=0.0)

@@ -98,9 +98,7 @@ def test_the_first_output_that_differs_is_named(folder: Path) -> None:
     assert found["theta"].gaps["sampled"].mean > 1e-2
     for name in ("", "bf16"):
         assert found[name].healthy and not found[name].advice
-        assert len(found[name].outputs) == 19, (
-            "2 x 8 modules of layers, embeddings, last norm, head"
-        )
+        assert len(found[name].outputs) == 19, "2 x 8 of layers, embeddings, last norm, head"
 
     assert found[""].gaps["greedy"].tokens == 4 * 32 and found[""].gaps["sampled"].largest < 1e-5
     assert 1e-5 < found["bf16"].gaps["sampled"].mean < 0.05

@@ -87,7 +87,9 @@ def test_a_column_with_right_responses(tmp_path: Path) -> None:
     ]
     prompts = prompts_of(tmp_path / "d.jsonl", rows)
     assert not [
-        each for each in RewardTest("json_schema", prompts, "solution").run() if each.is_fault
+        finding
+        for finding in RewardTest("json_schema", prompts, "solution").run()
+        if finding.is_fault
     ]
 
 
