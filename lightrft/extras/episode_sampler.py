@@ -44,13 +44,13 @@ class EpisodeLoop(RolloutLoop):
         self._asked: list[EpisodeState] = []
         """Episodes that wait for a turn of the model that has not begun."""
 
-    def add(self, shares: list[GroupPart]) -> None:
+    def add(self, groups: list[GroupPart]) -> None:
         """Begin this rank's share of the episodes of some groups."""
-        self.groups |= {group.number: group for group, _ in shares}
+        self.groups |= {group.number: group for group, _ in groups}
         samples = [
-            (group.responses[slot], group.number, slot) for group, slots in shares for slot in slots
+            (group.responses[slot], group.number, slot) for group, slots in groups for slot in slots
         ]
-        # Ranks that share a replica get the same shares, so they deal the episodes round robin.
+        # Ranks that share a replica get the same groups, so they deal the episodes round robin.
         ranks = self.session.model_parallel
         for sample, *seed_numbers in samples[ranks.rank :: ranks.size]:
             self.episodes.begin(sample, *seed_numbers)
@@ -190,7 +190,7 @@ class EpisodeSampler(RunSampler):
         self.loop = EpisodeLoop(self, session, seed)
         return self.loop
 
-    def prepare(self, shares: list[GroupPart], seed: int) -> list[Pending] | None:
+    def prepare(self, groups: list[GroupPart], seed: int) -> list[Pending] | None:
         """Return None: a turn is unknown until a program asks for it."""
         return None
 
