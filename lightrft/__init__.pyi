@@ -154,7 +154,7 @@ class TrainPpoFlags(TypedDict, total=False):
     offload_idle: bool
     """Keep only the models and optimizers of the current phase in device memory; all others wait in host memory."""
     dp_replicate: int
-    """Hybrid sharding: number of replicas of the model; each one is sharded over a part of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
+    """Hybrid sharding: number of replicas of the model; each one is sharded over a share of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
     tp_size: int
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models; they process the same data."""
     tp_sequence_parallel: bool
@@ -678,7 +678,7 @@ class TrainSftFlags(TypedDict, total=False):
     offload_idle: bool
     """Keep only the models and optimizers of the current phase in device memory; all others wait in host memory."""
     dp_replicate: int
-    """Hybrid sharding: number of replicas of the model; each one is sharded over a part of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
+    """Hybrid sharding: number of replicas of the model; each one is sharded over a share of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
     tp_size: int
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models; they process the same data."""
     tp_sequence_parallel: bool
@@ -909,7 +909,7 @@ class TrainRmFlags(TypedDict, total=False):
     offload_idle: bool
     """Keep only the models and optimizers of the current phase in device memory; all others wait in host memory."""
     dp_replicate: int
-    """Hybrid sharding: number of replicas of the model; each one is sharded over a part of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
+    """Hybrid sharding: number of replicas of the model; each one is sharded over a share of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
     tp_size: int
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models; they process the same data."""
     tp_sequence_parallel: bool
@@ -1162,7 +1162,7 @@ class TrainPrmFlags(TypedDict, total=False):
     offload_idle: bool
     """Keep only the models and optimizers of the current phase in device memory; all others wait in host memory."""
     dp_replicate: int
-    """Hybrid sharding: number of replicas of the model; each one is sharded over a part of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
+    """Hybrid sharding: number of replicas of the model; each one is sharded over a share of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
     tp_size: int
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models; they process the same data."""
     tp_sequence_parallel: bool
@@ -1395,7 +1395,7 @@ class TrainDpoFlags(TypedDict, total=False):
     offload_idle: bool
     """Keep only the models and optimizers of the current phase in device memory; all others wait in host memory."""
     dp_replicate: int
-    """Hybrid sharding: number of replicas of the model; each one is sharded over a part of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
+    """Hybrid sharding: number of replicas of the model; each one is sharded over a share of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
     tp_size: int
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models; they process the same data."""
     tp_sequence_parallel: bool
@@ -1648,7 +1648,7 @@ class TrainKtoFlags(TypedDict, total=False):
     offload_idle: bool
     """Keep only the models and optimizers of the current phase in device memory; all others wait in host memory."""
     dp_replicate: int
-    """Hybrid sharding: number of replicas of the model; each one is sharded over a part of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
+    """Hybrid sharding: number of replicas of the model; each one is sharded over a share of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
     tp_size: int
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models; they process the same data."""
     tp_sequence_parallel: bool
@@ -1879,7 +1879,7 @@ class EvaluateFlags(TypedDict, total=False):
     offload_idle: bool
     """Keep only the models and optimizers of the current phase in device memory; all others wait in host memory."""
     dp_replicate: int
-    """Hybrid sharding: number of replicas of the model; each one is sharded over a part of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
+    """Hybrid sharding: number of replicas of the model; each one is sharded over a share of the data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits on each: only gradients are communicated."""
     tp_size: int
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models; they process the same data."""
     tp_sequence_parallel: bool

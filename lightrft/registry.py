@@ -171,7 +171,7 @@ def kept_alive() -> Iterator[None]:
         os._exit = end
 
 
-def each_kept_alive(values: Iterable[Any]) -> Iterator[Any]:
+def all_kept_alive(values: Iterable[Any]) -> Iterator[Any]:
     """Yield values from the user's code, and keep that code from ending the process."""
     values = iter(values)
     end = object()

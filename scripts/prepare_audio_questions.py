@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from lightrft.config.errors import DataError
-from lightrft.data.media_files import Places
+from lightrft.data.media_files import MediaLocation
 from lightrft.data.readers import BadRows, read_rows
 
 RATE = 16_000
@@ -65,7 +65,7 @@ def converted(
         )
 
     label = letter_of(answer, choices)
-    array = Places(folder).audio(sound, rate=RATE).open()["array"]
+    array = MediaLocation(folder).audio(sound, rate=RATE).open()["array"]
     if len(array) > args.longest * RATE:
         raise ValueError(
             f"its sound has {len(array) / RATE:.1f} s, more than --longest {args.longest}"

@@ -1752,8 +1752,16 @@ def test_experts_that_cannot_be_divided_are_refused_before_anything_is_loaded(
 ):
     mixture = {"model_type": "qwen3_moe"} | ({} if config else {"num_experts": 4})
     (tmp_path / "config.json").write_text(json.dumps(mixture | config))
-    own = ["--pretrain", str(tmp_path), "--prompt_data", "train.jsonl", "--ep_size", "2", "--fsdp"]
-    assert message in problems(*own, *flags, world_size=4)
+    common = [
+        "--pretrain",
+        str(tmp_path),
+        "--prompt_data",
+        "train.jsonl",
+        "--ep_size",
+        "2",
+        "--fsdp",
+    ]
+    assert message in problems(*common, *flags, world_size=4)
 
 
 @pytest.mark.parametrize(
@@ -1801,5 +1809,5 @@ def test_routers_that_cannot_be_replayed_or_moved_are_refused(
     tmp_path: Path, kind: str, flags: list[str], message: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "num_experts": 4}))
-    own = ["--pretrain", str(tmp_path), "--prompt_data", "train.jsonl", "--fsdp"]
-    assert message in problems(*own, *flags)
+    common = ["--pretrain", str(tmp_path), "--prompt_data", "train.jsonl", "--fsdp"]
+    assert message in problems(*common, *flags)

@@ -289,9 +289,9 @@ def answer_word(argv: Sequence[str] | None, command: str) -> None:
 
 def _topic(argv: Sequence[str]) -> str | None:
     """Return the word after --help, empty if there is none; None without --help."""
-    for place, token in enumerate(argv):
+    for index, token in enumerate(argv):
         if token in HELP or token.startswith("--help="):
-            return token.partition("=")[2] or next(iter(argv[place + 1 :]), "")
+            return token.partition("=")[2] or next(iter(argv[index + 1 :]), "")
     return None
 
 

@@ -9,7 +9,7 @@ from lightrft.config.references import JUDGE
 from lightrft.config.sections import (
     A_JUDGE,
     EARLY_OUTPUTS,
-    OWN_FORMATS,
+    OTHER_FORMATS,
     SEVERAL_SETS,
     Config,
     fields_read,
@@ -92,9 +92,9 @@ def _holds(run: RunFacts, need: str) -> bool:
 
     holds = []
     flag = ""
-    for part in need.replace(" or ", ", ").split(", ") if need else ():
-        words = part.split()
-        if part.startswith("--"):
+    for term in need.replace(" or ", ", ").split(", ") if need else ():
+        words = term.split()
+        if term.startswith("--"):
             flag = words.pop(0).removeprefix("--")
         if flag in fields_read(run.command):
             holds.append(_is_set(run, flag, words))
@@ -128,7 +128,7 @@ def _computes_early(run: RunFacts) -> bool:
 COMPUTED_NEEDS: dict[str, Callable[[RunFacts], bool]] = {
     A_JUDGE: lambda run: JUDGE in run.rewards,
     EARLY_OUTPUTS: _computes_early,
-    OWN_FORMATS: lambda run: any(not each.benchmark for each in run.eval_sets),
+    OTHER_FORMATS: lambda run: any(not each.benchmark for each in run.eval_sets),
     SEVERAL_SETS: lambda run: "," in run.prompt_data,
 }
 """What a field needs, where it is not the value of a flag -> whether the run has it."""

@@ -187,8 +187,8 @@ class RunFacts:
         """
         if (content := _model_file(self.pretrain)) is None:
             return None
-        parts = (content, content.get("text_config", {}))
-        return max(part.get(name) or 0 for part in parts for name in MTP_LAYERS)
+        configs = (content, content.get("text_config", {}))
+        return max(config.get(name) or 0 for config in configs for name in MTP_LAYERS)
 
 
 def unreadable(parse: Callable[[str], Any], text: str) -> str:

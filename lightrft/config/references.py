@@ -64,7 +64,7 @@ def reward_terms(text: str) -> list[RewardTerm]:
     after the host of an address is a port. Raises ValueError for an empty term, or for two terms
     with one label.
     """
-    terms = [_reward_term(part.strip()) for part in text.split(",")]
+    terms = [_reward_term(term.strip()) for term in text.split(",")]
     labels = [term.label for term in terms]
     if repeated := {label for label in labels if labels.count(label) > 1}:
         raise ValueError(
@@ -81,11 +81,11 @@ def teacher_terms(text: str) -> list[tuple[str, str]]:
     or for two with one label.
     """
     entries = [entry.strip() for entry in text.split(",")] if text else []
-    parts = [LABELLED_REFERENCE.fullmatch(entry) for entry in entries]
-    if not all(parts):
+    matches = [LABELLED_REFERENCE.fullmatch(entry) for entry in entries]
+    if not all(matches):
         raise ValueError(f"--teacher_pretrain {text} has an empty entry")
 
-    terms = [(part["label"] or "", part["reference"]) for part in parts]
+    terms = [(match["label"] or "", match["reference"]) for match in matches]
     labels = [label for label, _ in terms]
     if len(terms) > 1 and ("" in labels or len(set(labels)) < len(labels)):
         raise ValueError(
@@ -113,22 +113,22 @@ def reward_model_terms(section: NamedRewardModels) -> list[tuple[str, RewardTerm
     for flag, value in [
         (name, value) for name in REWARD_MODELS for value in getattr(section, name)
     ]:
-        if not (parts := LABELLED_REFERENCE.fullmatch(value.strip())):
+        if not (labelled := LABELLED_REFERENCE.fullmatch(value.strip())):
             raise ValueError(
                 f"--{flag} has an empty entry: name reward models as PATH, PATH:WEIGHT or"
                 " LABEL=PATH:WEIGHT"
             )
 
-        match = WEIGHTED.fullmatch(parts["reference"])
+        match = WEIGHTED.fullmatch(labelled["reference"])
         path, weight = (
-            (match["name"], float(match["weight"])) if match else (parts["reference"], 1.0)
+            (match["name"], float(match["weight"])) if match else (labelled["reference"], 1.0)
         )
         labels = {term.label for _, term in terms}
-        if parts["label"] in labels:
-            raise ValueError(f"--{flag}: two reward models are called {parts['label']}")
+        if labelled["label"] in labels:
+            raise ValueError(f"--{flag}: two reward models are called {labelled['label']}")
 
         name = os.path.basename(path.rstrip("/"))
-        label = parts["label"] or (f"{name}_{len(terms)}" if name in labels else name)
+        label = labelled["label"] or (f"{name}_{len(terms)}" if name in labels else name)
         terms.append((flag, RewardTerm(label, path, weight)))
 
     return terms
@@ -156,14 +156,14 @@ def chosen_labels(columns: Mapping[str, Any], key: str | None, everything: set[s
 
 
 def _reward_term(text: str) -> RewardTerm:
-    if not (parts := LABELLED_REFERENCE.fullmatch(text)):
+    if not (labelled := LABELLED_REFERENCE.fullmatch(text)):
         raise ValueError(
             "--reward has an empty term: name rewards as NAME or NAME:WEIGHT, separated by commas"
         )
 
     reference, form = (
-        parts["reference"],
-        ADDRESS if parts["reference"].startswith(SERVER) else WEIGHTED,
+        labelled["reference"],
+        ADDRESS if labelled["reference"].startswith(SERVER) else WEIGHTED,
     )
     match = form.fullmatch(reference)
 
@@ -173,7 +173,7 @@ def _reward_term(text: str) -> RewardTerm:
     except ValueError:
         raise ValueError(f"--reward {text}: the weight {weight!r} is not a number") from None
 
-    label = parts["label"] or ("server" if name.startswith(SERVER) else name.rpartition(":")[2])
+    label = labelled["label"] or ("server" if name.startswith(SERVER) else name.rpartition(":")[2])
     return RewardTerm(label, name, number)
 
 
@@ -194,12 +194,12 @@ def data_sources(text: str) -> list[DataSource]:
     """
     if os.path.exists(os.path.expanduser(text)):
         return [DataSource(text)]
-    return [_data_source(part.strip()) for part in SEPARATOR.split(text)]
+    return [_data_source(source.strip()) for source in SEPARATOR.split(text)]
 
 
 def _data_source(text: str) -> DataSource:
-    parts = None if os.path.exists(os.path.expanduser(text)) else WEIGHTED.fullmatch(text)
-    return DataSource(parts["name"], float(parts["weight"])) if parts else DataSource(text)
+    match = None if os.path.exists(os.path.expanduser(text)) else WEIGHTED.fullmatch(text)
+    return DataSource(match["name"], float(match["weight"])) if match else DataSource(text)
 
 
 def data_problems(flag: str, text: str, probabilities: list[float]) -> list[str]:
@@ -291,19 +291,19 @@ def eval_sources(text: str) -> list[EvalSource]:
     if not text or os.path.exists(os.path.expanduser(text)):
         return [EvalSource("", text)] if text else []
 
-    parts = text.split(",")
-    named = [NAMED_SET.fullmatch(part.strip()) for part in parts]
+    entries = text.split(",")
+    named = [NAMED_SET.fullmatch(entry.strip()) for entry in entries]
     if not any(named):
         return [EvalSource("", text)]
     if not all(named):
         raise ValueError(
-            f"--eval_data {parts[named.index(None)]}: name every set, as NAME=SOURCE, or none"
+            f"--eval_data {entries[named.index(None)]}: name every set, as NAME=SOURCE, or none"
         )
 
     sources = [
-        EvalSource(each["name"], each["source"], _benchmark(each["name"], each["benchmark"]))
-        for each in named
-        if each
+        EvalSource(match["name"], match["source"], _benchmark(match["name"], match["benchmark"]))
+        for match in named
+        if match
     ]
     names = [each.name for each in sources]
     if repeated := [name for name in names if names.count(name) > 1]:
@@ -331,29 +331,29 @@ def address_problem(flag: str, url: str, key: str) -> str:
     The reason contains no secret.
     """
     try:
-        parts = urlsplit(url)
-        host = parts.hostname
-        secret = parts.username or parts.password
-        parts.port  # noqa: B018  (ValueError for no number)
+        pieces = urlsplit(url)
+        host = pieces.hostname
+        secret = pieces.username or pieces.password
+        pieces.port  # noqa: B018  (ValueError for no number)
     except ValueError as error:
         return f"{flag}: the address cannot be read: {error}"
 
     if secret:
         return (
-            f"{flag} {parts.scheme}://...@{host}: a user or password in an address would be written"
-            f" to config.yaml, checkpoints and logs. Leave it out, and set {key}=user:password in"
-            " the environment"
+            f"{flag} {pieces.scheme}://...@{host}: a user or password in an address would be"
+            " written to config.yaml, checkpoints and logs. Leave it out, and set"
+            f" {key}=user:password in the environment"
         )
 
-    if parts.query or parts.fragment:
+    if pieces.query or pieces.fragment:
         return (
-            f"{flag} {parts.scheme}://{host}?...: what follows a question mark, such as a token,"
+            f"{flag} {pieces.scheme}://{host}?...: what follows a question mark, such as a token,"
             f" would be written to config.yaml, checkpoints and logs. Leave it out, and set {key}"
             " in the environment"
         )
 
     if (
-        parts.scheme not in ("http", "https")
+        pieces.scheme not in ("http", "https")
         or not host
         or any(character.isspace() for character in url)
     ):

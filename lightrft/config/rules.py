@@ -249,10 +249,10 @@ def _sglang_media(run: RunFacts) -> list[str]:
 
 def _other_vocabulary(run: RunFacts) -> str:
     draft = text_config(run.draft_pretrain).get("vocab_size")
-    own = run.model_config.get("vocab_size")
-    if run.speculative != "draft" or not own or not draft or own == draft:
+    size = run.model_config.get("vocab_size")
+    if run.speculative != "draft" or not size or not draft or size == draft:
         return ""
-    return f"{draft} tokens, and --pretrain {run.pretrain} of {own}"
+    return f"{draft} tokens, and --pretrain {run.pretrain} of {size}"
 
 
 def _too_long(run: RunFacts) -> int:

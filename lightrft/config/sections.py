@@ -63,8 +63,8 @@ MEDIA = "--images_key, --videos_key or --audios_key"
 A_TRACKER = "--report_to comet_ml or mlflow or swanlab or trackio or wandb"
 A_JUDGE = "--reward judge"
 SEVERAL_SETS = "several --prompt_data, joined by commas"
-OWN_FORMATS = "--eval_data in other formats than those of benchmarks"
-REWARDED = {"evaluate": OWN_FORMATS}
+OTHER_FORMATS = "--eval_data in other formats than those of benchmarks"
+REWARDED = {"evaluate": OTHER_FORMATS}
 UNLESS_GREEDY = {"evaluate": "--eval_n_samples"}
 CHAT_TEMPLATE = "--apply_chat_template"
 DIVERGENCE = "--init_kl_coef or --measure_kl"
@@ -237,9 +237,9 @@ class DataSection(Section, commands=EVALUATED):
     For SFT, a row that ends in an answer needs none. For KTO it is true for a good answer, and for
     train_prm it is a list with a value for each step. Unset: label, or the column of a known form
     (docs/data.md)."""
-    eval_input_key: str | None = option(None, needs=OWN_FORMATS)
+    eval_input_key: str | None = option(None, needs=OTHER_FORMATS)
     """Column of the prompt in --eval_data; unset: --input_key."""
-    eval_label_key: str | None = option(None, needs=OWN_FORMATS, commands=LABELLED)
+    eval_label_key: str | None = option(None, needs=OTHER_FORMATS, commands=LABELLED)
     """Column of the correct answer in --eval_data; unset: --label_key."""
     reference_key: str | None = option(None, commands=SAMPLING)
     """Column of a reference answer: reward functions receive it as `reference`."""
@@ -338,9 +338,9 @@ class StrategySection(Section, commands=EVERY):
     """Keep only the models and optimizers of the current phase in device memory; all others wait in
     host memory."""
     dp_replicate: int = option(1, NOT_NEGATIVE)
-    """Hybrid sharding: number of replicas of the model; each one is sharded over a part of the data
-    ranks. 0: every data rank has a replica of its own. That is the fastest for a model that fits
-    on each: only gradients are communicated."""
+    """Hybrid sharding: number of replicas of the model; each one is sharded over a share of the
+    data ranks. 0: every data rank has a replica of its own. That is the fastest for a model that
+    fits on each: only gradients are communicated."""
     tp_size: int = option(1, COUNT)
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models;
     they process the same data."""
@@ -1228,10 +1228,10 @@ def options() -> dict[str, Option]:
     """Return field name -> what the field allows and needs, with all defaults filled in."""
     found = {}
     for cls in SECTIONS.values():
-        for each in fields(cls):
-            own = each.metadata.get("option", Option())
-            bound = own.bound or (NUMBER if _is_number(field_types()[each.name]) else None)
-            found[each.name] = replace(own, bound=bound, commands=own.commands or cls.commands)
+        for item in fields(cls):
+            entry = item.metadata.get("option", Option())
+            bound = entry.bound or (NUMBER if _is_number(field_types()[item.name]) else None)
+            found[item.name] = replace(entry, bound=bound, commands=entry.commands or cls.commands)
     return found
 
 

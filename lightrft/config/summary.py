@@ -46,10 +46,10 @@ def _kl_penalty(config: Config) -> str:
     algorithm = config.algorithm
     if not needs_reference(algorithm):
         return "KL penalty: none"
-    place = "in the loss" if algorithm.use_kl_loss else "subtracted from the rewards"
+    where = "in the loss" if algorithm.use_kl_loss else "subtracted from the rewards"
     amount = "only measured"
     if algorithm.init_kl_coef:
-        amount = f"{algorithm.init_kl_coef:g} x {algorithm.kl_estimator} {place}"
+        amount = f"{algorithm.init_kl_coef:g} x {algorithm.kl_estimator} {where}"
     return f"KL penalty: {amount}"
 
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal, NewType, Self, Union, get_args, get_o
 
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
-SHORTEST_PART = 5
-"""Number of letters of a part that is enough to find a name."""
+SHORTEST_FRAGMENT = 5
+"""Number of letters of a fragment that is enough to find a name."""
 LARGEST_INTEGER = 2**63 - 1
 """Largest whole number: larger ones fit into no tensor and no file format."""
 COLDEST = 1e-6
@@ -84,7 +84,7 @@ class Option:
     """Another name of the field."""
 
 
-def check_text(text: str, place: str = "the text") -> None:
+def check_text(text: str, where: str = "the text") -> None:
     """Raise ValueError for half of a surrogate pair: it is no character and has no bytes.
 
     JSON may have one, as an escape or as bytes, and Python reads it.
@@ -94,11 +94,11 @@ def check_text(text: str, place: str = "the text") -> None:
             text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start]
-        raise ValueError(f"{place} contains {half!a}, half of a character") from error
+        raise ValueError(f"{where} contains {half!a}, half of a character") from error
 
 
 def option(default: Any, bound: Bound | None = None, **details: Any) -> Any:
-    """Declare a field of a section: the default, the bound and other parts of an Option."""
+    """Declare a field of a section: the default, the bound and other fields of an Option."""
     metadata = {"option": Option(bound, **details)}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -106,7 +106,7 @@ def option(default: Any, bound: Bound | None = None, **details: Any) -> Any:
 
 
 CommaSeparated = NewType("CommaSeparated", str)
-"""Text with parts separated by commas; a list is accepted, too."""
+"""Text with entries separated by commas; a list is accepted, too."""
 Verbatim = NewType("Verbatim", str)
 """Text that may itself contain commas: as an item of a list, it is not split at them."""
 JSONObject = NewType("JSONObject", str)
@@ -175,15 +175,15 @@ def _list(kind: Any, value: Any) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"expected a list, not {value!r}")
     if kind is not Verbatim:
-        value = [part for item in value for part in _parts(item)]
+        value = [entry for item in value for entry in _entries(item)]
     return [typed_value(kind, item) for item in value]
 
 
-def _parts(item: Any) -> list[Any]:
+def _entries(item: Any) -> list[Any]:
     """Split a text at commas: every list may be written so, on the command line and in files."""
     if not isinstance(item, str):
         return [item]
-    return [part for part in map(str.strip, item.split(",")) if part]
+    return [entry for entry in map(str.strip, item.split(",")) if entry]
 
 
 def _choice(choices: tuple[Any, ...], value: Any) -> Any:
@@ -255,7 +255,7 @@ def import_path(function: Callable[..., Any]) -> str:
 def _comma_separated(value: Any) -> str:
     if not isinstance(value, list | tuple):
         return _str(value)
-    return ",".join(part for item in value for part in _parts(_str(item)))
+    return ",".join(entry for item in value for entry in _entries(_str(item)))
 
 
 def _json_object(value: Any) -> str:
@@ -284,12 +284,12 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     """Return `; did you mean X?` for the most similar known name, or an empty string."""
     names = sorted(choices, key=len)
     letters = _letters(name)
-    parts = []
-    if len(letters) >= SHORTEST_PART:
-        parts = [each for each in names if letters in _letters(each)]
+    containing = []
+    if len(letters) >= SHORTEST_FRAGMENT:
+        containing = [each for each in names if letters in _letters(each)]
     # nsamples for n_samples_per_prompt
-    beginnings = [each for each in parts if _letters(each).startswith(letters)]
-    near = beginnings or get_close_matches(name, names, n=1, cutoff=0.7) or parts
+    beginnings = [each for each in containing if _letters(each).startswith(letters)]
+    near = beginnings or get_close_matches(name, names, n=1, cutoff=0.7) or containing
 
     return f"; did you mean {near[0]}?" if near else ""
 

@@ -41,8 +41,8 @@ class Benchmark:
         return make_prompt(context, row | {INPUT_FORM: text, LABEL: answer})
 
 
-def with_own_columns(section: DataSection) -> DataSection:
-    """Return the section for prompts of a benchmark, with its own columns and instruction.
+def with_benchmark_columns(section: DataSection) -> DataSection:
+    """Return the section for prompts of a benchmark, with its columns and instruction.
 
     Chat template and limits stay the same as for other prompts.
     """

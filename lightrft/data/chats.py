@@ -65,7 +65,7 @@ class Conversation:
 
 
 def _for_template(message: Message, template: ChatTemplate) -> Message:
-    own = {name: message[name] for name in THOUGHTS if message.get(name)}
+    written = {name: message[name] for name in THOUGHTS if message.get(name)}
     text = message["content"]
     if isinstance(text, str):
         text = without_ends(text, template.ends)
@@ -76,19 +76,19 @@ def _for_template(message: Message, template: ChatTemplate) -> Message:
             if text.lstrip().startswith(begin) or begin not in text.partition(end)[0] != text
         )
         begin = next(begins, "")
-        if begin and not own:
+        if begin and not written:
             thoughts, closed, rest = text.lstrip().removeprefix(begin).partition(THINKING[begin])
             if template.thoughts and not closed:
                 raise ValueError(f"the thinking of an answer begins with {begin} and has no end")
             if not template.reads_thoughts(begin):
-                own = {"": thoughts.strip()}
+                written = {"": thoughts.strip()}
                 text = rest.lstrip()
 
     message = message | {"content": text}
     # The template may know another name than the row.
-    if own and template.thoughts and not own.keys() & template.thoughts.keys():
-        message = {name: value for name, value in message.items() if name not in own}
-        message[next(iter(template.thoughts))] = next(iter(own.values()))
+    if written and template.thoughts and not written.keys() & template.thoughts.keys():
+        message = {name: value for name, value in message.items() if name not in written}
+        message[next(iter(template.thoughts))] = next(iter(written.values()))
     return message
 
 
@@ -110,8 +110,8 @@ def conversation_tokens(
     token_ids: list[int] = []
     learned: list[bool] = []
     # An engine's prompt ends where an answer begins, so no token may cross that border.
-    parts = consecutive_tokens(template.tokenizer, [text for text, _ in texts])
-    for (_, is_learned), tokens in zip(texts, parts, strict=True):
+    pieces = consecutive_tokens(template.tokenizer, [text for text, _ in texts])
+    for (_, is_learned), tokens in zip(texts, pieces, strict=True):
         token_ids += tokens
         learned += [is_learned] * len(tokens)
     if True not in learned[1:] or learned[0]:
@@ -150,7 +150,7 @@ def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
 
     # The last turns are chosen first: --learned_turns last of a row whose last turn has the weight
     # 0 must not learn an earlier one.
-    turns = [place for place, message in enumerate(messages) if is_answer(message)][-num_turns:]
+    turns = [index for index, message in enumerate(messages) if is_answer(message)][-num_turns:]
     turns = [turn for turn in turns if weight_of(messages[turn]) is not False]
     if not turns:
         raise ValueError("no turn is learned: the weight of each is 0")
@@ -253,7 +253,7 @@ def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span
         else:
             spans.append((start, end))
 
-    answers = [place for place, message in enumerate(conversation.messages) if is_answer(message)]
+    answers = [index for index, message in enumerate(conversation.messages) if is_answer(message)]
     if len(spans) != len(answers):
         raise ValueError(
             f"the chat template marks {len(spans)} turns with {{% generation %}}, the assistant has"
@@ -264,21 +264,21 @@ def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span
 
 
 def _end_of_mark(template: ChatTemplate, text: str, mark: Span) -> int:
-    """Return the place after the end token of a marked turn, inside of the mark or behind it."""
+    """Return the index after the end token of a marked turn, inside of the mark or behind it."""
     start, end = mark
     closings = {
         template.closing.last.strip(),
         template.closing.inner.strip(),
         template.call_end,
     } - {""}
-    ends = [place + len(each) for each in closings if (place := text.rfind(each, start, end)) >= 0]
+    ends = [found + len(each) for each in closings if (found := text.rfind(each, start, end)) >= 0]
     return max(ends) if ends else _with_closing(text, end, template)
 
 
 def _end_of_turn(template: ChatTemplate, conversation: Conversation, turn: int, text: str) -> int:
-    """Return the place after the end token of a turn in the whole text; -1 if it is not there.
+    """Return the index after the end token of a turn in the whole text; -1 if it is not there.
 
-    Another answer in its place shows what follows it. Where the template does not allow that, as
+    Another answer instead of it shows what follows it. Where the template does not allow that, as
     for calls whose results follow, the turn is rendered as the last one.
     """
     messages = conversation.messages
@@ -301,7 +301,7 @@ def _end_of_turn(template: ChatTemplate, conversation: Conversation, turn: int, 
 
 
 def _with_closing(text: str, end: int, template: ChatTemplate) -> int:
-    """Return the place after the end token that follows an answer, or the end of the answer."""
+    """Return the index after the end token that follows an answer, or the end of the answer."""
     closings = {template.closing.last, template.closing.inner, template.call_end} - {""}
     return end + max(
         (len(closing) for closing in closings if text.startswith(closing, end)), default=0
@@ -338,8 +338,8 @@ def _disagreement(turn: int, messages: Sequence[Message]) -> str:
 
 
 def _cut(text: str, spans: list[Span]) -> list[Text]:
-    """Split the text at the spans; the parts inside of spans are learned."""
+    """Split the text at the spans; the texts inside of spans are learned."""
     borders = [0, *(border for span in spans for border in span), len(text)]
     return [
-        (text[start:end], place % 2 == 1) for place, (start, end) in enumerate(pairwise(borders))
+        (text[start:end], index % 2 == 1) for index, (start, end) in enumerate(pairwise(borders))
     ]

@@ -99,10 +99,10 @@ def text_answer(context: RowContext, prompt: str, answer: str) -> Answer:
         closing = template.closing.last
 
     answer = without_ends(answer, ends)
-    parts = consecutive_tokens(
+    pieces = consecutive_tokens(
         tokenizer, [prompt, answer + closing], special_tokens=not section.apply_chat_template
     )
-    token_ids = parts[1] if closing or not answer else [*parts[1], tokenizer.eos_token_id]
+    token_ids = pieces[1] if closing or not answer else [*pieces[1], tokenizer.eos_token_id]
 
     return Answer(TokenIds(token_ids), [True] * len(token_ids))
 

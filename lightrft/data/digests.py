@@ -31,7 +31,7 @@ DATA_SET_FIELDS = {
 
 
 def digests_of_pieces(rows: Sequence[Any]) -> list[str]:
-    """Return the digest of each of NUM_PIECES consecutive parts of the rows."""
+    """Return the digest of each of NUM_PIECES consecutive pieces of the rows."""
     pieces = [share_of(number, NUM_PIECES, len(rows)) for number in range(NUM_PIECES)]
     return [digest(rows[row] for row in piece) for piece in pieces]
 

@@ -75,10 +75,10 @@ class Blend:
         line = line[before : before + count]
         rows = torch.empty_like(line)
         for source, order in enumerate(self.orders):
-            places = (line == source).nonzero()[:, 0]
-            if len(places):
-                source_rows = torch.tensor(order.rows(int(drawn[source]), len(places)))
-                rows[places] = source_rows + self._offsets[source]
+            indices = (line == source).nonzero()[:, 0]
+            if len(indices):
+                source_rows = torch.tensor(order.rows(int(drawn[source]), len(indices)))
+                rows[indices] = source_rows + self._offsets[source]
 
         return rows.tolist()
 
@@ -97,8 +97,8 @@ class Blend:
 
 
 def share_of(rank: int, size: int, count: int) -> range:
-    """Return the consecutive part of `count` items that belongs to `rank` of `size`.
+    """Return the consecutive share of `count` items that belongs to `rank` of `size`.
 
-    Sizes of parts differ by at most one.
+    Sizes of shares differ by at most one.
     """
     return range(rank * count // size, (rank + 1) * count // size)

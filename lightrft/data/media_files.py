@@ -168,10 +168,10 @@ class VideoFile:
         with _readable(f"video {self.name}", DataError):
             with closing(self._read()) as frames:
                 total, seconds = next(frames)
-                places = self._frame_indices(total, seconds)
-                frame_of = {place: frame for place, frame in enumerate(frames) if place in places}
+                wanted = self._frame_indices(total, seconds)
+                frame_of = {index: frame for index, frame in enumerate(frames) if index in wanted}
             last = max(frame_of)  # a header may promise more frames than there are
-            rows = [np.asarray(frame_of[min(place, last)].convert("RGB")) for place in places]
+            rows = [np.asarray(frame_of[min(index, last)].convert("RGB")) for index in wanted]
             return {"frames": np.stack(rows), "fps": len(rows) / seconds if seconds else self.fps}
 
     @property
@@ -191,7 +191,7 @@ class VideoFile:
         0 seconds mean that the times are not known.
         """
         count = min(max(round(seconds * self.fps), 1) if seconds else total, self.most, total)
-        return [(2 * place + 1) * total // (2 * count) for place in range(count)]
+        return [(2 * index + 1) * total // (2 * count) for index in range(count)]
 
     def _read(self) -> Iterator[Any]:
         """Yield (number of frames, length in seconds or 0), then the frames as images."""
@@ -365,7 +365,7 @@ def decoded(text: str) -> bytes | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class MediaLocation:
     """Location of the files of a data set."""
 
     folder: Path
@@ -493,9 +493,9 @@ def fetch(address: str, most_bytes: int) -> Path:
     if not file.exists():
         with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in its own
             content = thread.submit(asyncio.run, _fetched(address, most_bytes)).result()
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_bytes(content)
-        part.rename(file)
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(content)
+        temporary.rename(file)
 
     return file
 
@@ -517,8 +517,8 @@ async def _fetched(address: str, most_bytes: int) -> bytes:
                         kind = response.headers.get("content-type", "")
                         if response.status_code != 200 or kind.startswith("text/html"):
                             raise ValueError(f"the answer is {response.status_code} {kind}")
-                        async for part in response.aiter_bytes():
-                            content += part
+                        async for chunk in response.aiter_bytes():
+                            content += chunk
                             if len(content) > most_bytes:
                                 most = f"{most_bytes / 1e6:,.6g}"
                                 raise ValueError(f"it has more than --media_max_mb {most}")
@@ -646,11 +646,11 @@ def _parts(content: Any, kinds: list[str]) -> list[dict[str, Any]]:
             f" {content!r:.80}"
         )
 
-    parts = re.split(f"<({'|'.join(kinds)})>", content)  # texts and, between them, kinds
+    pieces = re.split(f"<({'|'.join(kinds)})>", content)  # texts and, between them, kinds
     return [
-        {"type": "text", "text": part} if place % 2 == 0 else {"type": part}
-        for place, part in enumerate(parts)
-        if part
+        {"type": "text", "text": piece} if index % 2 == 0 else {"type": piece}
+        for index, piece in enumerate(pieces)
+        if piece
     ]
 
 
@@ -740,7 +740,7 @@ def resample(clip: Mapping[str, Any], rate: int) -> dict[str, Any]:
     frame.sample_rate = clip["sampling_rate"]
     resample = av.AudioResampler("fltp", layout="mono", rate=rate)
     waveform = np.concatenate(
-        [part.to_ndarray()[0] for each in (frame, None) for part in resample.resample(each)]
+        [chunk.to_ndarray()[0] for given in (frame, None) for chunk in resample.resample(given)]
     )
     # FFmpeg may return a few samples more or less than `size` has announced.
     count = resampled_length(len(array), clip["sampling_rate"], rate)
@@ -762,9 +762,9 @@ def decoded_sound(content: bytes) -> dict[str, Any]:
             stream = file.streams.audio[0]
             resample = av.AudioResampler("fltp", layout="mono", rate=stream.rate)
             frames = [
-                part.to_ndarray()[0]
+                chunk.to_ndarray()[0]
                 for frame in (*file.decode(stream), None)
-                for part in resample.resample(frame)
+                for chunk in resample.resample(frame)
             ]
             return {"array": np.concatenate(frames), "sampling_rate": stream.rate}
     except (av.FFmpegError, IndexError, ValueError) as error:

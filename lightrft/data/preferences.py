@@ -78,7 +78,7 @@ def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make
         if reading.answers[0] == reading.answers[1]:
             raise ValueError("the chosen and the rejected answer are the same")
 
-        prompt, *answers = _parts(context.section, row, reading)
+        prompt, *answers = _prompt_and_answers(context.section, row, reading)
         examples = [_example(context, row, prompt, answer) for answer in answers]
         judgement = {
             MARGIN: _margin(preference, row),
@@ -103,7 +103,9 @@ def pair_batch(
         **flat_columns(
             [(each, each.columns[name]) for each in pairs for name in (CHOSEN, REJECTED)], expand
         ),
-        rows=torch.tensor([2 * row + place for row in rows for place in (0, 1)], dtype=torch.int64),
+        rows=torch.tensor(
+            [2 * row + answer for row in rows for answer in (0, 1)], dtype=torch.int64
+        ),
         margins=torch.tensor([columns[MARGIN] for columns in both], dtype=torch.float32),
         ties=torch.tensor([columns[TIE] for columns in both], dtype=torch.bool),
         heads=torch.tensor([columns[HEAD] for columns in both], dtype=torch.int64),
@@ -124,7 +126,7 @@ def load_answers(
         (answer,) = reading.answers
         # The answer is what follows the last message of somebody else.
         if is_conversation(answer, prompt is None):
-            last = max(place for place, message in enumerate(answer, 1) if not is_answer(message))
+            last = max(number for number, message in enumerate(answer, 1) if not is_answer(message))
             prompt = answer[:last]
             answer = answer[last:]
             _check_prompt(reading, prompt)
@@ -168,7 +170,9 @@ def judged_batch(
     )
 
 
-def _parts(section: DataSection, row: dict[str, Any], reading: Reading) -> tuple[Any, Any, Any]:
+def _prompt_and_answers(
+    section: DataSection, row: dict[str, Any], reading: Reading
+) -> tuple[Any, Any, Any]:
     """Return the prompt and both answers.
 
     Whole conversations have the common beginning as the prompt.
@@ -181,7 +185,7 @@ def _parts(section: DataSection, row: dict[str, Any], reading: Reading) -> tuple
         if not section.apply_chat_template:
             if not first.strip().startswith((prompt or "").strip()):
                 raise ValueError(DIFFERS.format(reading.columns[-1], reading.names[0]))
-            return _parts_of_dialogues(first, second)
+            return _split_dialogues(first, second)
         first, second = turns
 
     if not (is_conversation(first, alone) and is_conversation(second, alone)):
@@ -211,7 +215,7 @@ def _check_prompt(reading: Reading, messages: list[Message]) -> None:
         raise ValueError(DIFFERS.format(reading.columns[-1], reading.names[0]))
 
 
-def _parts_of_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
+def _split_dialogues(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Split two texts of HH-RLHF into the common beginning and both answers.
 
     The beginning ends with the last turn of the assistant that both texts open.

@@ -13,7 +13,7 @@ from lightrft.data.loader import Blend, draws_of_epoch
 
 
 @dataclass(frozen=True, slots=True)
-class DataPart:
+class LoadedSet:
     """Prompts of one data set."""
 
     name: str
@@ -31,7 +31,7 @@ class PromptSet(Sequence[Prompt]):
 
     def __init__(
         self,
-        parts: list[DataPart],
+        sets: list[LoadedSet],
         digests: list[str] | None = None,
         description: Sequence[str] = (),
     ):
@@ -39,31 +39,31 @@ class PromptSet(Sequence[Prompt]):
 
         `description` says in a line for each data set how its rows were understood.
         """
-        self.parts = parts
+        self.sets = sets
         self.description = description
         self._digests = digests
-        self._ends = list(accumulate(len(part.prompts) for part in parts))
+        self._ends = list(accumulate(len(one.prompts) for one in sets))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self[row] for row in range(*place.indices(len(self)))]
-        row = range(len(self))[place]
-        part = bisect_right(self._ends, row)
-        return self.parts[part].prompts[row - self._ends[part]]  # counted from the part's end
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        row = range(len(self))[index]
+        number = bisect_right(self._ends, row)
+        return self.sets[number].prompts[row - self._ends[number]]  # counted from the set's end
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(self.parts + other.parts)
+        return type(self)(self.sets + other.sets)
 
     @property
     def examples(self) -> list[Prompt]:
         """Return a prompt of each kind, for checks that would take long on all of them."""
         return [
             prompt
-            for part in self.parts
-            for prompt in (part.prompts if part.examples is None else part.examples)
+            for one in self.sets
+            for prompt in (one.prompts if one.examples is None else one.examples)
         ]
 
     @property
@@ -74,23 +74,21 @@ class PromptSet(Sequence[Prompt]):
     @property
     def probabilities(self) -> list[float]:
         """Return the probability of each data set; empty if each row is drawn once in an epoch."""
-        probabilities = [part.probability for part in self.parts if part.probability is not None]
+        probabilities = [one.probability for one in self.sets if one.probability is not None]
         return probabilities if len(probabilities) > 1 else []
 
     @property
     def draws_of_epoch(self) -> int:
         """Return the number of rows that are drawn in an epoch."""
         if self.probabilities:
-            return draws_of_epoch([len(part.prompts) for part in self.parts], self.probabilities)
+            return draws_of_epoch([len(one.prompts) for one in self.sets], self.probabilities)
         return len(self)
 
     def order(self, data_order: Callable[[int], Order], seed: int) -> Order | Blend:
         """Return the order of the rows; `data_order` returns the order of a number of rows."""
         if not self.probabilities:
             return data_order(len(self))
-        return Blend(
-            [data_order(len(part.prompts)) for part in self.parts], self.probabilities, seed
-        )
+        return Blend([data_order(len(one.prompts)) for one in self.sets], self.probabilities, seed)
 
     def repetitions(self) -> list[str]:
         """Return a sentence for each data set of a blend.
@@ -98,11 +96,11 @@ class PromptSet(Sequence[Prompt]):
         It says how often the rows are drawn in an epoch, on average.
         """
         return [
-            f"{part.name}: {len(part.prompts)} rows with probability {probability:.4g}, each drawn"
-            f" {self.draws_of_epoch * probability / len(part.prompts):.3g} times in an epoch of"
+            f"{one.name}: {len(one.prompts)} rows with probability {probability:.4g}, each drawn"
+            f" {self.draws_of_epoch * probability / len(one.prompts):.3g} times in an epoch of"
             f" {self.draws_of_epoch} rows"
-            for part, probability in zip(
-                self.parts, self.probabilities or [None] * len(self.parts), strict=True
+            for one, probability in zip(
+                self.sets, self.probabilities or [None] * len(self.sets), strict=True
             )
             if probability is not None
         ]

@@ -27,13 +27,13 @@ from lightrft.data.media_files import (
     PART_TYPES,
     VIDEOS,
     MediaFile,
-    Places,
+    MediaLocation,
     items_in,
     items_of,
     media_checked,
     with_parts,
 )
-from lightrft.data.prompt_set import DataPart, PromptSet
+from lightrft.data.prompt_set import LoadedSet, PromptSet
 from lightrft.data.readers import BadRows, files_of, is_first_rank, read_rows
 from lightrft.data.rendering.forms import SYSTEMS, Reading, column, scored
 from lightrft.data.rendering.messages import SYSTEM_ROLES, Message, as_object, as_tools, is_blank
@@ -52,7 +52,7 @@ MediaTokenCounter = Callable[[Prompt], int]
 It raises ValueError for bad ones.
 """
 HERE = Path()
-PLACE_OF_ROW = re.compile(r"(:| row )\d+$")
+ROW_NUMBER = re.compile(r"(:| row )\d+$")
 """Place of a row in its file, at the end of a location."""
 NO_MEDIA: Mapping[str, list[MediaFile]] = {}
 INPUT = "prompt"
@@ -129,22 +129,24 @@ def load_prompts(
     read = scored if make is None else read
     description: list[str] = []
     shared = (read, row_problem, duplicates, count(), keep_input, description)
-    parts = [_Rows(context, source, name, make or make_prompt, *shared).usable() for name in names]
+    streams = [
+        _Rows(context, source, name, make or make_prompt, *shared).usable() for name in names
+    ]
     if section.data_cache:
         split, most = DATA_FIELDS[source]
         limit = most and getattr(section, most)
         others = [requirements, make.__qualname__ if make else None, mode, keep_input]
         key = cache_key(section, names, getattr(section, split), limit, tokenizer, others)
         sets, digests = stored_prompts(
-            Path(section.data_cache).expanduser(), key, parts, distinguishing=distinguishing
+            Path(section.data_cache).expanduser(), key, streams, distinguishing=distinguishing
         )
         examples = [each.examples for each in sets]
     else:
-        sets = [list(part) for part in parts]
+        sets = [list(stream) for stream in streams]
         digests = None
-        examples = [None] * len(parts)
+        examples = [None] * len(streams)
 
-    sets = [DataPart(*part) for part in zip(names, sets, probabilities, examples, strict=True)]
+    sets = [LoadedSet(*facts) for facts in zip(names, sets, probabilities, examples, strict=True)]
     prompts = PromptSet(sets, digests, description)
     _check_loaded(section, source, tokenizer, prompts)
     if is_first_rank():
@@ -158,8 +160,8 @@ def _check_loaded(
     section: DataSection, source: str, tokenizer: PreTrainedTokenizerBase, prompts: PromptSet
 ) -> None:
     """Raise DataError if a column of media is in no row. Warn of texts without a chat template."""
-    own = section.apply_chat_template or section.input_template is not None
-    if tokenizer.chat_template and not own and is_first_rank():
+    is_formed = section.apply_chat_template or section.input_template is not None
+    if tokenizer.chat_template and not is_formed and is_first_rank():
         if not any(token in prompts[0].text for token in tokenizer.all_special_tokens):
             logger.warning(
                 f"--{source}: the tokenizer has a chat template, and prompts are texts without it:"
@@ -249,9 +251,9 @@ class _Rows:
         self.description.append(f"{where}: {self._understood(count)}")
 
     def _built(self, split: str, bad: BadRows) -> Iterator[tuple[str, Prompt]]:
-        """Yield the prompts of rows that are not bad, with the places of the rows."""
-        place = Path(self.name).expanduser()
-        context = replace(self.context, folder=place.parent if place.is_file() else place)
+        """Yield the prompts of rows that are not bad, with the locations of the rows."""
+        path = Path(self.name).expanduser()
+        context = replace(self.context, folder=path.parent if path.is_file() else path)
         for location, row in read_rows(self.name, split, bad):
             try:
                 row = plain_row(row, leave=media_columns(self.section).values())
@@ -279,7 +281,7 @@ class _Rows:
             if self.keep_input:
                 prompt.columns.setdefault(INPUT, reading.prompt)
         self.forms[self.known.get(columns, "columns of a benchmark")] += 1
-        self.files.add(PLACE_OF_ROW.sub("", location))
+        self.files.add(ROW_NUMBER.sub("", location))
 
     def _understood(self, count: int) -> str:
         """Return the most common forms, the number of rows, and the files that they are from."""
@@ -299,12 +301,12 @@ def _check_held_out(section: DataSection, names: list[str]) -> None:
     Warn of data that are in both.
     """
     training = [each.name for each in data_sources(section.prompt_data) if each.name]
-    learned = _places(training, section.prompt_split)
-    held_out = _places(names, section.eval_split)
-    for place in sorted(learned & held_out) if is_first_rank() else ():
+    learned = _locations(training, section.prompt_split)
+    held_out = _locations(names, section.eval_split)
+    for location in sorted(learned & held_out) if is_first_rank() else ():
         logger.warning(
-            f"--eval_data: {place} is in --prompt_data too: an evaluation on rows that are learned"
-            " does not show what the model does on others"
+            f"--eval_data: {location} is in --prompt_data too: an evaluation on rows that are"
+            " learned does not show what the model does on others"
         )
 
     if any(name.startswith(REASONING_GYM) for name in names):
@@ -313,9 +315,9 @@ def _check_held_out(section: DataSection, names: list[str]) -> None:
         check_held_out(training, names, split=section.prompt_split, eval_split=section.eval_split)
 
 
-def _places(names: list[str], split: str) -> set[str]:
+def _locations(names: list[str], split: str) -> set[str]:
     """Return the files of a split, and names of data that are not files."""
-    places = set()
+    locations = set()
     for name in names:
         with suppress(DataError):  # who reads the data says it
             files = files_of(name, split, "")
@@ -323,8 +325,8 @@ def _places(names: list[str], split: str) -> set[str]:
             folder = Path(name).expanduser()
             whole = name.startswith(OBJECTS.__name__) or (folder / "state.json").exists()
             other = name if whole else f"{name}[{split}]"
-            places.update({str(file.resolve()) for file in files} or {other})
-    return places
+            locations.update({str(file.resolve()) for file in files} or {other})
+    return locations
 
 
 def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -393,11 +395,13 @@ def row_media(
     """
     section = context.section
     root = Path(section.media_root).expanduser() if section.media_root else None
-    places = Places(context.folder, root, round(section.media_max_mb * 1e6), section.media_urls)
+    location = MediaLocation(
+        context.folder, root, round(section.media_max_mb * 1e6), section.media_urls
+    )
     of_item = {
-        IMAGES: places.image,
-        AUDIOS: partial(places.audio, rate=section.audio_sampling_rate),
-        VIDEOS: partial(places.video, fps=section.video_fps, most=section.video_max_frames),
+        IMAGES: location.image,
+        AUDIOS: partial(location.audio, rate=section.audio_sampling_rate),
+        VIDEOS: partial(location.video, fps=section.video_fps, most=section.video_max_frames),
     }
     items = {
         medium: items_of(medium, row.get(column)) or items_in(medium, messages)
@@ -482,10 +486,10 @@ def complete_chat(
     `chat_template_kwargs`, which replace the run's. Raise ValueError if one of them cannot be read,
     and for an empty message of the user.
     """
-    own = [row[name] for name in SYSTEMS if row.get(name)]
-    if not all(isinstance(text, str) for text in own):
-        raise ValueError(f"the system message is no text, but {own[0]!r:.80}; rename its column")
-    system = next(filter(str.strip, own), section.system_prompt)
+    texts = [row[name] for name in SYSTEMS if row.get(name)]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"the system message is no text, but {texts[0]!r:.80}; rename its column")
+    system = next(filter(str.strip, texts), section.system_prompt)
     if system is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
         messages = [{"role": "system", "content": system}, *messages]
 

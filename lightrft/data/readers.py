@@ -19,7 +19,7 @@ from pyarrow import ArrowException, ArrowInvalid, Table
 from lightrft.config.errors import DataError
 from lightrft.config.references import DATA_FILES, HARBOR, REASONING_GYM, VERIFIERS
 from lightrft.data.columns.values import DataRow, table_rows
-from lightrft.registry import Registry, each_kept_alive, kept_alive
+from lightrft.registry import Registry, all_kept_alive, kept_alive
 
 # importing datasets takes longer than reading most files, and JSON does not need it
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ SAVED = ("state.json", "dataset_dict.json")
 """Files that show a folder to be one of Dataset.save_to_disk."""
 ROWS_AT_ONCE = 64
 NUMBERED = r"([-_. ]?(part|shard)?[-_. ]?\d+([-_. ]?of[-_. ]?(?P<parts>\d+))?(-[0-9a-f]{16})?)?"
-"""Number of a part of a split in the name of a file, such as -00000-of-00002 after train."""
+"""Number of a shard of a split in the name of a file, such as -00000-of-00002 after train."""
 SPLITS = set("train training val valid validation dev test eval evaluation".split())
 """What splits are usually called."""
 
@@ -130,10 +130,10 @@ def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[DataRow]:
     )
 
 
-def _split_of(splits: Mapping[str, Any], split: str, place: str) -> Any:
+def _split_of(splits: Mapping[str, Any], split: str, where: str) -> Any:
     if split not in splits:
         raise DataError(
-            f"{place}: there is no split {split!r}; the data set has {', '.join(map(str, splits))}"
+            f"{where}: there is no split {split!r}; the data set has {', '.join(map(str, splits))}"
         )
     return splits[split]
 
@@ -174,14 +174,14 @@ def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
         if isinstance(data, IterableDataset):
             data = data.with_format(None)
         rows = _stored(data) if isinstance(data, Dataset) else data
-        for number, row in enumerate(each_kept_alive(rows), 1):
+        for number, row in enumerate(all_kept_alive(rows), 1):
             yield from _object(f"{reference} row {number}", row, bad)
     except DataError:
         raise
     except Exception as error:  # of the user's own code
-        place = f"after row {number}" if number else "before the first row"
+        where = f"after row {number}" if number else "before the first row"
         raise DataError(
-            f"{bad.flag} {reference}: {place}: {type(error).__name__}: {error}"
+            f"{bad.flag} {reference}: {where}: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -261,8 +261,8 @@ def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:
                     number += 1
                     yield f"{file} row {number}", row
     except (ArrowException, OSError) as error:
-        place = f" after row {number}" if number else ""
-        raise DataError(f"{flag} {file}: not a valid parquet file{place} ({error})") from error
+        where = f" after row {number}" if number else ""
+        raise DataError(f"{flag} {file}: not a valid parquet file{where} ({error})") from error
 
 
 def _stored(rows: "Dataset") -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.errors import ConfigError
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Text of a token that is only a part of a character."""
+"""Text of a token that is only a piece of a character."""
 BYTES_OF_A_CHARACTER = 4
 """Maximum number of bytes of a character.
 
@@ -38,16 +38,16 @@ class StepEnds:
         """
         ends: list[int] = []
         start = 0
-        for place, token in enumerate(token_ids):
-            if place < len(token_ids) - 1 and not self._ends_separator(
-                token, token_ids[max(start, place - self.window) : place]
+        for position, token in enumerate(token_ids):
+            if position < len(token_ids) - 1 and not self._ends_separator(
+                token, token_ids[max(start, position - self.window) : position]
             ):
                 continue
-            if ends and not self._text(token_ids[start : place + 1]).strip():
-                ends[-1] = place
+            if ends and not self._text(token_ids[start : position + 1]).strip():
+                ends[-1] = position
             else:
-                ends.append(place)
-            start = place + 1
+                ends.append(position)
+            start = position + 1
 
         return ends
 

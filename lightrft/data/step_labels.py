@@ -55,7 +55,7 @@ def load_steps(
                 f" text into {len(ends)}"
             )
 
-        answer = Answer(TokenIds(token_ids), [place in ends for place in range(len(token_ids))])
+        answer = Answer(TokenIds(token_ids), [index in ends for index in range(len(token_ids))])
         return replace(prompt, columns={ANSWER: answer, TARGETS: targets})
 
     return load_judged(section, preference, tokenizer, make=make, read=judged_steps, **options)

@@ -68,7 +68,7 @@ class Summary:
     """Facts about a file that would take a pass over the rows."""
 
     sizes: list[int]
-    """Number of rows of each part."""
+    """Number of rows of each set."""
     digests: list[str]
     """Digests of pieces of all rows, as digests_of_pieces() returns them."""
     examples: list[int]
@@ -79,7 +79,7 @@ class StoredPrompts(Sequence[Prompt]):
     """Rows `rows` of a file; a Prompt is built each time it is needed. A slice is a list."""
 
     def __init__(self, file: Path, rows: range, examples: Sequence[int] = ()):
-        """Open the file. `examples` are rows of each kind, of this and other parts."""
+        """Open the file. `examples` are rows of each kind, of this and other sets."""
         self.rows = rows
         self._examples = examples
         self._batches = pa.ipc.open_stream(pa.memory_map(str(file))).read_all().to_batches()
@@ -93,22 +93,22 @@ class StoredPrompts(Sequence[Prompt]):
         return len(self.rows)
 
     @overload
-    def __getitem__(self, place: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Prompt: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
 
-    def __getitem__(self, place: Any) -> Any:
-        rows = self.rows[place]
+    def __getitem__(self, index: Any) -> Any:
+        rows = self.rows[index]
         return (
             [self._prompt(row) for row in rows] if isinstance(rows, range) else self._prompt(rows)
         )
 
     def _prompt(self, row: int) -> Prompt:
         batch = self._batches[row // ROWS_OF_BATCH]
-        place = row % ROWS_OF_BATCH
+        index = row % ROWS_OF_BATCH
         text, token_ids, columns, answers, media, media_tokens, location = (
-            column[place] for column in batch.columns
+            column[index] for column in batch.columns
         )
 
         values = json.loads(columns.as_py())
@@ -118,11 +118,11 @@ class StoredPrompts(Sequence[Prompt]):
             )
 
         files: dict[str, list[MediaFile]] = {}
-        for each in media.as_py() or ():
-            source = each["name"], each["content"] or Path(each["path"])
-            options = (each["fps"], each["most"]) if each["medium"] == VIDEOS else ()
-            files.setdefault(each["medium"], []).append(
-                MEDIA_CLASSES[each["medium"]](*source, *options)
+        for entry in media.as_py() or ():
+            source = entry["name"], entry["content"] or Path(entry["path"])
+            options = (entry["fps"], entry["most"]) if entry["medium"] == VIDEOS else ()
+            files.setdefault(entry["medium"], []).append(
+                MEDIA_CLASSES[entry["medium"]](*source, *options)
             )
 
         return Prompt(
@@ -143,11 +143,11 @@ def _token_ids(ids: pa.ListScalar) -> TokenIds:
 
 
 def stored_prompts(
-    folder: Path, key: str, parts: Sequence[Iterable[Prompt]], *, distinguishing: str | None = None
+    folder: Path, key: str, sets: Sequence[Iterable[Prompt]], *, distinguishing: str | None = None
 ) -> tuple[list[StoredPrompts], list[str]]:
-    """Return the prompts of each part, and the digests of all, from the file of `key`.
+    """Return the prompts of each set, and the digests of all, from the file of `key`.
 
-    The file is first written if it is not there, and only then the parts are iterated.
+    The file is first written if it is not there, and only then the sets are iterated.
     `distinguishing` is a column whose values make rows different in kind. Raise DataError if the
     folder cannot be written.
     """
@@ -162,7 +162,7 @@ def stored_prompts(
                     logger.info("{}: the tokenized data are read from this file", file)
             else:
                 new = file.with_suffix(".new")
-                facts.write_text(json.dumps(asdict(_write(new, parts, distinguishing))))
+                facts.write_text(json.dumps(asdict(_write(new, sets, distinguishing))))
                 new.replace(file)
         summary = Summary(**json.loads(facts.read_text()))
     except OSError as error:
@@ -176,14 +176,14 @@ def stored_prompts(
     ], summary.digests
 
 
-def _write(file: Path, parts: Sequence[Iterable[Prompt]], distinguishing: str | None) -> Summary:
-    """Write the prompts of all parts, and return what a reader needs to know about them."""
-    sizes = [0] * len(parts)
+def _write(file: Path, sets: Sequence[Iterable[Prompt]], distinguishing: str | None) -> Summary:
+    """Write the prompts of all sets, and return what a reader needs to know about them."""
+    sizes = [0] * len(sets)
     examples = {}
 
     def counted() -> Iterator[Prompt]:
-        for number, part in enumerate(parts):
-            for prompt in part:
+        for number, one in enumerate(sets):
+            for prompt in one:
                 kind = (
                     number,
                     tuple(sorted(prompt.columns)),

@@ -26,18 +26,18 @@ TRIED_ROWS = 8
 
 def main(argv: list[str] | None = None) -> None:
     answer_word(argv, "train_ppo")
-    own, flags = parser().parse_known_args(argv)
+    options, flags = parser().parse_known_args(argv)
     if flags and flags[0] in TRAINING:
-        own.command = flags.pop(0)
+        options.command = flags.pop(0)
     if flags and not flags[0].startswith("-"):
         flags.insert(0, "--config")
 
     set_up_logging()
     try:
-        config = parse(flags, own.command)
+        config = parse(flags, options.command)
     except ConfigError as error:
         sys.exit(_concluded([str(error)]))
-    sys.exit(_concluded(problems_of_run(config, own.command, own.ranks, own.device)))
+    sys.exit(_concluded(problems_of_run(config, options.command, options.ranks, options.device)))
 
 
 def problems_of_run(config: Config, command: str, ranks: int, device: str) -> list[str]:
@@ -46,9 +46,9 @@ def problems_of_run(config: Config, command: str, ranks: int, device: str) -> li
 
     problems: list[str] = []
 
-    def attempt(part: Callable[..., int | None], *arguments: object, **options: object) -> None:
+    def attempt(check: Callable[..., int | None], *arguments: object, **options: object) -> None:
         try:
-            if part(*arguments, **options):
+            if check(*arguments, **options):
                 problems.append("the plan above says why")
         except (ValueError, OSError) as error:
             problems.append(str(error))

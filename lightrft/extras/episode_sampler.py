@@ -52,8 +52,8 @@ class EpisodeLoop(RolloutLoop):
         ]
         # Ranks that share a replica get the same groups, so they deal the episodes round robin.
         ranks = self.session.model_parallel
-        for sample, *seed_parts in samples[ranks.rank :: ranks.size]:
-            self.episodes.begin(sample, *seed_parts)
+        for sample, *seed_numbers in samples[ranks.rank :: ranks.size]:
+            self.episodes.begin(sample, *seed_numbers)
 
     def attach(self, group: Group, socket: Connection) -> None:
         """Begin a group of one episode with a program that sends requests over a socket."""
@@ -91,11 +91,11 @@ class EpisodeLoop(RolloutLoop):
             else:
                 turns.append((play, request))
 
-        indices = self.session.add_own([request for _, request in turns])
+        indices = self.session.add_local([request for _, request in turns])
         for index, (play, request) in zip(indices, turns, strict=True):
             self._plays[index] = play
             group = self.groups[play.sample.group]
-            self._pending[index] = PendingRequest(request, group, [play.seed_parts[1]])
+            self._pending[index] = PendingRequest(request, group, [play.seed_numbers[1]])
 
         for number in {sample.group for sample in self.episodes.take_ended()}:
             if self.groups[number].complete:
@@ -114,7 +114,7 @@ class EpisodeLoop(RolloutLoop):
         ):
             return []
         # Programs ask in an order that depends on time.
-        asked = sorted(self._asked, key=lambda play: play.seed_parts)
+        asked = sorted(self._asked, key=lambda play: play.seed_numbers)
         self._asked = []
         return asked
 
@@ -124,18 +124,18 @@ class EpisodeLoop(RolloutLoop):
             return
 
         incomplete = [group for group in self.groups.values() if not group.complete]
-        own = {
-            (group.number, place): sample
+        local = {
+            (group.number, slot): sample
             for group in self.groups.values()
-            for place, sample in enumerate(group.responses)
+            for slot, sample in enumerate(group.responses)
             if sample.finish_reason is not None
         }
-        for others in self.session.model_parallel.gather(own):
+        for others in self.session.model_parallel.gather(local):
             # Groups hold on to their samples, so the fields are copied into the existing objects.
-            for (number, place), sample in others.items():
-                sample_of_rank = self.groups[number].responses[place]
-                for each in fields(Sample):
-                    setattr(sample_of_rank, each.name, getattr(sample, each.name))
+            for (number, slot), sample in others.items():
+                sample_of_rank = self.groups[number].responses[slot]
+                for item in fields(Sample):
+                    setattr(sample_of_rank, item.name, getattr(sample, item.name))
 
         yield from (group for group in incomplete if group.complete)
 
@@ -145,7 +145,7 @@ class EpisodeLoop(RolloutLoop):
         self._asked = []
 
     def running(self) -> set[tuple[int, int]]:
-        return {play.seed_parts for play in self.episodes.running}
+        return {play.seed_numbers for play in self.episodes.running}
 
     def _extend(self, finished: Ended) -> Iterator[Group]:
         """Hand sampled turns to the episodes. It yields nothing: programs decide when to end."""
@@ -210,7 +210,7 @@ class EpisodeSampler(RunSampler):
 
         # An episode of one turn draws exactly what a plain response would draw.
         turn = [len(play.turns)] if play.turns else []
-        seeds = (derived_seed(seed, *play.seed_parts, *turn),)
+        seeds = (derived_seed(seed, *play.seed_numbers, *turn),)
         sampling = replace(self.sampling, n=1, **play.sampling)
         request = self.request(sample, replace(sampling, max_tokens=most), seeds)
         return replace(request, group=group.number)

@@ -169,7 +169,7 @@ def _read_rewards(tree: ast.Module, names: set[str], found: ForeignFile, path: P
     keywords = [each for each in nodes if isinstance(each, ast.keyword)]
     given = [each.value for each in keywords if each.arg == "reward_funcs"]
 
-    for node in (part for each in given for part in _parts(each, assigned)):
+    for node in (item for each in given for item in _items(each, assigned)):
         written = ast.unparse(node)
         if isinstance(node, ast.Constant):
             found.values.setdefault("reward_model_path", []).append(node.value)
@@ -180,18 +180,18 @@ def _read_rewards(tree: ast.Module, names: set[str], found: ForeignFile, path: P
             found.notes[written] = "another file cannot import it: write --reward FILE:FUNCTION"
 
 
-def _parts(node: ast.expr, assigned: dict[str, ast.expr]) -> Iterator[ast.expr]:
-    """Yield the parts of a list, through the names that hold them."""
+def _items(node: ast.expr, assigned: dict[str, ast.expr]) -> Iterator[ast.expr]:
+    """Yield the items of a list, through the names that hold them."""
     if isinstance(node, ast.List | ast.Tuple):
-        for each in node.elts:
-            yield from _parts(each, assigned)
+        for item in node.elts:
+            yield from _items(item, assigned)
     elif isinstance(node, ast.Starred):
-        yield from _parts(node.value, assigned)
+        yield from _items(node.value, assigned)
     elif isinstance(
         assigned.get(ast.unparse(node)), ast.List | ast.Tuple | ast.Name | ast.Constant
     ):
         # A name that holds itself is taken as it is the second time.
-        yield from _parts(assigned.pop(ast.unparse(node)), assigned)
+        yield from _items(assigned.pop(ast.unparse(node)), assigned)
     else:
         yield node
 
@@ -210,12 +210,12 @@ def _read_call(name: str, call: ast.Call, constants: Mapping[str, Any], found: F
     """Add the arguments of one call, if it is one that sets something."""
     last = name.rpartition(".")[2]
     arguments = {}
-    for each in call.keywords:
-        unpacked = constants.get(ast.unparse(each.value)) if each.arg is None else None
+    for keyword in call.keywords:
+        unpacked = constants.get(ast.unparse(keyword.value)) if keyword.arg is None else None
         if isinstance(unpacked, dict):
             arguments |= {name: ast.Constant(value) for name, value in unpacked.items()}
         else:
-            arguments[each.arg or f"**{ast.unparse(each.value)}"] = each.value
+            arguments[keyword.arg or f"**{ast.unparse(keyword.value)}"] = keyword.value
     if name.endswith("AutoModelForCausalLM.from_pretrained"):
         arguments = {key: arguments[key] for key in arguments if key == "model_name_or_path"}
     elif last == "load_dataset":
@@ -375,10 +375,10 @@ def _commands(text: str) -> Iterator[list[str]]:
         words = shlex.shlex(re.sub(r"(?<=\S)#", HASH, line), posix=True, punctuation_chars=";&|")
         words.whitespace_split = True
         try:
-            parts = [word.replace(HASH, "#") for word in words]
+            unquoted = [word.replace(HASH, "#") for word in words]
         except ValueError:
             continue
-        for ends, command in groupby(parts, lambda word: not word.strip(";&|")):
+        for ends, command in groupby(unquoted, lambda word: not word.strip(";&|")):
             if not ends:
                 yield [word for word in command if word != "export"]
 
@@ -427,8 +427,8 @@ def _of_swift(values: dict[str, Any], method: str) -> ForeignFile:
 
 def _flags(words: list[str]) -> dict[str, Any]:
     """Return flag -> value as YAML would read it; a switch is True, several words are a list."""
-    start = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
-    end = next((place for place, word in enumerate(words) if re.match(r"\d?>", word)), None)
+    start = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
+    end = next((index for index, word in enumerate(words) if re.match(r"\d?>", word)), None)
     read = {}
     for name, values in group_flags(words[start:end]).items():
         parsed = [typed(value) for value in values] or [True]

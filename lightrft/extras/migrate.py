@@ -95,15 +95,15 @@ def _of_openrlhf(values: Mapping[str, Any]) -> Translation:
     """Translate as the command line does, which understands these flags."""
     tokens = []
     for name, value in values.items():
-        parts = value if isinstance(value, list) else [] if value is True else [value]
-        tokens += [f"--{name}", *map(str, parts)]
+        words = value if isinstance(value, list) else [] if value is True else [value]
+        tokens += [f"--{name}", *map(str, words)]
 
     config = Config()
     flags, problems = command_line.translate(tokens, config)
     result = Translation()
     for name, words in flags.items():
-        parts = [yaml.safe_load(word) for word in words]
-        result.flags[name] = parts if len(parts) > 1 else parts[0] if parts else True
+        parsed = [yaml.safe_load(word) for word in words]
+        result.flags[name] = parsed if len(parsed) > 1 else parsed[0] if parsed else True
     for sentence in [*problems, *config.notices]:
         name, *meaning = re.split("[:;] ", sentence.removeprefix("unknown flag "), maxsplit=1)
         result.notes[name.removeprefix("--")] = "".join(meaning)

@@ -132,7 +132,7 @@ class ServedSession(Session):
         if turn.finish_reason:
             content, calls = self._format.read_calls(hermes, turn.token_ids, turn.context_ids)
             return replace(turn, text=text, tool_calls=calls, content=content if calls else text)
-        settled = text.rstrip("\ufffd")  # a part of a character
+        settled = text.rstrip("\ufffd")  # a piece of a character
         return replace(turn, text=text, content=before_calls(settled) if with_calls else settled)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:

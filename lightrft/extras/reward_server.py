@@ -199,8 +199,8 @@ class RewardServer:
         """Answer all requests that wait now, in one computation."""
         waiting = self._take() if self._listener is not None else []
         joined = {
-            each.label: [text for job, _ in waiting for text in job[each.label]]
-            for each in self.models
+            model.label: [text for job, _ in waiting for text in job[model.label]]
+            for model in self.models
         }
         job = self.strategy.mesh.world.broadcast(joined)
         if not _size(job):
@@ -225,12 +225,13 @@ class RewardServer:
 
     def _rewards(self, job: Job) -> list[Reward]:
         data = self.strategy.mesh.data
-        own = share_of(data.rank, data.size, _size(job))
-        parts = {
-            each.label: each.scores(job[each.label][own.start : own.stop]) for each in self.models
+        rows = share_of(data.rank, data.size, _size(job))
+        local = {
+            model.label: model.scores(job[model.label][rows.start : rows.stop])
+            for model in self.models
         }
-        shares = data.gather(parts)
-        columns = {label: [score for share in shares for score in share[label]] for label in parts}
+        shares = data.gather(local)
+        columns = {label: [score for share in shares for score in share[label]] for label in local}
         if len(columns) == 1:
             return next(iter(columns.values()))
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

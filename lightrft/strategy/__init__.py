@@ -48,12 +48,14 @@ def get_strategy(args: Arguments = None) -> StrategyBase:
     strategy = _class(strategy_name(config.strategy, "deepspeed" if of_lightrft else "fsdp"))
 
     if isinstance(args, Config):
-        own = vars(config.train) | vars(config.optim)
+        settings = vars(config.train) | vars(config.optim)
     else:
-        own = config.extra_args | vars(config.optim)
+        settings = config.extra_args | vars(config.optim)
     named = ("seed", "max_norm", "micro_train_batch_size", "train_batch_size")
 
-    return strategy(args=config, **{name: own[name] for name in named if own.get(name) is not None})
+    return strategy(
+        args=config, **{name: settings[name] for name in named if settings.get(name) is not None}
+    )
 
 
 def _class(name: str) -> type[StrategyBase]:

@@ -57,7 +57,7 @@ class Bench:
         micro_batches: int = 1,
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> float:
-        """Run backward on this rank's part of an optimizer step; return that part of the loss.
+        """Run backward on this rank's share of an optimizer step; return its loss.
 
         `change` is applied to the loss first.
         """

@@ -55,8 +55,8 @@ def sampling_from_dict(parameters: Mapping[str, Any], seed: int) -> Sampling:
     values = {name: value for name, value in renamed.items() if name in names and value is not None}
     values["top_k"] = max(values.get("top_k", 0), 0)  # vLLM and SGLang write -1 for all tokens
     for name in ("stop", "stop_token_ids", "banned_token_ids"):
-        each = values.get(name, ())
-        values[name] = (each,) if isinstance(each, str) else tuple(each)
+        listed = values.get(name, ())
+        values[name] = (listed,) if isinstance(listed, str) else tuple(listed)
 
     return Sampling(**{"seed": seed} | values)
 

@@ -20,7 +20,7 @@ from lightrft.models.weight_sync.stream import unwrap
 from lightrft.strategy.backends.base import Backend
 from lightrft.strategy.backends.staging import num_bytes, to_host
 from lightrft.strategy.checkpoint import manager
-from lightrft.strategy.checkpoint.atomic import PART, run_on_all_ranks
+from lightrft.strategy.checkpoint.atomic import TEMPORARY, run_on_all_ranks
 from lightrft.strategy.checkpoint.background import Background
 from lightrft.strategy.checkpoint.hf_export import export, export_adapter, rehearse
 from lightrft.strategy.checkpoint.manifest import NOTHING, Kinds
@@ -64,7 +64,7 @@ class Checkpoints:
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
         *,
-        parts: Mapping[str, Stateful] = NOTHING,
+        items: Mapping[str, Stateful] = NOTHING,
         hf_model: nn.Module | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         async_save: bool = False,
@@ -75,7 +75,7 @@ class Checkpoints:
         and has JSON types only. A model is saved with the optimizer and the schedule that prepare()
         received with it, unless others are passed.
 
-        `parts` are objects with state_dict() and load_state_dict(); all ranks call both, rank 0's
+        `items` are objects with state_dict() and load_state_dict(); all ranks call both, rank 0's
         state is written, and all ranks load it. `hf_model` is also written as a Hugging Face
         folder, `save_dir/tag/hf`. With `async_save` this returns when everything is copied to host
         memory, if that has twice the room; finish() raises the error if writing fails.
@@ -95,7 +95,7 @@ class Checkpoints:
             hf = self.strategy.save_model(hf_model, tokenizer, hf_folder(folder))
 
         state = {"client": dict(client_state), **self.strategy.state_dict()}
-        copied, snapshot = self._snapshot(models, parts, state, folder, copy=async_save)
+        copied, snapshot = self._snapshot(models, items, state, folder, copy=async_save)
         retention = manager.RetentionPolicy(max_num, max_mem, save_latest)
         job = partial(manager.write, snapshot, folder, retention=retention, hf=hf)
 
@@ -120,7 +120,7 @@ class Checkpoints:
         *,
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
-        parts: Mapping[str, Stateful] = NOTHING,
+        items: Mapping[str, Stateful] = NOTHING,
         check: Callable[[Path, dict[str, Any]], None] | None = None,
         needs: Kinds = NOTHING,
     ) -> tuple[Path | None, dict[str, Any]]:
@@ -129,7 +129,7 @@ class Checkpoints:
         Returns the path and the client_state, or (None, {}). The number of ranks may have changed.
         `check` receives path and client_state before anything is loaded, and may raise. A
         checkpoint whose client_state has not the entries of `needs`, name -> type, is damaged. Models and
-        parts must be the same as in the checkpoint. With load_module_only fewer models are
+        items must be the same as in the checkpoint. With load_module_only fewer models are
         enough, and only parameters are changed. Without load_module_strict, parameters that the
         checkpoint does not have stay as they are.
         """
@@ -155,7 +155,7 @@ class Checkpoints:
             )
 
         manager.load(
-            self._contents(requested, parts),
+            self._contents(requested, items),
             path,
             manifest.world_size,
             strict=load_module_strict,
@@ -242,7 +242,7 @@ class Checkpoints:
     def _snapshot(
         self,
         models: Mapping[str, Trained],
-        parts: Mapping[str, Stateful],
+        items: Mapping[str, Stateful],
         state: dict[str, Any],
         folder: Path,
         *,
@@ -262,17 +262,17 @@ class Checkpoints:
 
         def take() -> None:
             tensors = {
-                name: to_host(each) if copy and not own else each
-                for name, (each, own) in states.items()
+                name: to_host(tensors) if copy and not is_copy else tensors
+                for name, (tensors, is_copy) in states.items()
             }
             snapshots.append(
-                manager.snapshot(self._contents(models, parts), state, tensors=tensors)
+                manager.snapshot(self._contents(models, items), state, tensors=tensors)
             )
 
         # An error on one rank ends all of them; none waits for it in a collective.
         run_on_all_ranks(world, problem, find)
         copy = copy and self._has_room(
-            sum(num_bytes(each) for each, own in states.values() if not own)
+            sum(num_bytes(tensors) for tensors, is_copy in states.values() if not is_copy)
         )
         run_on_all_ranks(world, problem, take)
 
@@ -305,11 +305,11 @@ class Checkpoints:
         return not full
 
     def _contents(
-        self, models: Mapping[str, Trained], parts: Mapping[str, Stateful]
+        self, models: Mapping[str, Trained], items: Mapping[str, Stateful]
     ) -> manager.CheckpointState:
         states = {name: self.strategy.training(*trained) for name, trained in models.items()}
         return manager.CheckpointState(
-            states, parts, self.strategy.mesh.world, self.strategy.device
+            states, items, self.strategy.mesh.world, self.strategy.device
         )
 
     def _tensors(
@@ -326,7 +326,7 @@ class Checkpoints:
 
 def hf_folder(folder: Path) -> Path:
     """Return where the Hugging Face folder of a checkpoint waits until the checkpoint is there."""
-    return folder.with_name(f"{folder.name}.{manager.HF}{PART}")
+    return folder.with_name(f"{folder.name}.{manager.HF}{TEMPORARY}")
 
 
 def next_tag(folder: Path) -> str:

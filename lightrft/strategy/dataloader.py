@@ -72,7 +72,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
         self.start = 0
         while position + (self.global_batch if self.drop_last else 1) <= self.rows:
             batch = order[position : position + self.global_batch]
-            yield [batch[place] for place in share_of(self.axis.rank, self.axis.size, len(batch))]
+            yield [batch[index] for index in share_of(self.axis.rank, self.axis.size, len(batch))]
             position += self.global_batch
 
     def set_epoch(self, epoch: int) -> None:

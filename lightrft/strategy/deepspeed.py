@@ -188,8 +188,8 @@ class DeepSpeedStrategy(StrategyBase):
         if masters and self._group_names[model]:
             yield from self._masters(model, named)
             return
-        parts = ((name, self._as_shard(parameter)) for name, parameter in named)
-        tensors = stream(parts, dtype, self.bucket_limit(), self.device)
+        shards = ((name, self._as_shard(parameter)) for name, parameter in named)
+        tensors = stream(shards, dtype, self.bucket_limit(), self.device)
         for (_, parameter), (name, tensor) in zip(named, tensors, strict=True):
             yield name, tensor.view(whole_shape(parameter))
 
@@ -198,8 +198,8 @@ class DeepSpeedStrategy(StrategyBase):
 
     def lerp(self, model: nn.Module, target: nn.Module, weight: float) -> None:
         for parameter, goal in zip(model.parameters(), target.parameters(), strict=True):
-            part = local_shard(goal)
-            part.data.lerp_(local_shard(parameter).to(part), weight)
+            shard = local_shard(goal)
+            shard.data.lerp_(local_shard(parameter).to(shard), weight)
         if target in self._engines:
             self._engines[target].optimizer.empty_partition_cache()
 
@@ -224,14 +224,14 @@ class DeepSpeedStrategy(StrategyBase):
         gradients = zero.fp32_groups_gradients_flat if isinstance(zero, BF16_Optimizer) else []
         # Some masters are views of the parameters, and those move with the model.
         models = {tensor.untyped_storage().data_ptr() for tensor in self._model_tensors(model)}
-        own = [
+        separate = [
             tensor
             for tensor in (*partitions, *moments, *gradients)
             if tensor.untyped_storage().data_ptr() not in models
         ]
 
         return OffloadedTensors(
-            own, self.device, guard_optimizer(optimizer), scratch=_scratch(zero)
+            separate, self.device, guard_optimizer(optimizer), scratch=_scratch(zero)
         )
 
     def holds_gradients(self, model: nn.Module) -> bool:
@@ -346,10 +346,10 @@ class DeepSpeedStrategy(StrategyBase):
             return
 
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
-            for part, master in zip(
+            for shard, master in zip(
                 zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True
             ):
-                part.data.copy_(master.data)
+                shard.data.copy_(master.data)
             zero.invalidate_secondary_tensor()
 
         zero.empty_partition_cache()
@@ -374,13 +374,13 @@ class DeepSpeedStrategy(StrategyBase):
 
     def _as_shard(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's partition as a shard of the flattened parameter, without padding."""
-        part = local_shard(parameter)
-        if part is parameter:
+        shard = local_shard(parameter)
+        if shard is parameter:
             return parameter
 
         num_elements = whole_shape(parameter).numel()
-        num_local = max(0, min(part.numel(), num_elements - self.mesh.world.rank * part.numel()))
-        local = part.detach()[:num_local].to(self.device)
+        num_local = max(0, min(shard.numel(), num_elements - self.mesh.world.rank * shard.numel()))
+        local = shard.detach()[:num_local].to(self.device)
 
         return DTensor.from_local(
             local,

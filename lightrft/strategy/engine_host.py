@@ -42,7 +42,7 @@ class EngineStatus(Enum):
 
 
 class EngineHost:
-    """The engine of this rank, or this rank's part of one.
+    """The engine of this rank, or this rank's share of one.
 
     strategy.setup_inference_engine(actor=actor)
     with strategy.engine_awake(actor):         # streams the newest weights in
@@ -308,7 +308,7 @@ class EngineHost:
            engine loads this one.
         3. models/weight_sync/stream.py, stream(): yield (name, full tensor) one by one.
         4. engine/base.py, _checked(): check names and shapes, and take fingerprints.
-        5. The engine's adapter: copy the tensor to its place, or rename it for the engine's loader.
+        5. The engine's adapter: copy the tensor to its address, or rename it for a loader.
 
         Adapters, if there are any, are merged between 3 and 4, unless the engine holds them beside
         the weights: then only they are streamed, once the engine has the weights. For an engine of
@@ -359,9 +359,9 @@ class EngineHost:
 
     def _divides_experts(self) -> bool:
         """Return True if the ranks of each engine divide the experts as the trainer's do."""
-        own = self.engine.takes_local_experts and self._axis.size == self.strategy.mesh.ep.size
+        alike = self.engine.takes_local_experts and self._axis.size == self.strategy.mesh.ep.size
         # All ranks gather the same shards, or all would wait.
-        return all(self.strategy.mesh.world.gather(own))
+        return all(self.strategy.mesh.world.gather(alike))
 
     def invalidate_weights(self, version: int | None = None) -> None:
         """Mark the weights as outdated, so that the engine needs a new stream.

@@ -106,7 +106,7 @@ class FSDPStrategy(StrategyBase):
         )
 
     def _divide_experts(self, module: nn.Module) -> list[nn.Module]:
-        """Divide experts over --ep_size, and return these parts of the module."""
+        """Divide experts over --ep_size, and return these modules."""
         from lightrft.models.parallel.expert_parallel import divide_experts
 
         experts = divide_experts(module, self.mesh.experts, self.mesh.ep, EXPERT_FAMILIES)
@@ -125,15 +125,15 @@ class FSDPStrategy(StrategyBase):
             "offload_policy": self._offload(),
             "shard_placement_fn": partial(shard_placement, ranks=self.mesh.parameters.shape[-1]),
         }
-        for part in experts:
+        for submodule in experts:
             mesh = self.mesh.expert_parameters
-            own = {
+            of_experts = {
                 "mesh": mesh,
                 "shard_placement_fn": partial(shard_placement, ranks=mesh.shape[-1]),
                 # Blocks have cast the tokens, and the weights of experts keep their precision.
                 "mp_policy": replace(self._precision(), cast_forward_inputs=False),
             }
-            fully_shard(part, **options | own)
+            fully_shard(submodule, **options | of_experts)
 
         units = blocks(module)
         for block in units:
@@ -142,16 +142,16 @@ class FSDPStrategy(StrategyBase):
         if experts:
             _gather_ahead(units)
 
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)
+        for submodule in module.modules():
+            if isinstance(submodule, FSDPModule):
+                submodule.set_gradient_divide_factor(1.0)
                 # The alternative is a scaled sum, and gloo does not have it.
-                part.set_force_sum_reduction_for_comms(True)
+                submodule.set_force_sum_reduction_for_comms(True)
 
     def init_model_context(
         self, device: torch.device | str | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context for empty models; prepare() reads this rank's part from the folder."""
+        """Return a context for empty models; prepare() reads this rank's shard from the folder."""
         return empty_parameters() if str(device or "meta") == "meta" else nullcontext()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
@@ -209,23 +209,23 @@ def _gather_ahead(units: list[nn.Module]) -> None:
     recomputation cannot gather what the forward pass has gathered ahead. `units` come from
     blocks().
     """
-    parts = {
-        block: [part for part in block.modules() if isinstance(part, FSDPModule)] for block in units
+    units_of = {
+        block: [unit for unit in block.modules() if isinstance(unit, FSDPModule)] for block in units
     }
     for block in units:
-        block.set_modules_to_backward_prefetch(parts[block][1:])
+        block.set_modules_to_backward_prefetch(units_of[block][1:])
 
     for later, block in pairwise(units):
         if type(later) is type(block):
-            block.set_modules_to_forward_prefetch(parts[later])
-            later.set_modules_to_backward_prefetch([*parts[later][1:], *parts[block]])
+            block.set_modules_to_forward_prefetch(units_of[later])
+            later.set_modules_to_backward_prefetch([*units_of[later][1:], *units_of[block]])
 
 
 def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard:
     """Return the dim to shard: the first one, unless its padding costs more than MOST_PADDING.
 
     FSDP2 pads dim 0 to a multiple of the ranks. With more ranks than experts, each rank would hold
-    and gather a whole expert. Other dims are not padded, so only equal parts are possible there.
+    and gather a whole expert. Other dims are not padded, so only equal shards are possible there.
     """
     tensor = local_tensor(parameter)
     num_rows, *sizes = tensor.shape
@@ -244,7 +244,10 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     candidates = repeated_blocks(module)
     if not candidates:
         candidates = [
-            child for part in module.modules() if isinstance(part, nn.ModuleList) for child in part
+            child
+            for inner in module.modules()
+            if isinstance(inner, nn.ModuleList)
+            for child in inner
         ]
 
     uses = [id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)]

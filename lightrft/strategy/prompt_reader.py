@@ -42,12 +42,12 @@ class PromptReader:
                 "there are no prompts: give all_prompt_token_ids, all_prompts or requests"
             )
 
-        own = {
+        of_prompts = {
             name: per_prompt(items, counts, len(prompts), name)
             for name, (items, counts) in media.items()
         }
         return [
-            self.request(ids, {name: items[index] for name, items in own.items()})
+            self.request(ids, {name: items[index] for name, items in of_prompts.items()})
             for index, ids in enumerate(prompts)
         ]
 

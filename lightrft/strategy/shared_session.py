@@ -15,7 +15,7 @@ class SharedSession:
     """Gathers the requests of the ranks that share an engine, and sorts the completions.
 
     Ranks that share an engine call add(), step() and abort() together, with requests of their own.
-    Ranks of one data replica pass the same requests; each submits its part of them, and
+    Ranks of one data replica pass the same requests; each submits its share of them, and
     of_other_ranks() returns the rest.
     """
 
@@ -23,10 +23,10 @@ class SharedSession:
     engine: Axis
     model_parallel: Axis
     num_requests: int = field(default=0, init=False)
-    _places: dict[int, int] = field(default_factory=dict, init=False)
+    _index_of: dict[int, int] = field(default_factory=dict, init=False)
     """Index in the loop -> index of this rank's request, until it has ended."""
     _answers: dict[int, list[Completion]] = field(default_factory=dict, init=False)
-    """Completions of this rank's part, if others need them."""
+    """Completions of this rank's share, if others need them."""
 
     @property
     def running(self) -> list[int]:
@@ -36,7 +36,7 @@ class SharedSession:
     @property
     def unfinished(self) -> set[int]:
         """Return the indices of requests that this rank has submitted and that run."""
-        return {self._places[index] for index in self.loop.running if index in self._places}
+        return {self._index_of[index] for index in self.loop.running if index in self._index_of}
 
     def on_any_rank(self, flag: bool) -> bool:
         """Return True if the flag is True on a rank of the engine; all of them call it together."""
@@ -50,11 +50,11 @@ class SharedSession:
     def add(self, requests: list[Request]) -> range:
         """Begin requests that all ranks of the data replica pass; return the indices."""
         ranks = self.model_parallel
-        part = share_of(ranks.rank, ranks.size, len(requests))
-        indices = self._submit(requests[part.start : part.stop], self.loop.add)
-        return self._number(indices, part.start, len(requests))
+        share = share_of(ranks.rank, ranks.size, len(requests))
+        indices = self._submit(requests[share.start : share.stop], self.loop.add)
+        return self._number(indices, share.start, len(requests))
 
-    def add_own(self, requests: list[Request]) -> range:
+    def add_local(self, requests: list[Request]) -> range:
         """Begin requests of this rank alone, while others may add none."""
         return self._number(self._submit(requests, self.loop.add_alone), 0, len(requests))
 
@@ -69,21 +69,21 @@ class SharedSession:
         """Number `count` requests; this rank has submitted some of them, from `start` on."""
         first = self.num_requests
         self.num_requests += count
-        self._places |= dict(zip(indices, range(first + start, first + count), strict=False))
+        self._index_of |= dict(zip(indices, range(first + start, first + count), strict=False))
         return range(first, first + count)
 
     def step(self) -> Ended:
         """Let the engine do a step; return this rank's requests that have ended."""
-        return self._own(self.loop.step())
+        return self._local(self.loop.step())
 
     def drop(self, indices: Collection[int]) -> None:
         """End requests of this rank, and those that the other ranks of the engine name."""
-        own = {index for index, place in self._places.items() if place in indices}
-        self._own(list(self.loop.abort(set().union(*self.engine.gather(own))).items()))
+        local = {index for index, number in self._index_of.items() if number in indices}
+        self._local(list(self.loop.abort(set().union(*self.engine.gather(local))).items()))
 
     def abort(self) -> dict[int, list[Completion]]:
         """End all requests in the engine; return this rank's with the completions so far."""
-        return dict(self._own(list(self.loop.abort().items())))
+        return dict(self._local(list(self.loop.abort().items())))
 
     def of_other_ranks(self) -> Ended:
         """Return what other ranks of the data replica have submitted, when all have ended."""
@@ -101,12 +101,12 @@ class SharedSession:
             finished += self.step()
         return finished + self.of_other_ranks()
 
-    def _own(self, ended: Ended) -> Ended:
-        own = [
-            (self._places.pop(index), completions)
+    def _local(self, ended: Ended) -> Ended:
+        local = [
+            (self._index_of.pop(index), completions)
             for index, completions in ended
-            if index in self._places
+            if index in self._index_of
         ]
         if self.model_parallel.size > 1:
-            self._answers |= dict(own)
-        return own
+            self._answers |= dict(local)
+        return local

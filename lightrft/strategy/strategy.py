@@ -1,4 +1,4 @@
-"""Distribute a run: train models on all ranks, with parts for memory, files and the engine."""
+"""Distribute a run: train models on all ranks, with aspects for memory, files and the engine."""
 
 import os
 import random
@@ -59,14 +59,14 @@ _ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
 class Verb:
-    """Method of a strategy that one of its parts does, with the signature of the part's method."""
+    """Method of a strategy that one of its aspects does, with the signature that it has there."""
 
-    def __init__(self, part: str, method: Callable[..., Any]):
+    def __init__(self, aspect: str, method: Callable[..., Any]):
         @wraps(method)
         def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-            return method(getattr(strategy, part), *args, **kwargs)
+            return method(getattr(strategy, aspect), *args, **kwargs)
 
-        self.part = part
+        self.aspect = aspect
         self.method = method
         self.call = call
         """The method as a class has it, whose first argument is the strategy."""
@@ -74,12 +74,12 @@ class Verb:
     def __get__(self, strategy: Any, owner: type | None = None) -> Callable[..., Any]:
         if strategy is None:
             return self.call
-        return self.method.__get__(getattr(strategy, self.part))
+        return self.method.__get__(getattr(strategy, self.aspect))
 
 
-def reads(part: str, attribute: str) -> Any:
-    """Return a property of a strategy that reads an attribute of a part."""
-    return property(lambda self: getattr(getattr(self, part), attribute))
+def reads(aspect: str, attribute: str) -> Any:
+    """Return a property of a strategy that reads an attribute of an aspect."""
+    return property(lambda self: getattr(getattr(self, aspect), attribute))
 
 
 class StrategyBase(Backend):
@@ -91,7 +91,7 @@ class StrategyBase(Backend):
         strategy.backward(loss, model, optimizer)
         norm = strategy.optimizer_step(optimizer, model, scheduler)
 
-    Runs and the three parts (`memory`, `host` of the engine, `checkpoints`) call the verbs of the
+    Runs and the three aspects (`memory`, `host` of the engine, `checkpoints`) call the verbs of the
     strategy, so a subclass overrides any of them as Python overrides methods. All ranks call every
     verb together, in the same order, unless its docstring says otherwise.
     """
@@ -122,7 +122,7 @@ class StrategyBase(Backend):
         """Phase that was announced last, and the monotonic time when it began."""
         self._watchdog: Watchdog | None = None
         """Watchdog of several ranks."""
-        self._own_watchdog: SingleRankWatchdog | None = None
+        self._local_watchdog: SingleRankWatchdog | None = None
 
         self.memory = DeviceMemory(self)
         # Whoever changes the stream of full_params() gets that stream in the engine.
@@ -177,7 +177,7 @@ class StrategyBase(Backend):
         if self.processes.size > 1:
             self._watchdog = Watchdog(self.processes, limit=timeout, phase_limit=phase_limit)
         else:
-            self._own_watchdog = SingleRankWatchdog(phase_limit, lambda: self.activity)
+            self._local_watchdog = SingleRankWatchdog(phase_limit, lambda: self.activity)
 
         self._mesh = Mesh.shared(
             self.device.type,
@@ -208,10 +208,10 @@ class StrategyBase(Backend):
         self.close_engine()
 
         # The watchdog outlives what may hang, and ends before the groups that it watches.
-        for watchdog in (self._watchdog, self._own_watchdog):
+        for watchdog in (self._watchdog, self._local_watchdog):
             if watchdog is not None:
                 watchdog.close()
-        self._watchdog = self._own_watchdog = None
+        self._watchdog = self._local_watchdog = None
 
         if self.processes is not None and self.processes.created:
             dist.destroy_process_group()
@@ -277,7 +277,7 @@ class StrategyBase(Backend):
     def print(cls, *message: object) -> None:
         """Log on rank 0 only."""
         if cls.is_rank_0():
-            logger.opt(depth=1).info("{}", " ".join(str(part) for part in message))
+            logger.opt(depth=1).info("{}", " ".join(str(item) for item in message))
 
     def all_reduce(self, data: Any, op: Op = "mean") -> Any:
         """Reduce a number, a tensor, or a flat dict of both over all data ranks.
@@ -372,12 +372,12 @@ class StrategyBase(Backend):
         see batching.micro_batches.redistribute().
         """
         store = self.sample_store() if self.mesh.world.size > 1 else None
-        part, minibatches = redistribute(
+        received, minibatches = redistribute(
             store, batch, minibatch_size=minibatch_size, units=units, **limits
         )
         if store is not None:
-            store.clear(part.rows.tolist())
-        return part, minibatches
+            store.clear(received.rows.tolist())
+        return received, minibatches
 
     def compute_tokens(
         self,
@@ -392,9 +392,9 @@ class StrategyBase(Backend):
         this rank, and the micro-batches of its only step, or none without any row.
         """
         store = self.sample_store()
-        part, steps = redistribute(store, batch, **limits)
-        outputs = compute(part, steps)
-        store.put(part.rows, part.lengths, tokens=outputs)
+        received, steps = redistribute(store, batch, **limits)
+        outputs = compute(received, steps)
+        store.put(received.rows, received.lengths, tokens=outputs)
         store.move(owners, list(outputs))
         columns = store.get(batch.rows, list(outputs))
         store.clear(batch.rows.tolist())

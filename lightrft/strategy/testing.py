@@ -51,13 +51,13 @@ def run_contract(
     All ranks call it together. `tolerance` is the allowed relative distance of numbers and
     parameters from plain torch in float32; use 2e-2 for bfloat16.
     """
-    with tempfile.TemporaryDirectory() as own:
+    with tempfile.TemporaryDirectory() as local_folder:
         strategy = strategy_class(
             seed=1, max_norm=1.0, args={"weight_sync_bucket_mb": 1, "engine_type": "hf", **args}
         )
         strategy.setup_distributed()
         try:
-            bench = Bench(strategy, Path(strategy.mesh.world.broadcast(own)), tolerance)
+            bench = Bench(strategy, Path(strategy.mesh.world.broadcast(local_folder)), tolerance)
             results = {case.__name__: _outcome(case, bench) for case in CASES}
             strategy.mesh.world.barrier()  # rank 0 deletes the folder
         finally:

@@ -64,9 +64,9 @@ class Counted(SharedSession):
 
     begins = 0
 
-    def add_own(self, requests: list[Request]) -> range:
+    def add_local(self, requests: list[Request]) -> range:
         self.begins += bool(requests)
-        return super().add_own(requests)
+        return super().add_local(requests)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -10,7 +10,7 @@ import pytest
 from lightrft.config.references import BENCHMARKS
 from lightrft.config.sections import DataSection
 from lightrft.core.samples import Prompt, Sample
-from lightrft.data.benchmarks import benchmarks, with_own_columns
+from lightrft.data.benchmarks import benchmarks, with_benchmark_columns
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from lightrft.rewards.functions import rewards
@@ -78,7 +78,10 @@ def load(tmp_path, tokenizer):
         )
 
         return load_prompts(
-            with_own_columns(section), tokenizer, source="eval_data", make=benchmarks[name].make
+            with_benchmark_columns(section),
+            tokenizer,
+            source="eval_data",
+            make=benchmarks[name].make,
         )
 
     return load
@@ -93,7 +96,9 @@ def test_the_verifier_tells_right_from_wrong(name, load):
     (prompt,) = load(name, ROWS[name])
     label = prompt.columns["label"]
     letters = {"right": label, "wrong": "ABCD"["ABCD".index(label) - 1]} if name == "gpqa" else {}
-    texts = [text.format(**letters) if letters else text for part in ANSWERS[name] for text in part]
+    texts = [
+        text.format(**letters) if letters else text for group in ANSWERS[name] for text in group
+    ]
     samples = [Sample(prompt, 0, [1], [0.0], text, "stop") for text in texts]
     found = rewards[benchmarks[name].reward](samples, label=[label] * len(samples))
     assert found == [1.0] * len(ANSWERS[name][0]) + [0.0] * len(ANSWERS[name][1])

@@ -88,8 +88,10 @@ def learned(name: str, row: dict, section: DataSection = SECTION) -> str:
 def reference(name: str, *messages: dict, answer_follows: bool = True) -> str:
     """Return the text that transformers renders for messages in their plainest form."""
     plain = [
-        each | {"content": parts(each["content"])} if name.startswith(NEEDS_PARTS) else each
-        for each in messages
+        message | {"content": parts(message["content"])}
+        if name.startswith(NEEDS_PARTS)
+        else message
+        for message in messages
     ]
     return tokenizer(name).apply_chat_template(
         plain, tokenize=False, add_generation_prompt=answer_follows

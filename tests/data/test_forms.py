@@ -430,11 +430,11 @@ def with_answer(prompt, answer) -> str:
     """Return prompt and answer; what is learned stands in brackets."""
     if isinstance(answer, str):
         return f"{shown(prompt.token_ids)}[{answer}$]"
-    parts = [
+    marked = [
         f"[{shown([token])}]" if learned else shown([token])
         for token, learned in zip(answer.token_ids, answer.learned, strict=True)
     ]
-    return (shown(prompt.token_ids) + "".join(parts)).replace("][", "")
+    return (shown(prompt.token_ids) + "".join(marked)).replace("][", "")
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -555,9 +555,9 @@ LINES = {
 @pytest.mark.parametrize("purpose", LINES)
 def test_the_log_says_how_rows_were_understood(tmp_path, purpose):
     rows, expected = LINES[purpose]
-    for number, part in enumerate((rows[:1], rows[1:])):
-        if part:
-            lines = "".join(json.dumps(row) + "\n" for row in part)
+    for number, some in enumerate((rows[:1], rows[1:])):
+        if some:
+            lines = "".join(json.dumps(row) + "\n" for row in some)
             (tmp_path / f"train-{number}.jsonl").write_text(lines)
     reader = byte_tokenizer()
     reader.chat_template = TEMPLATE

@@ -12,7 +12,7 @@ from PIL import Image
 
 from lightrft.config import ConfigError, DataSection
 from lightrft.data.conversations import load_examples
-from lightrft.data.media_files import ImageFile, Places, open_media, with_parts
+from lightrft.data.media_files import ImageFile, MediaLocation, open_media, with_parts
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from tiny import byte_tokenizer
@@ -175,7 +175,7 @@ def test_data_of_the_datasets_package_keep_their_files(folder, monkeypatch):
 )
 def test_what_is_no_image(value, reason):
     with pytest.raises(ValueError, match=reason):
-        Places(Path()).image(value)
+        MediaLocation(Path()).image(value)
 
 
 def test_files_that_cannot_be_read(folder, monkeypatch):

@@ -59,16 +59,16 @@ def test_a_blend_takes_the_rows_of_each_data_set_in_its_order():
     line = blend().rows(0, 2000)
     first = 0
     for size in SIZES:
-        own = [row - first for row in line if first <= row < first + size]
-        assert own == Order(size, seed=5).rows(0, len(own))
+        of_set = [row - first for row in line if first <= row < first + size]
+        assert of_set == Order(size, seed=5).rows(0, len(of_set))
         first += size
 
 
 def test_a_blend_needs_no_history():
     whole = blend().rows(0, 2 * DRAWS_AT_ONCE + 99)
-    places = [2 * DRAWS_AT_ONCE + 7, 5, DRAWS_AT_ONCE - 3, DRAWS_AT_ONCE, 0]
-    assert [blend().rows(first, 50) for first in places] == [
-        whole[first : first + 50] for first in places
+    positions = [2 * DRAWS_AT_ONCE + 7, 5, DRAWS_AT_ONCE - 3, DRAWS_AT_ONCE, 0]
+    assert [blend().rows(first, 50) for first in positions] == [
+        whole[first : first + 50] for first in positions
     ]
     assert (
         blend().rows(DRAWS_AT_ONCE - 3, DRAWS_AT_ONCE + 6)

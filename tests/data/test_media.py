@@ -24,7 +24,7 @@ from lightrft.data.media_files import (
     VIDEOS,
     AudioFile,
     ImageFile,
-    Places,
+    MediaLocation,
     VideoFile,
     fetch,
     items_of,
@@ -90,23 +90,23 @@ def test_a_list_of_images_is_a_video(tmp_path):
 
 def test_pixels_in_memory_are_read_as_they_are(tmp_path):
     """Rows of `module:object` contain them: a file's bytes, images and arrays."""
-    places = Places(tmp_path)
+    location = MediaLocation(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (3, 4, 6, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels[0]).save(file, "PNG")
     for form in (file.getvalue(), Image.fromarray(pixels[0]), pixels[0]):
-        assert np.array_equal(np.asarray(places.image(form).open()), pixels[0])
+        assert np.array_equal(np.asarray(location.image(form).open()), pixels[0])
 
     for form in (pixels, list(pixels), [Image.fromarray(each) for each in pixels]):
         (video,) = items_of(VIDEOS, form)
-        assert np.array_equal(places.video(video, fps=2, most=9).open()["frames"], pixels)
+        assert np.array_equal(location.video(video, fps=2, most=9).open()["frames"], pixels)
 
     assert len(items_of(VIDEOS, [pixels, pixels])) == 2
     for wrong in (pixels[0] / 255, pixels):
         with pytest.raises(
             ValueError, match=r"an array must be \[H, W\] or \[H, W, 3\] of uint8, not"
         ):
-            places.image(wrong)
+            location.image(wrong)
 
 
 def test_sound_is_the_mean_of_its_channels():

@@ -120,19 +120,19 @@ def test_a_folder_by_split(tmp_path):
     assert [p.text for p in load(tmp_path / "only")] == ["d"]
 
 
-PARTS = (
+SHARDS = (
     "train.jsonl train-00000-of-00002.jsonl train_1.jsonl train2.jsonl train.part-3.jsonl"
     " train-00001-of-00002-0123456789abcdef.jsonl"
 ).split()
 OTHERS = "training_notes.jsonl train_v2.jsonl train_sft.jsonl trainer.jsonl test.jsonl".split()
 
 
-def test_the_files_of_a_split_are_its_parts_and_the_log_names_them(tmp_path, infos):
-    for number, name in enumerate((*PARTS, *OTHERS)):
+def test_the_files_of_a_split_are_its_shards_and_the_log_names_them(tmp_path, infos):
+    for number, name in enumerate((*SHARDS, *OTHERS)):
         write_lines(tmp_path / name, {"input": str(number)})
-    assert sorted(p.text for p in load(tmp_path)) == [str(n) for n in range(len(PARTS))]
+    assert sorted(p.text for p in load(tmp_path)) == [str(n) for n in range(len(SHARDS))]
     assert [p.text for p in load(tmp_path, prompt_split="train_sft")] == [
-        str(len(PARTS) + OTHERS.index("train_sft.jsonl"))
+        str(len(SHARDS) + OTHERS.index("train_sft.jsonl"))
     ]
     said = "".join(infos)
     assert "6 rows of 6 files (train-00000-of-00002.jsonl, train-00001-of-" in said
@@ -182,8 +182,8 @@ def test_rows_that_are_learned_and_held_out_are_named(tmp_path, warnings, monkey
     stored = tmp_path / "stored"
     datasets.Dataset.from_list(ROWS).save_to_disk(stored)
     monkeypatch.setattr(OBJECTS, "rows", ROWS, raising=False)
-    for each in (str(stored), f"{OBJECTS.__name__}:rows"):
-        load(each, held_out=True, prompt_data=each)
+    for source in (str(stored), f"{OBJECTS.__name__}:rows"):
+        load(source, held_out=True, prompt_data=source)
     assert [line.partition(" is in")[0].removeprefix("--eval_data: ") for line in warnings] == [
         str(file.resolve()),
         str(stored),

@@ -415,19 +415,19 @@ def test_tools_have_no_parameters_of_others():
 
 
 @pytest.mark.parametrize(
-    "place",
+    "columns_of",
     [
         lambda tool: {"tools": json.dumps([tool])},
         lambda tool: {"tools": [json.dumps(tool)]},
         lambda tool: {"chat_template_kwargs": json.dumps({"tools": [tool]})},
     ],
 )
-def test_nulls_that_somebody_wrote_stay(place):
+def test_nulls_that_somebody_wrote_stay(columns_of):
     """A schema in JSON text has no nulls of Arrow: a default of null is the author's."""
     field = {"enum": ["a", None], "default": None}
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": field}}}
     template = CHAT.replace("tool.function.name", "tool.function | tojson")
-    begun, _, _ = text([ASK], template, **place(tool)).partition(";")
+    begun, _, _ = text([ASK], template, **columns_of(tool)).partition(";")
     assert json.loads(begun) == tool
 
 

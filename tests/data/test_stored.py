@@ -76,7 +76,7 @@ def test_prompts_of_a_file_are_those_in_memory(tmp_path, many):
     found = load(f"{many},{other}", tmp_path / "cache")
     assert len(found) == 2102 > 2 * ROWS_OF_BATCH and list(found) == list(expected)
     assert (
-        isinstance(found.parts[0].prompts, StoredPrompts)
+        isinstance(found.sets[0].prompts, StoredPrompts)
         and found[-1].index == 2101
         and found[3:5] == expected[3:5]
     )

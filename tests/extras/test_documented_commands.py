@@ -154,8 +154,8 @@ def check(words: list[str], settings: dict[str, str]) -> None:
         recipe = re.search(
             r"configs/[\w.]+\.yaml", settings.get("CONFIG") or (ROOT / script).read_text()
         )
-        own = ["--prompt_data=d.jsonl", "--eval_data=d.jsonl"]
-        check_command("train_ppo", ["--config", recipe.group(), *own, *after], world_size=8)
+        data = ["--prompt_data=d.jsonl", "--eval_data=d.jsonl"]
+        check_command("train_ppo", ["--config", recipe.group(), *data, *after], world_size=8)
     elif script or module.startswith("scripts"):
         path = ROOT / (script or module.replace(".", "/") + ".py")
         program = "".join(file.read_text() for file in {path, *path.parent.glob("*.py")})
@@ -179,10 +179,10 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
     if "..." in arguments:
         arguments.remove("...")
     if command in ("plan", "bench"):
-        own, arguments = plan._parser().parse_known_args(
+        options, arguments = plan._parser().parse_known_args(
             [*arguments, *(["--ranks=1"] if command == "bench" else [])]
         )
-        command, world_size = own.command, own.ranks if command == "plan" else world_size
+        command, world_size = options.command, options.ranks if command == "plan" else world_size
         arguments = arguments if arguments[0].startswith("-") else ["--config", *arguments]
 
     parsers = {"doctor": doctor._parser, "selfcheck": doctor._parser, "export": export._parser}

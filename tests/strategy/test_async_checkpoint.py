@@ -192,20 +192,20 @@ def test_the_trainer_waits_once_for_copies_that_take_no_more_memory_than_the_sha
         "optimizer": [Fragment(torch.Size([40]), 8, torch.randn(60)[10:26]), {"lr": 0.5}],
         "small": (torch.randn(6, 4).bfloat16().t(), torch.tensor(3)),
     }
-    parts = [*state["model"].values(), state["optimizer"][0].values, *state["small"]]
-    expected = [part.clone() for part in parts]
-    assert staging.num_bytes(state) == sum(part.nbytes for part in parts)
+    shards = [*state["model"].values(), state["optimizer"][0].values, *state["small"]]
+    expected = [shard.clone() for shard in shards]
+    assert staging.num_bytes(state) == sum(shard.nbytes for shard in shards)
 
     with monkeypatch.context() as faked:
         device = FakeDevice(faked)
         host = staging.to_host(state)
     # The next training step changes the weights.
-    for part in parts:
-        part.zero_()
+    for shard in shards:
+        shard.zero_()
 
     count = len(device.blocks)
-    assert device.order == ["allocate"] * count + ["copy"] * len(parts) + ["wait"]
-    gaps = staging.TENSOR_ALIGNMENT * len(parts)
+    assert device.order == ["allocate"] * count + ["copy"] * len(shards) + ["wait"]
+    gaps = staging.TENSOR_ALIGNMENT * len(shards)
     assert sum(device.blocks) <= staging.num_bytes(state) + gaps
     # torch allocates powers of two
     allocated = sum(1 << (size - 1).bit_length() for size in device.blocks)

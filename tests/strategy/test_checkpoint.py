@@ -394,19 +394,19 @@ def in_the_index(folder: Path, bomb: Bomb) -> None:
 
 
 def in_a_plain_value(folder: Path, bomb: Bomb) -> None:
-    """In place of the decay rates of Adam."""
+    """Instead of the decay rates of Adam."""
     metadata = dcp.FileSystemReader(folder).read_metadata()
     content = io.BytesIO()
     torch.save({"betas": bomb}, content)
     file = folder / "__0_0.distcp"
-    place = next(
-        place
-        for index, place in metadata.storage_data.items()
+    location = next(
+        location
+        for index, location in metadata.storage_data.items()
         if index.fqn.endswith("param_groups.0.betas")
     )
-    place.relative_path = file.name
-    place.offset = file.stat().st_size
-    place.length = len(content.getvalue())
+    location.relative_path = file.name
+    location.offset = file.stat().st_size
+    location.length = len(content.getvalue())
     with file.open("ab") as tensors:
         tensors.write(content.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -477,9 +477,9 @@ def test_an_index_of_python_3_11_2_is_read_but_no_other_attribute(three):
     metadata = dcp.FileSystemReader(three / "c").read_metadata()
     index = three / "c" / ".metadata"
     stored = next(
-        each
-        for each in metadata.state_dict_metadata.values()
-        if isinstance(each, TensorStorageMetadata)
+        entry
+        for entry in metadata.state_dict_metadata.values()
+        if isinstance(entry, TensorStorageMetadata)
     )
 
     plain = stored.properties.__getstate__()
@@ -584,7 +584,7 @@ def repeated(folder, tied_folder, root):
         other.steps(1, 2).load(tag="one")
 
     return counts, [
-        distance(each.state(), before) for each, before in zip((run, other), known, strict=True)
+        distance(one.state(), before) for one, before in zip((run, other), known, strict=True)
     ]
 
 

@@ -1,6 +1,6 @@
 """What a checkpoint holds besides one model.
 
-That is several models, parts with a state of their own, counters and the engine.
+That is several models, items with a state of their own, counters and the engine.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from strategy.training import snapshot, strategy
 
 
 class Moments:
-    """A user's own part of a checkpoint, as running moments of rewards would be.
+    """A user's own item of a checkpoint, as running moments of rewards would be.
 
     It is the same on all ranks after every update.
     """
@@ -138,7 +138,7 @@ def trained(folder: str, root: Path):
     run = PPO(folder)
     run.steps(0, 2)
     run.strategy.skipped_steps = 3
-    run.strategy.save_ckpt(run.models, root, "two", parts={"moments": run.moments})
+    run.strategy.save_ckpt(run.models, root, "two", items={"moments": run.moments})
     return run.state(), run.moments.total.clone(), run.steps(2, 4)
 
 
@@ -151,13 +151,13 @@ def saved(folder, tmp_path_factory):
 
 def resumed(folder: str, root: Path):
     run = PPO(folder)
-    run.strategy.load_ckpt(run.models, root, parts={"moments": run.moments})
+    run.strategy.load_ckpt(run.models, root, items={"moments": run.moments})
     moments = (run.moments.count, run.moments.total.clone(), list(run.moments.history))
     return run.state(), moments, run.strategy.skipped_steps, run.steps(2, 4)
 
 
 @pytest.mark.parametrize("world_size", [2, 1])
-def test_models_parts_and_counters_come_back(folder, saved, world_size):
+def test_models_items_and_counters_come_back(folder, saved, world_size):
     root, (expected, total, losses) = saved
     results = run_ranks(world_size, resumed, folder, root)
     for state, (count, found_total, history), skipped, found_losses in results:
@@ -176,7 +176,7 @@ def test_models_parts_and_counters_come_back(folder, saved, world_size):
     assert sum(len(moments[2]) for _, moments, *_ in results) == 4
 
 
-def part_of_it(folder: str, root: Path):
+def only_the_actor(folder: str, root: Path):
     """The actor alone, for whoever wants to generate with it."""
     run = PPO(folder)
     before = run.state()
@@ -188,14 +188,14 @@ def part_of_it(folder: str, root: Path):
 
 
 def test_one_of_the_models_can_be_loaded_alone(folder, saved):
-    assert run_ranks(1, part_of_it, folder, saved[0]) == [({"actor"}, 0)]
+    assert run_ranks(1, only_the_actor, folder, saved[0]) == [({"actor"}, 0)]
 
 
 def without(folder: str, root: Path, missing: str):
     run = PPO(folder)
-    parts = {} if missing == "moments" else {"moments": run.moments}
+    items = {} if missing == "moments" else {"moments": run.moments}
     models = {name: model for name, model in run.models.items() if name != missing}
-    run.strategy.load_ckpt(models, root, parts=parts)
+    run.strategy.load_ckpt(models, root, items=items)
 
 
 def test_what_is_not_asked_for_is_an_error(folder, saved):
@@ -213,7 +213,7 @@ def unreadable(folder: str, root: Path):
     run = PPO(folder)
     run.moments.history = [{"value": run.strategy.config}]
     try:
-        run.strategy.save_ckpt(run.models, root, "two", parts={"moments": run.moments})
+        run.strategy.save_ckpt(run.models, root, "two", items={"moments": run.moments})
     except RuntimeError as error:
         return str(error), root.exists()
 
@@ -234,7 +234,7 @@ def options(folder: str, root: Path):
 
     found = []
     for flag in ("load_optimizer_states", "load_lr_scheduler_states"):
-        run.strategy.load_ckpt(run.models, root, parts={"moments": run.moments}, **{flag: False})
+        run.strategy.load_ckpt(run.models, root, items={"moments": run.moments}, **{flag: False})
         steps = {
             state["step"].item()
             for optimizer in run.optimizers

@@ -10,8 +10,8 @@ import pytest
 from lightrft.strategy import FSDPStrategy
 from lightrft.strategy.testing import CASES, main, run_contract
 from ranks import run_ranks
-from strategy import own_strategies
-from strategy.own_strategies import Counting, DataParallelStrategy
+from strategy import user_strategies
+from strategy.user_strategies import Counting, DataParallelStrategy
 from strategy.zero import DeepSpeedStrategy
 
 STRATEGIES = {
@@ -68,7 +68,7 @@ def test_the_documentation_shows_these_strategies():
 @pytest.mark.slow
 def test_the_contract_from_the_command_line(tmp_path):
     """Of a strategy in a file, with an argument. It fails where the strategy is wrong."""
-    (tmp_path / "mine.py").write_text(inspect.getsource(own_strategies) + WRONG)
+    (tmp_path / "mine.py").write_text(inspect.getsource(user_strategies) + WRONG)
     assert run_ranks(
         1, main, [f"{tmp_path}/mine.py:DataParallelStrategy", "bf16=false", "tolerance=1.0e-4"]
     ) == [0]

@@ -27,7 +27,7 @@ def sampler(rank: int = 0, size: int = 1, **options):
 
 def global_order(samplers) -> list[list[int]]:
     """One epoch: the rows of each global batch."""
-    return [[row for part in parts for row in part] for parts in zip(*samplers, strict=True)]
+    return [[row for rows in batches for row in rows] for batches in zip(*samplers, strict=True)]
 
 
 def test_ranks_see_disjoint_slices_of_one_order():
@@ -68,10 +68,12 @@ def test_resumes_in_the_middle_of_an_epoch_on_another_number_of_ranks(consumed):
 
 
 def test_without_drop_last_all_ranks_have_the_same_number_of_batches():
-    parts = [list(sampler(rank, 3, rows=14, drop_last=False)) for rank in range(3)]
-    assert [len(part) for part in parts] == [3, 3, 3]
-    assert [len(part[-1]) for part in parts] == [0, 1, 1]
-    assert sorted(row for part in parts for batch in part for row in batch) == list(range(14))
+    of_ranks = [list(sampler(rank, 3, rows=14, drop_last=False)) for rank in range(3)]
+    assert [len(batches) for batches in of_ranks] == [3, 3, 3]
+    assert [len(batches[-1]) for batches in of_ranks] == [0, 1, 1]
+    assert sorted(row for batches in of_ranks for batch in batches for row in batch) == list(
+        range(14)
+    )
     assert len(sampler(0, 3, rows=14, drop_last=False)) == 3 and len(sampler(0, 3, rows=14)) == 2
 
 

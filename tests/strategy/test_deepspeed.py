@@ -269,8 +269,8 @@ def parameters_left(folder: str):
     share_of_loss(frozen, my_rows(made, 0), 50)
     whole = sum(parameter.numel() for parameter in load(folder).parameters())
     held = [
-        sum(parameter.numel() + parameter.ds_tensor.numel() for parameter in each.parameters())
-        for each in (model, frozen)
+        sum(parameter.numel() + parameter.ds_tensor.numel() for parameter in module.parameters())
+        for module in (model, frozen)
     ]
     return [size / whole for size in held]
 

@@ -129,12 +129,12 @@ def test_tensor_parallel_dropout_equals_that_of_one_process(folder, results):
             assert (its_gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
-def of_each_policy(folder: str) -> list[Passed]:
+def of_all_policies(folder: str) -> list[Passed]:
     return [passed(folder, args) for args in ({}, {"gradient_checkpointing": True}, SELECTIVE)]
 
 
 def test_recomputed_activations_draw_the_same_again(folder):
-    plain, *others = run_ranks(1, of_each_policy, folder)[0]
+    plain, *others = run_ranks(1, of_all_policies, folder)[0]
     for other in others:
         assert torch.equal(other[0], plain[0])
         assert all(torch.equal(other[1][name], gradient) for name, gradient in plain[1].items())

@@ -93,7 +93,7 @@ def test_engine_has_the_weights_of_the_actor_after_a_step(folder, args):
             assert version == 3
 
 
-def own_results(folder: str):
+def local_results(folder: str):
     """A prompt of each rank's own, greedy, so that the answer tells whose it is."""
     made, model, _ = actor_with_engine(folder)
     mine = PROMPTS[:3] if made.is_rank_0() else PROMPTS[3:]
@@ -113,7 +113,7 @@ def own_results(folder: str):
 
 
 def test_results_come_back_in_order(folder):
-    for got, alone, prompt_kept in run_ranks(2, own_results, folder):
+    for got, alone, prompt_kept in run_ranks(2, local_results, folder):
         assert got == alone and prompt_kept
 
 
@@ -135,22 +135,22 @@ def test_replicas_and_steps_draw_differently_and_a_seed_repeats(folder):
 
 def test_derived_seeds_do_not_overlap():
     seeds = {
-        derived_seed(*parts)
+        derived_seed(*numbers)
         for seed in range(100)
         for other in range(100)
-        for parts in ((seed, other), (seed, other, 0))
+        for numbers in ((seed, other), (seed, other, 0))
     }
     assert len(seeds) == 20_000 and all(0 <= seed < 2**63 for seed in seeds)
     assert derived_seed(42, "evaluation") == 6692589767538822232
 
 
-def with_seeds_of_their_own(folder: str, order: list[int]):
+def with_seeds_of_requests(folder: str, order: list[int]):
     """Three samples of each prompt of this rank's share of the order."""
     made, model, _ = actor_with_engine(folder)
     mine = [
         row
-        for place, row in enumerate(order)
-        if place % made.mesh.world.size == made.mesh.world.rank
+        for index, row in enumerate(order)
+        if index % made.mesh.world.size == made.mesh.world.rank
     ]
     requests = [
         Request(PROMPTS[row], seeds=tuple(derived_seed(row, sample) for sample in range(3)))
@@ -169,8 +169,8 @@ def with_seeds_of_their_own(folder: str, order: list[int]):
 
 
 def test_seeds_of_requests_decide_whatever_rank_answers(folder):
-    (alone,) = run_ranks(1, with_seeds_of_their_own, folder, [0, 1, 2, 3])
-    first, second = run_ranks(2, with_seeds_of_their_own, folder, [3, 0, 1, 2])
+    (alone,) = run_ranks(1, with_seeds_of_requests, folder, [0, 1, 2, 3])
+    first, second = run_ranks(2, with_seeds_of_requests, folder, [3, 0, 1, 2])
     assert first | second == alone and len(first) == len(second) == 2
     assert len({tuple(tokens) for samples in alone.values() for tokens in samples}) == 12
 

@@ -50,7 +50,7 @@ def test_from_pretrained_loads_what_was_trained(
     path, trained = run_ranks(world_size, exported, source, target, shard_bytes)[0]
     assert path == target
     original, written = (
-        json.loads((Path(place) / "config.json").read_text()) for place in (source, target)
+        json.loads((Path(saved) / "config.json").read_text()) for saved in (source, target)
     )
     assert written == original and (target / "generation_config.json").is_file()
     loaded = AutoModelForCausalLM.from_pretrained(target)
@@ -174,9 +174,9 @@ class OneRanksTokenizer:
     def __init__(self) -> None:
         self.init_kwargs: dict[str, Any] = {}
 
-    def save_pretrained(self, part: Path) -> None:
+    def save_pretrained(self, folder: Path) -> None:
         assert dist.get_rank() == 0
-        byte_tokenizer().save_pretrained(part)
+        byte_tokenizer().save_pretrained(folder)
 
 
 def saved_with_tokenizer(folder: str, target: Path):

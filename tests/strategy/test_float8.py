@@ -139,7 +139,8 @@ def test_two_ranks_learn_with_weights_in_float32(folder: str) -> None:
     assert first["kinds"] == {"Float8Linear", "Linear"} or "FSDPFloat8Linear" in first["kinds"]
     plain = model_of(folder)
     assert first["streamed"] == {
-        name: (tuple(each.shape), torch.bfloat16) for name, each in plain.named_parameters()
+        name: (tuple(parameter.shape), torch.bfloat16)
+        for name, parameter in plain.named_parameters()
     }
 
 

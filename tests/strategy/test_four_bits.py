@@ -240,7 +240,7 @@ def held(folder: str, args: dict[str, Any]) -> dict[str, Any]:
     """
     made = strategy(lora_rank=4, load_in_4bit=True, **args)
     section = ModelSection(pretrain=folder, load_in_4bit=True, bf16=args.get("bf16", False), **LORA)
-    parts = []
+    shards = []
     answers = []
     for is_empty in (True, False):
         torch.manual_seed(3)
@@ -248,7 +248,7 @@ def held(folder: str, args: dict[str, Any]) -> dict[str, Any]:
             actor = Actor(freeze_parameters(load_model(section), section))
         disturb(actor)
         made.prepare((actor, made.create_optimizer(actor, RATE)))
-        parts.append(local_parts(actor))
+        shards.append(local_shards(actor))
         answers.append(actor(BATCH, 1.0)[0].detach())
 
     gathered = []
@@ -258,14 +258,14 @@ def held(folder: str, args: dict[str, Any]) -> dict[str, Any]:
     dense = {name: tensor.clone() for name, tensor in made.adapter_params(actor, base=True)}
     actor(BATCH, 1.0)
     model, optimizer = prepared(made, folder, load_in_4bit=True, bf16=args.get("bf16", False))
-    before = local_parts(model)
+    before = local_shards(model)
     for step in range(20):
         take_step(made, model, optimizer, step % 3)
-    after = local_parts(model)
+    after = local_shards(model)
     made.close()
 
     return {
-        "parts": parts,
+        "shards": shards,
         "answers": answers,
         "gathered": (gathered[0].dtype, tuple(gathered[0].shape)),
         "shape": (layer.out_features, layer.in_features),
@@ -274,7 +274,7 @@ def held(folder: str, args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def local_parts(model: nn.Module) -> dict[str, Tensor]:
+def local_shards(model: nn.Module) -> dict[str, Tensor]:
     named = (*model.named_parameters(), *model.named_buffers())
     return {
         name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -292,16 +292,16 @@ def test_ranks_hold_and_gather_bytes(on_two_ranks, folder):
     base = {name: tensor for name, tensor in load(folder).named_parameters()}
     for results in on_two_ranks.values():
         for found in results:
-            empty, whole = found["parts"]
+            empty, whole = found["shards"]
             assert empty.keys() == whole.keys()
             assert all(torch.equal(empty[name], whole[name]) for name in empty)
             assert torch.equal(*found["answers"])
-            packed = {name: part for name, part in empty.items() if part.dtype == torch.uint8}
+            packed = {name: shard for name, shard in empty.items() if shard.dtype == torch.uint8}
             of_layers = [name for name in packed if name.endswith("weight")]
             assert len(of_layers) == 2 * 7
             rows, columns = found["shape"]
             assert found["gathered"] == (torch.uint8, (rows, columns * 33 // 64))
-        half = sum(part.numel() for name, part in packed.items() if name in of_layers)
+        half = sum(shard.numel() for name, shard in packed.items() if name in of_layers)
         elements = sum(p.numel() for name, p in base.items() if "_proj" in name)
         assert half * 2 == elements * 33 // 64
 
@@ -311,8 +311,8 @@ def test_a_plan_has_the_bytes_that_a_rank_holds(on_two_ranks, folder):
     options = {"fsdp": True, "bf16": True, "load_in_4bit": True, **LORA}
     (planned,) = run_ranks(1, planned_bytes, AutoConfig.from_pretrained(folder), options)
     (results,) = [results for args, results in on_two_ranks.items() if "bf16" in args]
-    parts, _ = results[0]["parts"]
-    held = sum(part.nbytes for name, part in parts.items() if name.endswith("weight"))
+    shards, _ = results[0]["shards"]
+    held = sum(shard.nbytes for name, shard in shards.items() if name.endswith("weight"))
     assert planned == pytest.approx(held, rel=0.01)
 
 
@@ -357,7 +357,7 @@ def peak_of_loading(tiny: str, larger: str, load_in_4bit: bool) -> int:
 
 
 @pytest.mark.slow
-def test_a_rank_holds_its_part_of_the_bytes_and_one_matrix(folder, tmp_path):
+def test_a_rank_holds_its_shard_of_the_bytes_and_one_matrix(folder, tmp_path):
     """The folder is in bfloat16, and a matrix has 4 MB in float32."""
     size = run_ranks(1, larger_model, folder, tmp_path / "model")[0]
     peaks = {

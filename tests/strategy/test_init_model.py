@@ -51,8 +51,8 @@ def sharded(folder: Path | str) -> str:
     return target
 
 
-def parts(module: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's part of parameters, and buffers, those outside the folder too."""
+def shards(module: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's shards of parameters, and buffers, those outside the folder too."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     return {
         name: getattr(t, "_local_tensor", getattr(t, "ds_tensor", t)).detach().clone()
@@ -80,7 +80,7 @@ def loaded(made, section: ModelSection, empty: bool, frozen: bool) -> dict[str, 
             optimizer = made.create_optimizer(model, lr=1e-3)
             made.prepare((model, optimizer))
 
-    return parts(module)
+    return shards(module)
 
 
 def both_ways(folders: list[str], args: dict) -> list[str]:
@@ -104,8 +104,8 @@ def both_ways(folders: list[str], args: dict) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("zero3", 2), ("zero3", 4)]
 )
-def test_every_part_of_every_rank_is_equal(folder, tied_folder, experts_folder, kind, ranks):
-    """The parts are equal on two ranks and on four.
+def test_every_shard_of_every_rank_is_equal(folder, tied_folder, experts_folder, kind, ranks):
+    """The shards are equal on two ranks and on four.
 
     Transformers makes one tensor of the experts; there are five of them.
     """
@@ -194,10 +194,10 @@ def test_settings_of_generation_come_along(folder, tmp_path):
 
 def test_a_name_on_the_hub_is_where_its_files_lie_on_this_machine(folder, tmp_path, monkeypatch):
     """As a download leaves them; offline nothing is asked for."""
-    place = tmp_path / "models--me--tiny"
-    shutil.copytree(folder, place / "snapshots" / "0123")
-    (place / "refs").mkdir()
-    (place / "refs" / "main").write_text("0123")
+    path = tmp_path / "models--me--tiny"
+    shutil.copytree(folder, path / "snapshots" / "0123")
+    (path / "refs").mkdir()
+    (path / "refs" / "main").write_text("0123")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     empty, found, *_ = run_ranks(2, load_empty, "me/tiny", False)[0]
     assert empty and all(
@@ -215,7 +215,7 @@ def test_pickled_weights_are_read_whole(folder, tmp_path):
     assert not empty and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_names_that_transformers_changes_are_read_in_parts(folder, tmp_path):
+def test_names_that_transformers_changes_are_read_in_pieces(folder, tmp_path):
     """The folder was saved from the backbone alone, with a separate head beside it."""
 
     def without_prefix(tensors):
@@ -271,7 +271,7 @@ def test_a_folder_that_does_not_fit_is_an_error(folder, tmp_path):
         assert all(re.search(WRONG[case][2], text) for text in refusals), (case, refusals)
 
 
-def own_model(folder: str, config_of: str):
+def users_model(folder: str, config_of: str):
     made = strategy()
     with made.init_model_context():
         config = AutoConfig.from_pretrained(config_of)
@@ -292,7 +292,7 @@ def test_a_users_model_that_does_not_fit_is_an_error(folder, tmp_path):
         config.save_pretrained(tmp_path / str(layers))
 
     refusals = run_refusals(
-        2, own_model, {layers: (folder, str(tmp_path / str(layers))) for layers in problems}
+        2, users_model, {layers: (folder, str(tmp_path / str(layers))) for layers in problems}
     )
     for layers, says in problems.items():
         assert all(
@@ -381,7 +381,7 @@ def mixture(tmp_path_factory) -> tuple[str, tuple[int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [{"fsdp": True}, {"zero_stage": 3}])
-def test_a_rank_holds_its_part_of_a_mixture_and_one_layer(mixture, args):
+def test_a_rank_holds_its_shard_of_a_mixture_and_one_layer(mixture, args):
     """The published folder has a tensor for each expert, and transformers makes one for each layer.
 
     Rank 0 reads all of them for ZeRO.
@@ -392,5 +392,5 @@ def test_a_rank_holds_its_part_of_a_mixture_and_one_layer(mixture, args):
         f"{size / 1e6:.0f} MB of parameters, {layer / 1e6:.0f} MB a layer:"
         f" {[round(peak / 1e6) for peak in found]} MB"
     )
-    # Two layers at once would be half a layer above, and pages of other things are a small part.
+    # Two layers at once would be half a layer above, and pages of other things are a small share.
     assert all(peak < size / 4 + 1.5 * layer for peak in found)

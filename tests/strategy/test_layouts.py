@@ -29,7 +29,7 @@ from strategy.training import (
 
 SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
 REPLICAS = {"dp_replicate": 2}
-EACH_RANK = {"dp_replicate": 0}
+ON_ALL_RANKS = {"dp_replicate": 0}
 
 
 def ours(model: nn.Module) -> torch.optim.Optimizer:
@@ -66,7 +66,7 @@ CASES = {
     4: {
         "sgd": Case(args=REPLICAS),
         "adamw": Case(ours, args=REPLICAS),
-        "a replica each": Case(args=EACH_RANK),
+        "a replica each": Case(args=ON_ALL_RANKS),
     },
 }
 """By number of ranks; one start for each."""

@@ -39,8 +39,8 @@ from strategy.lora_course import (
     strategy_course,
     take_step,
 )
-from strategy.own_strategies import DataParallelStrategy
 from strategy.training import distance, load, snapshot
+from strategy.user_strategies import DataParallelStrategy
 
 LAYOUTS = {
     "fsdp-1": (1, {"fsdp": True}),
@@ -127,13 +127,13 @@ def test_training_goes_on_bit_by_bit(course):
     assert distance(course[0][0]["resumed"], course[0][0]["loaded"]) > 1e-4
 
 
-# -- parts that are not trained, without adapters
+# -- layers that are not trained, without adapters
 
 
 FROZEN = ["model.embed_tokens", "model.layers.0."]
 
 
-def frozen_parts(folder: str, args: dict, out: Path) -> dict:
+def frozen_prefix(folder: str, args: dict, out: Path) -> dict:
     made = strategy(**args)
     optimizers = []
     models = []
@@ -173,7 +173,7 @@ def test_a_frozen_prefix_is_neither_trained_nor_saved(tied_folder, layout, tmp_p
 
     after = plain_steps(base)
     frozen = {name for name in before if name.startswith(tuple(FROZEN))}
-    for found in run_ranks(world_size, frozen_parts, tied_folder, args, tmp_path / "checkpoints"):
+    for found in run_ranks(world_size, frozen_prefix, tied_folder, args, tmp_path / "checkpoints"):
         assert distance(found["learned"], after) < 1e-5
         assert {
             name for name in before if torch.equal(found["learned"][name], before[name])
@@ -204,11 +204,11 @@ def adapted_actor(made, folder: str, *, empty: bool, **settings) -> Actor:
 def loaded_twice(folder: str, args: dict) -> dict:
     """Load into a model that was empty and into one that was not.
 
-    Return the parts on this rank, and what both compute with dropout.
+    Return the shards on this rank, and what both compute with dropout.
     """
     made = strategy(**args)
     actors = [adapted_actor(made, folder, empty=empty, lora_dropout=0.5) for empty in (True, False)]
-    parts = []
+    shards = []
     answers = []
     batch = Batch(
         lengths=torch.tensor([9]),
@@ -220,7 +220,7 @@ def loaded_twice(folder: str, args: dict) -> dict:
     for actor in actors:
         disturb(actor)
         made.prepare((actor, made.create_optimizer(actor, RATE)))
-        parts.append(
+        shards.append(
             {
                 name: getattr(p, "_local_tensor", p).detach().clone()
                 for name, p in actor.named_parameters()
@@ -230,20 +230,20 @@ def loaded_twice(folder: str, args: dict) -> dict:
         answers.append([actor.train(mode)(batch, 1.0)[0].detach() for mode in (True, False)])
 
     made.close()
-    return {"parts": parts, "answers": answers}
+    return {"shards": shards, "answers": answers}
 
 
 @pytest.mark.parametrize("args", [{}, {"bf16": True}], ids=str)
 def test_an_empty_model_is_filled_as_one_that_was_read_whole(folder, args):
     ranks = run_ranks(2, loaded_twice, folder, {"fsdp": True, **args})
     for found in ranks:
-        empty, whole = found["parts"]
+        empty, whole = found["shards"]
         assert empty.keys() == whole.keys() and all(
             torch.equal(empty[name], whole[name]) for name in empty
         )
         frozen = torch.bfloat16 if args else torch.float32
-        assert {part.dtype for name, part in empty.items() if is_adapter(name)} == {torch.float32}
-        assert {part.dtype for name, part in empty.items() if not is_adapter(name)} == {frozen}
+        assert {shard.dtype for name, shard in empty.items() if is_adapter(name)} == {torch.float32}
+        assert {shard.dtype for name, shard in empty.items() if not is_adapter(name)} == {frozen}
         assert all(torch.equal(a, b) for a, b in zip(*found["answers"], strict=True))
 
     (training, asking), (other_training, other_asking) = (found["answers"][0] for found in ranks)
@@ -346,7 +346,7 @@ def test_a_bfloat16_actor_adds_the_adapters_that_its_engine_gets(folder):
     assert {case: max(ranks) for case, ranks in found.items()} == dict.fromkeys(found, 0.0)
 
 
-class OwnStream(FSDPStrategy):
+class UserStream(FSDPStrategy):
     """FSDP2 that changes what engines get."""
 
     def full_params(self, model, dtype=None):
@@ -354,10 +354,10 @@ class OwnStream(FSDPStrategy):
             yield name, tensor * (1.5 if name == "model.norm.weight" else 1)
 
 
-def said_by_own(folder: str) -> tuple[set[str], bool, bool]:
-    """Return what own strategies give an engine: names of adapters, and whether it holds them."""
+def said_by_users(folder: str) -> tuple[set[str], bool, bool]:
+    """Return what such strategies give an engine: names of adapters, and whether it holds them."""
     held = []
-    for kind in (DataParallelStrategy, OwnStream):
+    for kind in (DataParallelStrategy, UserStream):
         options = {"pretrain": folder, "engine_type": "hf", "prompt_max_len": 8, **LORA}
         made = kind(args={**options, "generate_max_len": 8})
         made.setup_distributed()
@@ -371,9 +371,9 @@ def said_by_own(folder: str) -> tuple[set[str], bool, bool]:
     return names, *held
 
 
-def test_own_strategies_decide_what_the_engine_gets(folder):
-    ((names, plain, own),) = run_ranks(1, said_by_own, folder)
-    assert len(names) == 2 * 3 * 2 and plain and not own
+def test_strategies_of_users_decide_what_the_engine_gets(folder):
+    ((names, plain, changed),) = run_ranks(1, said_by_users, folder)
+    assert len(names) == 2 * 3 * 2 and plain and not changed
 
 
 def loaded_elsewhere(folder: str, args: dict, root: Path) -> dict[str, torch.Tensor]:

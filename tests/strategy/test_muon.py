@@ -16,7 +16,6 @@ from lightrft.strategy.backends.muon import block_matrices, create_muon, newton_
 from lightrft.strategy.fsdp import blocks
 from ranks import run_cases, run_ranks, whole
 from strategy.lora_course import adapted, disturb
-from strategy.own_strategies import DataParallelStrategy
 from strategy.training import (
     TrainingRun,
     assert_equal_courses,
@@ -32,6 +31,7 @@ from strategy.training import (
     strategy_course,
     tokens_learned,
 )
+from strategy.user_strategies import DataParallelStrategy
 from tiny import tiny_experts
 
 RATE = 1e-3
@@ -72,19 +72,31 @@ class PlainOptimizer:
     """A plain Muon and torch's AdamW. Each expert is a matrix in the memory of the stack."""
 
     def __init__(self, model: nn.Module, muon: Callable = PaperMuon):
-        chosen = {name: each for name, each in model.named_parameters() if name.endswith(IN_BLOCKS)}
-        rest = [each for name, each in model.named_parameters() if name not in chosen]
+        chosen = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if name.endswith(IN_BLOCKS)
+        }
+        rest = [parameter for name, parameter in model.named_parameters() if name not in chosen]
         self.model = model
         self.stacks = {
-            each: [nn.Parameter(expert) for expert in each.data]
-            for each in chosen.values()
-            if each.ndim == 3
+            parameter: [nn.Parameter(expert) for expert in parameter.data]
+            for parameter in chosen.values()
+            if parameter.ndim == 3
         }
-        flat = [each for each in chosen.values() if each.ndim == 2]
-        self.muon = muon([*flat, *(each for experts in self.stacks.values() for each in experts)])
+        flat = [parameter for parameter in chosen.values() if parameter.ndim == 2]
+        self.muon = muon(
+            [*flat, *(parameter for experts in self.stacks.values() for parameter in experts)]
+        )
         groups = [
-            {"params": [each for each in rest if each.ndim >= 2], "weight_decay": DECAY},
-            {"params": [each for each in rest if each.ndim < 2], "weight_decay": 0.0},
+            {
+                "params": [parameter for parameter in rest if parameter.ndim >= 2],
+                "weight_decay": DECAY,
+            },
+            {
+                "params": [parameter for parameter in rest if parameter.ndim < 2],
+                "weight_decay": 0.0,
+            },
         ]
         self.adamw = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), foreach=False)
 
@@ -180,8 +192,8 @@ def change(course: TrainingRun, folder: str) -> dict[str, torch.Tensor]:
     """What the steps have added to the matrices of the blocks."""
     before = load(folder).state_dict()
     return {
-        name: each - before[name]
-        for name, each in course.parameters.items()
+        name: matrix - before[name]
+        for name, matrix in course.parameters.items()
         if name.endswith(IN_BLOCKS)
     }
 
@@ -423,9 +435,9 @@ def adapter_course(folder: str, args: dict) -> tuple[int, dict[str, torch.Tensor
 
 def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
-        name: whole(each.detach()).clone()
-        for name, each in model.named_parameters()
-        if each.requires_grad
+        name: whole(parameter.detach()).clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
 
 

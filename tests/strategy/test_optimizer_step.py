@@ -82,15 +82,15 @@ def reductions(folder: str, flags: dict):
 def whole_gradients(model: nn.Module) -> int:
     """Elements of the gradients that FSDP2 keeps beside the shards."""
     groups = [
-        part._get_fsdp_state()._fsdp_param_group
-        for part in model.modules()
-        if isinstance(part, FSDPModule)
+        module._get_fsdp_state()._fsdp_param_group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
     ]
     inside = [parameter for group in groups for parameter in group.fsdp_params]
     kept = [
-        each
+        gradient
         for inner in inside
-        for each in (inner.unsharded_accumulated_grad, inner.unsharded_param.grad)
+        for gradient in (inner.unsharded_accumulated_grad, inner.unsharded_param.grad)
     ]
 
     return sum(gradient.numel() for gradient in kept if gradient is not None)
@@ -154,12 +154,12 @@ def transfers(folder: str, flags: dict):
 
 def test_gathered_parameters_stay_for_a_step_if_told(folder):
     """Two layers and the rest are gathered for each pass, or for the first micro-batch alone."""
-    (each, norm, result), (once, norm_once, result_once) = (
+    (for_passes, norm, result), (once, norm_once, result_once) = (
         run_ranks(2, transfers, folder, flags)[0]
         for flags in ({}, {"gather_parameters_once": True})
     )
-    assert len({gathered for gathered, _ in each}) == 1 and each[0][0] >= 5
-    assert [gathered for gathered, _ in once] == [each[0][0], 0, 0] * 2
+    assert len({gathered for gathered, _ in for_passes}) == 1 and for_passes[0][0] >= 5
+    assert [gathered for gathered, _ in once] == [for_passes[0][0], 0, 0] * 2
     assert norm == norm_once and distance(result, result_once) == 0
 
 

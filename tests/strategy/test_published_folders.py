@@ -60,7 +60,7 @@ def several_templates(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def own_code(folder: Path) -> None:
+def code_of_the_author(folder: Path) -> None:
     (folder / "modeling_own.py").write_text(MODELLING)
     (folder / "configuration_own.py").write_text(CONFIGURATION)
     (folder / "scaling.py").write_text("from .numbers_of_own import TWO as DOUBLE\n")
@@ -89,7 +89,7 @@ def tokenizer_that_cannot_be_saved(folder: Path) -> None:
     )
 
 
-PUBLISHED = [nothing_special, contradicting_generation, several_templates, own_code]
+PUBLISHED = [nothing_special, contradicting_generation, several_templates, code_of_the_author]
 
 
 def write_twice(folder: Path, target: Path) -> None:
@@ -153,11 +153,10 @@ def test_a_published_folder_is_written_as_it_was(written, publish):
         AutoTokenizer.from_pretrained(target).chat_template
         == AutoTokenizer.from_pretrained(folder).chat_template
     )
-    settings = [GenerationConfig.from_pretrained(place).to_dict() for place in (folder, target)]
+    settings = [GenerationConfig.from_pretrained(path).to_dict() for path in (folder, target)]
     assert settings[0] == settings[1]
     written_keys, published_keys = (
-        json.loads((place / "tokenizer_config.json").read_text()).keys()
-        for place in (target, folder)
+        json.loads((path / "tokenizer_config.json").read_text()).keys() for path in (target, folder)
     )
     assert written_keys <= published_keys
 

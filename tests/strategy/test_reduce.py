@@ -61,10 +61,10 @@ def begun():
     made = strategy()
     mine = torch.tensor(made.get_rank() + 1.0)
     wait = made.begin_sum(mine)
-    own = Doubled()
-    own._mesh = made._mesh
-    own.data = made.data
-    return wait(), own.begin_sum(mine)(), mine
+    doubled = Doubled()
+    doubled._mesh = made._mesh
+    doubled.data = made.data
+    return wait(), doubled.begin_sum(mine)(), mine
 
 
 def test_a_sum_can_begin_early_also_with_an_all_reduce_of_ones_own():

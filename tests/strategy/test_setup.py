@@ -181,13 +181,13 @@ def test_a_meeting_point_of_the_user_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("given", "own"),
+    ("given", "expected"),
     [({"RANK": "13"}, "5"), ({"RANK": "13", "LOCAL_RANK": "2"}, "2"), ({}, None)],
     ids=str,
 )
-def test_ranks_are_given_the_devices_of_their_node(given, own):
+def test_ranks_are_given_the_devices_of_their_node(given, expected):
     adopt_node_size(given, 8)
-    assert given.get("LOCAL_RANK") == own
+    assert given.get("LOCAL_RANK") == expected
 
 
 def test_a_rank_that_never_starts_is_missed():

@@ -47,7 +47,7 @@ LAYOUTS = {
 def test_a_checkpoint_loads_into_another_layout(tmp_path, root, before, after, tie, family):
     """No layout divides the vocabulary of 261. Phi-3 has fused layers.
 
-    tests/invariants/test_factorisations.py loads tied embeddings in parts.
+    tests/invariants/test_factorisations.py loads tied embeddings in pieces.
     """
     split_folder = family_model(tmp_path / "model", family, tie=tie)
     (world_size, args), (other_size, other_args) = LAYOUTS[before], LAYOUTS[after]

@@ -1,5 +1,5 @@
-"""Why: users override verbs as Python overrides methods, and the parts of a strategy must call what
-they have overridden.
+"""Why: users override verbs as Python overrides methods, and the aspects of a strategy must call
+what they have overridden.
 """
 
 import inspect
@@ -33,7 +33,7 @@ class Last(Kept):
     pass
 
 
-def test_the_parts_call_the_verbs_that_a_subclass_overrides():
+def test_the_aspects_call_the_verbs_that_a_subclass_overrides():
     made = Last()
     first, second = nn.Linear(1, 1), nn.Linear(1, 1)
     made.memory.register(first, None)

@@ -249,7 +249,7 @@ class PolicyMethods:
         """Save the actor as a Hugging Face folder, and optionally two more folders.
 
         `optimizer_path` gets all that a run needs to continue (weights, optimizer, schedule, random
-        states), for strategy.load_ckpt(actor, parent, name, parts={"policy": policy}).
+        states), for strategy.load_ckpt(actor, parent, name, items={"policy": policy}).
         `tokenizer_path` gets the tokenizer.
         """
         self.strategy.save_model(self.actor, None, weights_path)
@@ -265,7 +265,7 @@ class PolicyMethods:
                 save_latest=False,
                 optimizer=self.optimizer,
                 scheduler=self.scheduler,
-                parts={"policy": self},
+                items={"policy": self},
             )
 
         if tokenizer_path is not None:

@@ -44,7 +44,7 @@ from lightrft.data.prompt_set import PromptSet
 from lightrft.data.rendering.template import turn_end_ids
 from lightrft.models.parallel.device import device_name, machine
 from lightrft.models.weight_files import weights_of
-from lightrft.strategy.backends.optim import own_settings
+from lightrft.strategy.backends.optim import kept_settings
 from lightrft.strategy.checkpoint.hf_export import end_generation_at
 from lightrft.strategy.checkpoint.manifest import NOTHING, Kinds
 from lightrft.strategy.strategy import StrategyBase
@@ -66,7 +66,7 @@ class TrainingData:
 
 
 CLIENT_STATE: Kinds = {"step": int, "run": str, "identity": dict}
-"""What a trainer writes into a checkpoint beside models and parts."""
+"""What a trainer writes into a checkpoint beside models and items."""
 
 
 class Trainer(ABC):
@@ -88,11 +88,11 @@ class Trainer(ABC):
         observer: Observer,
         trace: Trace,
         run_folder: RunFolder,
-        parts: Mapping[str, Stateful] = NOTHING,
+        items: Mapping[str, Stateful] = NOTHING,
     ):
         """Set up the trainer of the role that learns.
 
-        `parts` are further objects whose state goes into checkpoints; see Checkpoints.save().
+        `items` are further objects whose state goes into checkpoints; see Checkpoints.save().
         """
         self.config = config
         self.strategy = strategy
@@ -126,9 +126,9 @@ class Trainer(ABC):
                 None,
             )
 
-        self.parts = {
+        self.items = {
             "unreported_metrics": PendingMetrics(self.metrics, strategy.mesh.world),
-            **parts,
+            **items,
         }
         self.digests: Digests | None = None
         """What compares this run with others, once it has started."""
@@ -419,7 +419,7 @@ class Trainer(ABC):
             max_num=train.max_ckpt_num,
             max_mem=train.max_ckpt_mem,
             client_state={"step": self.done, "run": self.run_folder.id, "identity": self.identity},
-            parts=self.parts,
+            items=self.items,
             hf_model=self.role.module if train.save_hf_ckpt else None,
             tokenizer=self.tokenizer,
             async_save=train.async_save,
@@ -452,9 +452,9 @@ class Trainer(ABC):
         with ExitStack() as settings:
             for _, optimizer, scheduler in self.models.values():
                 if optimizer is not None:
-                    settings.enter_context(own_settings(optimizer, scheduler))
+                    settings.enter_context(kept_settings(optimizer, scheduler))
             path, state = self.strategy.load_ckpt(
-                self.models, folder, tag, parts=self.parts, check=self._check, needs=CLIENT_STATE
+                self.models, folder, tag, items=self.items, check=self._check, needs=CLIENT_STATE
             )
 
         if path is None:

@@ -82,7 +82,7 @@ from lightrft.core.role import Learner
 from lightrft.core.rollout import Scheduler
 from lightrft.core.step import Measure
 from lightrft.core.table import keywords
-from lightrft.data.benchmarks import benchmarks, with_own_columns
+from lightrft.data.benchmarks import benchmarks, with_benchmark_columns
 from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
@@ -170,9 +170,9 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
     )
     rollout = (JudgedRollout if rewards.judge else ResumableRollout)(scheduler, rewards)
-    parts = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
+    items = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     if algorithm.entropy_target is not None:
-        parts["entropy_coefficient"] = entropy_coefficient
+        items["entropy_coefficient"] = entropy_coefficient
     strategy.report_memory("models and engine are ready;")
 
     objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
@@ -188,7 +188,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         "learners": learners,
         "eval_sets": eval_sets,
         "measures": measures,
-        "parts": parts | ({"mixin": ptx_loss} if ptx_loss else {}),
+        "items": items | ({"mixin": ptx_loss} if ptx_loss else {}),
     }
     replays = bool(config.rollout.replay_rollouts)
     if has_episodes(config.environment) or config.engine.speculative != "none" or replays:
@@ -280,7 +280,7 @@ def build_eval_sets(
         section = replace(config.data, eval_data=CommaSeparated(source.source))
         if benchmark:
             prompts = load_prompts(
-                with_own_columns(section),
+                with_benchmark_columns(section),
                 tokenizer,
                 source="eval_data",
                 row_problem=runner.row_problem,

@@ -189,5 +189,5 @@ class PPOTrainer(Trainer):
 
     @property
     def learned_rows(self) -> PromptSet:
-        mixin = self.parts.get("mixin")
+        mixin = self.items.get("mixin")
         return self.prompts if mixin is None else self.prompts + mixin.prompts

@@ -148,12 +148,15 @@ def _start(step: Callable[..., T], *arguments: object) -> T:
             seconds = time.monotonic() - began
             if seconds > limit:
                 cause = (
-                    f"the start has taken more than {limit:.0f} s (--phase_minutes), at {place()}"
+                    f"the start has taken more than {limit:.0f} s (--phase_minutes), at"
+                    f" {position()}"
                 )
                 logger.error(f"this run ends: {cause}")
                 exit_process(cause, 1)
             if local_rank() == 0:
-                logger.warning("the run is still starting, after {:.0f} s, at {}", seconds, place())
+                logger.warning(
+                    "the run is still starting, after {:.0f} s, at {}", seconds, position()
+                )
 
     threading.Thread(target=watch, name="start", daemon=True).start()
     try:

@@ -81,23 +81,23 @@ def plain_row(row: Mapping[str, Any], *, leave: Collection[str] = ()) -> dict[st
     }
 
 
-def plain(value: Any, place: str, depth: int = 0) -> Any:
-    """Return the plain value; `place` is where it stands. Raise ValueError if there is none.
+def plain(value: Any, where: str, depth: int = 0) -> Any:
+    """Return the plain value; `where` says where it stands. Raise ValueError if there is none.
 
     Decimals become numbers, or text if a float cannot hold their digits. Dates and times become
     text in ISO 8601, durations seconds. NumPy's values become Python's.
     """
     if isinstance(value, str):
-        check_text(value, place)
+        check_text(value, where)
         return value
     if value is None or isinstance(value, bytes | int | float):
         return value
     if depth == DEEPEST:
-        raise ValueError(f"{place} has lists or objects that are nested more than {DEEPEST} deep")
+        raise ValueError(f"{where} has lists or objects that are nested more than {DEEPEST} deep")
     if isinstance(value, Mapping):
-        return {_key(key, place): plain(each, place, depth + 1) for key, each in value.items()}
+        return {_key(key, where): plain(each, where, depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner, place, depth + 1) for inner in value]
+        return [plain(inner, where, depth + 1) for inner in value]
     if isinstance(value, Decimal):
         return _number(value)
 
@@ -110,21 +110,21 @@ def plain(value: Any, place: str, depth: int = 0) -> Any:
     if isinstance(value, UUID | np.datetime64):
         return str(value)
     if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist(), place, depth)
+        return plain(value.tolist(), where, depth)
 
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
     if isinstance(value, Unreadable):
-        raise ValueError(f"{place} has a {value.kind} that cannot be read ({value.reason})")
+        raise ValueError(f"{where} has a {value.kind} that cannot be read ({value.reason})")
 
     raise ValueError(
-        f"{place} has a value of type {type(value).__name__}, which is not {VALUE_KINDS}; "
+        f"{where} has a value of type {type(value).__name__}, which is not {VALUE_KINDS}; "
         "convert it, or leave the column out"
     )
 
 
-def _key(name: Any, place: str) -> str:
-    name = plain(name, place)
+def _key(name: Any, where: str) -> str:
+    name = plain(name, where)
     return name if isinstance(name, str) else str(name)
 
 

@@ -47,7 +47,7 @@ class ReasoningTask:
         name, _, query = reference.removeprefix(REASONING_GYM).partition("?")
         options = {
             key: _value(text)
-            for key, _, text in (part.partition("=") for part in query.split("&") if part)
+            for key, _, text in (option.partition("=") for option in query.split("&") if option)
         }
 
         size = options.pop("size", SIZE)

@@ -156,7 +156,7 @@ def learned(section: DataSection, row: Row) -> Reading:
     """
     columns = _Columns(section, row)
     prefers_chat = section.apply_chat_template and section.input_key is None
-    chat = columns.chat if prefers_chat and not columns.are_own else None
+    chat = columns.chat if prefers_chat and not columns.has_default_columns else None
     prompt, names = columns.named(chat) if chat else columns.prompt()
 
     answer = columns.label or columns.first(LEARNED, "label_key", texts=True)
@@ -360,7 +360,7 @@ class _Columns:
         """Name in lower case -> column, of those that are not null."""
 
     @property
-    def are_own(self) -> bool:
+    def has_default_columns(self) -> bool:
         """Return whether the row has the columns that are the default: input and label."""
         is_named = self.section.input_key is not None or "instruction" in self.found
         return not is_named and {"input", LABEL} <= self.row.keys()
@@ -368,7 +368,9 @@ class _Columns:
     @property
     def label(self) -> str | None:
         """Return the column of the answer if a flag names it, or if it is the default."""
-        is_default = self.are_own or (self.section.input_key is not None and LABEL in self.row)
+        is_default = self.has_default_columns or (
+            self.section.input_key is not None and LABEL in self.row
+        )
         return self.section.label_key or (LABEL if is_default else None)
 
     @property
@@ -418,7 +420,11 @@ class _Columns:
             return self.named(name)
 
         contexts = PROMPTS["instruction"] if "instruction" in self.found else ()
-        names = ["input"] if self.are_own else [name for name in PROMPTS if name not in contexts]
+        names = (
+            ["input"]
+            if self.has_default_columns
+            else [name for name in PROMPTS if name not in contexts]
+        )
         name = self.first([names], "input_key", texts=True)
         if name:
             return self.joined(name)
@@ -440,7 +446,7 @@ class _Columns:
         contexts = PROMPTS[name.lower()]
         others = [self.found[each] for each in contexts if each in self.found]
         systems = [each for each in SYSTEMS if _says(self.row.get(each))][:1]
-        turns = None if self.are_own else _turns(self.row.get(EARLIER))
+        turns = None if self.has_default_columns else _turns(self.row.get(EARLIER))
         history = [EARLIER] if turns else []
 
         # What is left out here would be missing from the question.

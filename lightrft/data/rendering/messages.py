@@ -56,11 +56,11 @@ def as_messages(value: Any) -> list[Message] | None:
         return None
     if not all(isinstance(message, dict) for message in value):
         return None
-    places = [f"message {number} of {len(value)}" for number in range(1, len(value) + 1)]
+    locations = [f"message {number} of {len(value)}" for number in range(1, len(value) + 1)]
     return [
-        clean_message(each, place)
-        for message, place in zip(value, places, strict=True)
-        for each in _without_blocks(message, place)
+        clean_message(converted, where)
+        for message, where in zip(value, locations, strict=True)
+        for converted in _without_blocks(message, where)
     ]
 
 
@@ -80,7 +80,7 @@ def objects_in_text(text: str) -> list[Message] | None:
         return None
 
     is_chat = isinstance(value, list) and all(
-        isinstance(each, dict) and {"role", "from"} & each.keys() for each in value
+        isinstance(entry, dict) and {"role", "from"} & entry.keys() for entry in value
     )
     return value if is_chat else None
 
@@ -90,11 +90,11 @@ def turns_in_text(text: str) -> list[Message] | None:
 
     It is `Human: ...`, an empty line, `Assistant: ...`, and so on. None for any other text.
     """
-    before, *parts = DIALOGUE.split(text)
-    if before.strip() or parts[:1] != ["Human"] or "Assistant" not in parts[::2]:
+    before, *pieces = DIALOGUE.split(text)
+    if before.strip() or pieces[:1] != ["Human"] or "Assistant" not in pieces[::2]:
         return None
 
-    turns = zip(parts[::2], map(str.strip, parts[1::2]), strict=True)
+    turns = zip(pieces[::2], map(str.strip, pieces[1::2]), strict=True)
     messages = [{"role": ROLES.get(name.lower(), "user"), "content": said} for name, said in turns]
     return messages if messages[-1]["content"] else messages[:-1]
 
@@ -107,7 +107,7 @@ def is_message(value: Message) -> bool:
     return is_known and bool(says) and value.keys() <= MESSAGE_KEYS
 
 
-def _without_blocks(message: Message, place: str) -> list[Message]:
+def _without_blocks(message: Message, where: str) -> list[Message]:
     """Return a message of Anthropic's API in OpenAI's form; others stay as they are.
 
     Its content has blocks for thinking, calls and results. Results become messages of their own.
@@ -133,15 +133,15 @@ def _without_blocks(message: Message, place: str) -> list[Message]:
     if not any(blocks.values()):
         return [message]
     if results and (calls or thoughts):
-        raise ValueError(f"{place} has results of tools beside thinking or calls")
+        raise ValueError(f"{where} has results of tools beside thinking or calls")
 
     rest = [part for part in parts if part.get("type") not in BLOCKS]
-    own = message | {"content": rest or None, "tool_calls": calls or None}
-    own["reasoning_content"] = thoughts or None
-    return results if results and not rest else [*results, own]
+    remaining = message | {"content": rest or None, "tool_calls": calls or None}
+    remaining["reasoning_content"] = thoughts or None
+    return results if results and not rest else [*results, remaining]
 
 
-def clean_message(message: Any, place: str = "the message") -> Message:
+def clean_message(message: Any, where: str = "the message") -> Message:
     """Return a message with a role of chat templates, texts joined, and without null keys.
 
     The content stays a list if it has other parts than text, and stays None for a turn of tool
@@ -149,52 +149,52 @@ def clean_message(message: Any, place: str = "the message") -> Message:
     """
     if not isinstance(message, dict):
         raise ValueError(
-            f"{place} is not an object with a role and a content, but {message!r:.100}"
+            f"{where} is not an object with a role and a content, but {message!r:.100}"
         )
 
     keys = ", ".join(map(str, message))
     message = {name: value for name, value in message.items() if value is not None}
 
-    role = _role(message, place)
+    role = _role(message, where)
     content = message.pop("value", None) if "content" not in message else message["content"]
     # ShareGPT writes calls as the content of a turn of their own.
     if role in CALLS:
-        calls = parsed(content, f"the {role} of {place}") if isinstance(content, str) else content
+        calls = parsed(content, f"the {role} of {where}") if isinstance(content, str) else content
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
         role = "assistant"
         content = None
 
-    calls = _calls(message, place)
+    calls = _calls(message, where)
     thinks = any(message.get(name) for name in THOUGHTS)
     if content is None and not calls and not thinks:
-        raise ValueError(f"{place}, of role {role!r}, has no content (its keys are {keys})")
+        raise ValueError(f"{where}, of role {role!r}, has no content (its keys are {keys})")
 
-    cleaned = message | {"role": role, "content": _content(content, place)}
+    cleaned = message | {"role": role, "content": _content(content, where)}
     if content is None and not calls:
         cleaned["content"] = ""
     for name in WEIGHT_KEYS:
         if name in message and message[name] not in (0, 1):
             raise ValueError(
-                f"{place} has the {name} {message[name]!r}: it must be 1 (learned) or 0"
+                f"{where} has the {name} {message[name]!r}: it must be 1 (learned) or 0"
             )
 
     return cleaned | ({"tool_calls": calls} if calls else {})
 
 
-def _role(message: Message, place: str) -> str:
+def _role(message: Message, where: str) -> str:
     """Take the role out of a message."""
     role = message.pop("role", None)
     sender = message.pop("from", None)
     name = sender if role is None else role
     if not isinstance(name, str):
-        raise ValueError(f"{place} has no role: it is an object with a role and a content")
+        raise ValueError(f"{where} has no role: it is an object with a role and a content")
     standard = ROLES.get(name.lower()) or (name.lower() if name.lower() in CALLS else None)
     if role is None and standard is None:
         raise ValueError(f"the turn has the role {name!r}; known roles are {', '.join(ROLES)}")
     return standard or name
 
 
-def _content(content: Any, place: str) -> Any:
+def _content(content: Any, where: str) -> Any:
     if content is None or isinstance(content, str):
         return content
 
@@ -202,7 +202,7 @@ def _content(content: Any, place: str) -> Any:
     if not all(parts):
         raise ValueError(
             "the content of a chat message must be text, or a list of parts with a type, "
-            f"not {shortened(content)} in {place}"
+            f"not {shortened(content)} in {where}"
         )
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
@@ -221,25 +221,25 @@ def _part(part: Any) -> Message | None:
     return part | {"type": MEDIA_TYPES.get(kind, kind)}
 
 
-def _calls(message: Message, place: str) -> list[Message]:
+def _calls(message: Message, where: str) -> list[Message]:
     """Take the tool calls out of a message."""
     calls = message.pop("tool_calls", None) or []
     if old := message.pop("function_call", None):
         calls = [*calls, old]
     if isinstance(calls, str):
-        calls = parsed(calls, f"the tool_calls of {place}")
+        calls = parsed(calls, f"the tool_calls of {where}")
     if not isinstance(calls, list | tuple):
-        raise ValueError(f"the tool_calls of {place} are not a list, but {shortened(calls)}")
-    return [_call(call, place) for call in calls]
+        raise ValueError(f"the tool_calls of {where} are not a list, but {shortened(calls)}")
+    return [_call(call, where) for call in calls]
 
 
-def _call(call: Any, place: str) -> Message:
+def _call(call: Any, where: str) -> Message:
     """Return a call in the form of OpenAI, with the arguments as an object."""
-    call = parsed(call, f"a tool call of {place}") if isinstance(call, str) else call
+    call = parsed(call, f"a tool call of {where}") if isinstance(call, str) else call
     function = (call.get("function") or call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(
-            f"a tool call of {place} is not {{'function': {{'name': ..., 'arguments': JSON}}}}:"
+            f"a tool call of {where} is not {{'function': {{'name': ..., 'arguments': JSON}}}}:"
             f" {shortened(call)}"
         )
 
@@ -247,10 +247,10 @@ def _call(call: Any, place: str) -> Message:
     arguments = function.get("arguments") or {}
     # OpenAI's servers send arguments as JSON text, data often as an object.
     if isinstance(arguments, str):
-        arguments = parsed(arguments, f"the arguments of the tool call {name} in {place}")
+        arguments = parsed(arguments, f"the arguments of the tool call {name} in {where}")
     if not isinstance(arguments, dict):
         raise ValueError(
-            f"the arguments of the tool call {name} in {place} are not an object:"
+            f"the arguments of the tool call {name} in {where} are not an object:"
             f" {shortened(arguments)}"
         )
 
@@ -264,8 +264,8 @@ def without_null_arguments(call: Message, tools: Sequence[Mapping[str, Any]]) ->
     One that the schema of the tool requires was written by somebody, and stays.
     """
     function = call["function"]
-    own = [tool["function"] for tool in tools if tool["function"]["name"] == function["name"]]
-    schema = own[-1].get("parameters") if own else None
+    matching = [tool["function"] for tool in tools if tool["function"]["name"] == function["name"]]
+    schema = matching[-1].get("parameters") if matching else None
     return call | {"function": function | {"arguments": _given(function["arguments"], schema)}}
 
 

@@ -385,13 +385,13 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
     ) -> list[Message]:
         """Return messages in the form that the template takes, without keys that are not for it."""
-        own = [
+        formed = [
             {name: value for name, value in message.items() if name not in WEIGHT_KEYS}
             for message in messages
         ]
-        if any(message.get("tool_calls") for message in own):
-            own = [self._with_formed_calls(message, tools) for message in own]
-        return own if self._takes_text else [_as_parts(message) for message in own]
+        if any(message.get("tool_calls") for message in formed):
+            formed = [self._with_formed_calls(message, tools) for message in formed]
+        return formed if self._takes_text else [_as_parts(message) for message in formed]
 
     def _with_formed_calls(self, message: Message, tools: Sequence[dict[str, Any]]) -> Message:
         if not message.get("tool_calls"):
@@ -419,13 +419,13 @@ class ChatTemplate:
         read = [
             message | {"content": ""} if is_answer(message) else message for message in messages
         ]
-        if place := _first_lost(read, text):
-            raise ValueError(_left_out(messages, place))
+        if number := _first_lost(read, text):
+            raise ValueError(_left_out(messages, number))
 
-        for place, message in enumerate(messages, 1):
+        for number, message in enumerate(messages, 1):
             if isinstance(message["content"], list) and _is_printed(message["content"], text):
                 raise ValueError(
-                    f"the chat template takes text, and prints the parts of message {place} of"
+                    f"the chat template takes text, and prints the parts of message {number} of"
                     f" {len(messages)}"
                 )
 
@@ -437,14 +437,14 @@ class ChatTemplate:
         except ValueError:  # the template reads the text
             return
 
-        if place := _first_lost(words, text):
-            raise ValueError(_left_out(messages, place))
+        if number := _first_lost(words, text):
+            raise ValueError(_left_out(messages, number))
 
-        for place, message in enumerate(words, 1):
+        for number, message in enumerate(words, 1):
             for call in message.get("tool_calls") or ():
                 if call["function"]["name"] not in text:
                     raise ValueError(
-                        f"the chat template leaves out the tool calls of message {place} of"
+                        f"the chat template leaves out the tool calls of message {number} of"
                         f" {len(messages)}"
                     )
 
@@ -479,28 +479,28 @@ def _first_lost(messages: Sequence[Message], text: str) -> int:
     begin = 0
     for number, message in enumerate(messages, 1):
         in_order = message["role"] in ("user", "assistant")
-        place = begin if in_order else 0
+        end = begin if in_order else 0
         for text in texts_of(message):
-            place = _end_in(squeezed, text, place)
-            if place < 0:
+            end = _end_in(squeezed, text, end)
+            if end < 0:
                 return number
-        begin = place if in_order else begin
+        begin = end if in_order else begin
 
     return 0
 
 
 def _end_in(squeezed: str, text: str, start: int) -> int:
-    """Return the place after a text, also inside of a JSON string; -1 if it is not there."""
+    """Return the index after a text, also inside of a JSON string; -1 if it is not there."""
     forms = (text, *(json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
     found = ((squeezed.find(form, start), form) for form in map(_squeezed, forms))
-    return next((place + len(form) for place, form in found if place >= 0), -1)
+    return next((found_at + len(form) for found_at, form in found if found_at >= 0), -1)
 
 
-def _left_out(messages: Sequence[Message], place: int) -> str:
-    role = messages[place - 1]["role"]
+def _left_out(messages: Sequence[Message], number: int) -> str:
+    role = messages[number - 1]["role"]
     hint = "" if role in ("user", "assistant") else "; it may not know this role"
     return (
-        f"the chat template leaves out the text of message {place} of {len(messages)}, of role"
+        f"the chat template leaves out the text of message {number} of {len(messages)}, of role"
         f" {role!r}{hint}"
     )
 
@@ -536,8 +536,8 @@ def _words(message: Message, number: int) -> Message:
     content = message["content"]
     if isinstance(content, list):
         content = [
-            part | {"text": f"{word}{place}{word}"} if part["type"] == "text" else part
-            for place, part in enumerate(content)
+            part | {"text": f"{word}{index}{word}"} if part["type"] == "text" else part
+            for index, part in enumerate(content)
         ]
     elif content:
         content = word
@@ -547,11 +547,11 @@ def _words(message: Message, number: int) -> Message:
         call
         | {
             "function": {
-                "name": f"word{number}_{place}_word",
+                "name": f"word{number}_{index}_word",
                 "arguments": call["function"]["arguments"],
             }
         }
-        for place, call in enumerate(message.get("tool_calls") or ())
+        for index, call in enumerate(message.get("tool_calls") or ())
     ]
     return {"content": content} | ({"tool_calls": calls} if calls else {})
 

@@ -28,9 +28,9 @@ def text_tokens(
     if not special_tokens:
         return plain
     complete: list[int] = tokenizer(text)["input_ids"]
-    places = range(len(complete) - len(plain) + 1)
+    counts = range(len(complete) - len(plain) + 1)
     added = next(
-        (complete[:place] for place in places if complete[place : place + len(plain)] == plain), []
+        (complete[:count] for count in counts if complete[count : count + len(plain)] == plain), []
     )
     return plain if plain[: len(added)] == added else added + plain
 
@@ -42,17 +42,17 @@ def consecutive_tokens(
 
     No engine can generate a token across a border: there, each text has its own tokens.
     """
-    first, *others = texts
+    first, *rest = texts
     begin = partial(text_tokens, tokenizer, special_tokens=special_tokens)
-    parts = [begin(first), *(text_tokens(tokenizer, text, special_tokens=False) for text in others)]
+    pieces = [begin(first), *(text_tokens(tokenizer, text, special_tokens=False) for text in rest)]
     tokens = begin("".join(texts))
-    if [token for part in parts for token in part] == tokens:
-        return parts
+    if [token for piece in pieces for token in piece] == tokens:
+        return pieces
 
     beginnings = [begin(beginning) for beginning in accumulate(texts)]
     if all(tokens[: len(beginning)] == beginning for beginning in beginnings):
         return [tokens[start:end] for start, end in pairwise([0, *map(len, beginnings)])]
-    return [parts[0], *(_inner_tokens(tokenizer, text) for text in others)]
+    return [pieces[0], *(_inner_tokens(tokenizer, text) for text in rest)]
 
 
 def _inner_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -21,7 +21,7 @@ from verifiers.v1.utils.loaders import (
 from lightrft.config.errors import DataError
 from lightrft.config.references import VERIFIERS
 from lightrft.data.columns.values import DataRow
-from lightrft.registry import each_kept_alive, kept_alive
+from lightrft.registry import all_kept_alive, kept_alive
 
 TASK = "task"
 """Column with the data of a task."""
@@ -44,12 +44,12 @@ def parse(reference: str) -> Reference:
     """
     name, _, query = reference.removeprefix(VERIFIERS).partition("?")
     options: dict[str, Any] = {"taskset": {"id": name}, "select": {}}
-    for path, _, text in (part.partition("=") for part in query.split("&") if part):
+    for path, _, text in (option.partition("=") for option in query.split("&") if option):
         *folders, last = path.split(".")
-        place = options
+        target = options
         for folder in folders:
-            place = place.setdefault(folder, {})
-        place[last] = _value(text)
+            target = target.setdefault(folder, {})
+        target[last] = _value(text)
 
     select = options.pop("select")
     roles = [
@@ -95,7 +95,7 @@ def task_rows(reference: str, flag: str) -> Iterator[DataRow]:
         if not tasks.bounded:
             raise ValueError("it has any number of tasks: add select.limit=500")
 
-        for number, task in enumerate(each_kept_alive(tasks), 1):
+        for number, task in enumerate(all_kept_alive(tasks), 1):
             name = (
                 task.data.prompt_text
                 or task.data.description

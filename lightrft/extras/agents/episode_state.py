@@ -30,7 +30,7 @@ class EpisodeState:
     """
 
     sample: Sample
-    seed_parts: tuple[int, ...]
+    seed_numbers: tuple[int, ...]
     """Numbers that the seeds of the turns are derived from."""
     worker: Worker | None = None
     mailbox: Mailbox | None = None

@@ -90,16 +90,16 @@ class Episodes:
         can_begin = self._waiting and len(self._active) < self.section.environment_workers
         return bool(can_begin) or any(not each.is_sampling for each in self._active.values())
 
-    def begin(self, sample: Sample, *seed_parts: int) -> None:
+    def begin(self, sample: Sample, *seed_numbers: int) -> None:
         """Begin the episode of a sample, when a worker is free."""
         sample.episode = Episode()
         self._logged = 0
-        self._waiting.append(EpisodeState(sample, seed_parts))
+        self._waiting.append(EpisodeState(sample, seed_numbers))
 
-    def attach(self, sample: Sample, socket: Connection, *seed_parts: int) -> None:
+    def attach(self, sample: Sample, socket: Connection, *seed_numbers: int) -> None:
         """Begin an episode whose program sends requests over a socket, and is no worker process."""
         sample.episode = Episode()
-        self._register(EpisodeState(sample, seed_parts, Worker(None, socket)))
+        self._register(EpisodeState(sample, seed_numbers, Worker(None, socket)))
 
     def poll(self, seconds: float) -> list[EpisodeState]:
         """Handle what the programs have sent; return the episodes that want a turn of the model.
@@ -377,6 +377,6 @@ def _messages(observation: Observation) -> list[Message]:
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     return [
-        each if isinstance(each, dict) else {"role": "user", "content": f"token {each}"}
-        for each in observation
+        entry if isinstance(entry, dict) else {"role": "user", "content": f"token {entry}"}
+        for entry in observation
     ]

@@ -120,14 +120,14 @@ def good_calls(turn: Turn) -> list[ToolCall]:
     return [] if any(call.problem for call in turn.tool_calls) else turn.tool_calls
 
 
-def clean_message(message: Any, place: str = "the message") -> Message:
+def clean_message(message: Any, where: str = "the message") -> Message:
     """Return a message as chat templates read it.
 
     Raises ValueError for one that has no role, or content other than text.
     """
-    message = rendering.clean_message(message, place)
+    message = rendering.clean_message(message, where)
     if not message["role"]:
-        raise ValueError(f"{place} has no role: it is an object with a role and a content")
+        raise ValueError(f"{where} has no role: it is an object with a role and a content")
 
     content = message["content"] or ""
     if not isinstance(content, str):

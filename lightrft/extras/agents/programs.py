@@ -46,7 +46,7 @@ ADAPTER_MODULES = {
 """Prefix of --environment, and of an extra -> module for the environments of another framework."""
 MAX_PROBLEM = 2000
 """Number of characters of an error that are reported."""
-OWN = ("/lightrft/extras/agents/", "/lightrft/registry.py")
+INTERNAL = ("/lightrft/extras/agents/", "/lightrft/registry.py")
 """Parts of the names of files that are no user's code."""
 PYTHON = sysconfig.get_path("stdlib")
 agents = Registry("agent", flag="--agent")
@@ -255,7 +255,7 @@ def _work(connection: Connection, program: Program) -> None:
         except (EOFError, BrokenPipeError):
             return
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"[:MAX_PROBLEM] + _place(error)
+            problem = f"{type(error).__name__}: {error}"[:MAX_PROBLEM] + _location(error)
 
         sys.stdout.flush()
         ended = Ended(
@@ -270,7 +270,7 @@ def _work(connection: Connection, program: Program) -> None:
         connection.send_bytes(to_bytes(ended))
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """Return the last line of the user's code in the error's traceback.
 
     Lines of libraries that it calls are left out.
@@ -279,11 +279,11 @@ def _place(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not any(own in frame.filename for own in OWN)
+        if not any(internal in frame.filename for internal in INTERNAL)
         and (frame.filename.startswith(packages) or not frame.filename.startswith(PYTHON))
     ]
     # The user's code may be an installed package, too.
-    own = [frame for frame in frames if not frame.filename.startswith(packages)] or frames
-    if not own and error.__cause__:  # raised instead of what would end the process
-        return _place(error.__cause__)
-    return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""
+    users = [frame for frame in frames if not frame.filename.startswith(packages)] or frames
+    if not users and error.__cause__:  # raised instead of what would end the process
+        return _location(error.__cause__)
+    return f", at {users[-1].filename}:{users[-1].lineno} ({users[-1].name})" if users else ""

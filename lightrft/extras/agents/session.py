@@ -88,8 +88,8 @@ class Session:
         """Return the request for the turn that follows messages, and the messages cleaned."""
         total = len(messages)
         messages = [
-            clean_message(each, f"message {number} of {total}")
-            for number, each in enumerate(messages, 1)
+            clean_message(message, f"message {number} of {total}")
+            for number, message in enumerate(messages, 1)
         ]
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError(

@@ -70,8 +70,8 @@ def before_calls(text: str) -> str:
     if begin >= 0:
         return text[:begin]
     lengths = range(len(HERMES_BEGIN), 0, -1)
-    part = next((size for size in lengths if text.endswith(HERMES_BEGIN[:size])), 0)
-    return text[: len(text) - part]
+    begun = next((size for size in lengths if text.endswith(HERMES_BEGIN[:size])), 0)
+    return text[: len(text) - begun]
 
 
 def read_call(name: str, arguments: str) -> ToolCall:

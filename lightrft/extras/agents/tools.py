@@ -51,11 +51,11 @@ def tools_of(owner: Any, name: str = "") -> dict[str, Callable[..., Any]]:
 
     if isinstance(owner, ModuleType):
         public = {name: one for name, one in vars(owner).items() if not name.startswith("_")}
-        for each, one in public.items():
-            _check_tool(each, one, owner.__name__)
-        own = owner.__name__
+        for key, one in public.items():
+            _check_tool(key, one, owner.__name__)
+        module = owner.__name__
         return {
-            each: one for each, one in public.items() if is_function(one) and one.__module__ == own
+            key: one for key, one in public.items() if is_function(one) and one.__module__ == module
         }
     methods = inspect.getmembers(owner, callable)
     return {
@@ -79,12 +79,12 @@ def _check_tool(name: str, one: Any, module: str) -> None:
     kind = type(one)
     of_other_library = kind.__name__.endswith("Tool") or isinstance(one, partial)
     callable_object = callable(one) and not isinstance(one, type) and not is_function(one)
-    own = callable_object and kind.__module__ == module
+    of_module = callable_object and kind.__module__ == module
     problem = (
         f"{name} is an object of the class {kind.__name__}, and a tool is a function: define one that"
         f" calls it, with types and a docstring, and rename it to _{name}"
     )
-    if of_other_library or own:
+    if of_other_library or of_module:
         raise ValueError(problem)
     describes_types = kind.__module__ in ("types", "typing", "typing_extensions")
     if callable_object and not describes_types:
@@ -93,9 +93,11 @@ def _check_tool(name: str, one: Any, module: str) -> None:
 
 def _check_call(name: str, tool: Callable[..., Any]) -> None:
     """Raise ValueError for a function whose arguments have no names, or that returns no value."""
-    for each in inspect.signature(tool).parameters.values():
-        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-            raise ValueError(f"tool {name}: a model names each argument, and {each} has no name")
+    for argument in inspect.signature(tool).parameters.values():
+        if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
+            raise ValueError(
+                f"tool {name}: a model names each argument, and {argument} has no name"
+            )
     function = inspect.unwrap(tool)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ValueError(f"tool {name} is a generator: let it return a list of what it yields")

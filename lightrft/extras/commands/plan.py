@@ -41,25 +41,25 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> None:
     answer_word(argv, "train_ppo")
-    own, flags = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, flags = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     if flags and not flags[0].startswith("-"):
         flags.insert(0, "--config")
 
     set_up_logging()
     with user_errors(ConfigError):
-        if min(own.ranks, own.ranks_per_node) < 1:
+        if min(options.ranks, options.ranks_per_node) < 1:
             raise ConfigError("--ranks and --ranks_per_node must be at least 1")
 
-        config = parse(flags, own.command)
+        config = parse(flags, options.command)
         sys.exit(
             show_plan(
                 config,
-                own.command,
-                own.ranks,
-                own.device,
-                ranks_per_node=own.ranks_per_node,
-                model_file=own.model_config,
-                as_json=own.json,
+                options.command,
+                options.ranks,
+                options.device,
+                ranks_per_node=options.ranks_per_node,
+                model_file=options.model_config,
+                as_json=options.json,
                 elsewhere=True,
             )
         )
@@ -191,8 +191,8 @@ def show_data(config: Config, command: str, source: str = "prompt_data") -> None
     _, texts = shown_data(config, command, source=source)
     console = Console(width=None if sys.stdout.isatty() else 130)
     form = "{}" if console.is_terminal else "⟦{}⟧"
-    parts = [(form.format(text), "green") if learned else text for text, learned in texts]
-    console.print(Text.assemble(*parts))
+    marked = [(form.format(text), "green") if learned else text for text, learned in texts]
+    console.print(Text.assemble(*marked))
 
 
 def _memory(run_plan: "RunPlan", device: str) -> Table:
@@ -204,11 +204,11 @@ def _memory(run_plan: "RunPlan", device: str) -> Table:
     for name in ("phase", "total", "of which"):
         table.add_column(name, justify="right" if name == "total" else "left")
 
-    for phase, parts in run_plan.phases.items():
-        size = sum(parts.values())
+    for phase, sizes in run_plan.phases.items():
+        size = sum(sizes.values())
         colour = "green" if size <= run_plan.capacity else "red"
         of_which = ", ".join(
-            f"{name} {part / 1e9:.1f}" for name, part in parts.items() if part >= 5e7
+            f"{name} {num_bytes / 1e9:.1f}" for name, num_bytes in sizes.items() if num_bytes >= 5e7
         )
         table.add_row(phase, f"[{colour}]{size / 1e9:.1f}[/]", of_which)
 
@@ -236,10 +236,10 @@ def _conclude(console: Console, config: Config, run_plan: "RunPlan", device: str
         )
 
     if run_plan.seconds:
-        parts = ", ".join(f"{name} {value:.1f}" for name, value in run_plan.seconds.items())
+        times = ", ".join(f"{name} {value:.1f}" for name, value in run_plan.seconds.items())
         peaks = DEVICES[device]
         console.print(
-            f"about {sum(run_plan.seconds.values()):.1f} s a step: {parts}", highlight=False
+            f"about {sum(run_plan.seconds.values()):.1f} s a step: {times}", highlight=False
         )
         compute = f"{MFU:.0%} of {peaks.flops / 1e12:.0f} TFLOP/s"
         memory = f"{DECODING:.0%} of {peaks.bandwidth / 1e12:.1f} TB/s"

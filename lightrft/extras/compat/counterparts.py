@@ -113,7 +113,7 @@ def translate(
 ) -> Translation:
     """Translate a tool's names and values for a run of `command` on `ranks` processes.
 
-    `rows` names the part of the table to look into.
+    `rows` names the section of the table to look into.
     """
     known = names(tool, command) if rows == "names" else table(tool)[rows]
     result = Translation()

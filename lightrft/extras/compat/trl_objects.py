@@ -19,9 +19,9 @@ def taken(command: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list
     Batches are counted on as many devices as the launcher started processes. Raises ConfigError for
     a value that TRL's user set and that has no counterpart.
     """
-    own = section_of_field().keys() | aliases() | {"model", "tokenizer"}
+    native = section_of_field().keys() | aliases() | {"model", "tokenizer"}
     known = names("trl", command).keys() | set(TRAINER_OBJECTS)
-    theirs = {name: value for name, value in values.items() if name in known - own}
+    theirs = {name: value for name, value in values.items() if name in known - native}
     if not theirs:
         return dict(values), []
 
@@ -61,14 +61,14 @@ def _changed(config: Any, owner: str) -> dict[str, Any]:
     `owner` is a command, or "lora": other classes have other defaults, or mean something else.
     """
     expected = table("trl")["objects"].get(owner, "")
-    if expected not in [each.__name__ for each in type(config).__mro__]:
-        place = "peft_config" if owner == "lora" else f"args of {owner}"
-        raise ConfigError(f"{place} is an object of {expected}, not of {type(config).__name__}")
+    if expected not in [item.__name__ for item in type(config).__mro__]:
+        where = "peft_config" if owner == "lora" else f"args of {owner}"
+        raise ConfigError(f"{where} is an object of {expected}, not of {type(config).__name__}")
 
     plain = {
-        each.name: each.default if each.default_factory is MISSING else each.default_factory()
-        for each in fields(config)
-        if each.init
+        item.name: item.default if item.default_factory is MISSING else item.default_factory()
+        for item in fields(config)
+        if item.init
     }
     values = {name: getattr(config, name) for name in plain}
     return {

@@ -63,7 +63,7 @@ class PagedRows:
     caches: list[Tensor]
     """Keys and values of each layer: [pages, H_kv, tokens of a page, 2 D]."""
     slots: Tensor
-    """Page * tokens of a page + place in the page, for each new token: [T]."""
+    """Page * tokens of a page + index in the page, for each new token: [T]."""
     groups: list[PagedGroup]
 
     @classmethod
@@ -80,11 +80,11 @@ class PagedRows:
         groups = []
         for count in sorted(set(counts)):
             (chosen,) = torch.where(numbers == count)
-            own = lengths[chosen]
-            longest = int(own.max())
+            chosen_lengths = lengths[chosen]
+            longest = int(chosen_lengths.max())
             new = torch.arange(count)
             tokens = starts[chosen][:, None] + new
-            position = own[:, None] - count + new
+            position = chosen_lengths[:, None] - count + new
             groups.append(
                 PagedGroup(tokens, position, pages[chosen, : -(-longest // size)], longest)
             )
@@ -278,13 +278,13 @@ def _of_rows(
     # A layer with a window has dropped the keys that no query sees any more.
     dropped = rows.length - key.shape[1]
     key, value = (F.pad(x, (0, 0, 0, 0, dropped, 0)) for x in (key, value))
-    places = torch.arange(rows.length, device=key.device)
+    positions = torch.arange(rows.length, device=key.device)
     # Keys behind the last token of a row are never seen.
-    source = (places + rows.padding[:, None]).clamp(max=rows.length - 1)[..., None, None]
+    source = (positions + rows.padding[:, None]).clamp(max=rows.length - 1)[..., None, None]
     key, value = (x.gather(1, source.expand(-1, -1, *x.shape[2:])) for x in (key, value))
 
     # Queries of padding see one key, so that they remain numbers.
-    position = (places[rows.length - query.shape[1] :] - rows.padding[:, None]).clamp(min=0)
+    position = (positions[rows.length - query.shape[1] :] - rows.padding[:, None]).clamp(min=0)
     return blockwise(query, key, value, position, rows.length, scores)
 
 

@@ -35,7 +35,7 @@ class ExactHead:
         num = len(hidden)
         tokens, _ = sample_tokens(logits[:num], 1.0 if temperature else 0.0, uniform, truncation)
 
-        # Rows of padding have no token, and remain so that all parts have equal numbers of rows.
+        # Rows of padding have no token, and remain so that all chunks have equal numbers of rows.
         targets = tokens.new_full((len(logits),), -100)
         targets[:num] = tokens
         chunk = chunk_of(self.products, hidden, size)

@@ -30,7 +30,7 @@ def make_exact(model: PreTrainedModel, dtype: torch.dtype, device: torch.device)
     Raise ConfigError for a model with other layers, and on a machine where products depend on the
     number of rows.
     """
-    problem = inexact_part(model)
+    problem = inexact_module(model)
     if problem:
         raise ConfigError(f"--exact does not support {type(model).__name__}: {problem}")
 
@@ -63,7 +63,7 @@ def make_actor_exact(actor: Actor, dtype: torch.dtype, device: torch.device, wor
         )
 
 
-def inexact_part(model: PreTrainedModel) -> str:
+def inexact_module(model: PreTrainedModel) -> str:
     """Return why a model cannot be exact, or nothing."""
     config = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS

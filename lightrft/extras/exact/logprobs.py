@@ -18,8 +18,8 @@ ONE_THREAD = 2**15
 def row_multiple(products: Products, like: Tensor, vocabulary: int) -> int:
     """Return the number of rows that logits are padded to a multiple of.
 
-    A host reads logits some rows at a time, and a part with a single row is summed by all threads.
-    So no part may be smaller than another.
+    A host reads logits some rows at a time, and a chunk with a single row is summed by all threads.
+    So no chunk may be smaller than another.
     """
     if like.device.type != "cpu" or vocabulary < ONE_THREAD:
         return products.multiple
@@ -31,7 +31,7 @@ def chunk_of(products: Products, like: Tensor, vocabulary: int) -> int:
     multiple = row_multiple(products, like, vocabulary)
     if products.block:
         return multiple
-    # The truncation of a chunk is decided in four parts.
+    # The truncation of a chunk is decided in four pieces.
     return max(1, chunk_rows(like, vocabulary) // (4 * multiple)) * 4 * multiple
 
 

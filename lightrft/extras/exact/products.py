@@ -66,10 +66,10 @@ class Products:
         """Return rows [M, H] times the transpose of weight [V, H] in float32: [M, V]."""
         num = len(rows)
         padded = F.pad(rows, (0, 0, 0, -num % self.multiple))
-        parts = padded.split(self.block or len(padded))
-        empty = (torch.empty(len(part), len(weight), device=rows.device) for part in parts)
+        chunks = padded.split(self.block or len(padded))
+        empty = (torch.empty(len(chunk), len(weight), device=rows.device) for chunk in chunks)
         outputs = [
-            float32_product(part, weight, out) for part, out in zip(parts, empty, strict=True)
+            float32_product(chunk, weight, out) for chunk, out in zip(chunks, empty, strict=True)
         ]
         return torch.cat(outputs)[:num]
 
@@ -132,7 +132,7 @@ def _problems(products: Products, shapes: ProductShapes, device: torch.device) -
         product = products.logits if (num, width) == shapes.head else products.linear
         together = product(rows, weight)
         for count, first in product_of(COUNTS, (True, False)):
-            # The first rows, and the last ones at another place in their product.
+            # The first rows, and the last ones at another index in their product.
             some = slice(count) if first else slice(-count, None)
             if not torch.equal(product(rows[some], weight), together[some]):
                 yield f"{count} of {LARGEST} rows of {width} numbers times {num} columns"
@@ -142,6 +142,6 @@ def _problems(products: Products, shapes: ProductShapes, device: torch.device) -
         right = torch.randn(max(BATCHES), width, num, **options)
         together = products.batched(left, right)
         for size, count in product_of(BATCHES, COUNTS):
-            part = products.batched(left[-size:, -count:].contiguous(), right[-size:])
-            if not torch.equal(part, together[-size:, -count:]):
+            alone = products.batched(left[-size:, -count:].contiguous(), right[-size:])
+            if not torch.equal(alone, together[-size:, -count:]):
                 yield f"{size} times {count} rows of {width} numbers, and {num} columns"

@@ -141,12 +141,12 @@ def _files(config: Config, checkpoint: Path | None) -> Iterator[tuple[Path, str]
     if checkpoint is not None:
         for file in sorted(each for each in checkpoint.rglob("*") if each.is_file()):
             yield file, f"checkpoints/{checkpoint.name}/{file.relative_to(checkpoint)}"
-    for file, place in _places_of_code(config).items():
-        yield Path(file), place
+    for file, path_in_bundle in _paths_of_code(config).items():
+        yield Path(file), path_in_bundle
 
 
-def _places_of_code(config: Config) -> dict[str, str]:
-    """Return the place in a bundle of each file of code, by the name that flags have for it."""
+def _paths_of_code(config: Config) -> dict[str, str]:
+    """Return the path in a bundle of each file of code, by the name that flags have for it."""
     files = dict.fromkeys(file for _, _, file in code_files(config))
     return {file: f"code/{number}/{Path(file).name}" for number, file in enumerate(files)}
 
@@ -179,9 +179,9 @@ class Bundle:
             if (folder / name).is_dir():
                 config.update({field: str(folder / name)})
         teachers = [
-            (label, str(folder / own) if (folder / own).is_dir() else path)
+            (label, str(folder / copy) if (folder / copy).is_dir() else path)
             for number, (label, path) in enumerate(teacher_terms(config.model.teacher_pretrain))
-            for own in [f"{TEACHER}{number}"]
+            for copy in [f"{TEACHER}{number}"]
         ]
         written = (f"{label}={path}" if label else path for label, path in teachers)
         config.update({"teacher_pretrain": ",".join(written)})
@@ -189,9 +189,9 @@ class Bundle:
         for field in REWARD_MODELS:
             terms = [term for flag, term in reward_model_terms(config.model) if flag == field]
             config.update({field: [str(replace(term, name=str(folder))) for term in terms]})
-        places = _places_of_code(config)
+        paths = _paths_of_code(config)
         moved = {
-            (flag, name): name.replace(file, str(folder / places[file]), 1)
+            (flag, name): name.replace(file, str(folder / paths[file]), 1)
             for flag, name, file in code_files(config)
         }
         names = [

@@ -64,15 +64,15 @@ class Difference:
     """First step that differs; None if all digests are equal."""
     phase: str = ""
     update: int = 0
-    """Number of the optimizer step, from 1, if the phase is a part of one."""
-    parts: list[str] = field(default_factory=list)
-    """Parts of the model whose gradient or weights differ."""
-    places: list[str] = field(default_factory=list)
+    """Number of the optimizer step, from 1, if the phase belongs to one."""
+    modules: list[str] = field(default_factory=list)
+    """Modules of the model whose gradient or weights differ."""
+    locations: list[str] = field(default_factory=list)
     """Sentences about the first sample, tensor and element that differ."""
     causes: list[str] = field(default_factory=list)
     """Sentences about settings, data, versions and machines that differ."""
     other_layout: bool = False
-    """Whether ranks have other parts of models and sequences. The phases of OF_SEQUENCES alone can
+    """Whether ranks have other shares of models and sequences. The phases of OF_SEQUENCES alone can
     be compared then."""
 
 
@@ -100,14 +100,14 @@ def find_difference(one: Path, other: Path) -> Difference:
             found.step = step
             found.phase, found.update = _in_updates(phase, *rows)
             first, second = (row.get(found.phase) for row in rows)
-            if isinstance(first, dict) and isinstance(second, dict):  # by part of the model
+            if isinstance(first, dict) and isinstance(second, dict):  # by module
                 names = first | second
-                found.parts = [name for name in names if first.get(name) != second.get(name)]
+                found.modules = [name for name in names if first.get(name) != second.get(name)]
             break
 
     found.causes = [*_settings(folders), *_descriptions(folders), *_data(folders)]
     if found.step is not None:
-        found.places = list(_places(folders, found))
+        found.locations = list(_locations(folders, found))
         found.causes += _measured(folders, found)
     return found
 
@@ -123,13 +123,13 @@ def _has_other_layout(folders: Sequence[Path]) -> bool:
 
 
 def _in_updates(phase: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the first phase and optimizer step that differ, if `phase` is a part of those."""
+    """Return the first phase and optimizer step that differ, if `phase` belongs to those."""
     kinds = PHASES[PHASES.index("loss") :]
     if phase in kinds:
         pairs = zip(one.get("updates", ()), other.get("updates", ()), strict=False)
         for number, pair in enumerate(pairs, start=1):
-            for place, kind in enumerate(kinds):
-                first, second = (each[8 * place : 8 * place + 8] for each in pair)
+            for index, kind in enumerate(kinds):
+                first, second = (each[8 * index : 8 * index + 8] for each in pair)
                 if first != second:
                     return kind, number
     return phase, 0
@@ -170,8 +170,8 @@ def _data(folders: Sequence[Path]) -> Iterator[str]:
     configs = [*map(read_settings, folders)]
     for name in ("prompt_data", "eval_data", "pretrain_data", "reward"):
         paths = [
-            Path(str(each.get(name) or "").rpartition(":")[0] or str(each.get(name)))
-            for each in configs
+            Path(str(config.get(name) or "").rpartition(":")[0] or str(config.get(name)))
+            for config in configs
         ]
         paths = [path.expanduser() for path in paths]
         if paths[0] == paths[1] or not all(path.is_file() for path in paths):
@@ -215,7 +215,7 @@ def _measured(folders: Sequence[Path], found: Difference) -> Iterator[str]:
 # -- the sample, the tensor and the element
 
 
-def _places(folders: Sequence[Path], found: Difference) -> Iterator[str]:
+def _locations(folders: Sequence[Path], found: Difference) -> Iterator[str]:
     if found.phase in OF_SEQUENCES:
         yield from _of_samples(folders, found)
     elif found.phase == "weights":
@@ -231,11 +231,11 @@ def _of_samples(folders: Sequence[Path], found: Difference) -> Iterator[str]:
     # Other numbers of replicas share the groups differently.
     if [row["group"] for row in recorded[0]] != [row["group"] for row in recorded[1]]:
         recorded = [sorted(rows, key=lambda row: row["group"]) for rows in recorded]
-    for place, (one, other) in enumerate(zip_longest(*recorded)):
+    for number, (one, other) in enumerate(zip_longest(*recorded)):
         if one is None or other is None:
             yield f"one run has {len(recorded[0])} samples, the other {len(recorded[1])}"
             return
-        sample = f"sample {place} (group {one['group']})"
+        sample = f"sample {number} (group {one['group']})"
         if one["prompt"] != other["prompt"]:
             texts = one["prompt"]["text"], other["prompt"]["text"]
             rows = one["prompt"]["index"], other["prompt"]["index"]
@@ -253,9 +253,9 @@ def _of_samples(folders: Sequence[Path], found: Difference) -> Iterator[str]:
 def _element(name: str, one: Any, other: Any) -> str:
     """Return the first element in which two values of a sample differ."""
     if isinstance(one, list) and isinstance(other, list):
-        for place, (first, second) in enumerate(zip_longest(one, other)):
+        for index, (first, second) in enumerate(zip_longest(one, other)):
             if first != second:
-                return f"{name}[{place}] is {first!r} and {second!r}"
+                return f"{name}[{index}] is {first!r} and {second!r}"
     return f"{name} is {one!r:.200} and {other!r:.200}"
 
 
@@ -285,16 +285,16 @@ def _of_checkpoints(folders: Sequence[Path], step: int) -> Iterator[str]:
         return
 
     first = min(common)
-    names, place = _first_element(*(each[first] for each in saved))
+    names, location = _first_element(*(each[first] for each in saved))
     if names:
         name = saved[0][first].name
-        yield f"checkpoint {name}: {len(names)} tensors of the models differ; {place}"
+        yield f"checkpoint {name}: {len(names)} tensors of the models differ; {location}"
 
 
 def _first_element(one: Path, other: Path) -> tuple[list[str], str]:
     """Return the names of tensors that differ in two checkpoints, and where the first one does."""
     names: list[str] = []
-    place = ""
+    location = ""
     # One tensor at a time, because models may be large.
     for name, shape, dtype in _tensors(one):
         first, second = (torch.zeros(shape, dtype=dtype) for _ in range(2))
@@ -304,16 +304,16 @@ def _first_element(one: Path, other: Path) -> tuple[list[str], str]:
             continue
 
         names.append(name)
-        if not place:
+        if not location:
             changed = (first != second).flatten().nonzero().flatten()
             index = [int(i) for i in torch.unravel_index(changed[0], shape)]
             values = first.flatten()[changed[0]].item(), second.flatten()[changed[0]].item()
-            place = (
+            location = (
                 f"{name} in {len(changed)} of {first.numel()} elements, first {index}:"
                 f" {values[0]!r} and {values[1]!r}"
             )
 
-    return names, place
+    return names, location
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Size, torch.dtype]]:

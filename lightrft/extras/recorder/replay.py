@@ -31,8 +31,8 @@ from lightrft.extras.recorder.bundle import Bundle
 from lightrft.extras.recorder.phases import STAGES, Stage
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
-from lightrft.strategy.backends.optim import own_settings
-from lightrft.strategy.checkpoint.manager import PARTS_FILE
+from lightrft.strategy.backends.optim import kept_settings
+from lightrft.strategy.checkpoint.manager import ITEMS_FILE
 from lightrft.strategy.strategy import StrategyBase
 
 ONE_PROCESS = {
@@ -113,25 +113,25 @@ class _Observed:
     def _record(
         self, logprobs: Tensor, batch: Experience, denominator: Denominator, report: Report
     ) -> None:
-        for place, row in enumerate(batch.rows.tolist()):
+        for index, row in enumerate(batch.rows.tolist()):
             if row not in self.records:
                 continue
 
-            own = batch.loss_mask & (batch.sequence_ids == place)
-            alone = replace(batch, loss_mask=own, learned=None)
+            of_row = batch.loss_mask & (batch.sequence_ids == index)
+            alone = replace(batch, loss_mask=of_row, learned=None)
             share, _ = self.objective(logprobs, alone, denominator)
             record = self.records[row]
             sampled = logprobs if batch.candidates is None else logprobs[:, 0]
-            record.logprobs.append(sampled[own])
+            record.logprobs.append(sampled[of_row])
             record.shares.append(share.item())
             if "train/ratio" in report:
-                record.ratios.append(report["train/ratio"].detach()[own])
-            clipped = [report[name][own] for name in report if name.startswith("train/clip_")]
+                record.ratios.append(report["train/ratio"].detach()[of_row])
+            clipped = [report[name][of_row] for name in report if name.startswith("train/clip_")]
             record.clipped.append(int(sum(each.sum() for each in clipped)))
 
 
 class _Unused:
-    """A part of a checkpoint that a replay does not need."""
+    """An item of a checkpoint that a replay does not need."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -145,8 +145,8 @@ def replay(
 ) -> Replay:
     """Repeat the step of a bundle up to a stage; `explain` has the samples to record."""
     config = bundle.config
-    own = ONE_PROCESS | {"save_path": str(bundle.folder / "run"), "ckpt_path": None}
-    config.update(own)
+    forced = ONE_PROCESS | {"save_path": str(bundle.folder / "run"), "ckpt_path": None}
+    config.update(forced)
     prepare_config("train_ppo", config)
     strategy = get_strategy(config)
     strategy.setup_distributed()
@@ -229,7 +229,7 @@ def _rewards(
 
 
 class _Step:
-    """Models and parts as they were before the step."""
+    """Models and items as they were before the step."""
 
     def __init__(self, bundle: Bundle, strategy: StrategyBase, build: Builders):
         self.build = build
@@ -274,13 +274,13 @@ class _Step:
             self.entropy_coefficient,
         )
 
-    def _load(self, folder: Path, parts: dict[str, Any]) -> None:
+    def _load(self, folder: Path, items: dict[str, Any]) -> None:
         saved = [*folder.glob("step*")]
         if not saved:
             return  # the first step begins with --pretrain
 
-        names = torch.load(saved[0] / PARTS_FILE, weights_only=True)
-        parts = {name: parts.get(name, _Unused()) for name in names}
+        names = torch.load(saved[0] / ITEMS_FILE, weights_only=True)
+        items = {name: items.get(name, _Unused()) for name in names}
         models = {
             name: (role.module, role.optimizer, role.scheduler) for name, role in self.roles.items()
         }
@@ -291,8 +291,8 @@ class _Step:
         # The flags of the run decide about the optimizers, as when it resumes.
         with ExitStack() as settings:
             for role in self.roles.values():
-                settings.enter_context(own_settings(role.optimizer, role.scheduler))
-            self.policy.strategy.load_ckpt(models, folder, saved[0].name, parts=parts)
+                settings.enter_context(kept_settings(role.optimizer, role.scheduler))
+            self.policy.strategy.load_ckpt(models, folder, saved[0].name, items=items)
 
     def learners(self, records: dict[int, SampleRecord]) -> list[Any]:
         """Return what learns in the step, with an objective that fills the records."""

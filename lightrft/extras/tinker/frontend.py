@@ -26,7 +26,7 @@ from lightrft.extras.tinker import protocol
 from lightrft.extras.tinker.promises import Busy, Jobs, Promises
 from lightrft.extras.tinker.protocol import RequestLimits
 from lightrft.extras.tinker.records import SamplePrompt
-from lightrft.strategy.checkpoint.atomic import OLD, PART
+from lightrft.strategy.checkpoint.atomic import OLD, TEMPORARY
 
 T = TypeVar("T", bound=BaseModel)
 API = "/api/v1"
@@ -40,9 +40,9 @@ CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
     "use_pyqwest_transport": False,
     "proto_compress_fwdbwd": False,
-    # Otherwise the parts of a request arrive in any order.
+    # Otherwise the chunks of a request arrive in any order.
     "parallel_fwdbwd_chunks": False,
-    # A plan packs one part, so parts are as large as a body may be.
+    # A plan packs one chunk, so chunks are as large as a body may be.
     "fwdbwd_max_chunk_bytes_count": 32_000_000,
     "sample_use_retrieve_futures": False,
     "custom_loss_server_side": False,
@@ -247,8 +247,8 @@ class Frontend:
             # Requests that wait already come before the model is given up.
             replaced = self._make_room()
             created = self.jobs.add("create", name=name, replaced=replaced)
-            for each in replaced:
-                del self._models[each]
+            for former in replaced:
+                del self._models[former]
             asked_for = base_model or self.served.pretrain
             self._models[name] = TrainedName(session, asked_for, metadata or {})
             self._write_about(name)
@@ -522,7 +522,7 @@ class Frontend:
 
         request_id = _request_id(name, body.seq_id)
         answer = self._promise(request_id, begin, protocol.write_sampled)
-        ids = [f"{request_id}:{place}" for place in range(body.num_samples)]
+        ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
         return {**answer, "sample_sequence_ids": ids}
 
     def _sampler(self, name: str) -> tuple[str | None, Any]:
@@ -583,14 +583,14 @@ class Frontend:
         model = self._about(folder)["model_id"]
         return [
             {
-                "checkpoint_id": f"{kind}/{each.name}",
+                "checkpoint_id": f"{kind}/{path.name}",
                 "checkpoint_type": protocol.CHECKPOINT_KINDS[kind],
-                "time": datetime.fromtimestamp(each.stat().st_mtime, UTC).isoformat(),
-                "tinker_path": protocol.path_of(model, kind, each.name),
+                "time": datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(),
+                "tinker_path": protocol.path_of(model, kind, path.name),
             }
             for kind in protocol.CHECKPOINT_KINDS
-            for each in sorted((folder / kind).glob("*"))
-            if each.is_dir() and each.suffix not in (PART, OLD)
+            for path in sorted((folder / kind).glob("*"))
+            if path.is_dir() and path.suffix not in (TEMPORARY, OLD)
         ]
 
     def _promise(

@@ -15,7 +15,7 @@ from lightrft.models.parallel.device import local_tensor
 from lightrft.strategy.phases import Phase
 
 Shards = list[Tensor]
-"""This rank's part of each trained parameter, in host memory."""
+"""This rank's shard of each trained parameter, in host memory."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class TrainedModel:
 class Models:
     """The models of all clients. One of them at a time has the actor and the optimizer.
 
-    Only trained parameters differ between them, and each rank moves its own part. All ranks call
+    Only trained parameters differ between them, and each rank moves its own shards. All ranks call
     every method together.
     """
 
@@ -155,12 +155,12 @@ class Models:
         """Move the gradients of the actor to the model's sum."""
         # Each request sums its own gradients over the ranks, and an actor that has none can leave
         # the device.
-        for place, parameter in enumerate(self.trained):
+        for index, parameter in enumerate(self.trained):
             gradient = parameter.grad
             parameter.grad = None
-            total = model.gradients[place]
+            total = model.gradients[index]
             if gradient is not None:
-                model.gradients[place] = gradient if total is None else total.add_(gradient)
+                model.gradients[index] = gradient if total is None else total.add_(gradient)
 
     def give_gradients(self, model: TrainedModel) -> None:
         """Move the model's gradients to the actor, for an optimizer step."""
@@ -178,8 +178,8 @@ class Models:
             model.parameters = self._copy()
             state = self.policy.optimizer.state
             model.moments = [
-                {name: _saved(name, value) for name, value in state.get(each, {}).items()}
-                for each in self.trained
+                {name: _saved(name, value) for name, value in state.get(parameter, {}).items()}
+                for parameter in self.trained
             ]
 
     def _copy(self) -> Shards:

@@ -18,7 +18,7 @@ from lightrft.core.engine import Request, derived_seed
 from lightrft.engine.requests import Sampling
 from lightrft.extras.tinker.losses import LOSSES, MISSING_LOSSES, Loss
 from lightrft.extras.tinker.records import TARGET_TOKENS, Examples, Outputs, Sampled
-from lightrft.strategy.checkpoint.atomic import OLD, PART
+from lightrft.strategy.checkpoint.atomic import OLD, TEMPORARY
 
 MOST_SAMPLES = 4096
 """Samples of one prompt."""
@@ -80,11 +80,11 @@ def read_training(content: bytes, limits: RequestLimits) -> TrainingRequest:
     if not message.data:
         raise ValueError("the request has no data")
     rows = []
-    for place, datum in enumerate(message.data):
+    for index, datum in enumerate(message.data):
         try:
             rows.append(_row(datum, loss, limits))
         except ValueError as error:
-            raise ValueError(f"datum {place}: {error}") from error
+            raise ValueError(f"datum {index}: {error}") from error
 
     return TrainingRequest(
         message.model_id,
@@ -169,16 +169,16 @@ def _values(name: str, tensor: wire.Tensor) -> np.ndarray:
 
 
 def _tokens(chunks: Sequence[wire.Chunk], limits: RequestLimits) -> np.ndarray:
-    parts = []
+    arrays = []
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise ValueError(f"model_input has {kind or 'an empty chunk'}: this server reads text")
         if len(chunk.encoded_text.tokens) % 4:
             raise ValueError("model_input has bytes that are no whole tokens")
-        parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32).astype(np.int64))
+        arrays.append(np.frombuffer(chunk.encoded_text.tokens, np.int32).astype(np.int64))
 
-    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
     if not len(tokens):
         raise ValueError("model_input has no tokens")
     _check_tokens(tokens, limits, "model_input")
@@ -200,12 +200,12 @@ def _examples(rows: list[tuple[np.ndarray, dict[str, np.ndarray]]], loss: Loss) 
     names = {name for _, columns in rows for name in columns}
 
     def column(name: str) -> Tensor:
-        parts = [
+        arrays = [
             columns.get(name, np.full(len(tokens) - 1, loss.config.get(name, 0), np.float32))
             for tokens, columns in rows
         ]
         # The first token of a row is no target.
-        return torch.from_numpy(np.concatenate([np.insert(part, 0, 0) for part in parts]))
+        return torch.from_numpy(np.concatenate([np.insert(array, 0, 0) for array in arrays]))
 
     return Examples(
         [len(tokens) for tokens, _ in rows],
@@ -297,7 +297,7 @@ def read_sampling(request: types.SampleRequest, limits: RequestLimits, seed: int
     if problem := sampling.problem(limits.vocabulary):
         raise ValueError(problem)
     chosen = seed if wanted.seed is None else wanted.seed
-    seeds = tuple(derived_seed(chosen, place) for place in range(sampling.n))
+    seeds = tuple(derived_seed(chosen, index) for index in range(sampling.n))
     return Request(tokens, sampling=sampling, seeds=seeds)
 
 
@@ -320,11 +320,11 @@ def write_sampled(sampled: Sampled) -> bytes:
     reasons = {"stop": wire.STOP_REASON_STOP, "length": wire.STOP_REASON_LENGTH}
     sequences = [
         wire.SampledSequence(
-            stop_reason=reasons[each.finish_reason],
-            tokens=np.array(each.token_ids, np.int32).tobytes(),
-            logprobs=np.array(each.logprobs, np.float32).tobytes(),
+            stop_reason=reasons[completion.finish_reason],
+            tokens=np.array(completion.token_ids, np.int32).tobytes(),
+            logprobs=np.array(completion.logprobs, np.float32).tobytes(),
         )
-        for each in sampled.completions
+        for completion in sampled.completions
     ]
     scores = sampled.prompt_logprobs
     more = {} if scores is None else {"prompt_logprobs": scores.float().numpy().tobytes()}
@@ -337,10 +337,10 @@ def path_of(model: str, kind: str, name: str) -> str:
 
 def tag_of(path: str) -> str:
     """Return the folder of a path `tinker://MODEL/weights/NAME`, below all checkpoints."""
-    parts = path.removeprefix(SCHEME).split("/")
-    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in CHECKPOINT_KINDS:
+    names = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(names) != 3 or names[1] not in CHECKPOINT_KINDS:
         raise ValueError(f"{path!r:.200} is no path tinker://MODEL/weights/NAME")
-    return f"{folder_of(parts[0])}/{parts[1]}/{checked_name(parts[2])}"
+    return f"{folder_of(names[0])}/{names[1]}/{checked_name(names[2])}"
 
 
 def folder_of(model: str) -> str:
@@ -349,7 +349,7 @@ def folder_of(model: str) -> str:
 
 def checked_name(name: str) -> str:
     """Return a name that can be a folder. Raises ValueError for any other."""
-    if not NAME_PATTERN.fullmatch(name) or set(name) == {"."} or name.endswith((PART, OLD)):
+    if not NAME_PATTERN.fullmatch(name) or set(name) == {"."} or name.endswith((TEMPORARY, OLD)):
         raise ValueError(f"{name!r:.200} is no name: use letters, digits, dots, - and _")
     if len(name.encode()) > MAX_NAME_BYTES:
         raise ValueError(f"{name!r:.200} has more than {MAX_NAME_BYTES} bytes")

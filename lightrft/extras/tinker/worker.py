@@ -56,8 +56,8 @@ class TinkerWorker:
     # -- models
 
     def create(self, name: str, replaced: list[str]) -> None:
-        for each in replaced:
-            self.models.drop(each)
+        for former in replaced:
+            self.models.drop(former)
         self.models.create(name)
 
     def save(self, name: str, tag: str, *, optimizer: bool) -> None:
@@ -162,7 +162,7 @@ class TinkerWorker:
         )
         rows = schedule.rows(data.rank)
         batch = examples.select(rows)
-        (parts,) = schedule.local(data.rank)
+        (planned,) = schedule.local(data.rank)
 
         actor = self.policy.actor
         optimizer = self.policy.optimizer if learn else None
@@ -172,33 +172,35 @@ class TinkerWorker:
         logprobs = []
 
         with torch.set_grad_enabled(learn):
-            for number, part in enumerate(micro_batches(batch, parts, self.strategy.to_device), 1):
-                targets = part.extra_columns[TARGET_TOKENS]
-                values, _ = self.policy.supervised(part, targets=targets)
-                losses = LOSSES[loss].compute(values, part, **config)
+            for number, micro_batch in enumerate(
+                micro_batches(batch, planned, self.strategy.to_device), 1
+            ):
+                targets = micro_batch.extra_columns[TARGET_TOKENS]
+                values, _ = self.policy.supervised(micro_batch, targets=targets)
+                losses = LOSSES[loss].compute(values, micro_batch, **config)
                 # The loss is a sum: each rank has its share, and nothing is divided.
-                share = torch.where(part.loss_mask, losses, 0.0).sum()
+                share = torch.where(micro_batch.loss_mask, losses, 0.0).sum()
                 if learn:
-                    self.strategy.backward(share, actor, optimizer, last=number == len(parts))
+                    self.strategy.backward(share, actor, optimizer, last=number == len(planned))
                 total += share.detach()
                 logprobs.append(values.detach())
 
-        return self._outputs(examples, rows, batch, parts, total, logprobs)
+        return self._outputs(examples, rows, batch, planned, total, logprobs)
 
     def _outputs(
         self,
         examples: Examples,
         rows: list[int],
         batch: Batch,
-        parts: list[list[int]],
+        planned: list[list[int]],
         total: Tensor,
         logprobs: list[Tensor],
     ) -> Outputs:
         """Gather the loss and the log-probs of all ranks."""
         values = torch.zeros(batch.num_tokens)
-        for members, part in zip(parts, logprobs, strict=True):
+        for members, computed in zip(planned, logprobs, strict=True):
             if members:
-                values[token_index(batch.offsets, torch.tensor(members))] = part.cpu()
+                values[token_index(batch.offsets, torch.tensor(members))] = computed.cpu()
 
         by_row = dict(zip(rows, values.split(batch.lengths.tolist()), strict=True))
         gathered = self.strategy.mesh.data.gather(by_row)
@@ -234,21 +236,21 @@ class TinkerWorker:
             self._engine_has = key
             session = self.strategy.open_generation(Sampling(seed=self.train.seed), shared=True)
             running: set[int] = set()
-            own: dict[int, int] = {}
+            numbers: dict[int, int] = {}
 
             while prompts or running:
                 running |= {prompt.number for prompt in prompts}
                 # Each engine gets the next request, whatever the ranks share in training.
-                own_prompts = [each for each in prompts if each.number % world.size == world.rank]
-                indices = session.add_own([each.request for each in own_prompts])
-                own |= dict(zip(indices, (each.number for each in own_prompts), strict=True))
+                local_prompts = [each for each in prompts if each.number % world.size == world.rank]
+                indices = session.add_local([each.request for each in local_prompts])
+                numbers |= dict(zip(indices, (each.number for each in local_prompts), strict=True))
 
                 ended = []
                 problem = ""
                 try:
                     for _ in range(STEPS_PER_TURN):
                         if session.running:
-                            ended += [(own.pop(index), each) for index, each in session.step()]
+                            ended += [(numbers.pop(index), each) for index, each in session.step()]
                 except NotFiniteError as error:
                     problem = str(error)
                 everywhere = world.gather((ended, problem))

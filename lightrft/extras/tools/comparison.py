@@ -45,10 +45,10 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the last parts of the paths that tell the runs apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-depth:]) for each in parts]
+    """Return the ends of the paths that tell the runs apart."""
+    paths = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(each[-depth:]) for each in paths]
         if len(set(names)) == len(names):
             return names
     raise ValueError("a folder is named twice")
@@ -63,10 +63,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def _differences(settings: dict[str, dict[str, Any]]) -> list[list[str]]:
     names = dict.fromkeys(
-        name for each in settings.values() for name in each if name not in FOLDER_SETTINGS
+        name for given in settings.values() for name in given if name not in FOLDER_SETTINGS
     )
     return [
-        [f"--{name}", *(excerpt(each.get(name, "")) for each in settings.values())]
+        [f"--{name}", *(excerpt(given.get(name, "")) for given in settings.values())]
         for name in names
-        if len({str(each.get(name)) for each in settings.values()}) > 1
+        if len({str(given.get(name)) for given in settings.values()}) > 1
     ]

@@ -1,8 +1,8 @@
 """Find where engine and trainer differ.
 
-First the log-probs of every token are compared, then the model's parts in order of computation. The
-engine gets the weights from the weight stream, as in training, so the comparison is valid for a
-run.
+First the log-probs of every token are compared, then the outputs of the modules in order of
+computation. The engine gets the weights from the weight stream, as in training, so the comparison
+is valid for a run.
 """
 
 import math
@@ -41,12 +41,12 @@ PROBE_SAMPLING = {
     "sampled": Sampling(n=4, max_tokens=32, seed=1),
 }
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Relative difference of a part's output that rounding explains in the first layer.
+"""Relative difference of an output that rounding explains in the first layer.
 
 It grows with the root of the depth.
 """
 
-PART_ADVICE = {
+ADVICE = {
     "embed_tokens": (
         "the embeddings: other weights or another vocabulary, or a scale of the embeddings on one"
         " side only"
@@ -96,8 +96,8 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class PartGap:
-    """Difference between a part's outputs: its norm over the norm of the trainer's outputs."""
+class OutputGap:
+    """Difference between outputs of a module: its norm over the norm of the trainer's."""
 
     name: str
     relative: float
@@ -115,10 +115,10 @@ class Diagnosis:
     engine: str
     dtype: torch.dtype
     gaps: dict[str, Gap]
-    parts: list[PartGap] = field(default_factory=list)
-    """Differences of the parts in order of computation.
+    outputs: list[OutputGap] = field(default_factory=list)
+    """Differences of the outputs in order of computation.
 
-    It is empty for an engine whose parts cannot be observed.
+    It is empty for an engine whose modules cannot be observed.
     """
     settings: list[str] = field(default_factory=list)
     """Differences of the two models' configurations."""
@@ -126,9 +126,9 @@ class Diagnosis:
     """Whether any difference is an error, as with --exact."""
 
     @property
-    def first(self) -> PartGap | None:
-        """Return the first part that differs, or None."""
-        return next((part for part in self.parts if part.differs), None)
+    def first(self) -> OutputGap | None:
+        """Return the first output that differs, or None."""
+        return next((output for output in self.outputs if output.differs), None)
 
     @property
     def healthy(self) -> bool:
@@ -147,10 +147,10 @@ class Diagnosis:
             )
 
         if self.exact:
-            part = self.first.name
-            return f"{part}: engine and trainer agree in every bit before it, and differ from it on"
+            name = self.first.name
+            return f"{name}: engine and trainer agree in every bit before it, and differ from it on"
 
-        advice = PART_ADVICE[self.first.name.rpartition(".")[2]]
+        advice = ADVICE[self.first.name.rpartition(".")[2]]
         if self.settings:
             return f"{advice}. The settings differ in {'; '.join(self.settings)}"
         return advice
@@ -173,8 +173,8 @@ def diagnose(
         make_actor_exact(actor, strategy.dtype, strategy.device, strategy.world)
     # The engine leaves these tokens out, so the trainer must do the same.
     banned = never_sampled(pretrain, actor.language_model.config, tokenizer)
-    part = Sampling().resolved(banned).truncation
-    policy = Policy(strategy, strategy.prepare(actor), truncation=part)
+    truncation = Sampling().resolved(banned).truncation
+    policy = Policy(strategy, strategy.prepare(actor), truncation=truncation)
     engine_config = replace(config, model=replace(config.model, pretrain=engine_model or pretrain))
     strategy.setup_inference_engine(engine_config, config.engine.engine_type, actor=policy.actor)
 
@@ -192,21 +192,21 @@ def diagnose(
         name: _gap(policy, prompts, completions, tokenizer.decode)
         for name, completions in responses.items()
     }
-    trainer_values = trainer_parts(policy, sequence)
+    trainer_values = trainer_outputs(policy, sequence)
     settings = (
         _settings(pretrain, engine_model, trust_remote_code=config.model.trust_remote_code)
         if engine_model
         else []
     )
-    parts = (_without(banned, values) for values in (trainer_values, engine_values))
+    kept = (_without(banned, values) for values in (trainer_values, engine_values))
 
     exact = config.engine.exact
-    part_gaps = compare(*parts, strategy.dtype, exact=exact)
-    return Diagnosis(strategy.engine_name, strategy.dtype, gaps, part_gaps, settings, exact)
+    output_gaps = compare(*kept, strategy.dtype, exact=exact)
+    return Diagnosis(strategy.engine_name, strategy.dtype, gaps, output_gaps, settings, exact)
 
 
 def _without(banned: Sequence[int], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts without the logits of tokens that are never sampled.
+    """Return the outputs without the logits of tokens that are never sampled.
 
     An engine may have masked them already.
     """
@@ -223,35 +223,35 @@ def compare(
     dtype: torch.dtype,
     *,
     exact: bool = False,
-) -> list[PartGap]:
-    """Compare the parts that both have, in the order of the trainer.
+) -> list[OutputGap]:
+    """Compare the outputs that both have, in the order of the trainer.
 
     With `exact` no difference is allowed.
     """
     depths = {
-        name: next((int(part) for part in name.split(".") if part.isdigit()), None)
+        name: next((int(word) for word in name.split(".") if word.isdigit()), None)
         for name in trainer_values
     }
 
-    # Rounding errors grow with the depth, so each part is judged by its own.
+    # Rounding errors grow with the depth, so each output is judged by its own.
     deepest = max((depth for depth in depths.values() if depth is not None), default=0)
-    part_gaps = []
-    for name, part in trainer_values.items():
-        if name in engine_values and engine_values[name].shape == part.shape:
-            relative = ((engine_values[name] - part).norm() / part.norm()).item()
+    output_gaps = []
+    for name, output in trainer_values.items():
+        if name in engine_values and engine_values[name].shape == output.shape:
+            relative = ((engine_values[name] - output).norm() / output.norm()).item()
             if name.endswith("embed_tokens"):
                 depth = 0
             else:
                 depth = deepest if depths[name] is None else depths[name]
             allowed = 0.0 if exact else ROUNDING[dtype] * math.sqrt(1 + depth)
-            part_gaps.append(PartGap(name, relative, allowed))
+            output_gaps.append(OutputGap(name, relative, allowed))
 
-    return part_gaps
+    return output_gaps
 
 
 @torch.no_grad()
-def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
-    """Compute the parts as Engine.module_outputs() does, for the actor as it is trained."""
+def trainer_outputs(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
+    """Compute the outputs as Engine.module_outputs() does, for the actor as it is trained."""
     policy.prepare_for_logprobs()
     policy.actor.eval()
     model = policy.strategy.unwrap_model(policy.actor)

@@ -94,12 +94,12 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        return all(sum(parts.values()) <= self.capacity for parts in self.phases.values())
+        return all(sum(amounts.values()) <= self.capacity for amounts in self.phases.values())
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {
             "fits": self.fits,
-            "totals": {name: sum(parts.values()) for name, parts in self.phases.items()},
+            "totals": {name: sum(amounts.values()) for name, amounts in self.phases.items()},
         }
 
 
@@ -397,9 +397,9 @@ class Planner:
         """
         if self.ep == 1 or parameters < self.of_rank:
             return parameters
-        own = self.elsewhere / (self.ep - 1)
+        moved = self.elsewhere / (self.ep - 1)
         shared = (1 - self.ep / self.shards) / (1 - 1 / self.shards)
-        return parameters - self.elsewhere - own * (1 - shared)
+        return parameters - self.elsewhere - moved * (1 - shared)
 
     def visit_seconds(self, work: StepWork) -> dict[str, float]:
         """Return the seconds in which tokens go to experts and back; nothing runs beside them."""
@@ -471,9 +471,9 @@ class Planner:
         groups = self.config.strategy.dp_replicate
         copies = "the model is there once" if groups == 1 else f"the model is there {groups} times"
         divided = self.shards * self.tp
-        each = "" if groups == 1 else "each "
+        prefix = "" if groups == 1 else "each "
         ranks = "on one rank" if divided == 1 else f"divided over {divided} ranks"
-        where = f"{copies}, {each}{ranks}"
+        where = f"{copies}, {prefix}{ranks}"
 
         if self.ep > 1:
             where += f"; each {self.ep} consecutive ranks divide the experts of a layer"
@@ -607,7 +607,7 @@ class Planner:
         enough_cache = "generate" not in phases or other.cache_tokens() >= longest
 
         return enough_cache and all(
-            sum(parts.values()) <= self.capacity for parts in phases.values()
+            sum(amounts.values()) <= self.capacity for amounts in phases.values()
         )
 
 

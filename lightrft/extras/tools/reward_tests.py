@@ -186,8 +186,8 @@ class RewardTest:
     def _with_wrong(self, right: list[str], prompts: Sequence[Prompt]) -> list[Row]:
         """Take the next different response of another row as the wrong one."""
         rows = []
-        for place, (prompt, response) in enumerate(zip(prompts, right, strict=True)):
-            others = (each for each in right[place + 1 :] + right[:place] if each != response)
+        for index, (prompt, response) in enumerate(zip(prompts, right, strict=True)):
+            others = (each for each in right[index + 1 :] + right[:index] if each != response)
             rows.append(Row(prompt, response, next(others, None)))
         return rows
 
@@ -294,13 +294,13 @@ class RewardTest:
         ]
         agreement = fmean(right > wrong for right, wrong in pairs)
         if agreement < AGREEMENT:
-            place = next(index for index, (right, wrong) in enumerate(pairs) if right <= wrong)
-            right, wrong = pairs[place]
+            found = next(index for index, (right, wrong) in enumerate(pairs) if right <= wrong)
+            right, wrong = pairs[found]
             yield Finding(
                 "disagrees with the labels",
-                f"in {1 - agreement:.0%} of the rows; {rows[place].prompt.location}:"
-                f" {rows[place].right!r:.60} gets {right:g}, and"
-                f" {rows[place].wrong!r:.60} gets {wrong:g}",
+                f"in {1 - agreement:.0%} of the rows; {rows[found].prompt.location}:"
+                f" {rows[found].right!r:.60} gets {right:g}, and"
+                f" {rows[found].wrong!r:.60} gets {wrong:g}",
             )
 
     def _whitespace(self) -> Iterator[Finding]:
@@ -351,7 +351,7 @@ class RewardTest:
 
 
 def _hidden(prompt: Prompt, right: str) -> str:
-    """Return the right response with a longer number or word in the place of the answer.
+    """Return the right response with a longer number or word instead of the answer.
 
     An answer that is neither is left out.
     """

@@ -87,8 +87,8 @@ def known_config(name: str) -> PretrainedConfig | None:
         for size, numbers in sizes.items():
             if name in [f"{prefix}{size}{ending}" for ending in ("", "-Instruct", "-Base")]:
                 tied = size in TIED
-                own = {"vocab_size": 151936} if kind is Qwen2Config and tied else {}
+                changed = {"vocab_size": 151936} if kind is Qwen2Config and tied else {}
                 shape = dict(zip(SHAPE, numbers, strict=False))
-                return kind(**shape, **values | own, tie_word_embeddings=tied)
+                return kind(**shape, **values | changed, tie_word_embeddings=tied)
 
     return None

@@ -148,7 +148,7 @@ class Watchdog:
                 issued = self._collectives_begun()
                 if issued != issued_before:
                     self._stalled = 0.0
-                self._connection.send({"state": {"place": place(), "issued": issued}})
+                self._connection.send({"state": {"place": position(), "issued": issued}})
                 self._next_beat = now + self.beat
 
             if self._stalled > self.limit and not (self._closed or self._unwatched):
@@ -211,7 +211,7 @@ class Watchdog:
         return self._failure_of_rank_0(
             f"{self._name_of_rank_0} has sent no heartbeat for more than {self.limit:.0f} s"
             f" (--timeout_minutes), the last one {when(self._phase_of_rank_0)}: its process is"
-            f" suspended, or holds Python's global interpreter lock. This rank is at {place()}"
+            f" suspended, or holds Python's global interpreter lock. This rank is at {position()}"
         )
 
     @property
@@ -249,7 +249,7 @@ class SingleRankWatchdog:
             if left <= 0 and phase not in OUTSIDE:
                 cause = (
                     f"phase {phase} has taken more than {self._limit:.0f} s"
-                    f" (--phase_minutes), at {place()}"
+                    f" (--phase_minutes), at {position()}"
                 )
                 logger.error(f"this run ends: {cause}")
                 exit_process(cause, 1)
@@ -275,7 +275,7 @@ def exit_process(cause: str, code: int) -> NoReturn:
     EXIT(code)
 
 
-def place() -> str:
+def position() -> str:
     """Return the current position of the main thread."""
     return code_position(threading.main_thread().ident or 0)
 
@@ -314,7 +314,7 @@ def _listening_address(world_size: int) -> str | None:
         return LOOPBACK
     host = os.environ.get("MASTER_ADDR", socket.gethostname())
     try:
-        addresses = [place[0] for *_, place in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+        addresses = [entry[0] for *_, entry in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
     except OSError:
         return None
     return None if any(ipaddress.ip_address(one).is_loopback for one in addresses) else host

@@ -93,8 +93,8 @@ def _interface_towards(address: str) -> str:
     return next(
         (
             name
-            for name, places in interfaces
-            if source in [place.address.partition("%")[0] for place in places]
+            for name, addresses in interfaces
+            if source in [listed.address.partition("%")[0] for listed in addresses]
         ),
         "",
     )

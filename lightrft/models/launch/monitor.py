@@ -44,7 +44,7 @@ class RankStatus:
     phase: str = "start-up"
     """Empty between phases."""
     phase_began: float = field(default_factory=time.monotonic)
-    place: str = ""
+    position: str = ""
     """Position of the main thread in our code or the user's at the last heartbeat."""
     issued: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Group -> number of collectives that this rank has begun, and when that was first seen."""
@@ -59,7 +59,7 @@ class RankStatus:
     def observe(self, state: dict[str, Any]) -> None:
         before = self.issued
         now = time.monotonic()
-        self.place = state["place"]
+        self.position = state["place"]
         self.heard = now
         self.issued = {
             group: before[group] if group in before and before[group][0] == count else (count, now)
@@ -155,7 +155,7 @@ class Monitor:
     def _close_strangers(self, now: float) -> None:
         """Close connections that have not said in time who they are."""
         for connection in [
-            each for each, since in self._strangers.items() if now - since > ARRIVAL
+            late for late, since in self._strangers.items() if now - since > ARRIVAL
         ]:
             self._close(connection)
 
@@ -303,7 +303,7 @@ class Monitor:
             if status.left:
                 state = "has left the run"
             else:
-                state = f"{lateness}{when(status.phase)}, at {status.place}{silent}"
+                state = f"{lateness}{when(status.phase)}, at {status.position}{silent}"
             groups.setdefault(state, []).append(status)
 
         lines = [
@@ -342,9 +342,9 @@ def listening_socket(address: str | None, backlog: int) -> socket.socket:
     service.
     """
     if address is not None:
-        for family, _, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+        for family, _, _, _, target in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
             with suppress(OSError):
-                return socket.create_server(place[:2], family=family, backlog=backlog)
+                return socket.create_server(target[:2], family=family, backlog=backlog)
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)

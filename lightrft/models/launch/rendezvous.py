@@ -187,27 +187,27 @@ def join_process_group(
         first, last = (world_size - rollout_ranks, world_size)
     else:
         first, last = (0, world_size - rollout_ranks)
-    own_store = dist.PrefixStore(processes.side, store) if processes.side else store
+    side_store = dist.PrefixStore(processes.side, store) if processes.side else store
     if world_size > FEW_RANKS:
         os.environ.setdefault(RANKS_IN_ADDRESSES, "1")
 
     try:
         dist.init_process_group(
-            backend, store=own_store, rank=rank - first, world_size=last - first, timeout=arrival
+            backend, store=side_store, rank=rank - first, world_size=last - first, timeout=arrival
         )
     except RuntimeError as error:  # gloo's errors are not DistError
         raise RuntimeError(
             f"rank {rank} on {socket.gethostname()} met the other {world_size - 1} at {_address()},"
             " but cannot connect to all of them: one has ended since, and its log has the cause,"
             " or a firewall blocks the connections, or a rank listens on an address that others"
-            f" cannot reach. {_own_interface()}. torch's message: {error}"
+            f" cannot reach. {_local_interface()}. torch's message: {error}"
         ) from error
 
     store.set_timeout(timeout)
     return processes
 
 
-def _own_interface() -> str:
+def _local_interface() -> str:
     chosen = os.environ.get(INTERFACE)
     if chosen:
         used = f"This rank listens on the interface {chosen} ({INTERFACE})"

@@ -42,7 +42,7 @@ SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zi
 
 
 class Verbs(Protocol):
-    """Verbs of a strategy that its parts call too, so that an override counts everywhere."""
+    """Verbs of a strategy that its aspects call too, so that an override counts everywhere."""
 
     memory: Any
     """Part that moves models, see strategy/device_memory.py."""
@@ -77,7 +77,7 @@ class Verbs(Protocol):
 
 
 class Backend(Verbs, ABC):
-    """Hooks that a strategy and its parts call; users never call them.
+    """Hooks that a strategy and its aspects call; users never call them.
 
     All ranks call every hook together. A backend must implement distribute() and accumulate(). The
     other hooks fit parameters that are plain tensors or DTensors.
@@ -315,10 +315,10 @@ def draw_by_data_rank(module: nn.Module, data: Axis, device: torch.device) -> No
 
     def end(*_: Any) -> None:
         if rng_states:
-            host, own = rng_states.pop()
+            host, device_state = rng_states.pop()
             torch.set_rng_state(host)
             if accelerator:
-                accelerator.set_rng_state(own, device)
+                accelerator.set_rng_state(device_state, device)
 
     module.register_forward_pre_hook(begin, prepend=True)
     module.register_forward_hook(end, always_call=True)

@@ -64,11 +64,11 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
     source = Source.of(module, world)
     run_on_all_ranks(world, source.failure, source.fill_buffers)
 
-    places = defaultdict(list)
-    # Tied parameters are at several places, and all of these get the new object.
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            places[parameter].append((part, name))
+    holders = defaultdict(list)
+    # Several modules hold tied parameters, and all of these get the new object.
+    for submodule in module.modules():
+        for name, parameter in submodule.named_parameters(recurse=False):
+            holders[parameter].append((submodule, name))
 
     parameters = list(module.parameters())
     buffer = torch.empty(
@@ -84,8 +84,8 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
             )
             if world.rank == 0:
                 source.read(parameter, materialized.data)
-            for part, name in places[parameter]:
-                part.register_parameter(name, materialized)
+            for submodule, name in holders[parameter]:
+                submodule.register_parameter(name, materialized)
             parameter = materialized
 
         yield parameter
@@ -121,7 +121,7 @@ class Source:
         return f"{self.model.name_or_path} could not be loaded"
 
     def fill(self) -> None:
-        """Load this rank's part of every tensor to read."""
+        """Load this rank's shard of every tensor to read."""
         self._fill(self.stored_names)
 
     def fill_buffers(self) -> None:
@@ -142,7 +142,7 @@ class Source:
                 self._read(name, tensors[name], _local(tensors[name]))
 
     def _read(self, name: str, tensor: Tensor, values: Tensor) -> None:
-        """Load this rank's part of a tensor into `values`.
+        """Load this rank's shard of a tensor into `values`.
 
         ValueError for a weight, but not for a buffer, that is not finite.
         """
@@ -156,7 +156,7 @@ class Source:
             values[index].copy_(piece)
 
     def _quantize(self, stored: str, layer: Any, tensor: Tensor, values: Tensor) -> None:
-        """Read a whole matrix, quantize it on the device, and keep this rank's part of the bytes.
+        """Read a whole matrix, quantize it on the device, and keep this rank's shard of the bytes.
 
         The mean of its scales depends on all rows.
         """
@@ -249,7 +249,7 @@ def _model_inside(module: nn.Module) -> PreTrainedModel:
 
 
 def _local_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, this rank's part) of parameters and all buffers."""
+    """Yield (name, this rank's shard) of parameters and all buffers."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield name, _local(tensor)
 

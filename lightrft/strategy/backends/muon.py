@@ -2,7 +2,7 @@
 
 The momentum is divided over ranks like the parameter, but only a whole matrix can be
 orthogonalised. Ranks that divide a matrix therefore share the work: each becomes the owner of some
-matrices, receives the parts of these from the others, and sends back what they need. A step takes
+matrices, receives the pieces of these from the others, and sends back what they need. A step takes
 two all-to-alls for each bucket and each axis that divides matrices. Ranks with equal parts, as the
 replicas of --dp_replicate, compute the same. GPUs compute and send in bfloat16 like
 `torch.optim.Muon`, CPUs in float32.
@@ -40,7 +40,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """This rank's part of a matrix [1, a, b], or of some experts of a layer [n, a, b].
+    """This rank's piece of a matrix [1, a, b], or of some experts of a layer [n, a, b].
 
     `shards` divide each matrix, the last applied one first. Their dims are counted from the end.
     """
@@ -77,8 +77,8 @@ class Muon(Optimizer):
         others = [group for group in adamw.param_groups if group["params"]]
 
         # Only groups of matrices have the key "momentum".
-        own = {"params": matrices, "momentum": MOMENTUM, "weight_decay": weight_decay}
-        super().__init__([own, *others], {"lr": adamw.defaults["lr"]})
+        muon_group = {"params": matrices, "momentum": MOMENTUM, "weight_decay": weight_decay}
+        super().__init__([muon_group, *others], {"lr": adamw.defaults["lr"]})
         self._adamw = adamw
 
     @torch.no_grad()
@@ -118,12 +118,12 @@ class Muon(Optimizer):
         # Parameters may be in host memory; the device multiplies and sends.
         device = current_device()
         dtype = torch.bfloat16 if has_bf16() else torch.float32
-        parts = [
+        pieces = [
             gradient.lerp(buffer, momentum).to(device, dtype)
             for gradient, buffer in zip(gradients, buffers, strict=True)
         ]
         shards = [matrices.shards for matrices in bucket]
-        updates = orthogonalize(parts, shards, [matrices.numel for matrices in bucket])
+        updates = orthogonalize(pieces, shards, [matrices.numel for matrices in bucket])
 
         torch._foreach_mul_([matrices.weights for matrices in bucket], 1 - lr * weight_decay)
         for matrices, update in zip(bucket, updates, strict=True):
@@ -190,78 +190,79 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 
 
 def orthogonalize(
-    parts: list[Tensor], shards: list[list[ShardSlice]], sizes: list[int]
+    pieces: list[Tensor], shards: list[list[ShardSlice]], sizes: list[int]
 ) -> list[Tensor]:
-    """Return this rank's parts of orthogonalised matrices from its parts [n, a, b] of the matrices.
+    """Return this rank's pieces of orthogonalised matrices from its pieces [n, a, b] of them.
 
     All matrices are divided over the same groups, and `sizes` are their elements. All ranks of
     these groups must call this with the same matrices.
     """
-    if not parts or not shards[0]:
-        return _orthogonalize_whole(parts)
+    if not pieces or not shards[0]:
+        return _orthogonalize_whole(pieces)
 
-    route = Route(parts, [each[0] for each in shards], sizes)
-    whole = route.to_owners(parts)
+    route = Route(pieces, [each[0] for each in shards], sizes)
+    whole = route.to_owners(pieces)
     # Another axis may divide what is whole on this one.
-    outer = [shards[index][1:] for index in route.own]
-    return route.to_shards(orthogonalize(whole, outer, [sizes[index] for index in route.own]))
+    outer = [shards[index][1:] for index in route.local]
+    return route.to_shards(orthogonalize(whole, outer, [sizes[index] for index in route.local]))
 
 
 class Route:
     """Ways of divided matrices to the ranks that orthogonalise them, and back."""
 
-    def __init__(self, parts: list[Tensor], shards: list[ShardSlice], sizes: list[int]):
+    def __init__(self, pieces: list[Tensor], shards: list[ShardSlice], sizes: list[int]):
         """Choose the owner of each matrix by `sizes`, so that owners have about as much to do."""
         group = shards[0].group
         num_ranks = shards[0].pieces
         self.axis = Axis("muon", num_ranks, dist.get_rank(group), group)
-        self.nothing = parts[0].new_empty(0)
-        self.shapes = [part.shape for part in parts]
+        self.nothing = pieces[0].new_empty(0)
+        self.shapes = [piece.shape for piece in pieces]
         self.dims = [shard.dim for shard in shards]
         self.counts = [shard.counts for shard in shards]
 
         owners = _owners(sizes, num_ranks)
-        self.order = sorted(range(len(parts)), key=owners.__getitem__)
-        self.own = [index for index in self.order if owners[index] == self.axis.rank]
+        self.order = sorted(range(len(pieces)), key=owners.__getitem__)
+        self.local = [index for index in self.order if owners[index] == self.axis.rank]
         """Indices of the matrices of this rank."""
         self.sent = [0] * num_ranks
-        for part, owner in zip(parts, owners, strict=True):
-            self.sent[owner] += part.numel()
+        for piece, owner in zip(pieces, owners, strict=True):
+            self.sent[owner] += piece.numel()
         self.received = [
-            sum(self._shape(index, rank).numel() for index in self.own) for rank in range(num_ranks)
+            sum(self._shape(index, rank).numel() for index in self.local)
+            for rank in range(num_ranks)
         ]
 
-    def to_owners(self, parts: list[Tensor]) -> list[Tensor]:
+    def to_owners(self, shards: list[Tensor]) -> list[Tensor]:
         """Return the matrices that this rank owns, whole."""
-        flat = torch.cat([parts[index].flatten() for index in self.order])
+        flat = torch.cat([shards[index].flatten() for index in self.order])
         arrived = self.axis.all_to_all(flat, self.sent, self.received).split(self.received)
         pieces = []
-        for rank, parts in enumerate(arrived):
-            shapes = [self._shape(index, rank) for index in self.own]
-            each = parts.split([shape.numel() for shape in shapes])
-            pieces.append([part.view(shape) for part, shape in zip(each, shapes, strict=True)])
+        for rank, sent in enumerate(arrived):
+            shapes = [self._shape(index, rank) for index in self.local]
+            split = sent.split([shape.numel() for shape in shapes])
+            pieces.append([piece.view(shape) for piece, shape in zip(split, shapes, strict=True)])
 
         return [
             torch.cat(divided, self.dims[index])
-            for index, divided in zip(self.own, zip(*pieces, strict=True), strict=True)
+            for index, divided in zip(self.local, zip(*pieces, strict=True), strict=True)
         ]
 
     def to_shards(self, whole: list[Tensor]) -> list[Tensor]:
-        """Return this rank's parts of all matrices, from the whole ones of their owners."""
+        """Return this rank's pieces of all matrices, from the whole ones of their owners."""
         divided = [
             matrix.split(self.counts[index], self.dims[index])
-            for index, matrix in zip(self.own, whole, strict=True)
+            for index, matrix in zip(self.local, whole, strict=True)
         ]
         pieces = [pieces[rank].flatten() for rank in range(self.axis.size) for pieces in divided]
         # A rank that owns nothing sends nothing.
         flat = torch.cat(pieces) if pieces else self.nothing
         arrived = self.axis.all_to_all(flat, self.received, self.sent)
         numels = [self.shapes[index].numel() for index in self.order]
-        parts = dict(zip(self.order, arrived.split(numels), strict=True))
-        return [parts[index].view(shape) for index, shape in enumerate(self.shapes)]
+        shards = dict(zip(self.order, arrived.split(numels), strict=True))
+        return [shards[index].view(shape) for index, shape in enumerate(self.shapes)]
 
     def _shape(self, index: int, rank: int) -> torch.Size:
-        """Return the shape of a rank's part of a matrix."""
+        """Return the shape of a rank's piece of a matrix."""
         shape = list(self.shapes[index])
         shape[self.dims[index]] = self.counts[index][rank]
         return torch.Size(shape)
@@ -286,8 +287,8 @@ def _matrices(parameter: nn.Parameter, momentum: Tensor) -> Iterator[Matrices]:
     of_owner = math.ceil(len(stacks[0]) / _num_ranks(shards))
     count = max(1, min(of_owner, MUON_BUCKET // (height * width)))
     scale = RMS * math.sqrt(max(height, width))
-    for parts in zip(*(stack.split(count) for stack in stacks), strict=True):
-        yield Matrices(*parts, shards, len(parts[0]) * height * width, scale)
+    for stacked in zip(*(stack.split(count) for stack in stacks), strict=True):
+        yield Matrices(*stacked, shards, len(stacked[0]) * height * width, scale)
 
 
 def _buckets(alike: list[Matrices]) -> Iterator[list[Matrices]]:
@@ -298,7 +299,7 @@ def _buckets(alike: list[Matrices]) -> Iterator[list[Matrices]]:
     num_ranks = _num_ranks(alike[0].shards)
     bucket: list[Matrices] = []
     size = 0
-    for matrices in sorted(alike, key=lambda each: each.numel, reverse=True):
+    for matrices in sorted(alike, key=lambda matrices: matrices.numel, reverse=True):
         if bucket and size + matrices.numel > num_ranks * max(MUON_BUCKET, bucket[0].numel):
             yield bucket
             bucket = []

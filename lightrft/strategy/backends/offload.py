@@ -43,30 +43,30 @@ class HostCopies:
         sizes = [min(PINNED_BLOCK, total - start) for start in range(0, total, PINNED_BLOCK)]
         self.blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
 
-        for source, pieces in self._places(tensors):
-            for part, piece in zip(
+        for source, pieces in self._with_pieces(tensors):
+            for chunk, piece in zip(
                 _flat_bytes(source.contiguous()).split([len(p) for p in pieces]),
                 pieces,
                 strict=True,
             ):
-                piece.copy_(part, non_blocking=True)
+                piece.copy_(chunk, non_blocking=True)
 
     def load(self, tensors: Iterable[Tensor]) -> None:
         """Copy the values into tensors of the same shapes and types, in the same order."""
-        for target, pieces in self._places(tensors):
+        for target, pieces in self._with_pieces(tensors):
             if target.is_contiguous():
                 dense = target.detach()
             else:
                 dense = torch.empty_like(target, memory_format=torch.contiguous_format)
-            for part, piece in zip(
+            for chunk, piece in zip(
                 _flat_bytes(dense).split([len(p) for p in pieces]), pieces, strict=True
             ):
-                part.copy_(piece, non_blocking=True)
+                chunk.copy_(piece, non_blocking=True)
             if dense.data_ptr() != target.data_ptr():
                 target.copy_(dense)
 
-    def _places(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield each tensor with the parts of the buffers that hold it."""
+    def _with_pieces(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield each tensor with the pieces of the buffers that hold it."""
         start = 0
         for tensor in tensors:
             end = start + tensor.nbytes
@@ -258,7 +258,7 @@ def _geometry(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yield this rank's part of all parameters and buffers; shared ones come once.
+    """Yield this rank's shards of all parameters and buffers; shared ones come once.
 
     Non-persistent buffers are included.
     """

@@ -101,7 +101,7 @@ def create_lr_scheduler(
 
 
 @contextmanager
-def own_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterator[None]:
+def kept_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterator[None]:
     """Keep learning rate, betas and weight decay while a state is loaded inside.
 
     Moments and progress are loaded. A schedule that is not a LambdaLR, as create_lr_scheduler()
@@ -115,8 +115,8 @@ def own_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterato
     ]
     peaks = list(scheduler.base_lrs) if renewed else []
     yield
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(kept)
 
     if renewed:
         # The loaded progress counts, with this run's peak: rates are computed anew from both.
@@ -172,7 +172,7 @@ def global_grad_norm(
     """Return the p-norm of all gradients over all shards: [] float32 on `device`.
 
     It is equal on all ranks; p is 1, 2, ... or inf. The placements of the gradient itself count: it
-    may be whole although the parameter is sharded, and a partial one is summed first. Local parts
+    may be whole although the parameter is sharded, and a partial one is summed first. Local shards
     are summed over the axes that shard them, never over axes that replicate them. There is one
     collective per axis, whatever the number of meshes. Axes come in the order that the parameters
     meet them, because the groups of one axis have other names on other ranks. A parameter without a
@@ -201,11 +201,13 @@ def global_grad_norm(
     # Only the sums that this axis shards are reduced over it.
     for name in groups:
         cut = [index for index, subset in enumerate(subsets) if name in subset]
-        part = totals[cut]
+        reduced = totals[cut]
         dist.all_reduce(
-            part, op=dist.ReduceOp.MAX if p == torch.inf else dist.ReduceOp.SUM, group=groups[name]
+            reduced,
+            op=dist.ReduceOp.MAX if p == torch.inf else dist.ReduceOp.SUM,
+            group=groups[name],
         )
-        totals[cut] = part
+        totals[cut] = reduced
 
     return totals.amax() if p == torch.inf else totals.sum() ** (1 / p)
 
@@ -230,18 +232,21 @@ def _sharding_groups(tensor: DTensor) -> list[tuple[str, dist.ProcessGroup]]:
     mesh = tensor.device_mesh
     dims = [
         dim
-        for dim, place in enumerate(tensor.placements)
-        if not place.is_replicate() and mesh.size(dim) > 1
+        for dim, placement in enumerate(tensor.placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
     ]
     return [(mesh.get_group(dim).group_name, mesh.get_group(dim)) for dim in dims]
 
 
 def _summed(gradient: DTensor) -> DTensor:
     """Return the gradient, summed over the ranks that each have a part of the sum."""
-    if not any(place.is_partial() for place in gradient.placements):
+    if not any(placement.is_partial() for placement in gradient.placements):
         return gradient
     return gradient.redistribute(
-        placements=[Replicate() if place.is_partial() else place for place in gradient.placements]
+        placements=[
+            Replicate() if placement.is_partial() else placement
+            for placement in gradient.placements
+        ]
     )
 
 
@@ -271,9 +276,10 @@ def step(optimizer: Optimizer) -> None:
         return
 
     try:
-        for parts in of_mesh.values():
+        for of_groups in of_mesh.values():
             optimizer.param_groups = [
-                group | {"params": own} for group, own in zip(groups, parts, strict=True)
+                group | {"params": members}
+                for group, members in zip(groups, of_groups, strict=True)
             ]
             optimizer.step()
     finally:
@@ -290,15 +296,15 @@ class BitSums:
         self,
         optimizer: Optimizer,
         device: torch.device | str,
-        parts: Mapping[Tensor, str],
+        labels: Mapping[Tensor, str],
         others: str,
     ):
         """Follow an optimizer whose parameters are on `device` while it steps.
 
-        `parts` says which part of the model a parameter belongs to; a part has one sum. Parameters
-        that it does not name belong to the part `others`.
+        `labels` names the parameters that are summed together; each label has one sum. Parameters
+        without a label belong to `others`.
         """
-        self._parts = parts
+        self._labels = labels
         self._others = others
         self._sums: dict[str, list[tuple[int, str, Tensor]]] = {}
         self._update = 0
@@ -309,7 +315,7 @@ class BitSums:
         optimizer.register_step_post_hook(partial(self._add, "weights"))
 
     def take(self, kind: str) -> list[tuple[int, str, Tensor]]:
-        """Return the sums since the last call: optimizer step, part, and sum [] int64.
+        """Return the sums since the last call: optimizer step, label, and sum [] int64.
 
         `kind` is gradient, weights (after a step), or before: the weights before the first step.
         """
@@ -318,11 +324,13 @@ class BitSums:
     @torch.no_grad()
     def _add(self, kind: str, optimizer: Optimizer, *_: Any) -> None:
         if kind == "gradient":
-            own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-            if own & self._stepped:
+            parameters = {
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            }
+            if parameters & self._stepped:
                 self._update += 1
                 self._stepped.clear()
-            self._stepped |= own
+            self._stepped |= parameters
             if not self._update:
                 self._add("before", optimizer)
 
@@ -331,14 +339,14 @@ class BitSums:
             for parameter in group["params"]:
                 tensor = parameter.grad if kind == "gradient" else parameter
                 if tensor is not None:
-                    part = self._parts.get(parameter, self._others)
-                    tensors.setdefault(part, []).append(tensor)
+                    label = self._labels.get(parameter, self._others)
+                    tensors.setdefault(label, []).append(tensor)
 
         sums = self._sums.setdefault(kind, [])
-        for part, own in tensors.items():
+        for label, members in tensors.items():
             # Parameters may be in host memory, all of them.
-            self._factors = self._factors.to(own[0].device)
-            sums.append((self._update, part, sum_of_bits(own, self._factors)))
+            self._factors = self._factors.to(members[0].device)
+            sums.append((self._update, label, sum_of_bits(members, self._factors)))
 
 
 def odd_numbers(count: int) -> Tensor:
@@ -348,9 +356,9 @@ def odd_numbers(count: int) -> Tensor:
 
 
 def sum_of_bits(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
-    """Return a sum [] int64 of the bits of this rank's part of the tensors, on their device.
+    """Return a sum [] int64 of the bits of this rank's shards of the tensors, on their device.
 
-    The bits are read as words of 8 bytes. Each word is multiplied by an odd number for its place,
+    The bits are read as words of 8 bytes. Each word is multiplied by an odd number for its index,
     modulo 2^64, so a change of one element always changes the sum, and an exchange of two nearly
     always.
     """
@@ -363,11 +371,11 @@ def sum_of_bits(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:
         else:
             short.setdefault(local.dtype, []).append(local)
     # A call of torch takes longer than reading a short tensor.
-    flat += [torch.cat(own) for own in short.values()]
+    flat += [torch.cat(few) for few in short.values()]
 
     total = None
-    for each in flat:
-        octets = each.view(torch.uint8)
+    for piece in flat:
+        octets = piece.view(torch.uint8)
         missing = -octets.numel() % 8
         # Words begin at a multiple of 8 bytes, which a view into a larger tensor may not.
         if missing or octets.storage_offset() % 8:

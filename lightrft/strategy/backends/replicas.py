@@ -28,13 +28,13 @@ class Bucket:
         """Start the sum. A parameter without a gradient on this rank counts as zeros."""
         present = torch.ones(len(self.parameters), device=self.parameters[0].device)
         if self.missing:
-            flags = [float(each not in self.missing) for each in self.parameters]
+            flags = [float(parameter not in self.missing) for parameter in self.parameters]
             present.copy_(torch.tensor(flags))
-        parts = [
-            torch.zeros_like(each) if each in self.missing else each.grad
-            for each in self.parameters
+        gradients = [
+            torch.zeros_like(parameter) if parameter in self.missing else parameter.grad
+            for parameter in self.parameters
         ]
-        self.flat = torch.cat([*(part.flatten() for part in parts), present])
+        self.flat = torch.cat([*(gradient.flatten() for gradient in gradients), present])
         self.work = dist.all_reduce(self.flat, group=axis.group, async_op=True)
 
     def finish(self) -> None:

@@ -33,15 +33,15 @@ def to_host(state: Any) -> Any:
     checkpoint and for offloaded models.
     """
     leaves, structure = tree_flatten(state)
-    parts = [_local(leaf) for leaf in leaves]
-    on_device = [part for part in parts if part is not None and _is_on_device(part)]
+    shards = [_local(leaf) for leaf in leaves]
+    on_device = [shard for shard in shards if shard is not None and _is_on_device(shard)]
 
     pinned = _pinned_like(on_device)
     for target, source in zip(pinned, on_device, strict=True):
         target.copy_(source, non_blocking=True)
 
     arriving = iter(pinned)
-    copies = [_copied(leaf, part, arriving) for leaf, part in zip(leaves, parts, strict=True)]
+    copies = [_copied(leaf, shard, arriving) for leaf, shard in zip(leaves, shards, strict=True)]
     if on_device:
         synchronize(on_device[0].device)
     return tree_unflatten(copies, structure)
@@ -49,11 +49,11 @@ def to_host(state: Any) -> Any:
 
 def num_bytes(state: Any) -> int:
     """Return the bytes of this rank's shards in a structure of dictionaries and lists."""
-    return sum(part.nbytes for part in map(_local, tree_iter(state)) if part is not None)
+    return sum(shard.nbytes for shard in map(_local, tree_iter(state)) if shard is not None)
 
 
 def _local(leaf: Any) -> Tensor | None:
-    """Return this rank's part of a tensor, or None for a value of another kind."""
+    """Return this rank's shard of a tensor, or None for a value of another kind."""
     if isinstance(leaf, DTensor):
         return leaf.to_local()
     if isinstance(leaf, Fragment):
@@ -65,14 +65,14 @@ def _is_on_device(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu" and tensor.numel() > 0
 
 
-def _copied(leaf: Any, part: Tensor | None, pinned: Iterator[Tensor]) -> Any:
+def _copied(leaf: Any, shard: Tensor | None, pinned: Iterator[Tensor]) -> Any:
     """Return a leaf of the same kind in host memory, with the next pinned copy if it has one."""
-    if part is None:
+    if shard is None:
         return copy.deepcopy(leaf)
-    if _is_on_device(part):
+    if _is_on_device(shard):
         host = next(pinned)
     else:
-        host = torch.empty(part.shape, dtype=part.dtype).copy_(part)
+        host = torch.empty(shard.shape, dtype=shard.dtype).copy_(shard)
     if isinstance(leaf, DTensor):
         # DTensor.from_local() would move it back to the device of the mesh.
         return DTensor(host, leaf._spec, requires_grad=False)
@@ -87,25 +87,25 @@ def _pinned_like(tensors: list[Tensor]) -> list[Tensor]:
     """
     rooms: list[int] = []
     used: list[int] = []
-    places: dict[int, tuple[int, int]] = {}
+    addresses: dict[int, tuple[int, int]] = {}
     for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].nbytes):
         size = -(-tensors[index].nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
         block = next((b for b, room in enumerate(rooms) if used[b] + size <= room), len(rooms))
         if block == len(rooms):
             rooms.append(max(PINNED_BLOCK, 1 << (size - 1).bit_length()))
             used.append(0)
-        places[index] = block, used[block]
+        addresses[index] = block, used[block]
         used[block] += size
 
-    # A tensor over a part of a numpy array has a storage of its own size. torch's writer copies
+    # A tensor over a slice of a numpy array has a storage of its own size. torch's writer copies
     # every view of a larger storage once more.
     blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy() for size in used]
     return [
         torch.frombuffer(
-            blocks[places[index][0]],
+            blocks[addresses[index][0]],
             dtype=tensor.dtype,
             count=tensor.numel(),
-            offset=places[index][1],
+            offset=addresses[index][1],
         ).view(tensor.shape)
         for index, tensor in enumerate(tensors)
     ]

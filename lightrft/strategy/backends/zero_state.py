@@ -88,11 +88,11 @@ class Partitions:
         return zip(self.groups, self.flats, strict=True)
 
     def pieces(self) -> Iterator[FlatSlice]:
-        cut = self._cut_each if self.by_parameter else self._cut_group
+        cut = self._cut_parameters if self.by_parameter else self._cut_group
         for group, flat in self:
             yield from (piece for piece in cut(group, flat) if piece.length > 0)
 
-    def _cut_each(self, group: Sequence[nn.Parameter], flat: Tensor) -> Iterator[FlatSlice]:
+    def _cut_parameters(self, group: Sequence[nn.Parameter], flat: Tensor) -> Iterator[FlatSlice]:
         offset = 0
         for parameter in group:
             size = parameter.ds_tensor.numel()
@@ -182,15 +182,15 @@ class ZeroModelState(ModelState):
             return _fragment(pieces[value], pieces[value].flat)
         if any(value is parameter for group, _ in self.partitions for parameter in group):
             return Fragment(whole_shape(value), 0, torch.empty(0))
-        part = local_shard(value)
+        shard = local_shard(value)
         shape = whole_shape(value)
-        if part is value:
+        if shard is value:
             return value
-        start = min(self.partitions.rank * part.numel(), shape.numel())
-        return Fragment(shape, start, part.detach()[: shape.numel() - start])
+        start = min(self.partitions.rank * shard.numel(), shape.numel())
+        return Fragment(shape, start, shard.detach()[: shape.numel() - start])
 
     def _moments(self, pieces: dict[Tensor, FlatSlice]) -> dict[str, dict[str, Any]]:
-        """Return parameter name -> the optimizer's state for this rank's part of it."""
+        """Return parameter name -> the optimizer's state for this rank's shard of it."""
         moments: dict[str, dict[str, Any]] = {}
         names = self._names()
         for group, flat in self.partitions:

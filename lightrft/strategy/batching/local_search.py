@@ -58,9 +58,9 @@ class LocalSearch:
 
     def _sort(self) -> None:
         """Sort the bins, most expensive first, so that similar bins run at the same time."""
-        place = np.empty(self.count, dtype=np.int64)
-        place[np.argsort(-self._costs(), kind="stable")] = np.arange(self.count)
-        self.bin_of = place[self.bin_of]
+        ordinal = np.empty(self.count, dtype=np.int64)
+        ordinal[np.argsort(-self._costs(), kind="stable")] = np.arange(self.count)
+        self.bin_of = ordinal[self.bin_of]
 
     def _relieve(self, first: int) -> None:
         """Move or swap one sequence out of bin `first`, the most expensive one of a micro-batch.

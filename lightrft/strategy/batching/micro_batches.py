@@ -41,7 +41,7 @@ def redistribute(
     `store` carries them; None: this rank is the only one, so its own sequences are all.
     `batch.rows` are different on all data ranks, and rows are planned in their order. A
     `minibatch_size` of None means one step for all rows. See planner.plan for the limits, and for
-    `units`, [N] int64 of this rank's rows. Return this rank's new part, and [k][m]: the rows of
+    `units`, [N] int64 of this rank's rows. Return the batch of this rank, and [k][m]: the rows of
     micro-batch m of optimizer step k. All ranks have equal numbers of steps and micro-batches.
     """
     ids = batch.rows

@@ -32,7 +32,7 @@ MIN_SAVING = 1 / 32
 the prefix."""
 
 PROMPT_SPLITS = (1, 2, 4)
-"""How many parts the rows of a prompt are split into. Few parts share more work, and many parts are
+"""How many units the rows of a prompt are split into. Few units share more work, and many units are
 easier to balance."""
 MAX_UNIT = 256
 """Most rows of a prompt that are kept together."""
@@ -80,7 +80,7 @@ class Plan:
 
     def local(self, rank: int) -> list[list[list[int]]]:
         """Return [k][m]: the rows of the rank's micro-batches, as positions in `rows(rank)`."""
-        position = {row: place for place, row in enumerate(self.rows(rank))}
+        position = {row: index for index, row in enumerate(self.rows(rank))}
         return [
             [[position[row] for row in rows] for rows in minibatch[rank]]
             for minibatch in self.minibatches
@@ -169,13 +169,13 @@ def _shortest(
         plans.append((_time(costs, num_ranks), bins, costs))
 
     _, bins, costs = min(plans, key=lambda each: each[0])
-    place = np.empty(len(costs), np.int64)
-    place[np.argsort(-costs, kind="stable")] = np.arange(len(costs))
-    place = place[bins]
-    count = num_ranks * -(-int(place.max() + 1) // num_ranks)
-    ends = np.bincount(place, minlength=count).cumsum().tolist()
+    ordinal = np.empty(len(costs), np.int64)
+    ordinal[np.argsort(-costs, kind="stable")] = np.arange(len(costs))
+    ordinal = ordinal[bins]
+    count = num_ranks * -(-int(ordinal.max() + 1) // num_ranks)
+    ends = np.bincount(ordinal, minlength=count).cumsum().tolist()
 
-    ordered = (rows.start + np.argsort(place, kind="stable")).tolist()
+    ordered = (rows.start + np.argsort(ordinal, kind="stable")).tolist()
     micro_batches = [ordered[start:end] for start, end in pairwise([0, *ends])]
     return [micro_batches[rank::num_ranks] for rank in range(num_ranks)]
 
@@ -218,22 +218,22 @@ class _Step:
         tokens = self.prompts[:, 1:].sum(1)
         saved = tokens.sum() - tokens[self.by_prompt[self.first]].sum()
         if saved > MIN_SAVING * self.lengths.sum():
-            for parts in PROMPT_SPLITS if self.first.sum() <= MANY_PROMPTS else PROMPT_SPLITS[:1]:
-                yield self._together(parts, limits)
+            for count in PROMPT_SPLITS if self.first.sum() <= MANY_PROMPTS else PROMPT_SPLITS[:1]:
+                yield self._together(count, limits)
 
-    def _together(self, parts: int, limits: Limits) -> np.ndarray:
-        """Split the rows of each prompt into `parts` units, or more, so that each fits a bin."""
+    def _together(self, num_units: int, limits: Limits) -> np.ndarray:
+        """Split the rows of each prompt into `num_units`, or more, so that each unit fits a bin."""
         starts = self.first.nonzero()[0]
         number = self.first.cumsum() - 1
         counts = np.diff(np.append(starts, len(number)))[number]
-        most = np.minimum(-(-counts // parts), min(MAX_UNIT, limits.sequences))
-        place = (np.arange(len(number)) - starts[number]) % most
+        most = np.minimum(-(-counts // num_units), min(MAX_UNIT, limits.sequences))
+        ordinal = (np.arange(len(number)) - starts[number]) % most
 
         # All units grow by their next row at the same time. A row without room begins another.
-        begins = place == 0
+        begins = ordinal == 0
         tokens = self.lengths[self.by_prompt]
-        for index in range(1, int(place.max()) + 1):
-            members = (place == index).nonzero()[0]
+        for index in range(1, int(ordinal.max()) + 1):
+            members = (ordinal == index).nonzero()[0]
             together = tokens[members - 1] + tokens[members]
             fits = together <= limits.tokens
             begins[members] = ~fits
@@ -335,20 +335,20 @@ class Packer:
         This is best if few combinations of sequences fill a bin, such as halves and thirds.
         """
         bin_of = []
-        places: list[int] = []
+        free_rows: list[int] = []
         free_bins: list[tuple[int, int]] = []  # (free tokens, bin), ascending
         for size in self.sizes[rows].tolist():
-            place = bisect_left(free_bins, (size, -1))
-            if place == len(free_bins):
+            found = bisect_left(free_bins, (size, -1))
+            if found == len(free_bins):
                 free = self.limits.tokens
-                index = len(places)
-                places.append(self.limits.sequences)
+                index = len(free_rows)
+                free_rows.append(self.limits.sequences)
             else:
-                free, index = free_bins.pop(place)
+                free, index = free_bins.pop(found)
 
             bin_of.append(index)
-            places[index] -= 1
-            if places[index]:
+            free_rows[index] -= 1
+            if free_rows[index]:
                 insort(free_bins, (free - size, index))
 
         return np.array(bin_of, np.int64)
@@ -390,7 +390,7 @@ class Packer:
         begun = min(count, len(rows)) if max_work is None and self.limits.sequences > 1 else 0
         bin_of = list(range(begun))
         used = [*sizes[:begun].tolist(), *[0] * (count - begun)]
-        places = [self.limits.sequences - (bin_ < begun) for bin_ in range(count)]
+        free_rows = [self.limits.sequences - (bin_ < begun) for bin_ in range(count)]
 
         # Heap of bins, cheapest first: load times MOST_BINS, plus the bin. Plain integers are
         # compared faster than tuples, and no garbage collection follows them.
@@ -415,7 +415,7 @@ class Packer:
             if not open_ and max_work is None:
                 open_ = list(range(len(used), len(used) + self.num_ranks))
                 used += [0] * self.num_ranks
-                places += [self.limits.sequences] * self.num_ranks
+                free_rows += [self.limits.sequences] * self.num_ranks
                 entry_of += open_
 
             if max_work is not None and (
@@ -427,9 +427,9 @@ class Packer:
             index = open_[0] % MOST_BINS
             bin_of.append(index)
             used[index] += size
-            places[index] -= 1
+            free_rows[index] -= 1
 
-            if places[index]:
+            if free_rows[index]:
                 heapq.heapreplace(open_, open_[0] + cost)
             else:
                 heapq.heappop(open_)

@@ -21,7 +21,7 @@ from lightrft.core.batch import token_index
 from lightrft.models.parallel.collectives import Axis
 
 BUFFER_ALIGNMENT = 8
-"""Each part of a buffer begins at a multiple of so many bytes."""
+"""Each piece of a buffer begins at a multiple of so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,12 @@ class SampleRows:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def select(self, places: Tensor | Sequence[int] | slice) -> Self:
-        """Return the rows at these places, in this order. A mask [N] bool selects too."""
-        places = torch.tensor(places, dtype=torch.int64) if isinstance(places, Sequence) else places
-        tags = {name: values[places] for name, values in self.tags.items()}
-        return type(self)(self.ids[places], self.lengths[places], self.ranks[places], tags)
+    def select(self, indices: Tensor | Sequence[int] | slice) -> Self:
+        """Return the rows at these indices, in this order. A mask [N] bool selects too."""
+        if isinstance(indices, Sequence):
+            indices = torch.tensor(indices, dtype=torch.int64)
+        tags = {name: values[indices] for name, values in self.tags.items()}
+        return type(self)(self.ids[indices], self.lengths[indices], self.ranks[indices], tags)
 
     def drop(self, ids: Collection[int]) -> Self:
         """Return the rows except those with these ids."""
@@ -67,8 +68,8 @@ class SampleRows:
 
     def held_by(self, owners: Sequence[Sequence[int]]) -> Self:
         """Return the rows after a move, in the order of the lists of ids."""
-        place = {row: at for at, row in enumerate(self.ids.tolist())}
-        rows = self.select([place[row] for ids in owners for row in ids])
+        index_of = {row: index for index, row in enumerate(self.ids.tolist())}
+        rows = self.select([index_of[row] for ids in owners for row in ids])
         return replace(
             rows, ranks=torch.repeat_interleave(torch.tensor([len(ids) for ids in owners]))
         )
@@ -88,10 +89,10 @@ class Column:
         if torch.equal(ids, self.ids):
             return self
 
-        # Sorting once finds all places without a Python loop over the rows.
+        # Sorting once finds all rows without a Python loop over the rows.
         order = self.ids.argsort()
-        place = torch.searchsorted(self.ids[order], ids).clamp(max=max(len(order) - 1, 0))
-        rows = order[place] if len(order) else place
+        found = torch.searchsorted(self.ids[order], ids).clamp(max=max(len(order) - 1, 0))
+        rows = order[found] if len(order) else found
 
         absent = ids[self.ids[rows] != ids] if len(order) else ids
         if len(absent):
@@ -114,12 +115,12 @@ class Column:
         before = self.without(other.ids) if len(self.ids) else self
         if not len(before.ids):
             return other
-        parts = (
+        pairs = (
             (before.ids, other.ids),
             (before.lengths, other.lengths),
             (before.values, other.values),
         )
-        return Column(self.per_token, *(torch.cat(pair) for pair in parts))
+        return Column(self.per_token, *(torch.cat(pair) for pair in pairs))
 
 
 class SampleStore(ABC):
@@ -289,13 +290,13 @@ class MemoryStore(SampleStore):
                 name: values[:1].numel() if len(values) else math.prod(values.shape[1:])
                 for name, values in tags.items()
             }
-            parts = [values.reshape(len(values), widths[name]) for name, values in tags.items()]
-            parts = [
-                torch.cat([self._lengths.ids[:, None], self._lengths.values[:, None], *parts], 1)
+            columns = [values.reshape(len(values), widths[name]) for name, values in tags.items()]
+            columns = [
+                torch.cat([self._lengths.ids[:, None], self._lengths.values[:, None], *columns], 1)
             ]
             # The digest travels with the rows, so that disagreement costs no extra collective.
-            gathered, notes = self.data.gather_rows(parts[0], note=_digest(self._types()))
-            counts = torch.tensor([len(part) for part in gathered])
+            gathered, notes = self.data.gather_rows(columns[0], note=_digest(self._types()))
+            counts = torch.tensor([len(rows) for rows in gathered])
             table = torch.cat(gathered)
             problem = self._disagreement() if len(set(notes)) > 1 else ""
         else:
@@ -312,8 +313,8 @@ class MemoryStore(SampleStore):
             else ()
         )
         values = {
-            name: part.reshape(-1, *tags[name].shape[1:])
-            for name, part in zip(tags, columns, strict=True)
+            name: values.reshape(-1, *tags[name].shape[1:])
+            for name, values in zip(tags, columns, strict=True)
         }
         self._known = SampleRows(table[:, 0], table[:, 1], torch.repeat_interleave(counts), values)
 
@@ -337,8 +338,8 @@ class MemoryStore(SampleStore):
         for name in sorted(set().union(*types_of_ranks)):
             kinds = [types.get(name, "absent") for types in types_of_ranks]
             if len(set(kinds)) > 1:
-                each = ", ".join(f"{kind} on data rank {rank}" for rank, kind in enumerate(kinds))
-                return f"the ranks have different columns {name!r}: {each}"
+                found = ", ".join(f"{kind} on data rank {rank}" for rank, kind in enumerate(kinds))
+                return f"the ranks have different columns {name!r}: {found}"
         return "the ranks have different columns"
 
     def move(
@@ -374,9 +375,9 @@ class MemoryStore(SampleStore):
         """Send each row to the new rank; return the columns of the rows that arrive."""
         rank = self.data.rank
         size = self.data.size
-        # All ranks know all rows, so they know the size of every part without asking.
-        place = {row: at for at, row in enumerate(rows.ids.tolist())}
-        source = rows.ranks[[place[row] for row in after.ids.tolist()]]
+        # All ranks know all rows, so they know the size of every share without asking.
+        index_of = {row: index for index, row in enumerate(rows.ids.tolist())}
+        source = rows.ranks[[index_of[row] for row in after.ids.tolist()]]
         sent = _split_by_rank(after.select(source == rank), after.ranks[source == rank], size)
         coming = _split_by_rank(
             after.select(after.ranks == rank), source[after.ranks == rank], size
@@ -384,17 +385,18 @@ class MemoryStore(SampleStore):
         types = {name: self._columns[name] for name in names}
         flat = torch.cat(
             [
-                pack_columns([self._columns[name].select(part.ids) for name in names])
-                for part in sent
+                pack_columns([self._columns[name].select(share.ids) for name in names])
+                for share in sent
             ]
         )
         sizes = [
-            [packed_size(list(types.values()), part) for part in parts] for parts in (sent, coming)
+            [packed_size(list(types.values()), share) for share in shares]
+            for shares in (sent, coming)
         ]
         received = self.data.all_to_all(flat, sizes[0], sizes[1])
         arrived = [
-            unpack_columns(buffer, types, part)
-            for buffer, part in zip(received.split(sizes[1]), coming, strict=True)
+            unpack_columns(buffer, types, share)
+            for buffer, share in zip(received.split(sizes[1]), coming, strict=True)
         ]
 
         return {name: _concatenate([each[name] for each in arrived]) for name in names}
@@ -410,13 +412,13 @@ class MemoryStore(SampleStore):
         return unpack_columns(self.replica.broadcast_tensor(flat), types, rows)
 
     def _exchanged_objects(self, values: dict[int, Any], after: SampleRows) -> dict[int, Any]:
-        parts = [rows.ids.tolist() for rows in _split_by_rank(after, after.ranks, self.data.size)]
+        shares = [rows.ids.tolist() for rows in _split_by_rank(after, after.ranks, self.data.size)]
         if self.leads:
-            sent = [{row: values[row] for row in part if row in values} for part in parts]
+            sent = [{row: values[row] for row in share if row in values} for share in shares]
             values = {
                 row: value
-                for part in self.data.exchange_objects(sent)
-                for row, value in part.items()
+                for share in self.data.exchange_objects(sent)
+                for row, value in share.items()
             }
         return self.replica.broadcast_tensors(values)
 
@@ -513,8 +515,8 @@ def check_owners(ids: Tensor, owners: Sequence[Sequence[int]]) -> None:
 
 def pack_columns(columns: list[Column]) -> Tensor:
     """Pack columns, widest elements first, into [bytes] uint8, a multiple of BUFFER_ALIGNMENT."""
-    parts = [column.values.contiguous().flatten().view(torch.uint8) for column in columns]
-    flat = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    flattened = [column.values.contiguous().flatten().view(torch.uint8) for column in columns]
+    flat = torch.cat(flattened) if flattened else torch.empty(0, dtype=torch.uint8)
     return F.pad(flat, (0, -len(flat) % BUFFER_ALIGNMENT))
 
 
@@ -532,15 +534,15 @@ def unpack_columns(
     flat: Tensor, types: Mapping[str, Column], rows: SampleRows
 ) -> dict[str, Column]:
     """Return the columns of these rows from pack_columns()."""
-    place = 0
+    start = 0
     columns = {}
     for name, like in types.items():
         lengths = rows.lengths if like.per_token else torch.ones_like(rows.lengths)
         shape = int(lengths.sum()), *like.values.shape[1:]
         size = math.prod(shape) * like.values.itemsize
-        values = flat[place : place + size].view(like.values.dtype).view(shape)
+        values = flat[start : start + size].view(like.values.dtype).view(shape)
         columns[name] = Column(like.per_token, rows.ids, lengths, values)
-        place += size
+        start += size
     return columns
 
 
@@ -548,7 +550,7 @@ def _split_by_rank(rows: SampleRows, ranks: Tensor, size: int) -> list[SampleRow
     """Split rows by rank, keeping the order; `ranks` [n] has the rank of each row."""
     order = ranks.argsort(stable=True)
     counts = ranks.bincount(minlength=size)
-    return [rows.select(places) for places in order.split(counts.tolist())]
+    return [rows.select(indices) for indices in order.split(counts.tolist())]
 
 
 def _concatenate(columns: list[Column]) -> Column:

@@ -43,7 +43,7 @@ class TransferQueueStore(MemoryStore):
         super().__init__(data, replica)
         self._queue, run = _start(world)
         self._partition = f"lightrft/{run}/{next(_numbers)}"
-        self._own_ids: dict[str, set[int]] = {}
+        self._local_ids: dict[str, set[int]] = {}
 
     def put(
         self,
@@ -65,7 +65,7 @@ class TransferQueueStore(MemoryStore):
         # The values are in the queue now; only the types stay here.
         for name, column in written.items():
             self._columns[name] = column.select(ids[:0])
-            self._own_ids.setdefault(name, set()).update(ids.tolist() if self.leads else ())
+            self._local_ids.setdefault(name, set()).update(ids.tolist() if self.leads else ())
 
     def move(
         self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None
@@ -80,8 +80,8 @@ class TransferQueueStore(MemoryStore):
             self._objects[name] = self._exchanged_objects(self._objects[name], after)
         local = after.select(after.ranks == self.data.rank)
         self._lengths = Column(False, local.ids, torch.ones_like(local.ids), local.lengths)
-        for name in [name for name in self._own_ids if fields is None or name in fields]:
-            self._own_ids[name] = set(local.ids.tolist())
+        for name in [name for name in self._local_ids if fields is None or name in fields]:
+            self._local_ids[name] = set(local.ids.tolist())
 
         return after
 
@@ -112,8 +112,8 @@ class TransferQueueStore(MemoryStore):
                 for name, like in order.items()
             ]
             columns = [
-                Column(like.per_token, rows.ids, rows.lengths, each.to(like.values.dtype))
-                for each, like in zip(values, order.values(), strict=True)
+                Column(like.per_token, rows.ids, rows.lengths, tensor.to(like.values.dtype))
+                for tensor, like in zip(values, order.values(), strict=True)
             ]
             flat = pack_columns(columns)
         else:
@@ -133,8 +133,8 @@ class TransferQueueStore(MemoryStore):
         if self.leads and ids:
             self._queue.kv_clear([str(row) for row in ids], self._partition)
         super().clear(ids)
-        for own in self._own_ids.values():
-            own -= set(ids)
+        for local_ids in self._local_ids.values():
+            local_ids -= set(ids)
 
 
 def _field(column: Column) -> Tensor:

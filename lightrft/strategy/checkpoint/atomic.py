@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from lightrft.models.parallel.collectives import Axis
 
-PART = ".part"
+TEMPORARY = ".part"
 OLD = ".old"
 """Suffixes of a folder that is being written, and of one that is being replaced."""
 
@@ -30,16 +30,18 @@ def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> N
     same CheckpointError; the temporary folder is removed, and the previous contents of `folder` are
     untouched. A step that fails on one rank must not leave other ranks waiting in a collective.
     """
-    part = folder.with_name(folder.name + PART)
+    temporary = folder.with_name(folder.name + TEMPORARY)
     summary = f"{folder} could not be written"
     try:
-        run_on_all_ranks(world, summary, partial(_on_first, world, partial(_start, part)))
+        run_on_all_ranks(world, summary, partial(_on_first, world, partial(_start, temporary)))
         for step in steps:
-            run_on_all_ranks(world, summary, partial(step, part))
-        run_on_all_ranks(world, summary, partial(_on_first, world, partial(_publish, part, folder)))
+            run_on_all_ranks(world, summary, partial(step, temporary))
+        run_on_all_ranks(
+            world, summary, partial(_on_first, world, partial(_publish, temporary, folder))
+        )
     except CheckpointError:
         if world.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
         world.barrier()
         raise
 
@@ -62,8 +64,8 @@ def run_on_all_ranks(world: Axis, summary: str, action: Callable[[], None]) -> N
         reasons = {world.rank: _reason(error)}
 
     errors: dict[int, str] = {}
-    for part in world.gather(reasons):
-        errors |= part
+    for of_rank in world.gather(reasons):
+        errors |= of_rank
     if errors:
         raise CheckpointError(
             f"{summary}: " + "; ".join(f"rank {rank}: {errors[rank]}" for rank in sorted(errors))
@@ -112,10 +114,10 @@ def remove(path: Path) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file under another name, sync it to disk, then rename it."""
-    part = path.with_name(path.name + PART)
-    remove(part)
-    write_file(part, content)
-    os.replace(part, path)
+    temporary = path.with_name(path.name + TEMPORARY)
+    remove(temporary)
+    write_file(temporary, content)
+    os.replace(temporary, path)
     sync_folder(path.parent)
 
 
@@ -139,10 +141,10 @@ def remove_folder(folder: Path) -> None:
 
     So a partly removed folder is never taken for a complete one.
     """
-    part = folder.with_name(folder.name + PART)
-    remove(part)
-    os.rename(folder, part)
-    remove(part)
+    temporary = folder.with_name(folder.name + TEMPORARY)
+    remove(temporary)
+    os.rename(folder, temporary)
+    remove(temporary)
 
 
 def _on_first(world: Axis, action: Callable[[], None]) -> None:
@@ -150,14 +152,14 @@ def _on_first(world: Axis, action: Callable[[], None]) -> None:
         action()
 
 
-def _start(part: Path) -> None:
-    remove(part)
-    part.mkdir(parents=True)
+def _start(temporary: Path) -> None:
+    remove(temporary)
+    temporary.mkdir(parents=True)
 
 
-def _publish(part: Path, folder: Path) -> None:
-    _follow_umask(part)
-    sync_folder(part)
+def _publish(temporary: Path, folder: Path) -> None:
+    _follow_umask(temporary)
+    sync_folder(temporary)
 
     # A rename cannot replace a folder that has contents. If the process dies between the two
     # renames, the old folder is still there under another name.
@@ -166,21 +168,21 @@ def _publish(part: Path, folder: Path) -> None:
         remove(old)
         os.rename(folder, old)
 
-    os.rename(part, folder)
+    os.rename(temporary, folder)
     sync_folder(folder.parent)
     remove(old)
 
 
-def _follow_umask(part: Path) -> None:
+def _follow_umask(temporary: Path) -> None:
     """Give all files the mode of a new file.
 
     safetensors makes them readable by the owner only.
     """
-    probe = part / "mode.tmp"
+    probe = temporary / "mode.tmp"
     probe.touch()
     mode = stat.S_IMODE(probe.stat().st_mode)
     probe.unlink()
-    for path in part.rglob("*"):
+    for path in temporary.rglob("*"):
         if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
             path.chmod(mode)
 

@@ -59,20 +59,20 @@ def convert(source: Path, folder: Path, *, file_bytes: int = FILE_BYTES) -> Path
     config |= {name: "bfloat16" for name in ("dtype", "torch_dtype") if name in config}
     world = Axis("conversion", 1, 0, None)
 
-    def write_weights(part: Path) -> None:
-        writer = ShardWriter(part, file_bytes, world)
+    def write_weights(temporary: Path) -> None:
+        writer = ShardWriter(temporary, file_bytes, world)
         for name, tensor in _plain(files, kinds, settings.get("weight_block_size")):
             writer.add(name, tensor)
         writer.finish()
         writer.name_files()
 
-    def write_rest(part: Path) -> None:
-        write_file(part / "config.json", json.dumps(config, indent=2).encode())
+    def write_rest(temporary: Path) -> None:
+        write_file(temporary / "config.json", json.dumps(config, indent=2).encode())
         for path in sorted(source.iterdir()):
             weights = path.suffix == ".safetensors" or path.name in ("config.json", INDEX)
             if path.is_file() and not weights:
-                shutil.copy(path, part)
-                sync_file(part / path.name)
+                shutil.copy(path, temporary)
+                sync_file(temporary / path.name)
 
     write_folder(folder, world, write_weights, write_rest)
     return folder

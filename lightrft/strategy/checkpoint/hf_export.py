@@ -36,7 +36,7 @@ from lightrft.models.weight_files import WeightFiles, cached_folder
 from lightrft.models.weight_sync.names import PublishedNames, transformers_class
 from lightrft.models.weight_sync.stream import persistent_buffers
 from lightrft.strategy.checkpoint.atomic import (
-    PART,
+    TEMPORARY,
     CheckpointError,
     run_on_all_ranks,
     sync_file,
@@ -85,7 +85,7 @@ def export(
             f" {type(model).__name__}"
         )
 
-    writer = ShardWriter(folder.with_name(folder.name + PART), MAX_SHARD_BYTES, world)
+    writer = ShardWriter(folder.with_name(folder.name + TEMPORARY), MAX_SHARD_BYTES, world)
     write_folder(
         folder,
         world,
@@ -94,7 +94,7 @@ def export(
             _write_weights,
             writer,
             PublishedNames.of(model).rename(stream),
-            _other_parts(model),
+            _other_modules(model),
             dtype,
         ),
         lambda _: writer.name_files() if world.rank == 0 else None,
@@ -210,16 +210,16 @@ def export_adapter(
             " save it"
         )
 
-    def write(part: Path) -> None:
+    def write(temporary: Path) -> None:
         adapters = {
             name: tensor.cpu() for name, tensor in stream if is_adapter(name) and world.rank == 0
         }
         if world.rank == 0:
-            save_adapter(model, adapters, part)
-            _write_generation(model, part)
+            save_adapter(model, adapters, temporary)
+            _write_generation(model, temporary)
             if tokenizer is not None:
-                _write_tokenizer(tokenizer, part)
-            for path in part.rglob("*"):
+                _write_tokenizer(tokenizer, temporary)
+            for path in temporary.rglob("*"):
                 (sync_folder if path.is_dir() else sync_file)(path)
 
     write_folder(folder, world, partial(_check_target, folder, mark=ADAPTER_CONFIG), write)
@@ -236,7 +236,7 @@ def _write_weights(
     writer.finish()
 
 
-def _other_parts(model: PreTrainedModel) -> Stream:
+def _other_modules(model: PreTrainedModel) -> Stream:
     """Yield the weights in a model's folder that are not loaded, and so not trained.
 
     They are the voice of a Qwen2.5-Omni, and layers that predict several tokens. Raise ValueError
@@ -262,8 +262,8 @@ def _other_parts(model: PreTrainedModel) -> Stream:
             " copied"
         )
 
-    parts = OTHER_PREFIXES if has_voice else PREDICTS_SEVERAL
-    for name in sorted(name for name in files.files if name.startswith(parts)):
+    prefixes = OTHER_PREFIXES if has_voice else PREDICTS_SEVERAL
+    for name in sorted(name for name in files.files if name.startswith(prefixes)):
         yield name, files.read(name, ())
 
 
@@ -272,7 +272,7 @@ def _write_rest(
     tokenizer: PreTrainedTokenizerBase | None,
     dtype: torch.dtype,
     writes: bool,
-    part: Path,
+    temporary: Path,
 ) -> None:
     """Write all but the weights: configuration, tokenizer, and files that stay the same."""
     if not writes:
@@ -290,28 +290,28 @@ def _write_rest(
         config.auto_map = {
             auto: str(name).rpartition("--")[2] for auto, name in config.auto_map.items()
         }
-    config.save_pretrained(part)
-    _write_generation(model, part)
+    config.save_pretrained(temporary)
+    _write_generation(model, temporary)
     if tokenizer is not None:
-        _write_tokenizer(tokenizer, part)
+        _write_tokenizer(tokenizer, temporary)
 
     for file in (*_files_beside(model), *code):
-        shutil.copy(file, part)
-    for path in part.rglob("*"):
+        shutil.copy(file, temporary)
+    for path in temporary.rglob("*"):
         (sync_folder if path.is_dir() else sync_file)(path)
 
 
-def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, part: Path) -> None:
+def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, temporary: Path) -> None:
     for name in LOADING_SETTINGS:
         tokenizer.init_kwargs.pop(name, None)
-    tokenizer.save_pretrained(part)
+    tokenizer.save_pretrained(temporary)
 
 
-def _write_generation(model: PreTrainedModel, part: Path) -> None:
+def _write_generation(model: PreTrainedModel, temporary: Path) -> None:
     if model.can_generate():
         # Published settings may contradict each other, such as a temperature beside greedy
         # decoding. save_pretrained() would refuse to write them.
-        model.generation_config.to_json_file(part / GENERATION_FILE)
+        model.generation_config.to_json_file(temporary / GENERATION_FILE)
 
 
 def _code_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[Path]:
@@ -341,7 +341,7 @@ def _files_beside(model: PreTrainedModel) -> list[Path]:
     return [Path(path) for path in cached if isinstance(path, str)]
 
 
-def _check_target(folder: Path, part: Path, mark: str = "config.json") -> None:
+def _check_target(folder: Path, temporary: Path, mark: str = "config.json") -> None:
     """Raise ValueError if `folder` has contents other than an earlier model or adapter.
 
     They would be removed.

@@ -35,16 +35,16 @@ from lightrft.strategy.checkpoint.reader import CheckpointReader
 from lightrft.strategy.checkpoint.zero_fragment import LoadPlanner, SavePlanner
 
 SCHEDULERS = "schedulers.pt"
-PARTS_FILE = "parts.pt"
+ITEMS_FILE = "parts.pt"
 HF = "hf"
 
 
 @dataclass(slots=True)
 class CheckpointState:
-    """Models and other parts of a run that are saved in a checkpoint or loaded from one."""
+    """Models and other items of a run that are saved in a checkpoint or loaded from one."""
 
     models: dict[str, ModelState]
-    parts: Mapping[str, Stateful]
+    items: Mapping[str, Stateful]
     """Other objects with a state of tensors and plain types.
 
     The state is equal on all ranks, and rank 0 writes it.
@@ -79,10 +79,10 @@ def snapshot(
 ) -> Snapshot:
     """Build the snapshot of this rank; `state` has JSON types only.
 
-    All ranks call it, since parts may use collectives.
+    All ranks call it, since items may use collectives.
     """
     files = {_random_file(contents.world.rank): _bytes(_random_states(contents.device))}
-    parts = {name: part.state_dict() for name, part in contents.parts.items()}
+    items = {name: item.state_dict() for name, item in contents.items.items()}
     if contents.world.rank == 0:
         schedulers = {
             name: model.scheduler.state_dict()
@@ -92,7 +92,7 @@ def snapshot(
         files |= {
             STATE: json.dumps(state).encode(),
             SCHEDULERS: _bytes(schedulers),
-            PARTS_FILE: _checked_bytes(parts),
+            ITEMS_FILE: _checked_bytes(items),
         }
 
     return Snapshot(tensors, files)
@@ -113,20 +113,20 @@ def write(
     root = folder.parent
     manifest = Manifest(0, world.size, retention.latest)
 
-    def begin(part: Path) -> None:
+    def begin(path: Path) -> None:
         if world.rank == 0:
             manifest.number = next_number(
-                root, being_written={part.name} | ({hf.name} if hf else set())
+                root, being_written={path.name} | ({hf.name} if hf else set())
             )
             if hf is not None:
-                hf.rename(part / HF)
+                hf.rename(path / HF)
 
     write_folder(
         folder,
         world,
         begin,
         partial(_write_tensors, snapshot.tensors, world),
-        lambda part: [write_file(part / name, content) for name, content in snapshot.files.items()],
+        lambda path: [write_file(path / name, content) for name, content in snapshot.files.items()],
         *manifest_steps(manifest, world),
     )
     # Only now: `latest` must never name a checkpoint that is not complete.
@@ -177,8 +177,8 @@ def load(
         run_on_all_ranks(world, f"checkpoint {path} could not be loaded", step)
 
 
-def _write_tensors(tensors: dict[str, Any], world: Axis, part: Path) -> None:
-    writer = _Writer(part, sync_files=True)
+def _write_tensors(tensors: dict[str, Any], world: Axis, temporary: Path) -> None:
+    writer = _Writer(temporary, sync_files=True)
     planner = SavePlanner(world.size)
     try:
         dcp.save(
@@ -291,18 +291,18 @@ def _forget_untouched(
 
 
 def _read_small_files(contents: CheckpointState, path: Path) -> None:
-    schedulers, parts = (
-        torch.load(path / name, weights_only=True) for name in (SCHEDULERS, PARTS_FILE)
+    schedulers, items = (
+        torch.load(path / name, weights_only=True) for name in (SCHEDULERS, ITEMS_FILE)
     )
     scheduled = {
         name: model.scheduler for name, model in contents.models.items() if model.scheduler
     }
     _check_same(set(scheduled), set(schedulers), "schedule", subset=True)
-    _check_same(set(contents.parts), set(parts), "state")
+    _check_same(set(contents.items), set(items), "state")
     for name, scheduler in scheduled.items():
         scheduler.load_state_dict(schedulers[name])
-    for name, part in contents.parts.items():
-        part.load_state_dict(parts[name])
+    for name, item in contents.items.items():
+        item.load_state_dict(items[name])
 
 
 def _restore_random(contents: CheckpointState, path: Path) -> None:
@@ -343,13 +343,13 @@ def _bytes(value: Any) -> bytes:
     return content.getvalue()
 
 
-def _checked_bytes(parts: dict[str, Any]) -> bytes:
+def _checked_bytes(items: dict[str, Any]) -> bytes:
     """Serialise the states; raise TypeError for one that could not be loaded again."""
-    for name, state in parts.items():
+    for name, state in items.items():
         try:
             torch.load(io.BytesIO(_bytes(state)), weights_only=True)
         except Exception as error:
             raise TypeError(
                 f"the state of {name} contains objects other than tensors and plain types: {error}"
             ) from error
-    return _bytes(parts)
+    return _bytes(items)

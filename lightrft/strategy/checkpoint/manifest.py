@@ -19,7 +19,7 @@ from loguru import logger
 from lightrft.core.metrics import GB
 from lightrft.models.parallel.collectives import Axis
 from lightrft.strategy.checkpoint.atomic import (
-    PART,
+    TEMPORARY,
     CheckpointError,
     open_file,
     remove,
@@ -81,22 +81,22 @@ def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], Non
     names: list[str] = []
     measured: dict[str, tuple[int, int]] = {}
 
-    def list_names(part: Path) -> None:
-        files = (path for path in part.rglob("*") if path.is_file())
+    def list_names(folder: Path) -> None:
+        files = (path for path in folder.rglob("*") if path.is_file())
         names.extend(
-            sorted(path.relative_to(part).as_posix() for path in files) if world.rank == 0 else ()
+            sorted(path.relative_to(folder).as_posix() for path in files) if world.rank == 0 else ()
         )
 
     # The files are read back from disk, so the checksum covers what was really written.
-    def measure(part: Path) -> None:
+    def measure(folder: Path) -> None:
         local_names = world.broadcast(names)[world.rank :: world.size]
-        measured.update({name: _measure(part / name) for name in local_names})
+        measured.update({name: _measure(folder / name) for name in local_names})
 
-    def write(part: Path) -> None:
+    def write(folder: Path) -> None:
         for share in world.gather(measured):
             manifest.files |= share
         if world.rank == 0:
-            write_file(part / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+            write_file(folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
 
     return [list_names, measure, write]
 
@@ -108,7 +108,7 @@ def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]
     """
     manifests = []
     for path in root.iterdir() if root.is_dir() else ():
-        if not path.is_dir() or path.name.endswith(PART):
+        if not path.is_dir() or path.name.endswith(TEMPORARY):
             continue
 
         try:
@@ -126,7 +126,7 @@ def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]
 
 
 def read_state(folder: Path, needs: Kinds = NOTHING) -> dict[str, Any]:
-    """Return the state in a checkpoint; the caller's part, `client`, has at least what `needs` says.
+    """Return the state in a checkpoint; its `client`, the caller's, has at least what `needs` says.
 
     Raise OSError or ValueError for anything else.
     """
@@ -162,7 +162,7 @@ def damage(folder: Path, manifest: Manifest, needs: Kinds, world: Axis) -> list[
         elif actual_checksum != checksum:
             problems.append(f"{name} has changed")
 
-    if problems := [problem for part in world.gather(problems) for problem in part]:
+    if problems := [problem for of_rank in world.gather(problems) for problem in of_rank]:
         return problems
     try:
         read_state(folder, needs)
@@ -210,7 +210,7 @@ def next_number(root: Path, *, being_written: Collection[str]) -> int:
 
     Remove what interrupted runs have left behind: incomplete folders and files.
     """
-    for path in root.glob(f"*{PART}"):
+    for path in root.glob(f"*{TEMPORARY}"):
         if path.name not in being_written:
             logger.warning("removing {}, which an interrupted run left behind", path)
             remove(path)

@@ -53,7 +53,7 @@ def name_folders(config: Config, *, local: bool = False) -> None:
     terms = reward_model_terms(model)
     for flag in REWARD_MODELS:
         # An entry may say more than the name, and only the name changes.
-        names = [term.name for own, term in terms if own == flag]
+        names = [term.name for source, term in terms if source == flag]
         pairs = zip(getattr(model, flag), names, strict=True)
         model.put(
             flag,

@@ -72,10 +72,10 @@ class CheckpointReader(FileSystemReader):
             )
 
         # A path such as ../../secret would be read like any other.
-        for place in metadata.storage_data.values():
-            if PurePath(place.relative_path).name != place.relative_path:
+        for location in metadata.storage_data.values():
+            if PurePath(location.relative_path).name != location.relative_path:
                 raise pickle.UnpicklingError(
-                    f"its index names a file outside of it: {place.relative_path}"
+                    f"its index names a file outside of it: {location.relative_path}"
                 )
 
         metadata.storage_meta = StorageMeta(load_id=self.load_id)

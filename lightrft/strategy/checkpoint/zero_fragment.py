@@ -1,4 +1,4 @@
-"""Store a part of a flattened tensor in torch's distributed checkpoints.
+"""Store a slice of a flattened tensor in torch's distributed checkpoints.
 
 ZeRO splits tensors wherever its partitions end. In a checkpoint such a fragment is stored as a few
 boxes of the whole tensor, so that every strategy can read what any other has written, on any number
@@ -41,17 +41,17 @@ class Fragment:
     def size(self) -> torch.Size:
         return self.shape
 
-    def parts(self) -> dict[tuple[int, ...], Tensor]:
+    def slices(self) -> dict[tuple[int, ...], Tensor]:
         """Return offsets in the whole tensor -> this rank's values there.
 
         The values are boxes in the order of the elements.
         """
-        slices = {}
+        found = {}
         position = 0
         for offsets, sizes in boxes(tuple(self.shape), self.start, self.start + len(self.values)):
-            slices[offsets] = self.values[position : position + prod(sizes)].view(sizes)
+            found[offsets] = self.values[position : position + prod(sizes)].view(sizes)
             position += prod(sizes)
-        return slices
+        return found
 
     def __deepcopy__(self, _: dict) -> "Fragment":
         """Copy to host memory; a default deep copy of a view would copy the whole storage."""
@@ -72,8 +72,8 @@ class Fragment:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(torch.Size(offsets), part.shape)
-            for offsets, part in self.parts().items()
+            ChunkStorageMetadata(torch.Size(offsets), piece.shape)
+            for offsets, piece in self.slices().items()
         ]
 
 
@@ -108,7 +108,7 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
         if isinstance(value, Fragment):
-            return value.parts()[tuple(index.offset)]
+            return value.slices()[tuple(index.offset)]
         return super().lookup_object(index)
 
 
@@ -129,7 +129,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
         if isinstance(value, Fragment):
-            return value.parts()[tuple(index.offset)]
+            return value.slices()[tuple(index.offset)]
         return super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -148,7 +148,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
         yield ((start,), (end - start,)) if shape else ((), ())
         return
 
-    # At most three parts: the end of a started row, whole rows, the beginning of another one.
+    # At most three boxes: the end of a started row, whole rows, the beginning of another one.
     row = prod(shape[1:])
     first = -(-start // row)
     last = end // row

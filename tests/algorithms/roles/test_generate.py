@@ -243,7 +243,7 @@ def files(folder: str, root: str):
     policy.save_checkpoint(f"{root}/weights", f"{root}/training/three", f"{root}/tokenizer")
     expected = policy.train(mine, sft)
     other, _ = start(folder)
-    other.strategy.load_ckpt(other.actor, f"{root}/training", "three", parts={"policy": other})
+    other.strategy.load_ckpt(other.actor, f"{root}/training", "three", items={"policy": other})
     found = other.train(mine, sft)
     policy.start_profiling(f"{root}/profile2")
     policy.shutdown()

@@ -16,7 +16,7 @@ from lightrft.app.run.resume_check import (
 from lightrft.config import Config, ConfigError, section_of_field
 from lightrft.core.samples import Answer, Prompt, TokenIds
 from lightrft.data.digests import digest
-from lightrft.data.prompt_set import DataPart, PromptSet
+from lightrft.data.prompt_set import LoadedSet, PromptSet
 from lightrft.models.weight_files import NOT_THE_MODEL, weights_of
 from tiny import tiny_model
 
@@ -34,7 +34,7 @@ def of(data: list[Prompt] | None = None, model: Qwen3Config | None = None, **set
     owners = section_of_field()
     for name, value in settings.items():
         setattr(getattr(config, owners[name]), name, value)
-    prompts = PromptSet([DataPart("", rows() if data is None else data)])
+    prompts = PromptSet([LoadedSet("", rows() if data is None else data)])
     return json.loads(json.dumps(identity(config, model or Qwen3Config(), prompts)))
 
 

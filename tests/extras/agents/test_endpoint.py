@@ -194,8 +194,8 @@ def play(file):
         return players[-1].play([turns])[0]
 
     yield run
-    for each in players:
-        each.episodes.close()
+    for player in players:
+        player.episodes.close()
 
 
 def test_twenty_turns_are_learned_as_they_were_sampled(play):
@@ -351,8 +351,8 @@ def test_a_connection_with_half_a_request_is_closed(case, monkeypatch):
         async with server.serving(Session(program), EndpointModel("tiny", 264, {})) as address:
             host, port = address.url.removeprefix("http://").removesuffix("/v1").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            for part in HALF_SENT[case].replace(b"KEY", address.key.encode()).split(b"|"):
-                writer.write(part)
+            for sent in HALF_SENT[case].replace(b"KEY", address.key.encode()).split(b"|"):
+                writer.write(sent)
                 await asyncio.sleep(0.1)
             answer = await asyncio.wait_for(reader.read(), 4)
             writer.close()

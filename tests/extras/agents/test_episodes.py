@@ -227,8 +227,8 @@ def player(file):
         return players[-1]
 
     yield make
-    for each in players:
-        each.episodes.close()
+    for started in players:
+        started.episodes.close()
 
 
 def test_a_game_without_a_chat_template(player):

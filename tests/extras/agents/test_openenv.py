@@ -73,18 +73,18 @@ def player(connections):
         socket.send(json.dumps({"type": "error", "data": data}))
 
     servers = [server.serve(one, "127.0.0.1", 0) for one in (handle, full)]
-    for each in servers:
-        Thread(target=each.serve_forever, daemon=True).start()
-    ports = [each.socket.getsockname()[1] for each in servers]
+    for started in servers:
+        Thread(target=started.serve_forever, daemon=True).start()
+    ports = [started.socket.getsockname()[1] for started in servers]
     players = [
         Player(f"openenv:http://127.0.0.1:{port}", environment_workers=3, max_turns=4)
         for port in ports
     ]
     yield players
-    for each in players:
-        each.episodes.close()
-    for each in servers:
-        each.shutdown()
+    for started in players:
+        started.episodes.close()
+    for started in servers:
+        started.shutdown()
 
 
 def test_a_game_that_a_server_plays(player, connections):
@@ -92,7 +92,7 @@ def test_a_game_that_a_server_plays(player, connections):
     won, limited, third = player[0].play([["1$", '{"message": "0"}$'], ["7$"] * 4, ["2$"]])
     assert won.prompt.token_ids == ids("pGuess.") and won.token_ids == ids('1$1{"message": "0"}$')
     assert environment([won]) == [
-        [0.5 if place in (1, 19) else None for place in range(len(won.token_ids))]
+        [0.5 if index in (1, 19) else None for index in range(len(won.token_ids))]
     ]
     assert limited.token_ids == ids("7$17$27$37$") and limited.truncated
     assert third.episode.problem == "" and environment([third]) == [0.5]

@@ -48,9 +48,9 @@ class Server(NamedTuple):
     def inspected(self):
         port = int(self.address.rpartition(":")[2].partition("/")[0])
         listens = [
-            each.pid
-            for each in psutil.net_connections("tcp4")
-            if each.laddr.port == port and each.status == "LISTEN"
+            connection.pid
+            for connection in psutil.net_connections("tcp4")
+            if connection.laddr.port == port and connection.status == "LISTEN"
         ]
         return psutil.Process(listens[0])
 
@@ -317,7 +317,7 @@ def test_a_meaningless_request_is_answered_and_harms_no_other(started):
 def test_a_request_that_is_too_large_is_not_kept(started):
     before = started.inspected().memory_info().rss
 
-    def parts():
+    def pieces():
         yield b'{"prompt": "'
         for _ in range(200):
             yield b"a" * (1 << 20)
@@ -325,7 +325,7 @@ def test_a_request_that_is_too_large_is_not_kept(started):
     with httpx.Client(base_url=started.address, timeout=120) as client:
         for key, status in (("secret", 413), ("wrong", 401)):
             reply = client.post(
-                "/completions", content=parts(), headers={"Authorization": f"Bearer {key}"}
+                "/completions", content=pieces(), headers={"Authorization": f"Bearer {key}"}
             )
             assert reply.status_code == status
     assert started.inspected().memory_info().rss - before < 50 << 20
@@ -370,13 +370,13 @@ def test_no_client_keeps_others_waiting(started):
         b"GET / HTTP/9.9\r\n\r\n",
     ]
     sockets = [socket.create_connection((host, int(port))) for _ in half]
-    for each, content in zip(sockets, half, strict=True):
-        each.sendall(content)
+    for opened, content in zip(sockets, half, strict=True):
+        opened.sendall(content)
 
     with httpx.Client(
         base_url=started.address, headers={"Authorization": "Bearer secret"}, timeout=20
     ) as client:
         assert client.post("/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
-    for each in sockets:
-        each.close()
+    for opened in sockets:
+        opened.close()

@@ -286,7 +286,7 @@ GRPOTrainer(model="m/x", reward_funcs=REWARDS)
 
 
 @pytest.mark.parametrize(
-    ("written", "own", "models", "said"),
+    ("written", "functions", "models", "said"),
     [
         ("f", ["f"], None, ""),
         ("one", ["f"], None, ""),
@@ -307,14 +307,14 @@ GRPOTrainer(model="m/x", reward_funcs=REWARDS)
         ("both + [f]", None, None, "both + [f]: another file cannot import it"),
     ],
 )
-def test_rewards_are_found_through_their_names(written, own, models, said, tmp_path):
+def test_rewards_are_found_through_their_names(written, functions, models, said, tmp_path):
     """Why: the name of a list, or of a model, became the name of a function without a word."""
     file = tmp_path / "train.py"
     file.write_text(NAMED.replace("REWARDS", written))
     text = migrated(file)
     keys = yaml.safe_load(text)
     found = keys.get("reward")
-    assert found == (own and [f"{file}:{name}" for name in own])
+    assert found == (functions and [f"{file}:{name}" for name in functions])
     assert keys.get("reward_pretrain") == models
     assert said in text and ("--reward FILE:FUNCTION" in text) == bool(said)
 

@@ -290,8 +290,8 @@ NO_ANSWERS = ("title", "like", "defaults", "objects")
 @pytest.mark.parametrize("tool", ["trl", "verl", "axolotl", "swift", "unsloth"])
 def test_every_answer_names_a_flag_that_exists(tool):
     known = {*section_of_field(), "help"}
-    tables = [table(tool)[part] for part in table(tool) if part not in NO_ANSWERS]
-    for key, entry in (pair for part in tables for pair in part.items()):
+    tables = [table(tool)[section] for section in table(tool) if section not in NO_ANSWERS]
+    for key, entry in (pair for section in tables for pair in section.items()):
         assert flags_of(entry) <= known, f"{key}: {entry}"
         assert answer(entry)
 

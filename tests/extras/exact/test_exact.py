@@ -106,23 +106,23 @@ def test_a_token_has_the_same_bits_in_every_batch(
         attend(row, Layout(torch.tensor([n]), device))[0]
         for n, row in zip(lengths, rows, strict=True)
     ]
-    packed = [torch.cat(each, 2) for each in zip(*rows, strict=True)]
+    packed = [torch.cat(inputs, 2) for inputs in zip(*rows, strict=True)]
     together = attend(packed, Layout(torch.tensor(lengths), device))[0]
     assert torch.equal(together, torch.cat(alone))
 
     # The second sequence is the first one to its 100th token, which is computed once.
     kept = [torch.cat([x, x[:, :, 100:110]], 2) for x in rows[0]]
-    places = torch.cat([torch.arange(150), torch.arange(100), torch.arange(150, 160)])
+    sources = torch.cat([torch.arange(150), torch.arange(100), torch.arange(150, 160)])
     computed = torch.cat([torch.arange(150), torch.arange(250, 260)])
-    shared = SharedPrefix(computed=computed, indices=places)
+    shared = SharedPrefix(computed=computed, indices=sources)
     shares = attend(kept, Layout(torch.tensor([150, 110]), device, shared=shared))[0]
     assert torch.equal(shares, torch.cat([alone[0], alone[0][100:110]]))
 
     # Rows padded on the left; the last tokens one by one, and several at once.
     padding = torch.tensor([150 - n for n in lengths])
     padded = [
-        torch.cat([F.pad(x, (0, 0, 150 - x.shape[2], 0), value=7.0) for x in each])
-        for each in zip(*rows, strict=True)
+        torch.cat([F.pad(x, (0, 0, 150 - x.shape[2], 0), value=7.0) for x in inputs])
+        for inputs in zip(*rows, strict=True)
     ]
     for end, num in ((150, 150), (150, 1), (149, 1), (150, 40), (131, 2)):
         dropped = 0 if window is None or num == 150 else end - num - window + 1
@@ -132,22 +132,22 @@ def test_a_token_has_the_same_bits_in_every_batch(
         for output, whole, n in zip(outputs, alone, lengths, strict=True):
             seen = min(num, n - (150 - end))
             if seen > 0:
-                own = slice(n - (150 - end) - seen, n - (150 - end))
-                assert torch.equal(output[num - seen :], whole[own])
+                seen_rows = slice(n - (150 - end) - seen, n - (150 - end))
+                assert torch.equal(output[num - seen :], whole[seen_rows])
 
-    # A cache in pages of 16 tokens, which sequences fill in turns and in parts.
+    # A cache in pages of 16 tokens, which sequences fill in turns and in chunks.
     pages = torch.randperm(30).view(3, 10)
     cache = torch.full((30, 2, 16, 32), 7.0, dtype=dtype)
     module.layer_idx = 0
     begun = [0, 0, 0]
     for ends in ([64, 0, 1], [149, 69, 2], [150, 70, 3]):
-        new = [range(*each) for each in zip(begun, ends, strict=True)]
+        new = [range(*inputs) for inputs in zip(begun, ends, strict=True)]
         slots = [int(pages[b, at // 16]) * 16 + at % 16 for b in range(3) for at in new[b]]
         counts = list(map(len, new))
         paged = PagedRows.of([cache], torch.tensor(slots), pages, torch.tensor(ends), counts)
         given = [
-            torch.cat([x[:, :, at] for x, at in zip(each, new, strict=True)], 2)
-            for each in zip(*rows, strict=True)
+            torch.cat([x[:, :, at] for x, at in zip(inputs, new, strict=True)], 2)
+            for inputs in zip(*rows, strict=True)
         ]
         output = attend(given, paged)[0]
         assert torch.equal(output, torch.cat([x[at] for x, at in zip(alone, new, strict=True)]))
@@ -164,8 +164,8 @@ def rows_alone_and_together(vocabulary: int, products: Products, threads: int) -
     options = {"temperature": 0.8, "truncation": truncation}
     whole, entropy = exact_token_logprobs(products, hidden, weight, targets, **options)
     for some in (slice(0, 1), slice(3, 10), slice(20, 61), slice(60, 61), slice(5, 5)):
-        part, _ = exact_token_logprobs(products, hidden[some], weight, targets[some], **options)
-        assert torch.equal(part, whole[some])
+        alone, _ = exact_token_logprobs(products, hidden[some], weight, targets[some], **options)
+        assert torch.equal(alone, whole[some])
 
     expected, of_plain = token_logprobs(hidden, weight, targets, **options)
     torch.testing.assert_close(whole, expected)
@@ -174,15 +174,15 @@ def rows_alone_and_together(vocabulary: int, products: Products, threads: int) -
 
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_logprobs_do_not_depend_on_other_rows(threads: int) -> None:
-    """A host sums rows of 37,500 logits in parts of 6, and would divide a single one.
+    """A host sums rows of 37,500 logits in chunks of 6, and would divide a single one.
 
     It runs in a process of its own: one that has computed with two threads cannot fork others that
     do.
     """
     cases = {
-        f"{vocabulary} {place}": (vocabulary, products, threads)
+        f"{vocabulary} {index}": (vocabulary, products, threads)
         for vocabulary in (300, 37_500)
-        for place, products in enumerate(WAYS)
+        for index, products in enumerate(WAYS)
     }
     run_cases(1, rows_alone_and_together, cases)
 
@@ -210,8 +210,8 @@ def test_the_probe_finds_products_that_depend_on_the_number_of_rows() -> None:
 
 
 def test_a_machine_on_which_nothing_helps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = itertools.count()
-    monkeypatch.setattr(F, "linear", lambda x, weight, bias: x @ weight.T + next(parts))
+    numbers = itertools.count()
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias: x @ weight.T + next(numbers))
     with pytest.raises(ConfigError, match="products in blocks of 32 rows differ for 1 of 256"):
         chosen_products.__wrapped__(SHAPES, torch.device("cpu"), 1)
 
@@ -303,8 +303,8 @@ def test_families_in_vllm(tmp_path) -> None:
     load_vllm()
     folders = {family: make_family(family, tmp_path / family) for family in FAMILIES}
     cases = {
-        family: (folder, DTYPES[place % 2])
-        for place, (family, folder) in enumerate(folders.items())
+        family: (folder, DTYPES[index % 2])
+        for index, (family, folder) in enumerate(folders.items())
     }
     run_cases(1, check_vllm, cases)
 

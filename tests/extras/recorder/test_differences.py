@@ -99,7 +99,7 @@ def _lower_bar(file: Path) -> None:
 
 
 def sentences(found: Difference) -> str:
-    return "\n".join([*found.places, *found.causes])
+    return "\n".join([*found.locations, *found.causes])
 
 
 def test_equal_runs_are_equal(runs):
@@ -129,8 +129,8 @@ def test_a_changed_flag_or_file_is_named(runs, name):
     assert sentence in sentences(found), found
 
 
-def test_the_part_of_the_model_is_named(runs):
-    assert find_difference(runs / "first", runs / "base").parts == ["layers.1"]
+def test_the_module_that_differs_is_named(runs):
+    assert find_difference(runs / "first", runs / "base").modules == ["layers.1"]
     assert find_difference(runs / "first", runs / "gradient").update == 1
 
 
@@ -155,7 +155,7 @@ def test_the_command_prints_where_runs_differ(runs, tmp_path, capsys):
 
 
 def test_another_number_of_ranks_is_named(runs):
-    """The parts that ranks have of a model say nothing, so only sequences are compared."""
+    """The shares that ranks have of a model say nothing, so only sequences are compared."""
     found = find_difference(runs / "first", runs / "two")
     assert found.other_layout and found.phase in ("", *OF_SEQUENCES)
     assert "world size: 1 and 2" in found.causes

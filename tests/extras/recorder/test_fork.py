@@ -33,7 +33,9 @@ def runs(tmp_path_factory):
         "of_fork": [f"--fork_from={folder / 'equal'}", "--at=3"],
     }
     planned = [(str(folder / "run"), [*flags, *SAVES], "")]
-    planned += [(str(folder / name), [*flags, *SAVES, *own], "") for name, own in forks.items()]
+    planned += [
+        (str(folder / name), [*flags, *SAVES, *changes], "") for name, changes in forks.items()
+    ]
     run_ranks(1, run_all, planned)
     # A fork that was interrupted goes on from its own checkpoint.
     resumed = [*flags, *SAVES, *forks["rate"], "--load_checkpoint", "--max_steps=5"]

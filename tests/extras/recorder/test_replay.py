@@ -30,7 +30,7 @@ from lightrft.algorithms.{module} import {table}
 
 mine = {table}["{name}"]
 """
-OWN = [
+OF_USERS = [
     "--advantage_estimator={folder}/advantage/own.py:mine",
     "--policy_loss={folder}/policy_loss/own.py:mine",
     "--rollout_correction={folder}/correction/own.py:mine",
@@ -38,7 +38,7 @@ OWN = [
 """Code of a user, in files of one name."""
 RUNS = {
     "plain": ["--train_batch_size=16"],
-    "several": ["--train_batch_size=8", "--max_epochs=2", *REMEMBERS, *OWN],
+    "several": ["--train_batch_size=8", "--max_epochs=2", *REMEMBERS, *OF_USERS],
     "critic": ["--train_batch_size=8", "--advantage_estimator=gae"],
     "taught": [
         *["--train_batch_size=16", "--distill_coef=0.5", "--distill_top_k=20"],

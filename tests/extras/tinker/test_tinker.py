@@ -90,12 +90,12 @@ def plain_gradients(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     total = torch.zeros(())
     logprobs = []
-    for place in range(len(data.lengths)):
-        start = sum(data.lengths[:place])
-        part = slice(start + 1, start + data.lengths[place])
-        inputs = data.input_ids[start : part.stop - 1]
+    for index in range(len(data.lengths)):
+        start = sum(data.lengths[:index])
+        targets = slice(start + 1, start + data.lengths[index])
+        inputs = data.input_ids[start : targets.stop - 1]
         table = model(inputs[None]).logits[0].log_softmax(-1)
-        row = {key: column[part] for key, column in data.columns.items()}
+        row = {key: column[targets] for key, column in data.columns.items()}
         p = table.gather(1, row["target_tokens"][:, None])[:, 0]
         total = total + of_paper(name, p, row)
         logprobs.append(p.detach())
@@ -157,11 +157,13 @@ def greedy(worker: TinkerWorker, key: object, *, scored: bool = False) -> list[l
 def gradients(folder: str, *flags: str) -> dict[str, tuple]:
     """Return the loss, the gradients and the log-probs of each loss, in two requests each."""
     worker = worker_of(folder, f"{folder}/run", *flags)
-    names = [name for name, each in worker.policy.actor.hf_parameters() if each.requires_grad]
+    names = [
+        name for name, described in worker.policy.actor.hf_parameters() if described.requires_grad
+    ]
     found = {}
-    for loss, each in LOSSES.items():
+    for loss, described in LOSSES.items():
         data = examples()
-        arguments = "a", data, loss, dict(each.config)
+        arguments = "a", data, loss, dict(described.config)
         outputs = worker.forward_backward(*arguments, learn=True)
         again = worker.forward_backward(*arguments, learn=False)
         assert all(

@@ -257,7 +257,7 @@ def test_checkpoints_are_listed_loaded_and_deleted(adapters, client):
     listed = rest.list_checkpoints(client.model_id).result().checkpoints
     assert [each.tinker_path for each in listed] == [path, sampled]
     assert client.model_id in {
-        each.training_run_id for each in rest.list_training_runs().result().training_runs
+        run.training_run_id for run in rest.list_training_runs().result().training_runs
     }
 
     greedy = types.SamplingParams(max_tokens=4, temperature=0.0)
@@ -474,13 +474,13 @@ def test_extreme_numbers_harm_no_other(adapters, client):
             lambda other=other: sampled(other),
             lambda other=other: other.save_state("x"),
         ]
-        for place, use in enumerate(uses):
+        for index, use in enumerate(uses):
             try:
                 result = use()
-                result if place == 2 else result.result()
+                result if index == 2 else result.result()
             except (tinker.UnprocessableEntityError, tinker.RequestFailedError) as error:
                 assert re.search("too large or no numbers|from 0 to 1e", str(error)), error
-                refused[case].add(place)
+                refused[case].add(index)
         assert sampled(client) == expected, case
     assert refused["a division by zero"] == refused["a decay"] == {1, 2, 3}
     assert refused["a learning rate beyond float32"] == {1}

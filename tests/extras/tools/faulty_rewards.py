@@ -28,7 +28,7 @@ def drifts(samples: Any, label: Any, **columns: Any) -> list[float]:
 
 
 def prefers_the_first(samples: Any, label: Any, **columns: Any) -> list[float]:
-    return [reward - place / 10 for place, reward in enumerate(right(samples, label))]
+    return [reward - index / 10 for index, reward in enumerate(right(samples, label))]
 
 
 def normalised(samples: Any, label: Any, **columns: Any) -> list[float]:

@@ -81,7 +81,7 @@ def _several(folder: Path, cases: dict[str, dict]) -> dict[str, Diagnosis]:
 
 
 @pytest.mark.slow
-def test_the_first_part_that_differs_is_named(folder: Path) -> None:
+def test_the_first_output_that_differs_is_named(folder: Path) -> None:
     cases = {name: {"engine_model": name} for name in ("", "theta", "scaled", "eps", "act")} | {
         "bf16": {"engine_model": "", "bf16": True}
     }
@@ -98,7 +98,7 @@ def test_the_first_part_that_differs_is_named(folder: Path) -> None:
     assert found["theta"].gaps["sampled"].mean > 1e-2
     for name in ("", "bf16"):
         assert found[name].healthy and not found[name].advice
-        assert len(found[name].parts) == 19, "2 x 8 parts of layers, embeddings, last norm, head"
+        assert len(found[name].outputs) == 19, "2 x 8 of layers, embeddings, last norm, head"
 
     assert found[""].gaps["greedy"].tokens == 4 * 32 and found[""].gaps["sampled"].largest < 1e-5
     assert 1e-5 < found["bf16"].gaps["sampled"].mean < 0.05
@@ -130,7 +130,7 @@ def test_nan_differs() -> None:
         and not compare(good, good, torch.float32)[0].differs
     )
     assert compare(good, {"norm": torch.ones(3, 4)}, torch.float32) == [], (
-        "of another shape: not the same part"
+        "of another shape: not the same module"
     )
 
 
@@ -140,7 +140,8 @@ def test_outputs_by_head_are_compared_by_token() -> None:
     probe.add("q_norm", value)
     probe.add("k_norm", value.transpose(1, 2))
     assert all(
-        torch.equal(part, value[0].transpose(0, 1).flatten(1)) for part in probe.outputs.values()
+        torch.equal(output, value[0].transpose(0, 1).flatten(1))
+        for output in probe.outputs.values()
     )
 
 
@@ -162,8 +163,8 @@ def test_vllm_is_looked_into(folder: Path) -> None:
     pytest.importorskip("vllm", reason="vllm is not installed")
     load_vllm()
     (found,) = run_ranks(1, examine, folder, "vllm", "theta")
-    assert found.first.name == "model.layers.0.self_attn.heads" and len(found.parts) == 19
-    assert [part.differs for part in found.parts[:5]] == [False] * 5
+    assert found.first.name == "model.layers.0.self_attn.heads" and len(found.outputs) == 19
+    assert [output.differs for output in found.outputs[:5]] == [False] * 5
 
 
 def _in_sglang(folder: Path, names: list[str]) -> dict[str, Diagnosis]:
@@ -178,13 +179,13 @@ def test_sglang_is_looked_into(folder: Path) -> None:
     )
     assert (
         found["theta"].first.name == "model.layers.0.self_attn.heads"
-        and len(found["theta"].parts) == 19
+        and len(found["theta"].outputs) == 19
     )
     assert (
         found["eps"].first.name == "model.layers.0.input_layernorm"
-        and len(found["eps"].parts) == 19
+        and len(found["eps"].outputs) == 19
     )
-    assert [part.differs for part in found["theta"].parts[:5]] == [False] * 5
+    assert [output.differs for output in found["theta"].outputs[:5]] == [False] * 5
 
 
 @pytest.mark.slow

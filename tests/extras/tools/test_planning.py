@@ -126,7 +126,7 @@ def test_runs_with_media_are_refused_with_the_reason(capsys, config, flag):
     assert ended.value.code == 2 and flag in said and "cannot be planned" in said
 
 
-def test_tensor_parallel_parts_match_the_layers():
+def test_tensor_parallel_shards_match_the_layers():
     """For 7B: matrices are halved, norms are not, and biases of queries, keys and values are."""
     shape = known_config("Qwen/Qwen2.5-7B")
     matrices = (
@@ -168,12 +168,14 @@ def test_seconds_by_hand():
 
 def test_traffic_by_hand():
     """Three micro-batches in one update: a gather for each pass, and a reduction for each."""
-    each = Traffic(3, 1, gathered=20.0, reduced=40.0, gathers_once=False, reduces_once=False)
-    assert each.of_updates(1) == 0
-    assert each.of_updates(4) == (3 * 2 * 20 + 3 * 40) * 3 / 4
-    assert replace(each, gathers_once=True).of_updates(4) == (2 * 20 + 3 * 40) * 3 / 4
-    assert replace(each, reduces_once=True, reduced=20.0).of_updates(4) == (3 * 2 * 20 + 20) * 3 / 4
-    assert each.between_replicas(4, 1) == 0 and each.between_replicas(4, 2) == 2 * 10 / 2
+    traffic = Traffic(3, 1, gathered=20.0, reduced=40.0, gathers_once=False, reduces_once=False)
+    assert traffic.of_updates(1) == 0
+    assert traffic.of_updates(4) == (3 * 2 * 20 + 3 * 40) * 3 / 4
+    assert replace(traffic, gathers_once=True).of_updates(4) == (2 * 20 + 3 * 40) * 3 / 4
+    assert (
+        replace(traffic, reduces_once=True, reduced=20.0).of_updates(4) == (3 * 2 * 20 + 20) * 3 / 4
+    )
+    assert traffic.between_replicas(4, 1) == 0 and traffic.between_replicas(4, 2) == 2 * 10 / 2
 
 
 @pytest.mark.slow

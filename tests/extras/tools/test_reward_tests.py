@@ -33,7 +33,7 @@ PLANTED = {
     "slow": {"slow"},
 }
 """Function -> what must be found. A fault may bring others with it."""
-OWN = {
+BUILT_IN = {
     "number": ("What is 17+4?", [str(n) for n in range(20, 32)]),
     "math": ("Solve it.", [rf"\frac{{{n}}}{{7}}" for n in range(1, 7)]),
     "choice": ("Which one? (A) x (B) y (C) z", [*"ABCABC"]),
@@ -62,9 +62,9 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     assert PLANTED[name] or not found
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_own_rewards_have_no_fault(name: str, tmp_path: Path) -> None:
-    text, labels = OWN[name]
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_rewards_have_no_fault(name: str, tmp_path: Path) -> None:
+    text, labels = BUILT_IN[name]
     prompts = prompts_of(
         tmp_path / "d.jsonl", [{"input": text, "label": label} for label in labels]
     )
@@ -87,7 +87,9 @@ def test_a_column_with_right_responses(tmp_path: Path) -> None:
     ]
     prompts = prompts_of(tmp_path / "d.jsonl", rows)
     assert not [
-        each for each in RewardTest("json_schema", prompts, "solution").run() if each.is_fault
+        finding
+        for finding in RewardTest("json_schema", prompts, "solution").run()
+        if finding.is_fault
     ]
 
 

@@ -185,8 +185,8 @@ def compared(layout: dict, family: str, *, wrong: bool = False) -> list:
             size // self.axis.size, device=device
         )
     return [
-        (each.name, each.differs)
-        for each in compare_small_copy(AutoConfig.for_model(family), **options)
+        (comparison.name, comparison.differs)
+        for comparison in compare_small_copy(AutoConfig.for_model(family), **options)
     ]
 
 

@@ -405,16 +405,16 @@ def test_strangers_and_too_many_files_do_not_end_the_monitor(monkeypatch):
     try:
         late = [socket.socket() for _ in range(3)]
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # no further file can be opened
-        for each in late:
-            each.connect(address)
+        for opened in late:
+            opened.connect(address)
         time.sleep(0.5)
         assert made._thread.is_alive()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
-    for each in strangers:
-        each.settimeout(10)
-        assert each.recv(1) == b"", "a stranger is closed, also a silent one"
+    for opened in strangers:
+        opened.settimeout(10)
+        assert opened.recv(1) == b"", "a stranger is closed, also a silent one"
 
     rank = Connection(socket.create_connection(address))
     rank.send({"hello": {"token": "secret", "rank": 0, "host": "a", "pid": 1, "node": "n"}})
@@ -424,5 +424,5 @@ def test_strangers_and_too_many_files_do_not_end_the_monitor(monkeypatch):
     assert 0 in made.statuses
     made.closing.set()
     made.join()
-    for each in (*strangers, *late, rank):
-        each.close()
+    for opened in (*strangers, *late, rank):
+        opened.close()

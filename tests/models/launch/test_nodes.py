@@ -76,7 +76,7 @@ def start_nodes(
     )
     (folder / "bin" / "torchrun").chmod(0o755)
     clean = {name: value for name, value in os.environ.items() if not OF_A_LAUNCHER.match(name)}
-    own = {
+    variables_of_test = {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "PROGRAM": str(program),
@@ -86,7 +86,7 @@ def start_nodes(
     return {
         name: subprocess.Popen(
             ["bash", str(ROOT / "scripts" / "launch.sh"), "train_ppo", *flags],
-            env=clean | own | {"NAME": name} | variables,
+            env=clean | variables_of_test | {"NAME": name} | variables,
             cwd=ROOT,
             stdout=open(folder / f"{name}.log", "w"),
             stderr=subprocess.STDOUT,

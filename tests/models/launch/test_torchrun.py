@@ -110,7 +110,7 @@ raise {
 """
 
 
-def each_apart(
+def run_apart(
     program: str, cases: list[tuple[list[str], dict[str, str]]], path: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run a program with the arguments and variables of each case."""
@@ -140,10 +140,10 @@ def test_ends_of_our_own_programs_are_one_line():
             "torch.distributed.elastic.multiprocessing.api.SignalException: stopped",
         ),
     ]
-    done = each_apart(OTHER, [(arguments, {}) for arguments, *_ in cases])
+    done = run_apart(OTHER, [(arguments, {}) for arguments, *_ in cases])
     said = done.stderr.splitlines()
-    ends = [place for place, line in enumerate(said) if line.startswith("ended with ")]
-    assert [(said[place], said[place - 1]) for place in ends] == [
+    ends = [index for index, line in enumerate(said) if line.startswith("ended with ")]
+    assert [(said[index], said[index - 1]) for index in ends] == [
         (f"ended with {code}", last) for _, code, last in cases
     ]
 
@@ -157,12 +157,12 @@ print(config.shutdown_timeout)
 
 
 def test_torchrun_waits_for_the_checkpoint_of_our_own_programs(tmp_path):
-    own = ["-m", "lightrft", "train_ppo"]
+    program = ["-m", "lightrft", "train_ppo"]
     cases = {
-        600: (own, {}),
-        7: (own, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}),
-        5: (["--shutdown-timeout", "5", *own], {}),
+        600: (program, {}),
+        7: (program, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}),
+        5: (["--shutdown-timeout", "5", *program], {}),
         30: (["-m", "another.program"], {}),
     }
-    done = each_apart(WAITS, [*cases.values()], plug_in(tmp_path))
+    done = run_apart(WAITS, [*cases.values()], plug_in(tmp_path))
     assert done.stdout.split() == [str(seconds) for seconds in cases], done.stderr

@@ -201,10 +201,10 @@ def test_local_positions_point_into_the_ranks_own_rows():
     for rank in range(2):
         rows = made.rows(rank)
         local = made.local(rank)
-        assert [[[rows[place] for place in m] for m in step] for step in local] == [
+        assert [[[rows[index] for index in m] for m in step] for step in local] == [
             step[rank] for step in made.minibatches
         ]
-        assert sorted(place for step in local for m in step for place in m) == list(
+        assert sorted(index for step in local for m in step for index in m) == list(
             range(len(rows))
         )
 

@@ -19,7 +19,7 @@ ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1,
 
 @given(ROWS)
 def test_a_token_represents_all_tokens_with_the_same_past(rows):
-    pasts = [tuple(row[: place + 1]) for row in rows for place in range(len(row))]
+    pasts = [tuple(row[: index + 1]) for row in rows for index in range(len(row))]
     shared = find_shared_prefixes(
         torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
     )
@@ -28,7 +28,7 @@ def test_a_token_represents_all_tokens_with_the_same_past(rows):
         return
     computed = shared.computed.tolist()
     assert computed == sorted(set(computed)) and len(computed) == len(set(pasts)) < len(pasts)
-    assert [pasts[computed[place]] for place in shared.indices.tolist()] == pasts
+    assert [pasts[computed[index]] for index in shared.indices.tolist()] == pasts
 
 
 @given(ROWS)
@@ -45,23 +45,23 @@ def test_the_first_row_that_has_a_prefix_computes_it(rows):
 def test_where_a_small_saving_is_not_shared_all_that_is_shared_is_the_same(rows, min_saving):
     """Each row still computes its last tokens, however many they are."""
     lengths = torch.tensor([len(row) for row in rows])
-    pasts = [tuple(row[: place + 1]) for row in rows for place in range(len(row))]
+    pasts = [tuple(row[: index + 1]) for row in rows for index in range(len(row))]
     all_, some = (
-        find_shared_prefixes(torch.tensor(sum(rows, [])), lengths, min_saving=each)
-        for each in (0.0, min_saving)
+        find_shared_prefixes(torch.tensor(sum(rows, [])), lengths, min_saving=saving)
+        for saving in (0.0, min_saving)
     )
     if some is None:
         return
 
     assert len(some.computed) >= len(all_.computed)
     computed = some.computed.tolist()
-    assert [pasts[computed[place]] for place in some.indices.tolist()] == pasts
-    own = (
+    assert [pasts[computed[index]] for index in some.indices.tolist()] == pasts
+    is_computed = (
         torch.zeros(sum(map(len, rows)), dtype=torch.int64)
         .index_fill(0, some.computed, 1)
         .split(lengths.tolist())
     )
-    assert all(torch.equal(row, row.sort().values) for row in own)
+    assert all(torch.equal(row, row.sort().values) for row in is_computed)
 
 
 @pytest.mark.parametrize(("prompt", "shared"), [(3, False), (4, True)])

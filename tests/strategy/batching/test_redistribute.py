@@ -65,8 +65,8 @@ def axes_of(replica: int) -> dict[str, Axis]:
     """Return the axes of this rank; `replica` neighbours have the same samples."""
     size = dist.get_world_size() // replica
     groups = {
-        "data": [range(place, replica * size, replica) for place in range(replica)],
-        "replica": [range(place, place + replica) for place in range(0, replica * size, replica)],
+        "data": [range(rank, replica * size, replica) for rank in range(replica)],
+        "replica": [range(rank, rank + replica) for rank in range(0, replica * size, replica)],
     }
 
     axes = {}
@@ -144,8 +144,8 @@ def test_every_row_arrives_at_its_owner_in_its_order_bit_by_bit(case):
         assert_equal(columns, take(whole(lengths), wanted))
         leaving = [row for row in mine if row not in wanted]
         least = (8 + 4) * len(leaving) + (8 + 1 + 4 + 4) * sum(lengths[row] for row in leaving)
-        parts = len(held) - 1
-        assert least <= sent <= least + 7 * parts * bool(leaving)
+        num_others = len(held) - 1
+        assert least <= sent <= least + 7 * num_others * bool(leaving)
         assert counts == ({"data": 2} if len(held) > 1 else {})
 
 

@@ -209,11 +209,11 @@ def chat_reply(turn: Turn, number: int, served: EndpointModel, body: Body) -> Bo
     calls = good_calls(turn) if body.get("tools") and body.get("tool_choice") != "none" else []
     written = [
         {
-            "id": f"call_{number}_{place}",
+            "id": f"call_{number}_{index}",
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
-        for place, call in enumerate(calls)
+        for index, call in enumerate(calls)
     ]
     message = {"role": "assistant", "content": turn.content if calls else turn.text} | (
         {"tool_calls": written} if calls else {}
@@ -313,7 +313,7 @@ def events(reply: Body, body: Body, sent: str = "") -> Iterator[str]:
         beginning = sent if message["content"].startswith(sent) else sent.strip()
         message["content"] = message["content"].removeprefix(beginning)
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [{"index": place} | call for place, call in enumerate(calls)]
+            message["tool_calls"] = [{"index": index} | call for index, call in enumerate(calls)]
         first = choice | {"delta": message}
         last = {"index": 0, "delta": {}}
     else:

@@ -171,7 +171,7 @@ class _Routes:
         messages, options = self._read_chat(body)
         sent = ""
         number = 0
-        # What has a place in the reply for each token is sent with the complete turn.
+        # What the reply has for each token is sent with the complete turn.
         needs_tokens = body.get("logprobs") or body.get("return_token_ids")
 
         async for turn in session.growing_chat(messages, **options):
@@ -269,9 +269,9 @@ async def content_of(request: Request, longest: int) -> bytes:
     content = bytearray()
     with suppress(TimeoutError):
         async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
+            async for chunk in request.stream():
                 if len(content) <= longest:
-                    content += part
+                    content += chunk
             if len(content) <= longest:
                 return bytes(content)
 

@@ -42,9 +42,9 @@ def text_of(found: "Difference") -> str:
         meaning = MEANINGS[found.phase]
         lines = [f"step {found.step}, {found.phase}{update}: the first difference is in {meaning}"]
     if found.step is not None and found.phase in ("gradient", "weights"):
-        lines.append(f"  in {', '.join(found.parts)}")
+        lines.append(f"  in {', '.join(found.modules)}")
 
-    lines += [f"  {place}" for place in found.places]
+    lines += [f"  {location}" for location in found.locations]
     if found.other_layout:
         lines.append(
             "plan, loss, gradient and weights are not compared: ranks have other parts of models"

@@ -37,8 +37,8 @@ from lightrft.strategy import get_strategy
 from lightrft.strategy.checkpoint.model_folders import converted_folder
 from lightrft.strategy.strategy import StrategyBase
 
-PARTS_SHOWN = 8
-"""Number of parts of the model to show, around the first that differs."""
+OUTPUTS_SHOWN = 8
+"""Number of outputs of the model to show, around the first that differs."""
 
 
 def examine(arguments: argparse.Namespace) -> bool:
@@ -78,8 +78,8 @@ def _examine_model(arguments: argparse.Namespace, console: Console) -> bool:
         strategy.close()
 
     console.print(_gaps(diagnosis, type(strategy).__name__))
-    if diagnosis.parts:
-        console.print(_parts(diagnosis))
+    if diagnosis.outputs:
+        console.print(_outputs(diagnosis))
     if diagnosis.advice:
         console.print(f"[bold]Check[/] {escape(diagnosis.advice)}")
 
@@ -148,12 +148,12 @@ def _checks(checks: list[Check]) -> Table:
 def _copies(comparisons: list[Comparison], resumed: float | None) -> Table:
     title = "A small copy with random weights, against transformers and each sequence alone"
     table = _table(title, "Computed", "Log-probs", "Gradients", "First difference")
-    for each in comparisons:
+    for comparison in comparisons:
         table.add_row(
-            each.name,
-            _coloured(each.logprobs, LOGPROB_TOLERANCE),
-            _coloured(each.gradients, GRADIENTS),
-            escape(each.finding) if each.differs else "",
+            comparison.name,
+            _coloured(comparison.logprobs, LOGPROB_TOLERANCE),
+            _coloured(comparison.gradients, GRADIENTS),
+            escape(comparison.finding) if comparison.differs else "",
         )
 
     if resumed is not None:
@@ -189,21 +189,23 @@ def _gaps(diagnosis: Diagnosis, strategy: str) -> Table:
     return table
 
 
-def _parts(diagnosis: Diagnosis) -> Table:
-    """Return the table of the first part that differs and those around it; of the last ones if none
-    differs.
+def _outputs(diagnosis: Diagnosis) -> Table:
+    """Return the table of the first output that differs and its neighbours.
+
+    It is the table of the last ones if none differs.
     """
-    first = diagnosis.parts.index(diagnosis.first) if diagnosis.first else len(diagnosis.parts) - 1
-    start = max(0, first - PARTS_SHOWN // 2)
+    outputs = diagnosis.outputs
+    first = outputs.index(diagnosis.first) if diagnosis.first else len(outputs) - 1
+    start = max(0, first - OUTPUTS_SHOWN // 2)
     title = (
-        f"Parts of the model, {start + 1} to {min(start + PARTS_SHOWN, len(diagnosis.parts))} of"
-        f" {len(diagnosis.parts)}"
+        f"Parts of the model, {start + 1} to {min(start + OUTPUTS_SHOWN, len(outputs))} of"
+        f" {len(outputs)}"
     )
     table = _table(title, "Part", "Relative difference", "Explained by rounding")
 
-    for part in diagnosis.parts[start : start + PARTS_SHOWN]:
-        mark = " [bold red]<- first difference[/]" if part is diagnosis.first else ""
-        colour = "red" if part.differs else "green"
-        table.add_row(part.name + mark, f"[{colour}]{part.relative:.1e}[/]", f"{part.allowed:.1e}")
+    for gap in outputs[start : start + OUTPUTS_SHOWN]:
+        mark = " [bold red]<- first difference[/]" if gap is diagnosis.first else ""
+        colour = "red" if gap.differs else "green"
+        table.add_row(gap.name + mark, f"[{colour}]{gap.relative:.1e}[/]", f"{gap.allowed:.1e}")
 
     return table

@@ -20,30 +20,32 @@ RECENT = 10
 
 def main(argv: list[str] | None = None) -> None:
     commands = parser()
-    own = commands.parse_args(argv)
+    options = commands.parse_args(argv)
     set_up_logging()
 
-    history = read_history(own.folder / "metrics.jsonl")
+    history = read_history(options.folder / "metrics.jsonl")
     rewards = [value for _, value in history.get("rollout/reward", ()) if value is not None]
     largest = [value for _, value in history.get("rollout/reward_max", ()) if value is not None]
-    file = own.folder / "run.json"
+    file = options.folder / "run.json"
     described = json.loads(file.read_text()) if file.is_file() else {}
-    until = own.steps or described.get("total_steps") or 2 * len(rewards)
+    until = options.steps or described.get("total_steps") or 2 * len(rewards)
     try:
         forecast = Forecast(rewards, most=max(largest, default=float("inf")))
     except ValueError as error:
-        commands.error(f"{own.folder}: {error}")
+        commands.error(f"{options.folder}: {error}")
     if until <= forecast.num_steps:
-        commands.error(f"{own.folder} has {forecast.num_steps} steps already; choose more --steps")
+        commands.error(
+            f"{options.folder} has {forecast.num_steps} steps already; choose more --steps"
+        )
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"rollout/reward after step {until}: {_text(forecast.at(until))}")
-    if own.target is None:
+    if options.target is None:
         return
 
-    probability, when = forecast.reaches(own.target, until)
+    probability, when = forecast.reaches(options.target, until)
     console.print(
-        f"{own.target:g} is reached by step {until} with a probability of {probability:.0%}"
+        f"{options.target:g} is reached by step {until} with a probability of {probability:.0%}"
     )
     if probability == 0:
         return
@@ -52,9 +54,9 @@ def main(argv: list[str] | None = None) -> None:
     hours = sum(seconds) / max(len(seconds), 1) / 3600
     left = Interval(*(step - forecast.num_steps for step in (when.low, when.middle, when.high)))
     console.print(f"if so, in {_text(left)} steps, {_text(_times(left, hours))} hours")
-    if own.price:
-        cost = hours * own.price * described.get("world_size", 1)
-        console.print(f"for {_text(_times(left, cost))} at {own.price:g} an hour and device")
+    if options.price:
+        cost = hours * options.price * described.get("world_size", 1)
+        console.print(f"for {_text(_times(left, cost))} at {options.price:g} an hour and device")
 
 
 def _times(interval: Interval, factor: float) -> Interval:

@@ -25,21 +25,21 @@ SLOW = 1.0
 
 
 def main(argv: list[str] | None = None) -> None:
-    own = parser().parse_args(argv)
+    options = parser().parse_args(argv)
     from lightrft.extras.tools.reward_tests import RewardTest, read_prompts
 
     set_up_logging()
     section = DataSection(
-        prompt_data=CommaSeparated(own.data),
-        input_key=own.input_key,
-        label_key=own.label_key,
+        prompt_data=CommaSeparated(options.data),
+        input_key=options.input_key,
+        label_key=options.label_key,
         apply_chat_template=True,  # rows may be chats
     )
     with user_errors(ValueError):
-        prompts = read_prompts(section, own.rows)
+        prompts = read_prompts(section, options.rows)
         if not prompts:
-            raise DataError(f"{own.data} has no rows")
-        test = RewardTest(own.reward, prompts, own.response_key, slow=own.slow)
+            raise DataError(f"{options.data} has no rows")
+        test = RewardTest(options.reward, prompts, options.response_key, slow=options.slow)
         findings = test.run()
 
     console = Console(highlight=False, soft_wrap=True)
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         kind = "[red]fault[/red]" if finding.is_fault else "note "
         console.print(f"{kind}  {finding.test}: {escape(finding.evidence)}")
     console.print(
-        f"{own.reward}: {len(findings) or 'no'} finding{'' if len(findings) == 1 else 's'} in"
+        f"{options.reward}: {len(findings) or 'no'} finding{'' if len(findings) == 1 else 's'} in"
         f" {len(prompts)} rows; {test.throughput:.0f} responses a second in one process"
     )
     sys.exit(int(any(finding.is_fault for finding in findings)))
