@@ -25,7 +25,7 @@ from lightrft.app.trainer.build_supervised import (
 from lightrft.config.errors import ConfigError
 from lightrft.config.extras import extra
 from lightrft.config.sections import Config
-from lightrft.models.launch.heartbeat import exit_process, place
+from lightrft.models.launch.heartbeat import exit_process, position
 from lightrft.models.parallel.device import local_rank
 from lightrft.registry import kept_alive
 from lightrft.strategy import get_strategy
