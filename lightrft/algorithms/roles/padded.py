@@ -58,14 +58,14 @@ def flatten_padded(
     ids = rows[IDS].cpu()
     lengths = rows[LENGTHS].cpu().long()
     first = sum(counts[: axis.rank])
-    columns = {name: _column(rows[name], lengths, name) for name in extra}
+    flat = {name: _column(rows[name], lengths, name) for name in extra}
     batch = Experience(
         lengths=lengths,
         input_ids=unpadded(ids, lengths).long(),
         loss_mask=unpadded(_learned_mask(rows, masks, ids.shape), lengths),
         rows=torch.arange(first, first + len(ids)),
-        **{name: value for name, value in columns.items() if name in PER},
-        extra_columns={name: value for name, value in columns.items() if name not in PER},
+        **{name: value for name, value in flat.items() if name in PER},
+        extra_columns={name: value for name, value in flat.items() if name not in PER},
         extra_per_token=frozenset(
             name for name in extra if name not in PER and _unit(name, rows[name]) == "token"
         ),

@@ -127,7 +127,7 @@ class TransferQueueStore(MemoryStore):
         }
 
     def produced_ids(self, name: str) -> set[int]:
-        return self._local_ids[name] if name in self._own_ids else super().produced_ids(name)
+        return self._local_ids[name] if name in self._local_ids else super().produced_ids(name)
 
     def clear(self, ids: Collection[int]) -> None:
         if self.leads and ids:
