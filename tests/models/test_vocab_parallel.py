@@ -16,7 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightrft.models.logits import logprobs
-from lightrft.models.logits.logprobs import Truncation, token_logprobs, top_logprobs
+from lightrft.models.logits.logprobs import (
+    Truncation,
+    logprobs_of_logits,
+    token_logprobs,
+    top_logprobs,
+)
+from lightrft.models.logits.vocab_parallel import VocabularyRange
+from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.tensor_parallel import vocabulary_shard
 from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
 from ranks import run_cases, run_ranks
@@ -237,6 +244,40 @@ def test_the_last_token_inside_has_its_gradient():
     for results in run_ranks(2, at_the_edge):
         for (tokens, _), found in zip(2 * MARGINAL_CASES, results, strict=True):
             check_marginal(tokens, found)
+
+
+def from_logits(truncation: Truncation) -> list[Tensor]:
+    """Return values and the gradient of this rank's logits, some 60 and some 37 columns."""
+    hidden, weight, targets = inputs(97, torch.float32)
+    rank = dist.get_rank()
+    columns = slice(0, 60) if rank == 0 else slice(60, 97)
+    local = (hidden @ weight.T).detach()[:, columns].requires_grad_()
+    vocab = VocabularyRange(columns.start, local.shape[1], Axis("tp", 2, rank, dist.group.WORLD))
+    values = logprobs_of_logits(
+        local, targets, local_vocab=vocab, temperature=0.7, truncation=truncation
+    )
+    weighted(values, (True, True)).backward()
+    return [*(value.detach() for value in values), local.grad]
+
+
+def test_logits_that_ranks_divide_are_those_of_one():
+    cases = {"all": (Truncation(),), "truncated": (Truncation(30, 0.9),)}
+    for name, results in run_cases(2, from_logits, cases).items():
+        hidden, weight, targets = inputs(97, torch.float32)
+        logits = (hidden @ weight.T).detach().requires_grad_()
+        if name == "all":
+            expected = dense(logits, torch.eye(97), targets, 0.7)
+        else:
+            expected = token_logprobs(
+                logits, torch.eye(97), targets, temperature=0.7, truncation=cases[name][0]
+            )
+        weighted(expected, (True, True)).backward()
+
+        gradient = torch.cat([result[2] for result in results], 1)
+        torch.testing.assert_close(gradient, logits.grad, rtol=1e-5, atol=1e-6)
+        for logprobs_, entropy, _ in results:
+            torch.testing.assert_close(logprobs_, expected[0].detach(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(entropy, expected[1].detach(), rtol=1e-5, atol=1e-5)
 
 
 def likeliest(vocabulary: int, k: int) -> tuple[Tensor, Tensor, list[str]]:
