@@ -13,7 +13,7 @@ root = Path(__file__).resolve().parent
 versions = runpy.run_path(str(root / "lightrft" / "versions.py"))
 
 setup(
-    name="lightrft",
+    name=versions["DISTRIBUTION"],
     version=re.search(
         r'__version__ = "(.+)"', (root / "lightrft" / "__init__.py").read_text()
     ).group(1),

@@ -12,7 +12,7 @@ from typing import Any
 if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _HOMES = {
     **dict.fromkeys(
         ("train_ppo train_sft train_rm train_prm train_dpo train_kto evaluate TrainedRun").split(),

