@@ -1,7 +1,6 @@
 """Hooks of mkdocs.
 
-README.md and ARCHITECTURE.md lie beside docs/. They become pages of the site, and links follow
-them. Formulas become MathML, so browsers show them without a script.
+README.md and some others lie beside docs/. They become pages of the site, and links follow them. Formulas become MathML, so browsers show them without a script.
 """
 
 import html
@@ -13,7 +12,9 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = {"README.md": "index.md", "ARCHITECTURE.md": "ARCHITECTURE.md"}
+OUTSIDE = {"README.md": "index.md"} | {
+    name: name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+}
 """Pages beside docs/ -> names on the site."""
 
 

@@ -19,7 +19,8 @@ from PIL import Image
 from scripts import configuration_page, python_stub, shelves_picture, step_picture
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+OUTSIDE = ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY", "CHANGELOG")
+PAGES = [*(ROOT / f"{name}.md" for name in OUTSIDE), *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", flags=re.DOTALL | re.MULTILINE)
 
@@ -46,7 +47,7 @@ def links(page: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted({*PAGES, *ROOT.glob("*.md")}), ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for link in links(page):
         path, _, anchor = link.partition("#")
