@@ -214,7 +214,7 @@ class TrainPpoFlags(TypedDict, total=False):
     lora_sync: Literal['auto', 'adapter', 'merged']
     """With lora_rank: what the engine gets after every step. adapter: only the adapters, for an engine that holds them beside the weights (vllm, hf); a response ends under the adapters that began it, so that --weight_update in_flight changes later responses alone in vLLM. merged: all weights, with the adapters merged into them. auto: adapter if the engine can do that with the model, else merged."""
     rollout_quantization: Literal['none', 'int8', 'fp8']
-    """Eight bits for the matrices of attention and MLP layers in vLLM: their weights are quantised in the stream, with a scale for each output channel, and their inputs for each token. --rollout_correction is tis then, unless it is set. int8 runs on CPUs and accelerators, fp8 on accelerators that have it (Ada, Hopper and later)."""
+    """INT8 or FP8 for the matrices of attention and MLP layers in vLLM: their weights are quantised in the stream, with a scale for each output channel, and their inputs for each token. --rollout_correction is tis then, unless it is set. int8 runs on CPUs and accelerators, fp8 on accelerators that have it (Ada, Hopper and later)."""
     exact: bool
     """Compute log-probs in engine and trainer with the same bits: attention reads keys in fixed blocks, and the rows of a product do not depend on their number. With --engine_type hf, or vllm on a CPU; FSDP2 and dense models of text. A step with any difference ends the run, unless responses continue under newer weights. See docs/exact.md."""
     verify_weight_sync: bool

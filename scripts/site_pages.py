@@ -1,6 +1,7 @@
 """Hooks of mkdocs.
 
-README.md and some others lie beside docs/. They become pages of the site, and links follow them. Formulas become MathML, so browsers show them without a script.
+README.md and some others lie beside docs/. They become pages of the site, and links follow them.
+Formulas become MathML, so browsers show them without a script.
 """
 
 import html

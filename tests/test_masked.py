@@ -31,7 +31,7 @@ PARTS = [
     "extras/exact/test_exact.py::test_logprobs_do_not_depend_on_other_rows",
     "extras/exact/test_exact.py::test_engine_and_trainer_agree_in_every_bit",
 ]
-"""Tests of engine, sampling, layouts and equal bits."""
+"""Tests of engine, sampling, layouts and bitwise equality."""
 
 
 def masked() -> dict[str, str]:

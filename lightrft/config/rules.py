@@ -58,7 +58,7 @@ COMPARING = (
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of a model's configuration with the number of experts."""
 LONGEST_NAME = 1000
-"""Number of letters of the path or name of a model."""
+"""Number of characters of the path or name of a model."""
 UNSHAPED = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
 """Fields that change the reward, which remax and gdpo compare without them."""
 SGLANG_MEDIA = {
@@ -142,7 +142,7 @@ def unusable_models(run: RunFacts) -> list[str]:
         here = os.path.expanduser(path)
         if len(path) > LONGEST_NAME:
             problems.append(
-                f"--{name} {path[:50]}... has {len(path)} letters: no folder and no model of a hub"
+                f"--{name} {path[:50]}... has {len(path)} characters: no folder and no model of a hub"
                 " has such a name"
             )
         elif path.startswith((".", "/", "~")) and not (
@@ -315,9 +315,9 @@ GENERATION_RULES = (
     Rule("{found}", _sglang_media),
     *stated(
         "--rollout_quantization {rollout_quantization} does not support --engine_type hf, which"
-        " computes with transformers' layers: they have no products of eight bits; use vllm",
+        " computes with transformers' layers: they have no INT8 or FP8 products; use vllm",
         "--rollout_quantization {rollout_quantization} does not support --engine_type sglang:"
-        " SGLang packs weights of eight bits when it starts, and takes no new ones; use vllm",
+        " SGLang packs INT8 weights when it starts, and takes no new ones; use vllm",
         "--rollout_quantization {rollout_quantization} does not support --speculative draft or"
         " eagle3 or mtp: the model that drafts is not quantised; use --speculative group or ngram",
     ),
@@ -857,7 +857,7 @@ EXACT_RULES = (
         "--exact needs --engine_tp_size 1: ranks that share an engine add partial sums",
         "--exact needs --speculative none: it was not tested with drafts, which are verified by"
         " another sampler",
-        "--exact needs --rollout_quantization none: the trainer computes without eight bits",
+        "--exact needs --rollout_quantization none: the trainer computes without quantisation",
         "--exact needs --tp_size 1: ranks that split a layer add partial sums, and the engine adds"
         " the whole sum in another order",
         "--exact needs --rollout_ranks 0: it was not tested with engines on other ranks, whose"

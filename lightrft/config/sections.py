@@ -448,7 +448,7 @@ class EngineSection(Section, commands=WITH_ENGINE):
     weights, with the adapters merged into them. auto: adapter if the engine can do that with the
     model, else merged."""
     rollout_quantization: Literal["none", "int8", "fp8"] = option("none", commands=PPO)
-    """Eight bits for the matrices of attention and MLP layers in vLLM: their weights are quantised
+    """INT8 or FP8 for the matrices of attention and MLP layers in vLLM: their weights are quantised
     in the stream, with a scale for each output channel, and their inputs for each token.
     --rollout_correction is tis then, unless it is set. int8 runs on CPUs and accelerators, fp8 on
     accelerators that have it (Ada, Hopper and later)."""

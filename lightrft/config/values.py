@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NewType, Self, Union, get_args, get_o
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
 SHORTEST_FRAGMENT = 5
-"""Number of letters of a fragment that is enough to find a name."""
+"""Number of characters of a fragment that is enough to find a name."""
 LARGEST_INTEGER = 2**63 - 1
 """Largest whole number: larger ones fit into no tensor and no file format."""
 COLDEST = 1e-6

@@ -45,7 +45,7 @@ POLL_SECONDS = 0.5
 MAX_REQUEST = 64 << 20
 """Number of bytes of the largest request."""
 LETTERS_PER_TOKEN = 64
-"""A text with more letters for each token that fits is not even tokenized."""
+"""A text with more characters for each token that fits is not even tokenized."""
 
 Text = tuple[str, str]
 """Prompt and response."""
@@ -73,7 +73,7 @@ class ServedModel:
         for prompt, response in texts:
             if len(prompt) + len(response) > LETTERS_PER_TOKEN * most:
                 raise ValueError(
-                    f"a text has {len(prompt) + len(response)} letters, more than"
+                    f"a text has {len(prompt) + len(response)} characters, more than"
                     f" {LETTERS_PER_TOKEN} for each token of --max_tokens_per_microbatch {most}"
                     " here"
                 )

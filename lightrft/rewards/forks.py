@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import psutil
 
 LONGEST_PROBLEM = 2000
-"""Number of letters of an error at the import that are reported."""
+"""Number of characters of an error at the import that are reported."""
 FORK = 0
 """Request for a worker; any other number is the process id of a worker that has ended."""
 PR_SET_PDEATHSIG = 1

@@ -29,7 +29,7 @@ They hold our calls, requests to servers, and the event loop.
 
 
 MAX_MESSAGE = 2000
-"""Number of letters of an error that are reported."""
+"""Number of characters of an error that are reported."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _work(calls: Connection, function: RewardFunction | WeightedRewards) -> None
 def said(error: BaseException) -> str:
     """Return the class and the message of an error; a long message is cut."""
     message = str(error)
-    cut = f" ... ({len(message)} letters)" if len(message) > MAX_MESSAGE else ""
+    cut = f" ... ({len(message)} characters)" if len(message) > MAX_MESSAGE else ""
     return f"{type(error).__name__}: {message[:MAX_MESSAGE]}{cut}"
 
 

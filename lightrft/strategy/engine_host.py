@@ -165,7 +165,7 @@ class EngineHost:
                 # vLLM accepts only 32 bits.
                 seed=derived_seed(strategy.seed, replica) % 2**31,
                 trust_remote_code=config.model.trust_remote_code,
-                # A folder does not have weights of eight bits.
+                # A folder does not have INT8 or FP8 weights.
                 from_stream=actor is not None or section.rollout_quantization != "none",
                 streams_draft=trains_draft,
                 adapters=adapters if actor is None else self._adapters_of(actor, config),
@@ -311,8 +311,8 @@ class EngineHost:
         5. The engine's adapter: copy the tensor to its address, or rename it for a loader.
 
         Adapters, if there are any, are merged between 3 and 4, unless the engine holds them beside
-        the weights: then only they are streamed, once the engine has the weights. For an engine of
-        eight bits, matrices are quantised between 3 and 4. A trained draft follows the actor. At
+        the weights: then only they are streamed, once the engine has the weights. For an INT8 or
+        FP8 engine, matrices are quantised between 3 and 4. A trained draft follows the actor. At
         the end the engine compares the fingerprints with its own weights.
         """
         self.actor = actor

@@ -15,7 +15,7 @@ from lightrft.config.references import address_problem
 REQUEST_SECONDS = 600.0
 """Longest duration of one request, from the connection to the last byte."""
 CONNECT = 30.0
-"""Longest duration of connecting; then the attempt is repeated as for a server that is away."""
+"""Longest duration of connecting; then the attempt is repeated as for an unreachable server."""
 AWAY_SECONDS = 300.0
 """Longest time that a server may be away or busy."""
 WARN_AFTER = 10.0
@@ -134,7 +134,7 @@ def _duration(began: float) -> str:
 def _may_pass(error: BaseException) -> bool:
     """Return True if repeating the request can help.
 
-    The server is away, or reports that it is busy or broken.
+    The server is unreachable, or reports that it is busy or broken.
     """
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code == 429 or error.response.status_code >= 500

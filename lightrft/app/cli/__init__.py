@@ -30,7 +30,7 @@ from lightrft.config.paths import check_paths  # noqa: E402
 from lightrft.config.sections import Config  # noqa: E402
 
 LONGEST_MESSAGE = 20_000
-"""Number of letters of an error that are logged."""
+"""Number of characters of an error that are logged."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, 128 + SIGINT."""
 SWITCH_INTERVAL = 5e-4
@@ -142,5 +142,5 @@ def _run(command: str, config: Config) -> int:
 def _log_once(message: str) -> None:
     """Log an error that occurs on every rank on one rank of each machine."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        cut = f" ... ({len(message)} letters)" if len(message) > LONGEST_MESSAGE else ""
+        cut = f" ... ({len(message)} characters)" if len(message) > LONGEST_MESSAGE else ""
         logger.error(message[:LONGEST_MESSAGE] + cut)

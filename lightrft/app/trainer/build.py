@@ -209,7 +209,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
 
 def check_engine(config: Config, strategy: StrategyBase) -> None:
-    """Raise ConfigError for an engine that cannot read the model in eight bits."""
+    """Raise ConfigError for an engine that cannot read the model in INT8 or FP8."""
     if config.engine.rollout_quantization == "none":
         return
     from lightrft.engine.build import check_quantization

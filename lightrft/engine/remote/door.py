@@ -1,6 +1,6 @@
-"""Connections of training ranks to a rank that generates, safe from strangers.
+"""Connections of training ranks to a rank that generates, safe from unauthenticated peers.
 
-A rank proves that it knows the run's secret, and so does the rank that it connects to. Strangers
+A rank proves that it knows the run's secret, and so does the rank that it connects to. Other peers
 are heard in separate threads for a few seconds, so they keep nobody waiting. Only the length and
 the digest of what they send are looked at.
 """
@@ -27,7 +27,7 @@ GREETING_SECONDS = 10.0
 """How long a connection may take to prove that it belongs to the run."""
 CONNECT_SECONDS = 120.0
 """How long it may take to connect to a rank that has said that it listens."""
-MOST_STRANGERS = 64
+MOST_UNAUTHENTICATED = 64
 """Connections that are heard at the same time. Others are closed, and a rank of the run tries
 again."""
 NONCE = 32
@@ -46,7 +46,7 @@ class Door:
         self.port: int = self._listener.getsockname()[1]
         self._secret = secret.encode()
         self._closed = False
-        self._free = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._free = threading.BoundedSemaphore(MOST_UNAUTHENTICATED)
         self._admitted: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
         threading.Thread(target=self._listen, name="door", daemon=True).start()
 
@@ -91,7 +91,7 @@ class Door:
                 _receive(connection, CONNECT_REPLY.size, deadline)
             )
             if not hmac.compare_digest(digest, self._digest(b"comes", rank, nonce, other)):
-                raise ConnectionError("a stranger")
+                raise ConnectionError("an unauthenticated peer")
             connection.sendall(self._digest(b"is met", rank, nonce, other))
             connection.settimeout(None)
             self._admitted.put((rank, connection))
@@ -109,7 +109,7 @@ def enter(host: str, port: int, secret: str, rank: int) -> socket.socket:
 
     Raises ConnectionError if the door cannot be reached, or another program answers."""
     deadline = time.monotonic() + CONNECT_SECONDS
-    # The door may be full of strangers for a moment, so this rank tries again.
+    # The door may be full of other peers for a moment, so this rank tries again.
     while True:
         try:
             return _enter(host, port, secret.encode(), rank)

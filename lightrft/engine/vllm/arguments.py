@@ -92,7 +92,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     exact = {"architectures": [EXACT_MODEL]} if section.exact else {}
     thinker = {"thinker_config": tied} if isinstance(config, OmniThinkerConfig) else {}
 
-    # Of some models that see (Qwen3.5) only the language model is trained; vLLM starts all of them.
+    # Of some vision-language models (Qwen3.5) only the language model is trained; vLLM starts all of them.
     sees = bool(limits) or config.get_text_config() is not config
     media = {
         "limit_mm_per_prompt": {

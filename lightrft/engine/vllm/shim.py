@@ -543,7 +543,7 @@ def _packs(layer: torch.nn.Module) -> bool:
 
     It mostly keeps only that copy.
     """
-    # A scheme of eight bits has one kernel for CPUs, which packs.
+    # An INT8 scheme has one kernel for CPUs, which packs.
     kernel = getattr(vars(layer).get("scheme"), "kernel", None)
     return "cpu_linear" in vars(layer) or is_a(kernel, "CPUInt8ScaledMMLinearKernel")
 

@@ -27,7 +27,7 @@ NO_COLUMNS: Mapping[str, Any] = {}
 OPENING_TOKENS = 16
 """How many tokens at the end of a prompt are searched for the beginning of the thinking."""
 MAX_CACHED_TEXT = 2048
-"""Number of letters of the longest text whose tokens are kept.
+"""Number of characters of the longest text whose tokens are kept.
 
 Long observations seldom come again.
 """

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine_type", default="auto", help="auto, vllm, sglang or hf")
 
     switches = {
-        "exact": "demand equal bits, as --exact in a run, and name the first part that differs",
+        "exact": "demand bitwise equality, as --exact in a run, and name the first part that differs",
         "bf16": "compute in bfloat16, as with --bf16 in a run",
         "trust_remote_code": "run Python code that comes with the model",
     }

@@ -20,7 +20,7 @@ from lightrft.models.launch.connection import (
 REPORT_SECONDS = 5.0
 """Seconds that the report of a failed collective waits for a rank that failed by itself or died."""
 CONNECTION_BACKLOG = 128
-"""Fewest connections that may wait to be accepted, so that a few strangers keep no rank out."""
+"""Fewest connections that may wait to be accepted, so that a few unauthenticated peers keep no rank out."""
 RELAY = 0.1
 """Fewest seconds between two reports of rank 0's phase to the others: short steps have many."""
 RETRY = 0.1
@@ -85,7 +85,7 @@ class Monitor:
     def __post_init__(self, address: str | None) -> None:
         self.statuses: dict[int, RankStatus] = {}
         self._senders: dict[Connection, RankStatus] = {}
-        self._strangers: dict[Connection, float] = {}
+        self._unauthenticated: dict[Connection, float] = {}
         """Connections that have not said who they are -> when they were accepted."""
         self._listening = listening_socket(address, max(self.world_size, CONNECTION_BACKLOG))
         keep_from_children(self._listening)
@@ -123,7 +123,7 @@ class Monitor:
             if self._failure is None and now >= next_look:
                 self._check(now)
                 next_look = now + look
-                self._close_strangers(now)
+                self._close_unauthenticated(now)
 
             # If rank 0 dies, the others must report its phase.
             if self._phase_of_rank_0 is not None and now >= next_relay:
@@ -149,18 +149,18 @@ class Monitor:
         except OSError:
             time.sleep(RETRY)
             return
-        self._strangers[connection] = time.monotonic()
+        self._unauthenticated[connection] = time.monotonic()
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
-    def _close_strangers(self, now: float) -> None:
+    def _close_unauthenticated(self, now: float) -> None:
         """Close connections that have not said in time who they are."""
         for connection in [
-            late for late, since in self._strangers.items() if now - since > ARRIVAL
+            late for late, since in self._unauthenticated.items() if now - since > ARRIVAL
         ]:
             self._close(connection)
 
     def _close(self, connection: Connection) -> None:
-        self._strangers.pop(connection, None)
+        self._unauthenticated.pop(connection, None)
         self._selector.unregister(connection.socket)
         connection.close()
 
@@ -175,16 +175,16 @@ class Monitor:
                 else:
                     self._note(status, message)
         except (ConnectionLost, ValueError, KeyError, TypeError) as reason:
-            # Invalid messages come from strangers.
+            # Invalid messages come from unauthenticated peers.
             self._close(connection)
             if status is not None and not status.left:
                 self._end(death(status.name, status.host, status.phase, reason), root=status.rank)
 
     def _admit(self, hello: dict[str, Any], connection: Connection) -> RankStatus:
         if not secrets.compare_digest(hello["token"], self.token):
-            raise ValueError("a stranger")
+            raise ValueError("an unauthenticated peer")
         connection.longest = PENDING
-        self._strangers.pop(connection, None)
+        self._unauthenticated.pop(connection, None)
         status = RankStatus(hello["rank"], hello["host"], hello["pid"], hello["node"], connection)
         self.statuses[status.rank] = self._senders[connection] = status
         if len(self.statuses) == self.world_size:

@@ -46,7 +46,7 @@ DELTA_NET_LAYERS = ("QwenGatedDeltaNetAttention", "Qwen3_5GatedDeltaNet")
 CONVOLUTION_VIEW = "conv_weights"
 """Buffer of vLLM's layer of Mamba 2: a view of the convolution, or a copy where vLLM packs it."""
 SCALE_NAME = "weight_scale"
-"""Parameter of a layer of eight bits with the scale of each row of the weight."""
+"""Parameter of an INT8 or FP8 layer with the scale of each row of the weight."""
 UNPACKED = "_cpu_unpacked_conv_weight"
 """Attribute with the weight of a convolution as it was loaded, where vLLM packs it on a CPU.
 
@@ -92,7 +92,7 @@ class WeightSlice:
     @property
     def tensor(self) -> Tensor:
         stored = torch.atleast_1d(getattr(self.layer, self.attribute))
-        # Kernels of eight bits take [columns, rows].
+        # INT8 and FP8 kernels take [columns, rows].
         turned = self.attribute == "weight" and SCALE_NAME in self.layer._parameters
         return (stored.t() if turned else stored)[self.index]
 

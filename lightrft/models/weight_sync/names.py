@@ -31,7 +31,7 @@ DRAFT = "draft:"
 Its weights follow the actor's.
 """
 SCALE = ".weight_scale"
-"""End, in a weight stream of eight bits, of the names of the scales of a matrix."""
+"""End, in a quantised weight stream, of the names of the scales of a matrix."""
 
 
 class PublishedNames:

@@ -1,6 +1,6 @@
-"""Quantise weights on the way to an engine that computes with eight bits.
+"""Quantise weights on the way to an engine that computes in INT8 or FP8.
 
-A row of a matrix is an output channel. It is sent as codes of eight bits with one scale in float32,
+A row of a matrix is an output channel. It is sent as 8-bit codes with one scale in float32,
 in the format of compressed-tensors, which vLLM reads. Embeddings, the head, norms and biases are
 sent as they are. One matrix at a time exists in both forms.
 """
@@ -26,7 +26,7 @@ QUANTISED_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pro
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of eight bits for the weights of an engine."""
+    """An 8-bit format for the weights of an engine."""
 
     dtype: torch.dtype
     smallest: float
@@ -64,7 +64,7 @@ FORMATS = {
 
 
 class Quantization:
-    """Tensors that a stream of one model brings to an engine of eight bits."""
+    """Tensors that a stream of one model brings to an INT8 or FP8 engine."""
 
     def __init__(self, name: str, names: PublishedNames, dtype: torch.dtype):
         """Take the format `name`; add the scales to `names`. Other weights are sent in `dtype`."""

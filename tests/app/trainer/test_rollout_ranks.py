@@ -253,7 +253,7 @@ def visit(port: int) -> list[socket.socket]:
 
 
 def test_strangers_keep_no_rank_waiting(monkeypatch):
-    monkeypatch.setattr(door, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(door, "MOST_UNAUTHENTICATED", 8)
     monkeypatch.setattr(door, "GREETING_SECONDS", 1.0)
     opened = door.Door("127.0.0.1", "secret")
     strangers = visit(opened.port)
