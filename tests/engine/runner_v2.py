@@ -3,12 +3,14 @@
 Accelerators have this runner, with asynchronous scheduling.
 """
 
+import os
 import weakref
 from importlib import import_module
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -54,10 +56,12 @@ def outcomes(folder: str, *names: str) -> dict[str, Any]:
 
     Return the runner that was used, how many steps may be in flight, case -> traceback (empty if it
     passed), and how many of the model's tensors there are, and how many when vLLM has been shut
-    down.
+    down. Ranks of run_ranks() would keep them, as these leave the garbage collector frozen.
     """
     from lightrft.engine.vllm import shim
 
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     schedule_asynchronously()
     axis = Mesh("cpu").world
     engine = contract.start("vllm", folder, axis)

@@ -360,8 +360,7 @@ def test_model_runner_v2_keeps_the_contract(tmp_path: Path) -> None:
     last = "a_part_of_the_vocabulary_is_sampled_and_normalised"
     model = tiny_model(tmp_path, seed=1)
     byte_tokenizer(300).save_pretrained(model)
-    ranks = partial(run_ranks, 1, runner_v2.outcomes, model, *ON_V2, last, timeout=500)
-    (found,) = where_triton_interprets(ranks)
+    found = where_triton_interprets(runner_v2.outcomes, model, *ON_V2, last)
     assert found["runner"] == "vllm.v1.worker.cpu.model_runner" and found["in_flight"] == 2
     outcomes = found["outcomes"]
     assert NOT_INTERPRETED in outcomes.pop(last), (
