@@ -31,8 +31,7 @@ On an accelerator the engine does that itself, because some of them may use the 
 """
 
 
-@cache
-def load_vllm() -> None:
+def import_vllm() -> None:
     """Import the adapter, and what vLLM imports when an engine starts."""
     import_module("lightrft.engine.vllm")
     import_module("compressed_tensors")
@@ -42,11 +41,18 @@ def load_vllm() -> None:
         for name in WHEN_IT_STARTS:
             with suppress(ModuleNotFoundError):  # another version has other modules
                 import_module(name)
+        registry = import_module("vllm.model_executor.models.registry")
+        # a class without a cached description, apart because of CUDA
+        registry._run_in_subprocess = lambda inspect: inspect()
+
+
+@cache
+def load_vllm() -> None:
+    """Import vLLM, and replace its kernels as an engine's start would."""
+    import_vllm()
+    if not torch.accelerator.is_available():
         from vllm.platforms import current_platform
 
         # looks at every name of every module, for half of an engine's start
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda platform: None)
-        registry = import_module("vllm.model_executor.models.registry")
-        # a class without a cached description, apart because of CUDA
-        registry._run_in_subprocess = lambda inspect: inspect()

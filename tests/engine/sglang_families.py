@@ -105,7 +105,9 @@ def hybrid(folder: str) -> list[str]:
     other = perturbed(model, 3)
     bench.load(other)
     found += [f"streamed: {gap}" for gap in _gaps(bench, other)]
-    flipped_elements_are_named(bench, engine.expected)
+    others = ".layers.1.", ".layers.2."  # which are like the first one
+    chosen = [name for name in engine.expected if not any(other in name for other in others)]
+    flipped_elements_are_named(bench, chosen)
     engine.close()
     return found
 

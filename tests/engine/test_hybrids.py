@@ -1,5 +1,6 @@
 """Hybrids in vLLM on a CPU: Qwen3.5, in bfloat16 only, and families with Mamba 2."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lightrft.models.parallel.mesh import Mesh
 from ranks import run_ranks
 from sglang_environment import beside_torchvision
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer, tiny_hybrid
+from with_vllm import load_vllm
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[50, 55, 43, 53], list(range(70)), [200], [(7 * index) % 250 for index in range(200)]]
@@ -63,9 +65,14 @@ def course(folder: str, tp: int) -> list[tuple[float, float]]:
     found.append(gaps(bench, model))
 
     bench.model = model.bfloat16()
-    flipped_elements_are_named(bench, engine.expected)
+    flipped_elements_are_named(bench, of_one_layer_each(engine.expected))
     engine.close()
     return found
+
+
+def of_one_layer_each(names: Iterable[str]) -> list[str]:
+    """Leave out the second and the third layer, which are like the first one."""
+    return [name for name in names if ".layers.1." not in name and ".layers.2." not in name]
 
 
 def courses(folder: str) -> list[list[tuple[float, float]]]:
@@ -73,7 +80,7 @@ def courses(folder: str) -> list[list[tuple[float, float]]]:
 
 
 def test_weights_are_verified_and_used_in_one_rank_and_in_two(tmp_path: Path) -> None:
-    """Every weight of an engine is proven, also its shard on each of two ranks."""
+    """Every weight of a layer of each kind is proven, also its shard on each of two ranks."""
     for found in beside_torchvision(courses, tiny_hybrid(tmp_path), timeout=600):
         assert found[0] == found[2]
         for engine, rounding in found:
@@ -150,6 +157,7 @@ def mamba_courses(
 
 def test_mamba_2_is_verified_and_equals_transformers(tmp_path: Path) -> None:
     """vLLM stores -exp(A_log), and ranks split heads and groups, or share a group."""
+    load_vllm()
     for name, sizes in MAMBA.items():
         make_model(name, "eager", **SIZES | sizes).save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)

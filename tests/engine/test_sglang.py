@@ -20,10 +20,11 @@ from engine.sglang_course import (
 )
 from engine.sglang_families import FAMILIES, hybrid, write
 from engine.sglang_families import course as families
+from hosts import PREFIX
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of, train
 from scripts.sglang_interface import interface, missing, source, used
-from sglang_environment import PREFIX, in_sglang_environment
+from sglang_environment import in_sglang_environment
 from tiny import tiny_hybrid, tiny_model
 
 NEWEST = Path(__file__).parent / "sglang_newest.json"

@@ -4,10 +4,9 @@ Drafts change neither samples nor log-probs, and the weights of the draft surviv
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -24,8 +23,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine import contract
+from engine import contract, runner_v2
 from engine.contract import PROMPTS, Bench, perturbed, start
+from hosts import where_triton_interprets
 from lightrft.core.samples import Completion, Drafts
 from lightrft.engine.base import Engine, Request, Sampling
 from lightrft.models.parallel.mesh import Mesh
@@ -262,18 +262,14 @@ def _check_same(found: dict[str, list[tuple[list, Drafts]]]) -> None:
 def test_samples_are_the_same_with_drafts_in_runner_v2(tmp_path: Path) -> None:
     """The runner of accelerators is interpreted. It drafts n-grams itself."""
     model = tiny_model(tmp_path, seed=1)
-    command = [sys.executable, str(Path(__file__).parent / "runner_v2.py"), model]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout.splitlines()[-1])
+    ranks = partial(run_ranks, 1, runner_v2.with_and_without_drafts, model, timeout=500)
+    (found,) = where_triton_interprets(ranks)
 
-    assert sum(accepted for *_, accepted in found["drafts"]) > 10
-    assert not any(accepted for *_, accepted in found["plain"])
-    for (tokens, logprobs, _), (expected, exact, _) in zip(
-        found["drafts"], found["plain"], strict=True
-    ):
-        assert tokens == expected
-        assert logprobs == pytest.approx(exact, abs=1e-5)
+    assert sum(sample.drafts.num_accepted for sample in found["drafts"]) > 10
+    assert not any(sample.drafts.num_accepted for sample in found["plain"])
+    for sample, expected in zip(found["drafts"], found["plain"], strict=True):
+        assert sample.token_ids == expected.token_ids
+        assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
 def test_runner_v2_keeps_what_is_drawn_up_to_the_first_wrong_draft() -> None:

@@ -1,4 +1,4 @@
-"""Cases of test_liger_kernel.py that run in a process of their own."""
+"""Cases of test_liger_kernel.py that run in another process."""
 
 from importlib import import_module
 
@@ -80,8 +80,10 @@ def sharded() -> tuple[Tensor, dict[str, Tensor]]:
     return results(actor)
 
 
-def check() -> None:
+def check() -> list[tuple[str, float]]:
+    """Return the deviation of each family, and of one whose parameters two ranks share."""
     prepare()
+    found = []
     for family, options in SHAPES.items():
         MODELS[family] = (family, options)
         # The package changes the classes of a family, so the reference comes first.
@@ -92,7 +94,8 @@ def check() -> None:
         block = model.get_decoder().layers[0]
         patched = block.self_attn.q_norm if family == "qwen3_moe" else block.mlp
         assert "Liger" in patched.forward.__func__.__qualname__, family
-        print(family, deviation(results(Actor(model).train()), expected))
+        found.append((family, deviation(results(Actor(model).train()), expected)))
         if family == "qwen3":
             for rank in run_ranks(2, sharded):
-                print("sharded", deviation(rank, expected))
+                found.append(("sharded", deviation(rank, expected)))
+    return found

@@ -3,47 +3,26 @@
 Where they cannot, a run must say so before it trains another one.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flat_models import make_model
+from hosts import where_triton_interprets
 from lightrft.config import Config
 from lightrft.config.resolve import strategy_problems
 from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.logits.liger_kernel import LIGER_FAMILIES, fuse
-
-TESTS = Path(__file__).parent.parent
+from models.interpreted_liger import check
 
 
 @pytest.mark.slow
 def test_log_probs_and_gradients_are_those_of_transformers():
-    """Triton interprets them in a process of its own.
-
-    They are also sharded over two ranks, with activations computed again.
-    """
+    """Parameters are also sharded over two ranks, with activations computed again."""
     pytest.importorskip("liger_kernel")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-        "TRITON_INTERPRET": "1",
-    }
-    program = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        "from models.interpreted_liger import check; check()",
-    ]
-    run = subprocess.run(program, capture_output=True, text=True, env=environment)
-    assert not run.returncode, run.stderr[-3000:]
-    rows = [line.split() for line in run.stdout.splitlines()]
+    rows = where_triton_interprets(check)
     assert {name for name, _ in rows} == {*LIGER_FAMILIES, "sharded"}
-    assert all(0 < float(deviation) <= 1e-5 for _, deviation in rows), rows
+    assert all(0 < deviation <= 1e-5 for _, deviation in rows), rows
 
 
 def test_models_that_it_cannot_compute_are_named():

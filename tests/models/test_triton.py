@@ -1,35 +1,20 @@
 """Why: no test machine has a GPU, and on one these kernels compute all log-probs.
 
-Triton interprets them on the CPU, in a process of its own because it decides when it is imported;
-the reference is float64. And they are compiled for a GPU, which needs none.
+Triton interprets them on the CPU; the reference is float64. And they are compiled for a GPU, which
+needs none.
 """
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from hosts import where_triton_interprets
 from lightrft.models.logits import logprobs
+from models.interpreted import check, compiled, merged
+from ranks import run_ranks
 
 pytest.importorskip("triton")
-
-
-def python(program: str, **environment: str) -> str:
-    paths = os.pathsep.join(
-        [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
-    )
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment | {"PYTHONPATH": paths},
-    )
-    assert not run.returncode, run.stderr[-3000:]
-
-    return run.stdout
 
 
 def test_the_kernels_are_not_imported_where_torch_computes():
@@ -43,20 +28,15 @@ def test_interpreted_kernels_equal_float64():
 
     Masks, several targets and huge logits are covered, in both passes.
     """
-    assert (
-        python("from models.interpreted import check; check()", TRITON_INTERPRET="1").strip()
-        == "18 cases"
-    )
+    assert where_triton_interprets(check) == 18
 
 
 @pytest.mark.slow
 def test_interpreted_merging_equals_torch():
-    assert (
-        python("from models.interpreted import merged; merged()", TRITON_INTERPRET="1").strip()
-        == "merged"
-    )
+    where_triton_interprets(merged)
 
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu():
-    assert "ld.global" in python("from models.interpreted import compiled; print(compiled())")
+    (code,) = run_ranks(1, compiled)
+    assert "ld.global" in code

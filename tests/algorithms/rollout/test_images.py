@@ -20,7 +20,6 @@ from transformers import (
     Qwen2_5OmniConfig,
 )
 
-from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.objectives import sft
 from lightrft.algorithms.roles.critic import Critic
 from lightrft.algorithms.roles.policy import Policy
@@ -106,6 +105,12 @@ def samples(processor) -> list[Sample]:
     ]
 
 
+@cache
+def shared_expander(folder: str, frozen: bool) -> Expander:
+    """Loading a processor and counting the work of a tower take as long as a step."""
+    return Expander(ModelSection(pretrain=folder, freeze_vision_tower=frozen))
+
+
 def learned(
     folder: str, settings: dict, micro_batches: list[dict]
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:
@@ -128,7 +133,7 @@ def learned(
             ),
         )
         data = strategy.mesh.data
-        expand = Expander(section)
+        expand = shared_expander(folder, section.freeze_vision_tower)
         actor.blank = expand.blank
         first = sum(HELD[data.size][: data.rank])
         mine = samples(expand.reader.processor)[first : first + HELD[data.size][data.rank]]
@@ -231,7 +236,6 @@ CASES = {
         },
         "lora": (ADAPTED, SPLITS[1:2]),
         "lora_ulysses": (ADAPTED | {"strategy": {"sp_size": 2}}, SPLITS[1:2]),
-        "lora_zigzag": (ADAPTED | {"strategy": {"sp_size": 2, "sp_impl": "zigzag"}}, SPLITS[:1]),
         "gemma3 fsdp": (TRAINED, SPLITS[:2]),
         "gemma3 frozen": ({}, SPLITS[2:]),
         "gemma3 recomputed": (
@@ -241,8 +245,6 @@ CASES = {
         "gemma3 ulysses": (strategy(sp_size=2), SPLITS[:1]),
         "gemma3 zigzag": (strategy(sp_size=2, sp_impl="zigzag"), SPLITS[:1]),
         "gemma3 tp": (strategy(tp_size=2), SPLITS[:1]),
-        "gemma3 zero3": (strategy(fsdp=False, zero_stage=3), SPLITS[1:2]),
-        "gemma3 lora": (ADAPTED, SPLITS[1:2]),
         # its tower reads a layer before the last one: parameters behind it have no gradient
         "llava fsdp": (TRAINED, SPLITS[:1]),
         "llava tp": (strategy(tp_size=2), SPLITS[:1]),
@@ -708,8 +710,8 @@ def mixed(folder: Path) -> None:
 def test_a_run_learns_to_name_colours(tmp_path):
     """The model learns from answers first, until a fifth of what it says is right.
 
-    Then it learns by GRPO, by PPO with a critic that sees, and one step by each of the other
-    estimators. In its first step it is its own reference.
+    Then it learns by GRPO, by PPO with a critic that sees, and one step by each of the estimators
+    for which a model reads the pictures once more. In its first step it is its own reference.
     """
     mixed(tmp_path)
     data = [*COMMON, f"--prompt_data={tmp_path / 'train.jsonl'}"]
@@ -745,8 +747,8 @@ def test_a_run_learns_to_name_colours(tmp_path):
         < min(row["critic/explained_variance"] for row in found[-4:])
     )
     assert all(row["engine/logprob_mismatch_max"] < 1e-5 for row in found)
-    names = {estimators[name]: name for name in estimators.names()}.values()  # one of each function
-    steps = {name: (name, [*data, start[0], *ONE_STEP], tmp_path) for name in names}
+    flags = [*data, start[0], *ONE_STEP]
+    steps = {name: (name, flags, tmp_path) for name in ("remax", "gkd")}
     for name, ((row,),) in run_cases(1, one_step, steps).items():
         assert row["train/grad_norm"] > 0 and row["train/ratio"] == 1.0, name
 
@@ -799,7 +801,7 @@ def test_runs_of_gemma_on_two_ranks(tmp_path):
 def one_step(estimator: str, flags: list[str], folder: Path) -> list[dict]:
     """Metrics of a step with this advantage estimator."""
     teacher = [f"--teacher_pretrain={folder / 'random'}"]
-    added = {"distill": teacher, "gkd": teacher, "pass_at_k": ["--pass_k=2"]}.get(estimator, [])
+    added = teacher if estimator != "remax" else []
     run_here(
         "train_ppo",
         [

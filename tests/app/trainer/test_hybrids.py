@@ -24,9 +24,10 @@ def reward_rises(rows: list[dict[str, Any]]) -> bool:
     return rewards[0] < 0.55 and sum(rewards[-4:]) / 4 > 0.85
 
 
-def test_a_hybrid_learns(tmp_path: Path) -> None:
-    rows = run(tmp_path, 2, [])
-    assert reward_rises(rows)
+def test_engine_and_trainer_agree(tmp_path: Path) -> None:
+    """In float32 the engine hf samples from what is trained, also after the first step."""
+    rows = run(tmp_path, 2, ["--max_steps=2"])
+    assert len(rows) == 2
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
 
 

@@ -1,12 +1,8 @@
 """Whole runs in which the trainer uses the experts that the engine chose (--router_replay)."""
 
-import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +11,8 @@ from safetensors.torch import load_file
 from app.trainer.test_environments import ENDS, GAME
 from app.trainer.test_resume import DEADLY_REWARD, assert_same_run, interrupted
 from app.trainer.test_rollout_ranks import as_launched
+from engine.runner_v2 import recorded_experts
+from hosts import where_triton_interprets
 from models.parallel.families import family_model
 from ranks import run_cases, run_ranks
 from runs import PPO, prepare, rows_of, run_here, train
@@ -193,29 +191,8 @@ def test_vllm_returns_what_its_routers_chose(tmp_path: Path) -> None:
 
     Each rank of an engine has a scheduler of its own, and gets the experts.
     """
-    ranks = 2
     model = tiny_experts(tmp_path / "model", num_experts=8)
-    program = Path(__file__).parents[2] / "engine" / "runner_v2.py"
-    command = [sys.executable, str(program), model, "experts"]
-    shared = os.environ | {"WORLD_SIZE": f"{ranks}", "STORE": str(tmp_path)}
-    of_ranks = [
-        subprocess.Popen(
-            command,
-            env=shared | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        # If a rank fails, the first one waits for it.
-        for rank in reversed(of_ranks):
-            output, errors = rank.communicate(timeout=600)
-            assert rank.returncode == 0, errors
-            found: dict[str, Any] = json.loads(output.splitlines()[-1])
-            assert found["cached"] > 0 and found["samples"] == 5
-            assert found["equal"] == found["records"] > 200
-    finally:
-        for rank in of_ranks:
-            rank.kill()
+    ranks = partial(run_ranks, 2, recorded_experts, model, timeout=500)
+    for found in where_triton_interprets(ranks):
+        assert found["cached"] > 0 and found["samples"] == 5
+        assert found["equal"] == found["records"] > 200
