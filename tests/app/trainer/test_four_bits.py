@@ -30,10 +30,11 @@ def inputs(tmp_path_factory):
 
 
 def test_two_ranks_learn_with_adapters_on_bytes(inputs, tmp_path):
-    flags = ["--engine_type=vllm", "--enable_engine_sleep", "--max_steps=35"]
+    flags = ["--engine_type=vllm", "--enable_engine_sleep"]
+    flags += ["--actor_learning_rate=3e-2", "--max_steps=14"]
     rows = train("train_ppo", 2, [*inputs, *PPO, *QLORA, *flags], tmp_path)
-    assert rows[0]["rollout/reward"] < 0.55
-    assert sum(row["rollout/reward"] for row in rows[-5:]) / 5 > 0.64
+    rewards = [row["rollout/reward"] for row in rows]
+    assert rewards[0] < 0.55 and sum(rewards[-5:]) / 5 > 0.64, rewards
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
     # The reference is the same base in four bits, without adapters.
     assert rows[0]["train/kl"] == 0 < rows[-1]["train/kl"]
