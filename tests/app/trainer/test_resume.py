@@ -15,12 +15,10 @@ from loguru import logger
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightrft.engine.base import Sampling
-from lightrft.strategy import StrategyBase, get_strategy
-from ranks import run_ranks
+from app.trainer.in_turn import train_in_turn
+from lightrft.strategy import StrategyBase
 from runs import PPO, prepare, repeatable, rows_of, train
 from sglang_environment import in_sglang_environment
-from with_vllm import load_vllm
 
 DEADLY_REWARD = '''
 import json, os, resource, signal, time
@@ -212,8 +210,11 @@ def test_a_finished_run_has_nothing_left_and_a_fresh_one_does_not_replace_it(
 @pytest.mark.slow
 def test_the_last_step_is_saved_and_a_longer_run_repeats_nothing(inputs, tmp_path, log):
     flags = [*inputs, *RUN, *STRATEGIES["fsdp"], "--lr_scheduler=constant"]
-    train("train_ppo", 1, [*flags, "--max_steps=4"], tmp_path / "whole")
-    train("train_ppo", 1, [*flags, "--max_steps=3"], tmp_path / "longer")
+    runs = [
+        ([*flags, "--max_steps=4"], tmp_path / "whole"),
+        ([*flags, "--max_steps=3"], tmp_path / "longer"),
+    ]
+    train_in_turn("train_ppo", 1, runs)
     assert sorted(path.name for path in (tmp_path / "longer" / "checkpoints").iterdir()) == [
         "latest",
         "step2",
@@ -260,26 +261,6 @@ def test_every_checkpoint_has_a_folder_for_from_pretrained(inputs, finished):
                 torch.equal(found[name], tensor) for name, tensor in parameters(finished).items()
             )
     assert AutoTokenizer.from_pretrained(folder).eos_token_id == 258
-
-
-def greedy(folder: Path) -> list[int]:
-    lengths = {"prompt_max_len": 8, "generate_max_len": 6}
-    made = get_strategy({"fsdp": True, "pretrain": str(folder), "engine_type": "vllm"} | lengths)
-    made.setup_distributed()
-    made.setup_inference_engine()
-    [[sample]] = made.gather_and_generate(Sampling(max_tokens=6, temperature=0.0), [[97, 98, 99]])
-    made.close()
-    return sample.token_ids
-
-
-@pytest.mark.slow
-def test_vllm_loads_the_folder_of_a_checkpoint(finished):
-    folder = finished / "checkpoints" / "step6" / "hf"
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    prompt = torch.tensor([[97, 98, 99]])
-    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, 3:]
-    load_vllm()
-    assert run_ranks(1, greedy, folder) == [expected.tolist()]
 
 
 @pytest.mark.slow
