@@ -1,6 +1,9 @@
-"""Whole runs that choose their prompts and groups: dynamic sampling, early stops, partial rollouts."""
+"""Whole runs that choose their prompts and groups: dynamic sampling, early stops, partial rollouts,
+greedy baselines.
+"""
 
 import json
+import math
 
 import pytest
 
@@ -202,3 +205,26 @@ def test_a_run_that_carries_responses_resumes_alike(inputs, tmp_path):
     whole, _, parts = train_in_turn("train_ppo", 2, runs)
     assert whole[2]["rollout/groups_carried"] > 0
     assert repeatable(parts)[-3:] == repeatable(whole)[-3:]
+
+
+def test_remax_learns_from_one_sample_per_prompt(inputs, tmp_path):
+    flags = [flag.replace(":asciis", ":share_of_ascii") for flag in inputs]
+    ppo = [
+        flag
+        for flag in PPO
+        if not flag.startswith(("--n_samples", "--train_batch", "--rollout_batch", "--init_kl"))
+    ]
+    quick = ["--actor_learning_rate=1.5e-2", "--max_steps=10", "--seed=2"]
+    sizes = [
+        "--n_samples_per_prompt=1",
+        "--rollout_batch_size=24",
+        "--train_batch_size=24",
+        "--init_kl_coef=0",
+    ]
+    rows = train(
+        "train_ppo", 2, [*flags, *ppo, *sizes, "--advantage_estimator=remax", *quick], tmp_path
+    )
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert sum(row["rollout/reward"] for row in rows[-3:]) / 3 > rows[0]["rollout/reward"] + 0.15
+    samples = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert json.loads(samples[0])["response"] is not None

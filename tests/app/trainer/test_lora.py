@@ -23,10 +23,10 @@ def inputs(tmp_path_factory):
 
 @pytest.mark.slow
 def test_reward_rises_with_adapters_alone(inputs, tmp_path):
-    quick = ["--actor_learning_rate=3e-2", "--max_steps=18", "--init_kl_coef=0.001", "--seed=7"]
-    rows = train("train_ppo", 1, [*inputs, *PPO, *LORA, *quick], tmp_path)
-    rewards = [row["rollout/reward"] for row in rows]
-    assert rewards[0] < 0.55 and sum(rewards[-5:]) / 5 > 0.8, rewards
+    flags = [*inputs, *PPO, *LORA, "--max_steps=45", "--init_kl_coef=0.001", "--seed=7"]
+    rows = train("train_ppo", 1, flags, tmp_path)
+    assert rows[0]["rollout/reward"] < 0.55
+    assert sum(row["rollout/reward"] for row in rows[-5:]) / 5 > 0.8
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert rows[0]["train/kl"] == 0 < rows[-1]["train/kl"]

@@ -24,12 +24,11 @@ NAMES = sorted(
 )
 BESIDE = {
     "ppo": ["--critic_learning_rate=1e-2", "--max_steps=8"],
-    "remax": ["--n_samples_per_prompt=1", "--rollout_batch_size=24", "--train_batch_size=24"]
-    + ["--actor_learning_rate=1.5e-2", "--max_steps=10", "--seed=2"],
+    "remax": ["--max_steps=12"],
     "dapo": ["--overlong_buffer_penalty_factor=0.1"],
 }
-"""A critic has to learn first; the greedy response of a random model is the baseline of one sample
-alone; where six tokens are all there is, nearly every response is long, and a run would
+"""A critic has to learn first; the greedy response of a random model is far from its mean, which is
+a noisy baseline; where six tokens are all there is, nearly every response is long, and a run would
 learn from the penalty for that alone."""
 ON_TWO_RANKS = {"grpo", "ppo", "dapo", "gspo", "rloo", "reinforce++", "cispo"}
 """What people use most; the others run on one rank."""

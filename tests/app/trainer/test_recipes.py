@@ -27,7 +27,8 @@ def test_the_runs_of_the_chain_fit_together(tmp_path):
 
     def few_steps(command, world_size, flags, save_path):
         steps = 30 if save_path.name == "sft" else 2
-        more = [f"--max_steps={steps}", "--logging_steps=1", "--max_eval_samples=50"]
+        more = [f"--max_steps={steps}", "--logging_steps=1"]
+        more += [f"--max_samples={steps * 128}", "--max_eval_samples=50"]
         rows = train(command, world_size, [*flags, *more], save_path)
         assert [row["step"] for row in rows] == [*range(1, steps + 1)]
         return rows
