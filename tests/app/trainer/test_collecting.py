@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from app.trainer.in_turn import train_in_turn
 from runs import PPO, prepare, repeatable, train
 from with_vllm import load_vllm
 
@@ -94,18 +95,15 @@ def test_partial_rollouts_have_the_log_probs_they_were_drawn_with(inputs, tmp_pa
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [["--advantage_estimator=remax", "--first_token_temperature=2"], ["--sp_size=2"]],
-    ids=["greedy", "replicas"],
-)
-def test_groups_that_ranks_share_are_learned_to_the_last_bit(inputs, tmp_path, flags):
+def test_groups_that_ranks_share_are_learned_to_the_last_bit(inputs, tmp_path):
     """Responses of a prompt are generated on several ranks.
 
-    Nothing that is learned may depend on which ranks they are.
+    Nothing that is learned may depend on which ranks they are. A greedy response belongs to a
+    prompt too, and ranks that divide sequences have a schedule in test_environments.py.
     """
     flags = [
-        *flags,
+        "--advantage_estimator=remax",
+        "--first_token_temperature=2",
         "--n_samples_per_prompt=8",
         "--train_batch_size=32",
         "--rollout_batch_size=4",
@@ -116,10 +114,9 @@ def test_groups_that_ranks_share_are_learned_to_the_last_bit(inputs, tmp_path, f
         *map(str, range(40, 60)),
     ]
     flags = [*inputs, *PPO, "--max_steps=2", "--engine_kv_cache_gb=0.125", *flags]
-    fifo, shared = (
-        train("train_ppo", 2, [*flags, f"--rollout_schedule={schedule}"], tmp_path / schedule)
-        for schedule in ("fifo", "longest_first")
-    )
+    schedules = "fifo", "longest_first"
+    runs = [([*flags, f"--rollout_schedule={each}"], tmp_path / each) for each in schedules]
+    fifo, shared = train_in_turn("train_ppo", 2, runs)
     assert repeatable(shared) == repeatable(fifo)
 
 
@@ -141,10 +138,9 @@ def test_drafts_change_nothing_that_is_learned(inputs, tmp_path, monkeypatch):
         "--generate_max_len=64",
         "--temperature=0.05",
     ]
-    plain, drafted = (
-        train("train_ppo", 1, [*flags, f"--speculative={kind}"], tmp_path / kind)
-        for kind in ("none", "group")
-    )
+    kinds = "none", "group"
+    runs = [([*flags, f"--speculative={kind}"], tmp_path / kind) for kind in kinds]
+    plain, drafted = train_in_turn("train_ppo", 1, runs)
     assert all(row["rollout/draft_acceptance"] > 0 for row in drafted)
 
     for row, other in zip(repeatable(plain), repeatable(drafted), strict=True):
@@ -172,13 +168,10 @@ def test_log_probs_are_computed_while_others_are_generated(inputs, tmp_path):
         *map(str, range(40, 60)),
         "--early_stop_every=4",
     ]
-    plain = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "plain")
-    rows = train(
-        "train_ppo",
-        2,
-        [*inputs, *PPO, *flags, "--overlap", "--trace_steps=3"],
-        tmp_path / "overlap",
-    )
+    flags = [*inputs, *PPO, *flags]
+    overlapped = [*flags, "--overlap", "--trace_steps=3"]
+    runs = [(flags, tmp_path / "plain"), (overlapped, tmp_path / "overlap")]
+    plain, rows = train_in_turn("train_ppo", 2, runs)
 
     for row, other in zip(repeatable(plain), repeatable(rows), strict=True):
         mismatch = row.pop("engine/logprob_mismatch_max"), other.pop("engine/logprob_mismatch_max")
@@ -199,16 +192,17 @@ def test_log_probs_are_computed_while_others_are_generated(inputs, tmp_path):
 
 
 def test_a_run_that_carries_responses_resumes_alike(inputs, tmp_path):
-    """Another process continues from the checkpoint of step 3.
+    """Another run continues from the checkpoint of step 3.
 
     Steps 4 to 6 must equal the same steps of the whole run.
     """
     flags = [*inputs, *PPO, *ALL, "--save_steps=3"]
-    whole = train("train_ppo", 2, [*flags, "--max_steps=6"], tmp_path / "whole")
-    train("train_ppo", 2, [*flags, "--max_steps=3"], tmp_path / "parts")
-    resumed = train(
-        "train_ppo", 2, [*flags, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts"
-    )
+    runs = [
+        ([*flags, "--max_steps=6"], tmp_path / "whole"),
+        ([*flags, "--max_steps=3"], tmp_path / "parts"),
+        ([*flags, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts"),
+    ]
+    whole, _, resumed = train_in_turn("train_ppo", 2, runs)
     assert whole[2]["rollout/groups_carried"] > 0
     assert repeatable(resumed)[-3:] == repeatable(whole)[-3:]
 

@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from algorithms.roles.rows import dense_scorer
+from app.trainer.in_turn import train_in_turn
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.trainer.build import build_critic
 from lightrft.config import Config, parse
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
-from ranks import run_ranks
+from ranks import run_cases
 from runs import PPO, prepare, repeatable, train
 from scripts.prepare_quickstart import tiny_qwen3
 from strategy.zero import DeepSpeedStrategy
@@ -49,10 +50,8 @@ def test_the_reward_rises_and_the_critic_explains_it(inputs, tmp_path):
         "--rollout_batch_size=24",
         "--train_batch_size=12",
         "--max_steps=20",
-        "--fsdp=false",
-        "--zero_stage=2",
     ]
-    rows = train("train_ppo", 2, [*inputs, *PPO, *CRITIC, *flags], tmp_path)
+    rows = train("train_ppo", 1, [*inputs, *PPO, *CRITIC, *flags], tmp_path)
     rewards, explained = (
         [row[name] for row in rows] for name in ("rollout/reward", "critic/explained_variance")
     )
@@ -76,17 +75,10 @@ def everything(inputs, tmp_path_factory) -> list[str]:
     return [*inputs, *PPO, *CRITIC, *added, "--max_steps=2"]
 
 
-@pytest.fixture(scope="module")
-def two_ranks(everything, tmp_path_factory) -> list[dict]:
-    return train("train_ppo", 2, everything, tmp_path_factory.mktemp("run"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [["--sp_size=2", "--offload_idle"], [*ZERO, "--offload_idle"]], ids=str
-)
-def test_other_layouts_train_the_same(everything, two_ranks, tmp_path, layout):
-    assert_same(train("train_ppo", 2, [*everything, *layout], tmp_path), two_ranks)
+def test_other_layouts_train_the_same(everything, tmp_path):
+    layouts = [], ["--sp_size=2", "--offload_idle"], [*ZERO, "--offload_idle"]
+    assert_alike(2, everything, layouts, tmp_path)
 
 
 @pytest.mark.slow
@@ -95,11 +87,15 @@ def test_sequences_and_layers_divided_at_once(everything, tmp_path):
 
     The engines, and so the samples, are the same.
     """
-    whole, divided = (
-        train("train_ppo", 4, [*everything, *layout], tmp_path / str(len(layout)))
-        for layout in ([], ["--cp_size=2", "--tp_size=2", "--tp_sequence_parallel"])
-    )
-    assert_same(divided, whole)
+    layouts = [], ["--cp_size=2", "--tp_size=2", "--tp_sequence_parallel"]
+    assert_alike(4, everything, layouts, tmp_path)
+
+
+def assert_alike(ranks: int, flags: list[str], layouts: tuple[list[str], ...], folder: Path):
+    runs = [([*flags, *more], folder / str(number)) for number, more in enumerate(layouts)]
+    plain, *others = train_in_turn("train_ppo", ranks, runs)
+    for rows in others:
+        assert_same(rows, plain)
 
 
 def assert_same(rows: list[dict], wanted: list[dict]) -> None:
@@ -110,16 +106,17 @@ def assert_same(rows: list[dict], wanted: list[dict]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], [*ZERO, "--offload_idle", *LORA]], ids=str)
+@pytest.mark.parametrize("options", [[], ["--offload_idle", *LORA]], ids=str)
 def test_a_run_goes_on_with_the_same_numbers(inputs, tmp_path, options):
     """Three steps at once, and two and one, the first of them of the critic alone."""
     flags = [*inputs, *PPO, *CRITIC, "--freezing_actor_steps=1", *options]
-    whole = train("train_ppo", 2, [*flags, "--max_steps=3"], tmp_path / "whole")
-    saving = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
-    train("train_ppo", 2, [*saving, "--max_steps=2"], tmp_path / "parts")
-    resumed = train(
-        "train_ppo", 2, [*saving, "--max_steps=3", "--load_checkpoint"], tmp_path / "parts"
-    )
+    parts = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
+    runs = [
+        ([*flags, "--max_steps=3"], tmp_path / "whole"),
+        ([*parts, "--max_steps=2"], tmp_path / "parts"),
+        ([*parts, "--max_steps=3", "--load_checkpoint"], tmp_path / "parts"),
+    ]
+    whole, _, resumed = train_in_turn("train_ppo", 2, runs)
     assert repeatable(resumed) == repeatable(whole)
 
     for kind, result in (
@@ -184,21 +181,30 @@ def made(flags: list[str]) -> tuple[dict[str, torch.Tensor], list[str]]:
     strategy.setup_distributed()
     critic = build_critic(config, strategy, load_tokenizer(config.model), updates=1)
     learned = [name for name, parameter in critic.module.hf_parameters() if parameter.requires_grad]
-    return dict(strategy.full_params(critic.module)), learned
+    weights = {name: tensor.clone() for name, tensor in strategy.full_params(critic.module)}
+    strategy.close()
+    return weights, learned
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [["--fsdp"], ["--fsdp=false", "--zero_stage=2"]], ids=str)
-def test_where_it_comes_from(inputs, strategy):
+def test_where_it_comes_from(inputs):
     folder = inputs[1].partition("=")[2]
     scored = dense_scorer(folder, 3)
     AutoTokenizer.from_pretrained(folder).save_pretrained(scored)
 
-    flags = [*inputs, *PPO, *CRITIC, *strategy]
+    flags = [*inputs, *PPO, *CRITIC]
     from_scored = [f"--critic_pretrain={scored}"]
-    for pretrain, added in ((folder, []), (scored, from_scored), (scored, [*from_scored, *LORA])):
+    cases = [
+        (pretrain, [*more, *strategy])
+        for strategy in (["--fsdp"], ["--fsdp=false", "--zero_stage=2"])
+        for pretrain, more in ((folder, []), (scored, from_scored), (scored, [*from_scored, *LORA]))
+    ]
+    found = run_cases(
+        2, made, {number: ([*flags, *more],) for number, (_, more) in enumerate(cases)}
+    )
+    for number, (pretrain, more) in enumerate(cases):
         stored = load_file(Path(pretrain) / "model.safetensors")
-        (critic, learned), (other, _) = run_ranks(2, made, [*flags, *added])
+        (critic, learned), (other, _) = found[number]
         assert {
             name
             for name in critic

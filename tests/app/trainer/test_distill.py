@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from app.trainer.in_turn import train_in_turn
 from runs import PPO, prepare, repeatable, train
 from scripts.prepare_quickstart import tiny_qwen3
 from strategy.zero import DeepSpeedStrategy
@@ -50,8 +51,7 @@ def test_the_student_comes_near_the_teacher(inputs, teacher, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [[], ["--sp_size=2"]], ids=str)
-def test_a_teacher_behind_http_is_the_same(inputs, teacher, tmp_path, layout):
+def test_a_teacher_behind_http_is_the_same(inputs, teacher, tmp_path):
     """Beside the reward of groups, with and without ranks that divide the requests."""
     flags = [
         *inputs,
@@ -60,16 +60,23 @@ def test_a_teacher_behind_http_is_the_same(inputs, teacher, tmp_path, layout):
         "--train_batch_size=16",
         "--distill_coef=0.3",
         "--max_steps=2",
-        *layout,
     ]
-    near = train("train_ppo", 2, [*flags, f"--teacher_pretrain={teacher}"], tmp_path / "near")
     with teacher_server(str(teacher)) as url:
-        far = train("train_ppo", 2, [*flags, f"--teacher_url={url}"], tmp_path / "far")
+        teachers = f"--teacher_pretrain={teacher}", f"--teacher_url={url}"
+        runs = [
+            ([*flags, *layout, of], tmp_path / f"{len(layout)}{place}")
+            for layout in ([], ["--sp_size=2"])
+            for place, of in enumerate(teachers)
+        ]
+        rows = train_in_turn("train_ppo", 2, runs)
 
-    for mine, expected in zip(repeatable(far), repeatable(near), strict=True):
-        assert mine["rollout/teacher_kl"] > 0 and mine["train/grad_norm"] > 0
-        assert mine.pop("engine/logprob_mismatch_max") < 1e-4
-        assert mine == pytest.approx({name: expected[name] for name in mine}, rel=2e-3, abs=1e-5)
+    for near, far in (rows[:2], rows[2:]):
+        for mine, expected in zip(repeatable(far), repeatable(near), strict=True):
+            assert mine["rollout/teacher_kl"] > 0 and mine["train/grad_norm"] > 0
+            assert mine.pop("engine/logprob_mismatch_max") < 1e-4
+            assert mine == pytest.approx(
+                {name: expected[name] for name in mine}, rel=2e-3, abs=1e-5
+            )
 
 
 @pytest.fixture(scope="module")
@@ -117,21 +124,18 @@ def test_two_teachers_say_the_same_to_every_layout(inputs, teacher, tasks, tmp_p
         *["--teacher_prompt_key=hint", "--distill_top_k=40"],
     ]
     layouts = [
-        (1, []),
-        (2, ["--tp_size=2", "--max_tokens_per_microbatch=40"]),
-        (2, ["--sp_size=2"]),
-        (2, ["--offload_idle", "--max_tokens_per_logprob_microbatch=30"]),
+        ["--tp_size=2", "--max_tokens_per_microbatch=40"],
+        ["--sp_size=2"],
+        ["--offload_idle", "--max_tokens_per_logprob_microbatch=30"],
     ]
-    runs = [
-        repeatable(train("train_ppo", ranks, [*flags, *layout], tmp_path / str(number)))
-        for number, (ranks, layout) in enumerate(layouts)
-    ]
+    runs = [([*flags, *layout], tmp_path / str(number)) for number, layout in enumerate(layouts)]
+    alone = train("train_ppo", 1, flags, tmp_path / "alone")
 
-    for rows in runs[1:]:
-        for mine, expected in zip(rows, runs[0], strict=True):
+    for rows in train_in_turn("train_ppo", 2, runs):
+        for mine, expected in zip(rows, alone, strict=True):
             for name in (DIVERGENCE, "rollout/teacher_top_mass", "train/loss", "train/grad_norm"):
                 assert mine[name] == pytest.approx(expected[name], rel=2e-3), name
-    assert 0.1 < runs[0][0]["rollout/teacher_top_mass"] < 0.99
+    assert 0.1 < alone[0]["rollout/teacher_top_mass"] < 0.99
 
 
 @pytest.mark.slow
@@ -139,11 +143,11 @@ def test_a_model_learns_from_itself_with_a_hint(inputs, tasks, tmp_path):
     """It says without the hint what it says with it; its average learns more slowly."""
     shared = [*inputs, *PPO, *DISTILL, f"--prompt_data={tasks}", "--teacher_prompt_key=hint"]
     flags = [*shared, "--distill_top_k=64", "--self_teacher=actor", "--max_steps=12"]
-    rows = train("train_ppo", 1, flags, tmp_path / "actor")
-    divergence = [row[DIVERGENCE] for row in rows]
-    assert sum(divergence[-3:]) < 0.7 * sum(divergence[:3]), divergence
-
     average = ["--self_teacher=average", "--enable_ema", "--ema_beta=0.9", "--max_steps=3"]
-    later = [row[DIVERGENCE] for row in train("train_ppo", 1, [*flags, *average], tmp_path / "ema")]
+    runs = [(flags, tmp_path / "actor"), ([*flags, *average], tmp_path / "ema")]
+    divergence, later = (
+        [row[DIVERGENCE] for row in rows] for rows in train_in_turn("train_ppo", 1, runs)
+    )
+    assert sum(divergence[-3:]) < 0.7 * sum(divergence[:3]), divergence
     assert later[0] == pytest.approx(divergence[0], rel=1e-5)
     assert later[2] != pytest.approx(divergence[2], rel=1e-2)

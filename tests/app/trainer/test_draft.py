@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from app.trainer.in_turn import train_in_turn
 from lightrft.app.cli.export import main as export
-from runs import PPO, prepare, train
+from runs import PPO, prepare
 from scripts.prepare_quickstart import tiny_qwen3
 from with_vllm import load_vllm
 
@@ -75,16 +76,16 @@ def test_a_trained_draft_is_accepted_more_often_and_goes_on_after_a_checkpoint(
         "--enable_engine_sleep",
         f"--dump_rollouts={dump}",
     ]
-    whole = train("train_ppo", 2, [*flags, *engine, "--max_steps=8"], tmp_path / "whole")
+    parts = [*flags, "--engine_type=vllm", f"--replay_rollouts={dump}", "--save_steps=4"]
+    runs = [
+        ([*flags, *engine, "--max_steps=8"], tmp_path / "whole"),
+        ([*parts, "--max_steps=4"], tmp_path / "parts"),
+        ([*parts, "--max_steps=8", "--load_checkpoint"], tmp_path / "parts"),
+    ]
+    whole, _, resumed = train_in_turn("train_ppo", 2, runs)
     accepted = [row["rollout/draft_acceptance"] for row in whole]
     assert sum(accepted[-2:]) > 3 * sum(accepted[:2]) > 0, accepted
     assert whole[0]["draft/loss"] == pytest.approx(loss_of(draft, dump / "step_000001"), rel=1e-4)
-    replaying = [*flags, "--engine_type=vllm", f"--replay_rollouts={dump}", "--save_steps=4"]
-    train("train_ppo", 2, [*replaying, "--max_steps=4"], tmp_path / "parts")
-
-    resumed = train(
-        "train_ppo", 2, [*replaying, "--max_steps=8", "--load_checkpoint"], tmp_path / "parts"
-    )
     names = ("draft/loss", "draft/grad_norm", "draft/learning_rate", "train/loss")
     assert [[row[name] for name in names] for row in resumed] == [
         [row[name] for name in names] for row in whole

@@ -1,4 +1,4 @@
-"""Whole runs with --ep_size: GRPO with vLLM on two ranks, killed, and resumed in two layouts."""
+"""Whole runs with --ep_size: GRPO with vLLM on two ranks, and a run that resumes in two layouts."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.trainer.test_resume import DEADLY_REWARD, assert_same_run, interrupted, parameters
+from app.trainer.in_turn import train_in_turn
+from app.trainer.test_resume import DEADLY_REWARD, assert_same_run, parameters
 from ranks import run_cases
 from runs import PPO, prepare, rows_of, run_here, train
 from tiny import tiny_experts
@@ -42,20 +43,18 @@ def test_vllm_samples_what_divided_experts_learn_from(flags: list[str], tmp_path
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_with_divided_and_with_whole_experts(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_continues_with_divided_and_with_whole_experts(
+    flags: list[str], tmp_path: Path
 ) -> None:
-    flags = [*flags, "--max_steps=4"]
     divided = [*flags, "--ep_size=2"]
-    train("train_ppo", 2, divided, tmp_path / "whole")
+    parts = tmp_path / "parts"
+    runs = [([*divided, "--max_steps=4"], tmp_path / "whole"), ([*divided, "--max_steps=2"], parts)]
+    train_in_turn("train_ppo", 2, runs)
 
-    killed = tmp_path / "killed"
-    assert interrupted(divided, killed, monkeypatch, KILL_AT="3") == ["latest", "step2"]
-    again = shutil.copytree(killed, tmp_path / "again")
-    train("train_ppo", 2, [*divided, "--load_checkpoint"], killed)
-    assert_same_run(killed, tmp_path / "whole")
-
-    train("train_ppo", 2, [*flags, "--load_checkpoint"], again)
+    again = shutil.copytree(parts, tmp_path / "again")
+    goes_on = ["--max_steps=4", "--load_checkpoint"]
+    train_in_turn("train_ppo", 2, [([*divided, *goes_on], parts), ([*flags, *goes_on], again)])
+    assert_same_run(parts, tmp_path / "whole")
     names = ["rollout/reward", "train/loss", "train/grad_norm"]
     found, expected = (
         torch.tensor([[row[name] for name in names] for row in rows_of(folder)])

@@ -29,11 +29,11 @@ def inputs(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("inputs"))
 
 
-def test_two_ranks_learn_with_adapters_on_bytes(inputs, tmp_path):
-    flags = ["--engine_type=vllm", "--enable_engine_sleep", "--max_steps=35"]
+def test_vllm_follows_two_ranks_that_learn_with_adapters_on_bytes(inputs, tmp_path):
+    """tests/strategy/test_four_bits.py compares what is learned with PEFT."""
+    flags = ["--engine_type=vllm", "--enable_engine_sleep", "--max_steps=5"]
     rows = train("train_ppo", 2, [*inputs, *PPO, *QLORA, *flags], tmp_path)
-    assert rows[0]["rollout/reward"] < 0.55
-    assert sum(row["rollout/reward"] for row in rows[-5:]) / 5 > 0.64
+    assert all(row["train/grad_norm"] > 0 for row in rows)
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
     # The reference is the same base in four bits, without adapters.
     assert rows[0]["train/kl"] == 0 < rows[-1]["train/kl"]

@@ -35,7 +35,7 @@ def with_children() -> None:
 
 
 def end_pools(fork) -> None:
-    for _ in range(15):
+    for _ in range(5):
         pool = fork.Pool(2)
         assert pool.map(abs, [-1, 2]) == [1, 2]
         pool.terminate()
@@ -44,7 +44,7 @@ def end_pools(fork) -> None:
 
 def end_processes(fork) -> None:
     """At once: the signal comes while the child begins."""
-    for wait in [0.0, 0.0005, 0.002] * 20:
+    for wait in [0.0, 0.0005, 0.002] * 6:
         child = fork.Process(target=time.sleep, args=(60,))
         child.start()
         time.sleep(wait)
@@ -54,7 +54,7 @@ def end_processes(fork) -> None:
 
 
 def end_programs(fork) -> None:
-    for preparation in [None, os.getpid] * 10:
+    for preparation in [None, os.getpid] * 4:
         program = subprocess.Popen(["sleep", "60"], preexec_fn=preparation)
         program.terminate()
         assert program.wait(20) == -signal.SIGTERM

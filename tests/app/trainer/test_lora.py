@@ -10,6 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from app.trainer.in_turn import train_in_turn
 from runs import PPO, prepare, repeatable, train
 
 LORA = ["--lora_rank=8", "--lora_alpha=32", "--actor_learning_rate=1e-2"]
@@ -67,13 +68,13 @@ def test_a_run_goes_on_and_ends_with_its_adapter(inputs, tmp_path):
         "--save_adapter_only",
         "--enable_ema",
     ]
-    whole = train("train_ppo", 1, [*flags, "--max_steps=4"], tmp_path / "whole")
-    saving = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
-    train("train_ppo", 1, [*saving, "--max_steps=2"], tmp_path / "parts")
-
-    resumed = train(
-        "train_ppo", 1, [*saving, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts"
-    )
+    parts = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
+    runs = [
+        ([*flags, "--max_steps=4"], tmp_path / "whole"),
+        ([*parts, "--max_steps=2"], tmp_path / "parts"),
+        ([*parts, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts"),
+    ]
+    whole, _, resumed = train_in_turn("train_ppo", 1, runs)
     assert repeatable(resumed) == repeatable(whole)
     for name in ("model", "model_ema"):
         found, expected = (
@@ -101,39 +102,30 @@ TWO_STEPS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two_ranks(inputs, tmp_path_factory) -> list[dict]:
-    return train("train_ppo", 2, [*inputs, *TWO_STEPS], tmp_path_factory.mktemp("run"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [["--fsdp=false", "--zero_stage=3", "--offload_idle"], ["--sp_size=2"]], ids=str
-)
-def test_other_layouts_train_the_same(inputs, two_ranks, tmp_path, layout):
-    other = train("train_ppo", 2, [*inputs, *TWO_STEPS, *layout], tmp_path)
-    assert len(other) == 2 and other[-1]["train/kl"] > 0
-    for mine, expected in zip(repeatable(other), repeatable(two_ranks), strict=True):
-        assert mine.pop("engine/logprob_mismatch_max") < 1e-4
-        for name in mine:
-            assert mine[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [["--fsdp=true"], ["--fsdp=false", "--zero_stage=3"]], ids=str)
-def test_vllm_follows_the_adapters(inputs, tmp_path, layout):
-    """The trainer computes log-probs from base and adapters, the engine from merged weights."""
-    flags = [
-        *inputs,
-        *PPO,
-        *LORA,
-        "--engine_type=vllm",
-        "--enable_engine_sleep",
-        "--max_steps=3",
-        *layout,
+def test_other_layouts_train_the_same(inputs, tmp_path):
+    layouts = [], ["--fsdp=false", "--zero_stage=3", "--offload_idle"], ["--sp_size=2"]
+    runs = [
+        ([*inputs, *TWO_STEPS, *layout], tmp_path / str(number))
+        for number, layout in enumerate(layouts)
     ]
-    rows = train("train_ppo", 2, flags, tmp_path)
-    assert all(
-        row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows
-    )
-    assert rows[-1]["rollout/reward"] != rows[0]["rollout/reward"]
+    plain, *others = train_in_turn("train_ppo", 2, runs)
+    for other in others:
+        assert len(other) == 2 and other[-1]["train/kl"] > 0
+        for mine, expected in zip(repeatable(other), repeatable(plain), strict=True):
+            assert mine.pop("engine/logprob_mismatch_max") < 1e-4
+            for name in mine:
+                assert mine[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_vllm_follows_the_adapters(inputs, tmp_path):
+    """The trainer computes log-probs from base and adapters, the engine from merged weights."""
+    flags = [*inputs, *PPO, *LORA, "--engine_type=vllm", "--enable_engine_sleep", "--max_steps=3"]
+    runs = [([*flags, "--fsdp"], tmp_path / "fsdp")]
+    runs += [([*flags, "--fsdp=false", "--zero_stage=3"], tmp_path / "zero")]
+    for rows in train_in_turn("train_ppo", 2, runs):
+        assert all(
+            row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows
+        )
+        assert rows[-1]["rollout/reward"] != rows[0]["rollout/reward"]

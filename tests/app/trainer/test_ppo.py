@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from app.trainer.in_turn import train_in_turn
 from runs import PPO, prepare, repeatable, train
 
 
@@ -44,10 +45,10 @@ def test_several_updates_of_one_rollout(inputs, tmp_path):
         "--max_tokens_per_microbatch=40",
         "--max_steps=3",
     ]
-    rows = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "one")
+    flags = [*inputs, *PPO, *flags]
     apart = ["--max_tokens_per_logprob_microbatch=150", "--weight_sync_bucket_mb=0"]
-
-    others = train("train_ppo", 2, [*inputs, *PPO, *flags, *apart], tmp_path / "apart")
+    runs = [(flags, tmp_path / "one"), ([*flags, *apart], tmp_path / "apart")]
+    rows, others = train_in_turn("train_ppo", 2, runs)
     for row, other in zip(repeatable(rows), repeatable(others), strict=True):
         mismatch = other.pop("engine/logprob_mismatch_max"), row.pop("engine/logprob_mismatch_max")
         assert max(mismatch) < 1e-4 and other == pytest.approx(row, rel=2e-3, abs=1e-5)
@@ -80,9 +81,12 @@ def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
     assert trained == [(step, rank) for step in (1, 2) for rank in range(world_size)]
 
 
-@pytest.fixture(scope="module")
-def undivided(inputs, tmp_path_factory) -> tuple[list[str], list[dict]]:
-    """(flags, rows) of a run in which each rank has whole sequences."""
+@pytest.mark.slow
+def test_ranks_that_divide_sequences_train_as_one(inputs, tmp_path):
+    """Two engines draw the same samples whether their ranks share data or not.
+
+    So what is learned from the samples is the same too.
+    """
     flags = [
         "--max_steps=2",
         "--init_kl_coef=0.1",
@@ -94,23 +98,17 @@ def undivided(inputs, tmp_path_factory) -> tuple[list[str], list[dict]]:
         "--rollout_mask=geometric",
         "--entropy_coef=0.01",
     ]
-    flags = [*inputs, *PPO, *flags]
-    return flags, train("train_ppo", 2, flags, tmp_path_factory.mktemp("undivided"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("impl", ["ulysses", "zigzag"])
-def test_ranks_that_divide_sequences_train_as_one(undivided, tmp_path, impl):
-    """Two engines draw the same samples whether their ranks share data or not.
-
-    So what is learned from the samples is the same too.
-    """
-    flags, plain = undivided
-    divided = train("train_ppo", 2, [*flags, "--sp_size=2", f"--sp_impl={impl}"], tmp_path)
-    assert len(divided) == 2
-    for mine, other in zip(repeatable(divided), repeatable(plain), strict=True):
-        assert mine.pop("engine/logprob_mismatch_max") < 1e-4
-        assert mine == pytest.approx({name: other[name] for name in mine}, rel=2e-3, abs=1e-5)
+    layouts = [], *(["--sp_size=2", f"--sp_impl={impl}"] for impl in ("ulysses", "zigzag"))
+    runs = [
+        ([*inputs, *PPO, *flags, *layout], tmp_path / str(number))
+        for number, layout in enumerate(layouts)
+    ]
+    plain, *others = train_in_turn("train_ppo", 2, runs)
+    for divided in others:
+        assert len(divided) == 2
+        for mine, other in zip(repeatable(divided), repeatable(plain), strict=True):
+            assert mine.pop("engine/logprob_mismatch_max") < 1e-4
+            assert mine == pytest.approx({name: other[name] for name in mine}, rel=2e-3, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -129,7 +127,8 @@ def test_idle_models_in_host_memory_change_nothing(inputs, tmp_path):
         "--eval_split=train",
         "--eval_steps=1",
     ]
-    plain = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "plain")
-    idle = train("train_ppo", 2, [*inputs, *PPO, *flags, "--offload_idle"], tmp_path / "idle")
+    flags = [*inputs, *PPO, *flags]
+    runs = [(flags, tmp_path / "plain"), ([*flags, "--offload_idle"], tmp_path / "idle")]
+    plain, idle = train_in_turn("train_ppo", 2, runs)
     assert len(idle) == 3 and "eval/reward" in idle[0]
     assert repeatable(idle) == repeatable(plain)

@@ -1,20 +1,43 @@
-"""The recipes of docs/environments.md and docs/preferences.md, shortened: each is learned."""
+"""The recipes of docs/environments.md and docs/preferences.md, shortened."""
+
+from math import isfinite
 
 import pytest
 
 from runs import train
-from scripts.bench.recipes import RECIPES, guessing
+from scripts.bench.recipes import ACCURACY, RECIPES, guessing
 
 pytestmark = pytest.mark.slow
-SEEDS = {"chain": 2, "tool": 2}
-"""scripts/bench/recipes.py runs each recipe with several seeds, and three recipes more: a game, an
-agent that learns what the game learns (test_environments.py), and a task of reasoning-gym."""
 
 
-@pytest.mark.parametrize("recipe", SEEDS)
-def test_is_learned(recipe, tmp_path):
-    figures = RECIPES[recipe](train, tmp_path, SEEDS[recipe])
+def test_a_tool_is_learned(tmp_path):
+    """scripts/bench/recipes.py runs each recipe with several seeds, and four recipes more.
+
+    test_environments.py has a game, and an agent that learns what the game learns.
+    """
+    figures = RECIPES["tool"](train, tmp_path, 2)
     assert {name: figure for name, figure in figures.items() if not figure.holds} == {}
+
+
+def test_the_runs_of_the_chain_fit_together(tmp_path):
+    """Each starts from the model of SFT, with its own file, and reports an accuracy.
+
+    The tests of each trainer compare its steps with plain torch, and its student with the teacher.
+    """
+
+    def few_steps(command, world_size, flags, save_path):
+        steps = 30 if save_path.name == "sft" else 2
+        more = [f"--max_steps={steps}", "--logging_steps=1"]
+        more += [f"--max_samples={steps * 128}", "--max_eval_samples=50"]
+        rows = train(command, world_size, [*flags, *more], save_path)
+        assert [row["step"] for row in rows] == [*range(1, steps + 1)]
+        return rows
+
+    figures = RECIPES["chain"](few_steps, tmp_path, 2)
+    assert figures.keys() > ACCURACY.keys()
+    assert all(isfinite(figure.value) for figure in figures.values())
+    loss = figures["sft: loss of the last step"]
+    assert loss.value < 3 * loss.below, "three fifths of the first one"
 
 
 def test_the_agent_of_the_docs_plays(tmp_path):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from app.trainer.in_turn import train_in_turn
 from lightrft.strategy import get_strategy
 from ranks import run_ranks
-from runs import PPO, build, parse, prepare, prepare_config, repeatable, rows_of, train
+from runs import PPO, build, parse, prepare, prepare_config, repeatable
 from strategy.zero import DeepSpeedStrategy
 
 KL = ["--use_kl_loss", "--init_kl_coef=0.1", "--kl_estimator=k3", "--actor_learning_rate=1e-3"]
@@ -61,18 +62,21 @@ def followed(flags: list[str]) -> list[tuple[Weights, Weights]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(2, ["--fsdp", "--tp_size=2", "--offload_idle"]), (2, ["--fsdp=false", "--zero_stage=3"])],
-    ids=str,
-)
-def test_the_reference_follows_the_actor(inputs, tmp_path, ranks, layout):
+def test_the_reference_follows_the_actor(inputs, tmp_path):
+    layouts = ["--fsdp", "--tp_size=2", "--offload_idle"], ["--fsdp=false", "--zero_stage=3"]
     runs = [
-        [*inputs, *layout, "--max_steps=3", moves, f"--save_path={tmp_path / moves}"]
+        [*inputs, *layout, "--max_steps=3", moves, f"--save_path={tmp_path / moves}{len(layout)}"]
+        for layout in layouts
         for moves in (EMA, REFRESHED)
     ]
-    averaged, refreshed = run_ranks(ranks, followed_in_turn, runs, timeout=400)[0]
+    found = run_ranks(2, followed_in_turn, runs, timeout=400)[0]
+    for averaged, refreshed in (found[:2], found[2:]):
+        assert_followed(averaged, refreshed)
 
+
+def assert_followed(
+    averaged: list[tuple[Weights, Weights]], refreshed: list[tuple[Weights, Weights]]
+) -> None:
     for (_, before), (actor, reference) in zip(averaged[:-1], averaged[1:], strict=True):
         for name, now in reference.items():
             expected = 0.75 * before[name].double() + 0.25 * actor[name].double()
@@ -93,12 +97,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(inputs, tmp_path, ranks, move
     if moves == EMA:
         flags += ["--lora_rank=4"]
 
-    train("train_ppo", ranks, [*flags, "--max_steps=5"], tmp_path / "whole")
-    train("train_ppo", ranks, [*flags, "--max_steps=3"], tmp_path / "parts")
-    train("train_ppo", ranks, [*flags, "--max_steps=5", "--load_checkpoint"], tmp_path / "parts")
-
-    whole = repeatable(rows_of(tmp_path / "whole"))
-    assert repeatable(rows_of(tmp_path / "parts")) == whole
+    runs = [
+        ([*flags, "--max_steps=5"], tmp_path / "whole"),
+        ([*flags, "--max_steps=3"], tmp_path / "parts"),
+        ([*flags, "--max_steps=5", "--load_checkpoint"], tmp_path / "parts"),
+    ]
+    whole, _, parts = map(repeatable, train_in_turn("train_ppo", ranks, runs))
+    assert parts == whole
     assert [row["rollout/entropy_coef"] for row in whole] == pytest.approx(
         [0.01, 0.03, 0.05, 0.07, 0.09]
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from app.trainer.in_turn import train_in_turn
 from lightrft.app.run.recorded_samples import RecordedSamples
 from lightrft.config.errors import DataError
 from lightrft.core.metrics import Metrics
@@ -33,12 +34,7 @@ def test_a_replay_has_the_same_numbers(tmp_path):
     (tmp_path / "raises.py").write_text(
         "def judge(samples, **columns):\n    raise RuntimeError('a replay asks no reward')\n"
     )
-    first = train(
-        "train_ppo",
-        2,
-        [*flags, *PPO, *SETTINGS, f"--dump_rollouts={tmp_path / 'dump'}"],
-        tmp_path / "first",
-    )
+    dumps = [*flags, *PPO, *SETTINGS, f"--dump_rollouts={tmp_path / 'dump'}"]
     replay = [
         *flags,
         *PPO,
@@ -46,7 +42,8 @@ def test_a_replay_has_the_same_numbers(tmp_path):
         f"--reward={tmp_path / 'raises.py'}:judge",
         f"--replay_rollouts={tmp_path / 'dump'}",
     ]
-    second = train("train_ppo", 2, replay, tmp_path / "second")
+    runs = [(dumps, tmp_path / "first"), (replay, tmp_path / "second")]
+    first, second = train_in_turn("train_ppo", 2, runs)
 
     same = [
         name

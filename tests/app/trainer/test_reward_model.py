@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from app.trainer.in_turn import train_in_turn
 from app.trainer.judged import (
     PAIRS,
     RANK,
@@ -192,11 +193,12 @@ def test_a_resumed_run_has_the_same_numbers(inputs, tmp_path):
         "--save_steps=1",
         "--num_episodes=9",
     ]
-    whole = train("train_rm", 2, [*given, "--max_steps=4"], tmp_path / "whole")
-    train("train_rm", 2, [*given, "--max_steps=2"], tmp_path / "parts")
-    resumed = train(
-        "train_rm", 2, [*given, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts"
-    )
+    runs = [
+        ([*given, "--max_steps=4"], tmp_path / "whole"),
+        ([*given, "--max_steps=2"], tmp_path / "parts"),
+        ([*given, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts"),
+    ]
+    whole, _, resumed = train_in_turn("train_rm", 2, runs)
     assert repeatable(resumed) == repeatable(whole)
 
     export_checkpoint(
@@ -216,8 +218,11 @@ def test_from_a_language_model_to_the_reward_of_ppo(inputs, tmp_path):
     """A new head; then the next train_rm starts from the folder, and train_ppo scores with it."""
     base = f"{inputs['folder']}/model"
     given = ["--fsdp", f"--prompt_data={inputs['data']}", *RUN]
-    train("train_rm", 2, [*given, f"--pretrain={base}", "--lora_rank=4"], tmp_path / "first")
-    train("train_rm", 2, [*given, f"--pretrain={tmp_path}/first/model"], tmp_path / "second")
+    runs = [
+        ([*given, f"--pretrain={base}", "--lora_rank=4"], tmp_path / "first"),
+        ([*given, f"--pretrain={tmp_path}/first/model"], tmp_path / "second"),
+    ]
+    train_in_turn("train_rm", 2, runs)
     assert AutoConfig.from_pretrained(tmp_path / "second" / "model").id2label == {0: "score"}
     prompts = [flag for flag in prepare(tmp_path) if not flag.startswith("--reward")]
     judged = [f"--reward_pretrain={tmp_path}/second/model", "--reward=none", "--max_steps=1"]

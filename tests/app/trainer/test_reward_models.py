@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from algorithms.roles import rows
+from app.trainer.in_turn import train_in_turn
 from lightrft.app.cli import evaluate
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, train
@@ -69,22 +70,24 @@ def test_its_scores_are_the_rewards(inputs, two_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
+def test_in_other_layouts(inputs, two_ranks, tmp_path):
+    flags, scored = inputs
+    more = [f"--reward_pretrain={scored}", "--reward_model_coef=0.5"]
+    layouts = [
         ["--tp_size=2"],
         ["--fsdp=false", "--zero_stage=3", "--offload_idle"],
         ["--overlap", "--early_stop_every=2"],
-    ],
-    ids=str,
-)
-def test_in_other_layouts(inputs, two_ranks, tmp_path, layout):
-    flags, scored = inputs
-    added = [f"--reward_pretrain={scored}", "--reward_model_coef=0.5"]
-    found = train("train_ppo", 2, [*flags, *PPO, *NONE, *added, *layout], tmp_path)
-    for mine, expected in zip(repeatable(found), repeatable(two_ranks[0]), strict=True):
-        assert mine.pop("engine/logprob_mismatch_max") < 1e-4
-        assert mine == pytest.approx({name: expected[name] for name in mine}, rel=2e-3, abs=1e-5)
+    ]
+    runs = [
+        ([*flags, *PPO, *NONE, *more, *layout], tmp_path / str(number))
+        for number, layout in enumerate(layouts)
+    ]
+    for found in train_in_turn("train_ppo", 2, runs):
+        for mine, expected in zip(repeatable(found), repeatable(two_ranks[0]), strict=True):
+            assert mine.pop("engine/logprob_mismatch_max") < 1e-4
+            assert mine == pytest.approx(
+                {name: expected[name] for name in mine}, rel=2e-3, abs=1e-5
+            )
 
 
 def evaluated(flags: list[str]) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.trainer import sabotage
+from app.trainer.in_turn import train_in_turn
 from engine.contract import logits_over_one_cache, reference_logprobs
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.trainer.run import run
@@ -40,11 +41,10 @@ from lightrft.engine.remote.wire import CODEC, Abort, Closed, Finished, Generate
 from lightrft.models.parallel.processes import RunProcesses
 from lightrft.strategy import get_strategy
 from ranks import exit_codes, run_ranks
-from runs import PPO, prepare, repeatable, rows_of, train
+from runs import PPO, prepare, repeatable, rows_of
 from with_vllm import load_vllm
 
 CASES = {
-    "plain": [],
     "critic": [
         "--advantage_estimator=gae",
         "--eval_steps=1",
@@ -114,11 +114,13 @@ def both(
     """Case -> the rows of metrics with and without ranks that only generate."""
     apart = {case: [*flags, f"--rollout_ranks={generates}"] for case, flags in cases.items()}
     run_ranks(trains + generates, as_launched, apart, str(folder / "apart"))
-    found = {}
-    for case, flags in cases.items():
-        together = train("train_ppo", trains, flags, folder / "together" / case)
-        found[case] = repeatable(rows_of(folder / "apart" / case)), repeatable(together)
-    return found
+    together = train_in_turn(
+        "train_ppo", trains, [(flags, folder / "together" / case) for case, flags in cases.items()]
+    )
+    return {
+        case: (repeatable(rows_of(folder / "apart" / case)), repeatable(rows))
+        for case, rows in zip(cases, together, strict=True)
+    }
 
 
 @pytest.mark.slow
@@ -177,11 +179,11 @@ def test_generation_goes_ahead_of_learning(tmp_path, monkeypatch):
         "--max_staleness=2",
         "--rollout_correction=tis",
         "--save_steps=4",
-        "--actor_learning_rate=1e-2",
+        "--actor_learning_rate=2e-2",
     ]
     over = [*inputs, *SAME, "--over_sampling=2", "--early_stop_every=1", "--max_steps=4"]
     cases = {
-        "whole": [*flags, "--max_steps=18"],
+        "whole": [*flags, "--max_steps=12"],
         "parts": [*flags, "--max_steps=4"],
         "dynamic": [
             *flags,
@@ -208,9 +210,9 @@ def test_generation_goes_ahead_of_learning(tmp_path, monkeypatch):
     )
     rows = {case: rows_of(tmp_path / case) for case in cases}
     staleness = {case: [row["rollout/staleness"] for row in rows[case]] for case in cases}
-    assert staleness["whole"] == [0.0, 1.0] + [2.0] * 16
+    assert staleness["whole"] == [0.0, 1.0] + [2.0] * 10
     rewards = [row["rollout/reward"] for row in rows["whole"]]
-    assert sum(rewards[-5:]) / 5 > 0.8 > 0.55 > rewards[0]
+    assert sum(rewards[-3:]) / 3 > 0.8 > 0.55 > rewards[0], rewards
 
     # which requests decode together depends on time: the engine rounds the same samples differently
     for found, expected in zip(
@@ -590,8 +592,7 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(tmp_path, up
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", ["none", "int8"])
-def test_ranks_that_share_an_engine_serve_zero_3(tmp_path, monkeypatch, bits):
+def test_ranks_that_share_an_engine_serve_zero_3(tmp_path, monkeypatch):
     """Each rank that trains sends half of the weights, as if it were on a node of its own."""
     load_vllm()
     build = WeightBroadcast.__init__
@@ -602,7 +603,7 @@ def test_ranks_that_share_an_engine_serve_zero_3(tmp_path, monkeypatch, bits):
 
     monkeypatch.setattr(WeightBroadcast, "__init__", build_for_nodes)
     flags = [*prepare(tmp_path), *PPO, *VLLM, "--max_steps=2", "--fsdp=false", "--zero_stage=3"]
-    flags.append(f"--rollout_quantization={bits}")
+    flags.append("--rollout_quantization=int8")
     ((apart, together),) = both(tmp_path, {"vllm": flags}, trains=2, generates=2).values()
     assert len(apart) == 2 and apart == together
 
@@ -634,52 +635,30 @@ EIGHT_STEPS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("most", "case"),
-    [
-        (2, ["--max_staleness=2", "--weight_update=in_flight"]),
-        (2, ["--max_staleness=2", "--weight_update=in_flight_exact"]),
-        (5, ["--over_sampling=3", "--early_stop_every=1", "--partial_rollout"]),
-    ],
-    ids=["in_flight", "in_flight_exact", "partial"],
-)
-def test_responses_of_several_versions_are_learned(tmp_path, monkeypatch, most, case):
+def test_responses_of_several_versions_are_learned(tmp_path, monkeypatch):
     """New weights interrupt responses, or responses are aborted and continued.
 
-    Trainer and engine agree on the log-probs either way.
+    Adapters alone arrive while responses of other adapters decode. Trainer and engine agree on the
+    log-probs in any case.
     """
     load_vllm()
     monkeypatch.setattr(EngineServer, "_advance", with_a_pause(EngineServer._advance))
-    flags = [*prepare(tmp_path), *EIGHT_STEPS, *case]
-    run_ranks(3, as_launched, {"run": flags}, str(tmp_path))
-    rows = rows_of(tmp_path / "run")
-    assert any(row["rollout/staleness"] % 1 for row in rows)
-    assert all(
-        row["rollout/staleness_max"] <= most and row["engine/logprob_mismatch_max"] < 1e-4
-        for row in rows
-    )
-
-
-@pytest.mark.slow
-def test_responses_end_under_the_adapters_that_began_them(tmp_path, monkeypatch):
-    """Adapters alone arrive at ranks that generate, while responses of other adapters decode."""
-    load_vllm()
-    monkeypatch.setattr(EngineServer, "_advance", with_a_pause(EngineServer._advance))
-    flags = [
-        *prepare(tmp_path),
-        *EIGHT_STEPS,
-        "--max_staleness=2",
-        "--weight_update=in_flight",
-        "--lora_rank=4",
-        "--lora_sync=adapter",
-    ]
-    run_ranks(3, as_launched, {"run": flags}, str(tmp_path))
-    rows = rows_of(tmp_path / "run")
-    assert any(row["rollout/staleness"] for row in rows)
-    assert all(
-        row["rollout/staleness_max"] <= 2 and row["engine/logprob_mismatch_max"] < 1e-4
-        for row in rows
-    )
+    flags = [*prepare(tmp_path), *EIGHT_STEPS]
+    adapters = ["--weight_update=in_flight", "--lora_rank=4", "--lora_sync=adapter"]
+    cases = {
+        "exact": [*flags, "--max_staleness=2", "--weight_update=in_flight_exact"],
+        "partial": [*flags, "--over_sampling=3", "--early_stop_every=1", "--partial_rollout"],
+        "adapters": [*flags, "--max_staleness=2", *adapters],
+    }
+    run_ranks(3, as_launched, cases, str(tmp_path), timeout=400)
+    for case, most in {"exact": 2, "partial": 5, "adapters": 2}.items():
+        rows = rows_of(tmp_path / case)
+        staleness = [row["rollout/staleness"] for row in rows]
+        assert any(staleness) if case == "adapters" else any(mean % 1 for mean in staleness), case
+        assert all(
+            row["rollout/staleness_max"] <= most and row["engine/logprob_mismatch_max"] < 1e-4
+            for row in rows
+        ), case
 
 
 @pytest.mark.slow

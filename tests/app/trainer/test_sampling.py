@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from runs import PPO, prepare, train
+from app.trainer.in_turn import train_in_turn
+from runs import PPO, prepare
 
 PLACEHOLDER = ord("e")
 REWARD = '''
@@ -32,24 +33,20 @@ def inputs(tmp_path_factory):
     return [flag.replace("share_of_ascii", "short") for flag in flags]
 
 
-def run_on_all_ranks(inputs, folder, *flags, world_size=1):
-    """Return the largest difference of log-probs in two steps of two updates.
+TWO_STEPS = [
+    *PPO,
+    "--max_steps=2",
+    "--train_batch_size=16",
+    "--init_kl_coef=0.1",
+    "--generate_max_len=24",
+    "--seed=2",
+]
+"""Two steps of two updates. The loss includes the divergence from the reference.
 
-    The loss includes the divergence from the reference. With the chosen seed, no token lies so near
-    the edge of the top p that rounding moves it in or out.
-    """
-    flags = [
-        "--train_batch_size=16",
-        "--init_kl_coef=0.1",
-        "--generate_max_len=24",
-        "--seed=2",
-        *flags,
-    ]
-    flags = [*inputs, *PPO, "--max_steps=2", *flags]
-    rows = train("train_ppo", world_size, flags, folder)
-    assert all(row["train/grad_norm"] > 0 and row["rollout/response_length"] > 1 for row in rows)
-
-    return max(row["engine/logprob_mismatch_max"] for row in rows)
+With the chosen seed, no token lies so near the edge of the top p that rounding moves it in or out.
+"""
+HOT = ["--first_token_temperature=30", "--stop", "q", "--stop_token_ids", "120"]
+"""A first token's log-prob is of another temperature: the difference would be nats."""
 
 
 PART = [
@@ -67,37 +64,22 @@ PART = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("engine", "world_size"), [("hf", 1), ("vllm", 2)], ids=["hf", "vllm-2-ranks"]
-)
 @pytest.mark.slow
-def test_a_part_of_the_vocabulary(inputs, tmp_path, engine, world_size):
-    assert (
-        run_on_all_ranks(inputs, tmp_path, *PART, f"--engine_type={engine}", world_size=world_size)
-        < 1e-4
-    )
-
-
-@pytest.mark.slow
-def test_a_vocabulary_that_two_ranks_divide(inputs, tmp_path):
-    assert run_on_all_ranks(inputs, tmp_path, *PART, "--tp_size=2", world_size=2) < 1e-4
-
-
-@pytest.mark.slow
-def test_a_hot_first_token_is_not_learned(inputs, tmp_path):
-    """Its log-prob is of another temperature: the difference would be nats."""
-    assert (
-        run_on_all_ranks(
-            inputs,
-            tmp_path,
-            "--first_token_temperature=30",
-            "--stop",
-            "q",
-            "--stop_token_ids",
-            "120",
-        )
-        < 1e-4
-    )
+def test_a_part_of_the_vocabulary(inputs, tmp_path):
+    """Two ranks also divide the vocabulary; one also has a hot first token that is not learned."""
+    cases = {
+        1: {"whole": PART, "hot": HOT},
+        2: {"vllm": [*PART, "--engine_type=vllm"], "divided": [*PART, "--tp_size=2"]},
+    }
+    for ranks, flags in cases.items():
+        runs = [([*inputs, *TWO_STEPS, *more], tmp_path / name) for name, more in flags.items()]
+        for name, rows in zip(flags, train_in_turn("train_ppo", ranks, runs), strict=True):
+            assert all(
+                row["train/grad_norm"] > 0
+                and row["rollout/response_length"] > 1
+                and row["engine/logprob_mismatch_max"] < 1e-4
+                for row in rows
+            ), name
 
 
 EARLY = [
@@ -113,16 +95,17 @@ another one."""
 
 
 @pytest.mark.parametrize(
-    ("layout", "world_size"),
+    ("layouts", "world_size"),
     [
-        ([], 1),
-        pytest.param(["--tp_size=2"], 2, marks=pytest.mark.slow),
-        pytest.param(["--sp_size=2", "--engine_type=vllm"], 2, marks=pytest.mark.slow),
-        pytest.param(["--lora_rank=4", "--first_token_temperature=9"], 1, marks=pytest.mark.slow),
+        ([[]], 1),
+        pytest.param(
+            [["--tp_size=2"], ["--sp_size=2", "--engine_type=vllm"]], 2, marks=pytest.mark.slow
+        ),
+        pytest.param([["--lora_rank=4", "--first_token_temperature=9"]], 1, marks=pytest.mark.slow),
     ],
-    ids=["alone", "tp", "sp-vllm", "adapters-hot"],
+    ids=["alone", "tp and sp-vllm", "adapters-hot"],
 )
-def test_a_smallest_length(tmp_path, layout, world_size):
+def test_a_smallest_length(tmp_path, layouts, world_size):
     """Before it, both sides exclude whatever ends a response.
 
     Entropy and divergence are taken of the same distribution.
@@ -134,15 +117,14 @@ def test_a_smallest_length(tmp_path, layout, world_size):
         "--train_batch_size=16",
         "--init_kl_coef=0.1",
         "--seed=2",
+        *EARLY,
+        "--generate_max_len=12",
     ]
-    rows = train(
-        "train_ppo",
-        world_size,
-        [*flags, *EARLY, *layout, "--generate_max_len=12"],
-        tmp_path / "run",
-    )
-    assert max(row["engine/logprob_mismatch_max"] for row in rows) < 1e-4
-    assert all(
-        row["rollout/response_length_min"] >= 5 and row["train/grad_norm"] > 0 for row in rows
-    )
-    assert any(row["rollout/response_length_min"] == 6 for row in rows), "it may end right after"
+    runs = [([*flags, *layout], tmp_path / str(place)) for place, layout in enumerate(layouts)]
+    for rows in train_in_turn("train_ppo", world_size, runs):
+        assert max(row["engine/logprob_mismatch_max"] for row in rows) < 1e-4
+        assert all(
+            row["rollout/response_length_min"] >= 5 and row["train/grad_norm"] > 0 for row in rows
+        )
+        lengths = [row["rollout/response_length_min"] for row in rows]
+        assert 6 in lengths, "it may end right after"

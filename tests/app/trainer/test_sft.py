@@ -23,7 +23,7 @@ from app.trainer.judged import (
 )
 from lightrft.app.observe.sinks import read_rows
 from ranks import run_cases
-from runs import prepare, repeatable, train
+from runs import prepare, train
 from scripts.prepare_quickstart import addition_problems, tiny_qwen3, write_jsonl
 
 SFT = [
@@ -66,24 +66,6 @@ def test_held_out_loss_is_that_of_transformers(inputs, tmp_path):
     assert rows[0]["eval/loss"] == pytest.approx(total / count, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_ranks_and_micro_batches_do_not_change_the_loss(inputs, tmp_path):
-    one = train(
-        "train_sft",
-        1,
-        [*inputs, *SFT, "--max_steps=6", "--max_tokens_per_microbatch=1000"],
-        tmp_path / "one",
-    )
-    two = train(
-        "train_sft",
-        2,
-        [*inputs, *SFT, "--max_steps=6", "--micro_train_batch_size=1"],
-        tmp_path / "two",
-    )
-    for a, b in zip(repeatable(one), repeatable(two), strict=True):
-        assert a == pytest.approx(b, rel=1e-4)
-
-
 def test_loss_falls_and_the_run_stops_when_it_is_low_enough(inputs, tmp_path):
     rows = train("train_sft", 1, [*inputs, *SFT, "--max_steps=60", "--stop_loss=2.0"], tmp_path)
     assert len(rows) < 60
@@ -95,10 +77,10 @@ def test_loss_falls_and_the_run_stops_when_it_is_low_enough(inputs, tmp_path):
 def test_sft_learns_with_its_defaults(tmp_path):
     """With no flag about learning, the loss of a random model falls by more than a tenth of a nat.
 
-    187 steps go three times over 4,000 additions.
+    75 steps go three times over 1,600 additions.
     """
     tiny_qwen3(tmp_path / "model", seed=0)
-    write_jsonl(tmp_path / "rows.jsonl", addition_problems(seed=0)[0][:4000])
+    write_jsonl(tmp_path / "rows.jsonl", addition_problems(seed=0)[0][:1600])
     flags = [
         "--fsdp",
         f"--pretrain={tmp_path}/model",
@@ -106,7 +88,7 @@ def test_sft_learns_with_its_defaults(tmp_path):
         "--report_to=jsonl",
     ]
     losses = [row["train/loss"] for row in train("train_sft", 1, flags, tmp_path / "run")]
-    assert len(losses) == 187
+    assert len(losses) == 75
     assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.1
 
 

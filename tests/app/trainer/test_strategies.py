@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from app.trainer.in_turn import train_in_turn
 from runs import PPO, prepare, repeatable, train
 from strategy.zero import DeepSpeedStrategy
 
@@ -42,9 +43,10 @@ def test_zero_learns_what_fsdp_learns(inputs, tmp_path):
     The engine gets new weights at each step.
     """
     flags = [*inputs, *PPO, *FLAGS, "--enable_engine_sleep"]
-    fsdp = train("train_ppo", 2, [*flags, "--fsdp"], tmp_path / "fsdp")
-    for stage in (2, 3):
-        rows = train("train_ppo", 2, [*flags, f"--zero_stage={stage}"], tmp_path / str(stage))
+    strategies = "--fsdp", "--zero_stage=2", "--zero_stage=3"
+    runs = [([*flags, strategy], tmp_path / strategy) for strategy in strategies]
+    fsdp, *others = train_in_turn("train_ppo", 2, runs)
+    for rows in others:
         assert len(rows) == 2
         assert_same_numbers(rows, fsdp)
 
@@ -67,16 +69,7 @@ def test_vllm_beside_zero_3(inputs, tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_reward_rises(inputs, tmp_path):
-    flags = ["--actor_learning_rate=1.5e-2", "--max_steps=8", "--seed=7", "--zero_stage=3"]
-    rows = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path)
-    assert rows[0]["rollout/reward"] < 0.55 and rows[-1]["rollout/reward"] > 0.75
-    assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
-
-
-def average_after(flags: list[str], run: Path) -> dict[str, torch.Tensor]:
-    train("train_ppo", 2, [*flags, "--enable_ema"], run)
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
     models = [
         dict(AutoModelForCausalLM.from_pretrained(run / name).named_parameters())
         for name in ("model", "model_ema")
@@ -89,23 +82,35 @@ def average_after(flags: list[str], run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["--fsdp", "--zero_stage=3"])
-def test_an_average_of_the_actor(inputs, tmp_path, strategy):
+def test_an_average_of_the_actor(inputs, tmp_path):
     """The average is saved beside the actor, and in checkpoints.
 
     A run of three steps and a run of two that continues have the same average.
     """
-    flags = [*inputs, *PPO, strategy, "--save_steps=2"]
-    head = "lm_head.weight"
-    whole = average_after([*flags, "--max_steps=3", "--ema_beta=0.9"], tmp_path / "whole")
-    begun = average_after([*flags, "--max_steps=2", "--ema_beta=0.9"], tmp_path / "begun")
-    continued = average_after(
-        [*flags, "--max_steps=3", "--ema_beta=0.9", "--load_checkpoint"], tmp_path / "begun"
-    )
-    assert all(torch.equal(continued[name], whole[name]) for name in whole)
+    flags = [*inputs, *PPO, "--save_steps=2", "--enable_ema", "--ema_beta=0.9"]
+    lengths = {
+        "whole": ["--max_steps=3"],
+        "begun": ["--max_steps=2"],
+        "continued": ["--max_steps=3", "--load_checkpoint"],
+    }
+    strategies = "--fsdp", "--zero_stage=3"
+    checkpoints = {each: f"--ckpt_path={tmp_path / each / 'checkpoints'}" for each in strategies}
+    runs = [
+        (
+            [*flags, strategy, *length, *([] if name == "whole" else [checkpoints[strategy]])],
+            tmp_path / strategy / name,
+        )
+        for strategy in strategies
+        for name, length in lengths.items()
+    ]
+    train_in_turn("train_ppo", 2, runs)
 
     start = AutoModelForCausalLM.from_pretrained(
         inputs[0].partition("=")[2]
     ).lm_head.weight.detach()
-    moved = (begun[f"1.{head}"] - start).norm() / (begun[f"0.{head}"] - start).norm()
-    assert 0.1 < moved < 0.2, "two steps, of a tenth of the way each"
+    for strategy in strategies:
+        whole, begun, continued = (weights_of(tmp_path / strategy / name) for name in lengths)
+        assert all(torch.equal(continued[name], whole[name]) for name in whole)
+        of_average, of_actor = (begun[f"{index}.lm_head.weight"] - start for index in (1, 0))
+        moved = of_average.norm() / of_actor.norm()
+        assert 0.1 < moved < 0.2, "two steps, of a tenth of the way each"

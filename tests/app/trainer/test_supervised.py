@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from algorithms.roles import rows
+from app.trainer.in_turn import train_in_turn
 from app.trainer.judged import PAIRS, course, write
 from lightrft.algorithms.objectives import sft
 from lightrft.app.trainer.supervised import SupervisedTrainer
@@ -138,14 +139,15 @@ def inputs(tmp_path_factory) -> list[str]:
 @pytest.mark.slow
 def test_answers_are_learned_and_a_run_goes_on(inputs, tmp_path):
     flags = [flag for flag in PPO if not flag.startswith("--train_batch_size")]
-    whole = train("train_ppo", 2, [*inputs, *flags, "--max_steps=6"], tmp_path / "whole")
+    parts = [*inputs, *flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=3"]
+    runs = [
+        ([*inputs, *flags, "--max_steps=6"], tmp_path / "whole"),
+        ([*parts, "--max_steps=3"], tmp_path / "parts"),
+        ([*parts, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts"),
+    ]
+    whole, _, resumed = train_in_turn("train_ppo", 2, runs)
     losses = [row["train/ptx_loss"] for row in whole]
     assert losses[-1] < losses[0] - 1, losses
-    saving = [*inputs, *flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=3"]
-    train("train_ppo", 2, [*saving, "--max_steps=3"], tmp_path / "parts")
-    resumed = train(
-        "train_ppo", 2, [*saving, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts"
-    )
     assert repeatable(resumed) == repeatable(whole)
     answers = tmp_path / "answers.jsonl"
     answers.write_text('{"input": "a", "label": "b"}\n' * 24)
@@ -178,26 +180,14 @@ def test_too_few_answers_are_refused(inputs, tmp_path):
 def test_every_task_resumes_with_the_same_numbers(tmp_path):
     """Two steps, a checkpoint and two more steps equal four steps in one run.
 
-    Metrics and weights agree to the last bit. For train_rm see test_reward_model.py.
+    Metrics and weights agree to the last bit. For train_rm, whose model train_prm has too, see
+    test_reward_model.py; for train_sft, test_template_date.py.
     """
     prepare(tmp_path)
-    steps = [
-        {
-            "prompt": row["prompt"],
-            "completions": [row["chosen"], row["rejected"]],
-            "labels": [True, False],
-        }
-        for row in PAIRS
-    ]
     answers = [
         {"prompt": row["prompt"], "completion": row["chosen"], "label": row["tie"]} for row in PAIRS
     ]
-    tasks = {
-        "train_sft": (PAIRS, ["--input_key=prompt", "--label_key=chosen"]),
-        "train_prm": (steps, ["--step_separator=;"]),
-        "train_dpo": (PAIRS, ["--precompute_reference"]),
-        "train_kto": (answers, []),
-    }
+    tasks = {"train_dpo": (PAIRS, ["--precompute_reference"]), "train_kto": (answers, [])}
 
     cases = {}
     for command, (data, flags) in tasks.items():
