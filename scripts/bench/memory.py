@@ -79,6 +79,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Small models that real ranks train."""
+WIDTHS = (
+    "hidden_size intermediate_size moe_intermediate_size num_attention_heads num_key_value_heads"
+    " vocab_size"
+).split()
+"""Sizes that --narrow divides: parameters then shrink with its square, and activations with it."""
 NAMED = {"7B": "Qwen/Qwen2.5-7B", "14B": "Qwen/Qwen3-14B", "32B": "Qwen/Qwen3-32B"}
 
 WAYS = [
@@ -109,23 +114,24 @@ def training_bytes(
         }
 
 
-def shape_config(shape: str, layers: int | None) -> PretrainedConfig:
+def shape_config(shape: str, layers: int | None, narrow: int = 1) -> PretrainedConfig:
     if shape in NAMED:
         config = known_config(NAMED[shape])
         return with_layers(config, layers) if layers else config
     sizes = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
+    sizes |= {name: size // narrow for name, size in sizes.items() if name in WIDTHS}
     return (Qwen3MoeConfig if "num_experts" in sizes else Qwen3Config)(
         tie_word_embeddings=False, **sizes
     )
 
 
 @cache
-def logits_bytes(shape: str, tokens: int) -> int:
+def logits_bytes(shape: str, tokens: int, narrow: int) -> int:
     """Return the head's peak above hidden states, weight, and the gradients of both.
 
     Nothing is computed: a processor without bfloat16 would take ten seconds for 512 tokens.
     """
-    config = shape_config(shape, None)
+    config = shape_config(shape, None, narrow)
     options = {"dtype": torch.bfloat16, "requires_grad": True}
     with FakeTensorMode(allow_non_fake_inputs=True):
         hidden = torch.empty(tokens, config.hidden_size, **options)
@@ -155,9 +161,9 @@ def fake_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             strategy = FakeRankStrategy(seed=0, args=_options(once, bf16=True))
             strategy.setup_distributed()
             sizes = training_bytes(
-                strategy, shape_config(shape, args.layers), args.tokens, computed=False
+                strategy, shape_config(shape, args.layers, args.narrow), args.tokens, computed=False
             )
-            sizes["logits"] = logits_bytes(shape, args.tokens)
+            sizes["logits"] = logits_bytes(shape, args.tokens, args.narrow)
         rows.append({"shape": shape, "world": args.world, "reduce_gradients_once": once, **sizes})
         print(json.dumps(rows[-1]), flush=True)
 
@@ -173,6 +179,7 @@ def measured_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             str(world),
             "--tokens",
             str(args.tokens),
+            f"--narrow={args.narrow}",
             *(["--layers", str(args.layers)] if args.layers else []),
         ]
         out = on_ranks(world, __file__, ask)
@@ -185,7 +192,7 @@ def measured_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
                 row["reduce_gradients_once"], bf16=row["bf16"], recompute=row["recompute"]
             )
             planned = step_bytes(
-                shape_config(row["shape"], args.layers),
+                shape_config(row["shape"], args.layers, args.narrow),
                 options,
                 world=world,
                 tokens=min(args.tokens, 512),
@@ -208,11 +215,14 @@ def rank(args: argparse.Namespace) -> None:
         )
         strategy.setup_distributed()
         sizes = training_bytes(
-            strategy, shape_config(way["shape"], args.layers), args.tokens, computed=True
+            strategy,
+            shape_config(way["shape"], args.layers, args.narrow),
+            args.tokens,
+            computed=True,
         )
 
         if strategy.is_rank_0():
-            sizes["logits"] = logits_bytes(way["shape"], args.tokens)
+            sizes["logits"] = logits_bytes(way["shape"], args.tokens, args.narrow)
             print(json.dumps(way | sizes), flush=True)
 
         strategy.close()
@@ -222,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     flags = {
         "--world": (8, "ranks that the shapes are divided over"),
         "--tokens": (16384, "tokens of a micro-batch; at most 512 where they are measured"),
+        "--narrow": (1, "divide the widths of the small shapes by this"),
     }
     parser = parser_of(__doc__, flags)
     parser.add_argument(

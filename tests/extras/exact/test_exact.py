@@ -317,13 +317,13 @@ VLLM = ["--engine_type=vllm", "--engine_kv_cache_gb=0.05"]
 PARTIAL = ["--over_sampling=1.5", "--partial_rollout", "--actor_learning_rate=0"]
 CASES = {
     1: {
-        "float32": [*LONG, "--max_steps=8", "--temperature=0.8", "--top_p=0.9"],
+        "float32": [*LONG, "--max_steps=2", "--temperature=0.8", "--top_p=0.9"],
         "bfloat16": [*LONG, "--max_steps=20", "--bf16", "--init_kl_coef=0.01"],
-        "vllm float32": [*LONG, *VLLM, "--max_steps=8", "--temperature=0.8", "--top_p=0.9"],
-        "vllm bfloat16": [*LONG, *VLLM, "--max_steps=8", "--bf16", "--top_k=30", "--min_p=0.001"],
+        "vllm float32": [*LONG, *VLLM, "--max_steps=2", "--temperature=0.8", "--top_p=0.9"],
+        "vllm bfloat16": [*LONG, *VLLM, "--max_steps=2", "--bf16", "--top_k=30", "--min_p=0.001"],
     },
     2: {
-        "two data ranks": [*LONG, "--max_steps=3", "--gradient_checkpointing"],
+        "two data ranks": [*LONG, "--max_steps=2", "--gradient_checkpointing"],
         "partial": [*LONG, "--max_steps=4", "--bf16", *PARTIAL],
         "two updates": [*LONG, "--max_steps=2", "--max_epochs=2", "--use_engine_logprobs"],
         "vllm partial": [*LONG, *VLLM, "--max_steps=4", *PARTIAL],

@@ -155,31 +155,35 @@ def greedy(worker: TinkerWorker, key: object, *, scored: bool = False) -> list[l
 
 
 def gradients(folder: str, *flags: str) -> dict[str, tuple]:
-    """Return the loss, the gradients and the log-probs of each loss, in two requests each."""
+    """Return the loss, the gradients and the log-probs of each loss, and add up those of the last."""
     worker = worker_of(folder, f"{folder}/run", *flags)
     names = [
         name for name, described in worker.policy.actor.hf_parameters() if described.requires_grad
     ]
     found = {}
+    model = worker.models.models["a"]
+
+    def sums() -> dict[str, torch.Tensor]:
+        return dict(zip(names, map(whole, model.gradients), strict=True))
+
     for loss, described in LOSSES.items():
-        data = examples()
-        arguments = "a", data, loss, dict(described.config)
+        arguments = "a", examples(), loss, dict(described.config)
         outputs = worker.forward_backward(*arguments, learn=True)
-        again = worker.forward_backward(*arguments, learn=False)
-        assert all(
-            torch.allclose(*pair, atol=1e-6)
-            for pair in zip(outputs.logprobs, again.logprobs, strict=True)
-        )
-        assert outputs.loss == pytest.approx(again.loss, rel=1e-5)
-        worker.forward_backward(*arguments, learn=True)  # sums add up until the next step
-        model = worker.models.models["a"]
-        sums = dict(zip(names, map(whole, model.gradients), strict=True))
-        found[loss] = (
-            outputs.loss,
-            {name: total / 2 for name, total in sums.items()},
-            outputs.logprobs,
-        )
+        found[loss] = outputs.loss, sums(), outputs.logprobs
         model.gradients = [None] * len(model.gradients)
+
+    # the gradients of two requests add up, and one between them has none
+    worker.forward_backward(*arguments, learn=True)
+    again = worker.forward_backward(*arguments, learn=False)
+    assert all(
+        torch.allclose(*pair, atol=1e-6)
+        for pair in zip(outputs.logprobs, again.logprobs, strict=True)
+    )
+    assert outputs.loss == pytest.approx(again.loss, rel=1e-5)
+    worker.forward_backward(*arguments, learn=True)
+    once = found[loss][1]
+    for name, total in sums().items():
+        torch.testing.assert_close(total, 2 * once[name], rtol=1e-6, atol=1e-8)
     worker.strategy.close()
     return found
 

@@ -192,8 +192,6 @@ def test_a_model_that_fits_on_every_device_is_advised_not_to_be_sharded():
 
     assert any("--dp_replicate 0" in line for line in advice("Qwen/Qwen2.5-0.5B"))
     assert advice("Qwen/Qwen2.5-0.5B", "--dp_replicate=0") == []
-    # whose three layers are as large as half of the layers of 7B
-    assert not any("--dp_replicate 0" in line for line in advice("Qwen/Qwen2.5-72B"))
 
 
 def test_experts_over_several_nodes_wait_for_the_network():
@@ -293,7 +291,7 @@ def test_the_command(capsys, tmp_path):
                 "--pretrain",
                 wide,
                 "--offload_idle=false",
-                "--max_tokens_per_microbatch=262144",
+                "--max_tokens_per_microbatch=131072",
             ]
         )
 
@@ -315,7 +313,7 @@ def test_the_command(capsys, tmp_path):
                 "--pretrain",
                 wide,
                 "--offload_idle=false",
-                "--max_tokens_per_microbatch=262144",
+                "--max_tokens_per_microbatch=131072",
                 *flags,
             ]
         )
@@ -367,12 +365,13 @@ def test_the_plan_of_32_nodes(capsys, tmp_path):
             [
                 CONFIG,
                 "--ranks",
-                "256",
+                "64",
+                "--ranks_per_node=2",
                 "--json",
                 "--pretrain",
                 shallow(tmp_path, "Qwen/Qwen2.5-72B"),
-                "--train_batch_size=128",
-                "--rollout_batch_size=64",
+                "--train_batch_size=32",
+                "--rollout_batch_size=16",
             ]
         )
 
@@ -380,8 +379,8 @@ def test_the_plan_of_32_nodes(capsys, tmp_path):
     rows, prompts, nodes = found["advice"]
     assert (
         ended.value.code == 0
-        and rows.startswith("--train_batch_size 128")
-        and prompts.startswith("--rollout_batch_size 64")
+        and rows.startswith("--train_batch_size 32")
+        and prompts.startswith("--rollout_batch_size 16")
     )
     assert "--dp_replicate 32 gathers parameters within each of the 32 nodes" in nodes
 
