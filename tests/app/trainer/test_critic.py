@@ -110,11 +110,11 @@ def assert_same(rows: list[dict], wanted: list[dict]) -> None:
 def test_a_run_goes_on_with_the_same_numbers(inputs, tmp_path, options):
     """Three steps at once, and two and one, the first of them of the critic alone."""
     flags = [*inputs, *PPO, *CRITIC, "--freezing_actor_steps=1", *options]
-    parts = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
+    saving = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
     runs = [
         ([*flags, "--max_steps=3"], tmp_path / "whole"),
-        ([*parts, "--max_steps=2"], tmp_path / "parts"),
-        ([*parts, "--max_steps=3", "--load_checkpoint"], tmp_path / "parts"),
+        ([*saving, "--max_steps=2"], tmp_path / "parts"),
+        ([*saving, "--max_steps=3", "--load_checkpoint"], tmp_path / "parts"),
     ]
     whole, _, resumed = train_in_turn("train_ppo", 2, runs)
     assert repeatable(resumed) == repeatable(whole)
@@ -195,14 +195,18 @@ def test_where_it_comes_from(inputs):
     flags = [*inputs, *PPO, *CRITIC]
     from_scored = [f"--critic_pretrain={scored}"]
     cases = [
-        (pretrain, [*more, *strategy])
+        (pretrain, [*added, *strategy])
         for strategy in (["--fsdp"], ["--fsdp=false", "--zero_stage=2"])
-        for pretrain, more in ((folder, []), (scored, from_scored), (scored, [*from_scored, *LORA]))
+        for pretrain, added in (
+            (folder, []),
+            (scored, from_scored),
+            (scored, [*from_scored, *LORA]),
+        )
     ]
     found = run_cases(
-        2, made, {number: ([*flags, *more],) for number, (_, more) in enumerate(cases)}
+        2, made, {number: ([*flags, *added],) for number, (_, added) in enumerate(cases)}
     )
-    for number, (pretrain, more) in enumerate(cases):
+    for number, (pretrain, added) in enumerate(cases):
         stored = load_file(Path(pretrain) / "model.safetensors")
         (critic, learned), (other, _) = found[number]
         assert {

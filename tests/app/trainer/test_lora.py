@@ -68,11 +68,11 @@ def test_a_run_goes_on_and_ends_with_its_adapter(inputs, tmp_path):
         "--save_adapter_only",
         "--enable_ema",
     ]
-    parts = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
+    saving = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
     runs = [
         ([*flags, "--max_steps=4"], tmp_path / "whole"),
-        ([*parts, "--max_steps=2"], tmp_path / "parts"),
-        ([*parts, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts"),
+        ([*saving, "--max_steps=2"], tmp_path / "parts"),
+        ([*saving, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts"),
     ]
     whole, _, resumed = train_in_turn("train_ppo", 1, runs)
     assert repeatable(resumed) == repeatable(whole)

@@ -94,10 +94,10 @@ adapters in float32."""
 
 
 def test_every_value_is_tried():
-    """Each part meets each precision, or a comparison with plain torch; each trainer is there."""
+    """Each choice of parameters meets each precision, or a comparison with plain torch; each trainer is there."""
     assert {trainer for trainer, *_ in ON_ONE_RANK} == {*TRAINERS}
-    parts = {(part, precision) for _, part, precision in ON_ONE_RANK + ON_TWO_RANKS}
-    assert parts == {*product(PARTS, PRECISIONS)} - {("whole", "float32"), ("lora", "float32")}
+    tried = {(learned, precision) for _, learned, precision in ON_ONE_RANK + ON_TWO_RANKS}
+    assert tried == {*product(LEARNED, PRECISIONS)} - {("whole", "float32"), ("lora", "float32")}
 
 
 @pytest.mark.slow
@@ -107,10 +107,10 @@ def test_every_value_is_tried():
 def test_two_steps(inputs, tmp_path, world_size, chosen):
     """The strategies take turns."""
     cases = {}
-    for turn, (trainer, part, precision) in enumerate(chosen):
+    for turn, (trainer, learned, precision) in enumerate(chosen):
         strategy = [*STRATEGIES][turn % 2]
-        name = ", ".join((trainer, strategy, part, precision))
-        flags = [*STRATEGIES[strategy], *PARTS[part], *PRECISIONS[precision]]
+        name = ", ".join((trainer, strategy, learned, precision))
+        flags = [*STRATEGIES[strategy], *LEARNED[learned], *PRECISIONS[precision]]
         folder = tmp_path / name.replace(", ", "-").replace(" ", "-")
         cases[name] = (inputs, folder, trainer, flags)
 

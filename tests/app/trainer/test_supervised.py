@@ -139,11 +139,11 @@ def inputs(tmp_path_factory) -> list[str]:
 @pytest.mark.slow
 def test_answers_are_learned_and_a_run_goes_on(inputs, tmp_path):
     flags = [flag for flag in PPO if not flag.startswith("--train_batch_size")]
-    parts = [*inputs, *flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=3"]
+    saving = [*inputs, *flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=3"]
     runs = [
         ([*inputs, *flags, "--max_steps=6"], tmp_path / "whole"),
-        ([*parts, "--max_steps=3"], tmp_path / "parts"),
-        ([*parts, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts"),
+        ([*saving, "--max_steps=3"], tmp_path / "parts"),
+        ([*saving, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts"),
     ]
     whole, _, resumed = train_in_turn("train_ppo", 2, runs)
     losses = [row["train/ptx_loss"] for row in whole]
