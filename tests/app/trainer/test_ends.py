@@ -27,8 +27,10 @@ PHASES = [
     "load_models",
     "start_engine",
     "generate",
+    "reward",
     "experience",
     "train",
+    "evaluate",
     "checkpoint",
     "save_model",
 ]
@@ -77,7 +79,7 @@ def test_killed_in_any_phase(inputs, tmp_path, monkeypatch, no_launcher_to_wait_
     assert "Traceback" not in said[1 - rank] and "Connection" not in said[1 - rank]
 
 
-@pytest.mark.parametrize("phase", ["start_engine", "train"])
+@pytest.mark.parametrize("phase", ["start_engine", "train", "save_model"])
 def test_an_exception_in_any_phase(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, phase):
     codes, said = run(inputs, tmp_path, f"{phase}:1:raise", monkeypatch)
     assert codes == [1, 1]
@@ -174,7 +176,7 @@ def test_a_signal_ends_a_reward_that_hangs(hanging, tmp_path, signals, says):
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("rank", ["1", "*"])
+@pytest.mark.parametrize("rank", ["0", "1", "*"])
 def test_a_signal_to_any_rank_ends_all_before_the_first_step(
     inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, rank
 ):
