@@ -168,7 +168,7 @@ def odd(tmp_path_factory):
 
 
 def player(server, name=""):
-    limits = {"longest": 100_000, "environment_workers": 2, "tool_seconds": 6.0}
+    limits = {"longest": 100_000, "environment_workers": 2, "tool_seconds": 20.0}
     return Player(name, tools=[f"mcp:{server}"], chat=True, **limits)
 
 
@@ -238,7 +238,7 @@ def test_results_and_errors_are_read_and_each_episode_has_a_server(local):
         assert picture == "(image: the model reads only text)\na pear"
         assert stone.startswith("Error: ") and "no such fruit" in stone
         assert color.startswith("Error: ") and "fruit" in color and "Field required" in color
-        assert late == "Error: wait took more than 6 s"
+        assert late == "Error: wait took more than 20 s"
         assert f"{2 * MAX_RESULT_CHARACTERS} characters are left out" in story
 
         assert (sample.episode.tool_calls, sample.episode.tool_errors) == (8, 3)
