@@ -7,12 +7,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from laptop_runs import write_evaluation, write_rows, write_training
-from scripts.laptop import notebook, results
+from scripts import notebook
+from scripts.laptop import results
 from tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-STORED = json.loads(notebook.NOTEBOOK.read_text())["cells"]
-BUILT = notebook.build(notebook.SOURCE.read_text()).cells
+STORED = json.loads((ROOT / "notebooks" / "laptop.ipynb").read_text())["cells"]
+BUILT = notebook.build((notebook.SOURCES / "laptop.md").read_text()).cells
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 PUBLISHED = (results.RECORDS / "words-seed1.json").exists()
 
@@ -28,7 +29,7 @@ def test_the_stored_notebook_is_that_of_the_page():
 
 
 @pytest.mark.skipif(
-    not PUBLISHED, reason="it is executed when both seeds are published: scripts/laptop/notebook.py"
+    not PUBLISHED, reason="it is executed when both seeds are published: scripts/notebook.py"
 )
 def test_the_stored_notebook_has_outputs():
     """Each cell that does not only define has one; no cell has failed.
