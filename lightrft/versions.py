@@ -64,7 +64,12 @@ EXTRAS = {
     "json": {"jsonschema": ">=4.18"},
     "reasoning-gym": {"reasoning-gym": ">=0.1.25,<0.2"},
     "transfer-queue": {"TransferQueue": ">=0.1.11,<0.2"},
-    "docs": {"mkdocs": ">=1.6,<2", "mkdocs-material": ">=9.5", "latex2mathml": ">=3.77"},
+    "docs": {
+        "mkdocs": ">=1.6,<2",
+        "mkdocs-material": ">=9.5",
+        "latex2mathml": ">=3.77",
+        "mkdocstrings-python": ">=2.0",
+    },
     "dev": {
         "pytest": ">=8.0",
         "pytest-xdist": ">=3.6",

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from PIL import Image
 
+import lightrft.strategy
 from scripts import configuration_page, python_stub, shelves_picture, step_picture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,6 +82,12 @@ def test_the_site_has_every_page():
     parts = [pages for part in settings["nav"] for pages in part.values()]
     pages = {page for entries in parts for entry in entries for page in entry.values()}
     assert pages == {"index.md", *(page.name for page in PAGES if page.name != "README.md")}
+
+
+def test_the_api_has_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    public = {*lightrft.__all__, *lightrft.strategy.__all__} - {"__version__"}
+    assert {name for name in public if not re.search(rf"\b{name}\b", text)} == set()
 
 
 def test_files_are_what_the_scripts_write():

@@ -1,14 +1,12 @@
-"""Make notebooks/laptop.ipynb from scripts/laptop/notebook.md and execute it.
+"""Make a notebook from its page in scripts/notebooks, execute it, and store it with its outputs.
 
-So it is stored with its outputs.
+    python scripts/notebook.py tools
 
-    bash scripts/laptop/run.sh words --seed 0 --out runs/laptop/words-seed0
-    python scripts/laptop/notebook.py
-
-It reads that run and trains three small steps itself, which takes some minutes on two cores. Needs
-requirements/notebook.txt.
+Each takes less than ten minutes on two cores. Needs requirements/notebook.txt; `laptop` reads a run
+that `bash scripts/laptop/run.sh words --seed 0 --out runs/laptop/words-seed0` has made.
 """
 
+import argparse
 import re
 from pathlib import Path
 
@@ -16,9 +14,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "scripts/laptop/notebook.md"
-NOTEBOOK = ROOT / "notebooks/laptop.ipynb"
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "scripts" / "notebooks"
 
 
 def build(source: str) -> nbformat.NotebookNode:
@@ -63,12 +60,18 @@ def execute(notebook: nbformat.NotebookNode) -> None:
 
 
 def main() -> None:
-    notebook = build(SOURCE.read_text())
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=sorted(path.stem for path in SOURCES.glob("*.md")))
+    name = parser.parse_args().name
+
+    notebook = build((SOURCES / f"{name}.md").read_text())
     execute(notebook)
     nbformat.validate(notebook)
-    NOTEBOOK.parent.mkdir(exist_ok=True)
-    nbformat.write(notebook, NOTEBOOK)
-    print(f"{NOTEBOOK}: {len(notebook.cells)} cells")
+    stored = ROOT / "notebooks" / f"{name}.ipynb"
+    nbformat.write(notebook, stored)
+    print(f"{stored}: {len(notebook.cells)} cells")
 
 
 if __name__ == "__main__":

@@ -7,35 +7,38 @@ import pytest
 from transformers import AutoTokenizer
 
 from laptop_runs import write_evaluation, write_rows, write_training
-from scripts.laptop import notebook, results
+from scripts import notebook
+from scripts.laptop import results
 from tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-STORED = json.loads(notebook.NOTEBOOK.read_text())["cells"]
-BUILT = notebook.build(notebook.SOURCE.read_text()).cells
+NAMES = sorted(path.stem for path in notebook.SOURCES.glob("*.md"))
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 PUBLISHED = (results.RECORDS / "words-seed1.json").exists()
 
 
-def text_of(cell: dict) -> str:
-    return "".join(cell["source"])
+def stored(name: str) -> list[dict]:
+    return json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())["cells"]
 
 
-def test_the_stored_notebook_is_that_of_the_page():
-    assert [(cell["cell_type"], text_of(cell)) for cell in STORED] == [
-        (cell.cell_type, cell.source) for cell in BUILT
+@pytest.mark.parametrize("name", NAMES)
+def test_the_stored_notebook_is_that_of_the_page(name):
+    built = notebook.build((notebook.SOURCES / f"{name}.md").read_text()).cells
+    assert [(cell["cell_type"], "".join(cell["source"])) for cell in stored(name)] == [
+        (cell.cell_type, cell.source) for cell in built
     ]
 
 
 @pytest.mark.skipif(
-    not PUBLISHED, reason="it is executed when both seeds are published: scripts/laptop/notebook.py"
+    not PUBLISHED, reason="it is executed when both seeds are published: scripts/notebook.py"
 )
-def test_the_stored_notebook_has_outputs():
+@pytest.mark.parametrize("name", NAMES)
+def test_the_stored_notebook_has_outputs(name):
     """Each cell that does not only define has one; no cell has failed.
 
     No output names a folder of a machine.
     """
-    code = [cell for cell in STORED if cell["cell_type"] == "code"]
+    code = [cell for cell in stored(name) if cell["cell_type"] == "code"]
     outputs = [output for cell in code for output in cell["outputs"]]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert sum(bool(cell["outputs"]) for cell in code) == len(code) - 1
@@ -73,7 +76,7 @@ def test_the_cells_run_in_a_kernel(tmp_path):
     for name in ("train", "new"):
         write_rows(tmp_path / f"run/data/{name}.jsonl", problems)
 
-    page = notebook.SOURCE.read_text()
+    page = (notebook.SOURCES / "laptop.md").read_text()
 
     replaced = {
         "runs/laptop/words-seed0": f"{tmp_path}/run",
