@@ -5,9 +5,9 @@ It shows what each reaches, and has to reach.
     python scripts/bench/recipes.py --seeds 3  # docs/benchmarks.md, half an hour
     python scripts/bench/recipes.py --recipe tool --seeds 1
 
-The seed is for the model, the data and all runs, which torchrun starts. The tests run
-each recipe with one seed. Prints one JSON object as its last line, and ends with 1 if a figure is
-out of its bounds.
+The seed is for the model, the data and all runs, which torchrun starts. The tests run the recipe
+`tool` with one seed, and each run of the chain for a few steps. Prints one JSON object as its last
+line, and ends with 1 if a figure is out of its bounds.
 """
 
 import json
