@@ -49,7 +49,7 @@ def picture() -> str:
         "<style>text { fill: #5d6673 } .in { fill: #ffffff }"
         " @media (prefers-color-scheme: dark) { text { fill: #9aa4b2 } .in { fill: #ffffff } }"
         "</style>",
-        f'<text x="{LEFT}" y="20">a shelf, with its folders</text>',
+        f'<text x="{LEFT}" y="20">a package, with its folders</text>',
     ]
 
     for column, name in enumerate(SHELVES):
