@@ -383,8 +383,8 @@ def test_objectives_that_are_known_token_by_token():
         (CORRECTED, 1),
         ({"rollout_mask": "sequence"}, 1),
         ({"policy_loss": "gspo", "rollout_correction": "mis"}, 1),
-        ({"rollout_correction": f"{__name__}:own_correction"}, None),
-        ({"policy_loss": "gspo", "rollout_correction": f"{__name__}:own_correction"}, None),
+        ({"rollout_correction": f"{__name__}:correction_of_user"}, None),
+        ({"policy_loss": "gspo", "rollout_correction": f"{__name__}:correction_of_user"}, None),
     ],
 )
 def test_corrections_by_the_current_log_probs_join_tokens_of_a_sequence(fields, num_sequences):

@@ -370,9 +370,9 @@ def loss_of_user(logprobs, old_logprobs, advantages, *, temperature_of_mine):
 
 def test_a_loss_that_asks_for_too_much_is_named():
     with pytest.raises(
-        ValueError, match="own_loss needs temperature_of_mine, which this run does not compute"
+        ValueError, match="loss_of_user needs temperature_of_mine, which this run does not compute"
     ):
-        policy_objective(section(f"{__file__}:own_loss"))
+        policy_objective(section(f"{__file__}:loss_of_user"))
 
 
 def test_every_field_of_a_loss_is_in_the_configuration():

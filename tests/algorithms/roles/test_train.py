@@ -152,7 +152,7 @@ def plain_grpo(model, batch, members):
 
 
 def plain_loss_of_user(model, batch, members):
-    """Compute own_loss() in plain torch; rows without a response do not count."""
+    """Compute loss_of_user() in plain torch; rows without a response do not count."""
     gaps = [
         (logprobs(model, batch, row) - batch["teacher"][row, learned(row)]) ** 2
         * batch["trust"][row]
