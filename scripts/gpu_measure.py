@@ -593,7 +593,7 @@ def merging(setting: Setting) -> Figures:
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import Linear
 
-    from lightrft.models.lora import adapted_layers
+    from lightrft.models.lora import adopt_layers
     from lightrft.models.parallel.device import synchronize
     from lightrft.models.peft import merge
 
@@ -611,7 +611,7 @@ def merging(setting: Setting) -> Figures:
 
     model = torch.nn.Sequential(torch.nn.Linear(width, height, bias=False).requires_grad_(False))
     inject_adapter_in_model(LoraConfig(r=16, target_modules=["0"]), model)
-    (layer,) = adapted_layers(model.to(device, torch.bfloat16))
+    (layer,) = adopt_layers(model.to(device, torch.bfloat16))
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     upstream = torch.randn(tokens, height, device=device, dtype=torch.bfloat16)
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config.sections import Config, sequence_layout
 from lightrft.core.metrics import Untraced
-from lightrft.models.lora import adapted_layers, is_adapter, keep_adapters_apart
+from lightrft.models.lora import adopt_layers, is_adapter, keep_adapters_apart
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.mesh import Mesh
 from lightrft.models.parallel.processes import RunProcesses
@@ -137,7 +137,7 @@ class Backend(Verbs, ABC):
 
             fuse(module, self.device)
 
-        adapted_layers(module)
+        adopt_layers(module)
         if self.adapters_apart:
             keep_adapters_apart(module)
         trained = any(parameter.requires_grad for parameter in module.parameters())
