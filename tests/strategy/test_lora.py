@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -18,7 +18,8 @@ from lightrft.engine.hf import _add_adapters
 from lightrft.models.empty import is_empty
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.models.lora import adapter_shapes, freeze_parameters, is_adapter
+from lightrft.models.lora import adapted_layers, adapter_shapes, freeze_parameters, is_adapter
+from lightrft.models.peft import AdaptedLinear
 from lightrft.models.weight_sync.adapters import Adapters
 from lightrft.models.weight_sync.stream import unwrap
 from lightrft.strategy import FSDPStrategy
@@ -374,6 +375,21 @@ def said_by_users(folder: str) -> tuple[set[str], bool, bool]:
 def test_strategies_of_users_decide_what_the_engine_gets(folder):
     ((names, plain, changed),) = run_ranks(1, said_by_users, folder)
     assert len(names) == 2 * 3 * 2 and plain and not changed
+
+
+def adapted_by_users(folder: str) -> bool:
+    """Return whether a model to which peft itself has added adapters computes as lightrft does."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), model)
+    made = DataParallelStrategy(args={"pretrain": folder})
+    made.setup_distributed()
+    made.make_ready(Actor(model))
+    made.close()
+    return all(isinstance(layer, AdaptedLinear) for layer in adapted_layers(model).values())
+
+
+def test_a_prepared_model_of_peft_has_the_layers_of_lightrft(folder):
+    assert run_ranks(1, adapted_by_users, folder) == [True]
 
 
 def loaded_elsewhere(folder: str, args: dict, root: Path) -> dict[str, torch.Tensor]:
