@@ -49,3 +49,16 @@ def on_page_content(content: str, **_: Any) -> str:
         return f'<{tag} class="formula">{convert(html.unescape(tex), display=display)}</{tag}>'
 
     return FORMULA.sub(mathml, content)
+
+
+def on_post_build(config: Any) -> None:
+    """Write llms.txt: the pages of the site in a form that language models read (llmstxt.org)."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for section in config.nav:
+        for heading, pages in section.items():
+            lines += ["", f"## {heading}", ""]
+            for title, file in (item for page in pages for item in page.items()):
+                address = "./" if file == "index.md" else f"{Path(file).stem}/"
+                lines.append(f"- [{title}]({address})")
+
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n")

@@ -129,6 +129,13 @@ def test_the_site_is_built(site):
     assert "StrategyBase" in (site / "ARCHITECTURE" / "index.html").read_text()
 
 
+def test_language_models_find_every_page(site):
+    links = LINK.findall((site / "llms.txt").read_text())
+    assert len(links) == len(PAGES) and all(
+        (site / link / "index.html").is_file() for link in links
+    )
+
+
 def test_every_formula_of_the_site_is_mathml(site):
     """A formula that stays as TeX is not readable."""
     for page in PAGES:
