@@ -14,10 +14,11 @@ import pytest
 
 from lightrft.__main__ import main as lightrft
 from lightrft.app.cli import SWITCH_INTERVAL, evaluate, train_ppo, train_sft
-from lightrft.config.extras import extra
+from lightrft.config.extras import extra, installed
 from runs import PPO, prepare
 
 ROOT = Path(__file__).resolve().parents[3]
+with_extras = pytest.mark.skipif(not installed(), reason="plans and reports are extras")
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,9 @@ def test_evaluate_needs_held_out_data(inputs, capfd):
     assert "--eval_data is empty" in fails(capfd, evaluate.main, inputs[:2])
 
 
-@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry"])
+@pytest.mark.parametrize(
+    "dry", [[], pytest.param(["--dry_run"], marks=with_extras)], ids=["run", "dry"]
+)
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
@@ -240,6 +243,7 @@ def test_a_start_that_takes_long_says_where_it_is(inputs, tmp_path, capfd, monke
     assert "still starting, after" in said and "slow.py:2" in said and "at last" in said
 
 
+@with_extras
 def test_report_of_a_folder_without_a_run(tmp_path, capfd):
     assert f"{tmp_path} is not the folder of a run" in fails(
         capfd, extra("lightrft report").main, [str(tmp_path)]
@@ -281,7 +285,9 @@ def test_a_run_that_cannot_begin_leaves_the_results_of_before_in_place(inputs, t
     [
         ("train_sft", "app.cli.read_command_line"),
         ("train_sft", "app.cli._run"),
-        ("report folder", "extras.commands.debug.report.write_report"),
+        pytest.param(
+            "report folder", "extras.commands.debug.report.write_report", marks=with_extras
+        ),
     ],
 )
 def test_ctrl_c_before_a_run_listens_for_signals(monkeypatch, capfd, command, path):

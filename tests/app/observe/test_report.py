@@ -20,7 +20,7 @@ from lightrft.app.observe.report import PAGE_TEMPLATE, write_report
 from lightrft.app.observe.scoreboard import scoreboard
 from lightrft.app.observe.sinks import JsonLines, read_rows, readable, sample_rows
 from lightrft.config import Config
-from lightrft.config.extras import extra
+from lightrft.config.extras import extra, installed
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.media_files import ImageFile
 
@@ -515,6 +515,7 @@ def test_samples_that_were_not_written_are_said(groups):
     assert data_of(write_report(folder))["samples"]["note"].startswith(said)
 
 
+@pytest.mark.skipif(not installed(), reason="the command is an extra")
 def test_runs_are_compared(run, tmp_path, capsys):
     """The curves of runs share charts; numbers and different settings are tables.
 
