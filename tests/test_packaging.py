@@ -293,6 +293,12 @@ def test_an_unfit_optional_package_is_a_warning(pretend):
     assert not any("wandb" in line for line in warnings)
 
 
+def test_pages_about_the_release_have_its_version():
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest[1] == __version__
+
+
 def test_the_other_project_of_the_same_import_name_is_named(pretend):
     pretend(lightrft="0.1.0")
     (warning,) = versions.check_versions()

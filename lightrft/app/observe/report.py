@@ -67,7 +67,7 @@ def write_report(folder: Path) -> Path:
     if len(history.get("eval/accuracy", ())) == len(history.get("eval/reward", ())):
         history.pop("eval/reward", None)  # they are the same numbers
     written = (folder / "config.yaml").read_text() if (folder / "config.yaml").exists() else ""
-    config = yaml.load(written, yaml.CSafeLoader) or {}
+    config = yaml.safe_load(written) or {}
     summary = _summary(folder)
     name = folder.resolve().name
     board = scoreboard(read_rows(folder / "metrics.jsonl"), _content(folder / "run.json"))

@@ -20,7 +20,7 @@ from lightrft.strategy.checkpoint.atomic import write_file
 SAMPLE_FIELDS = tuple(
     field.name
     for field in fields(Sample)
-    if field.name not in ("prompt", "drafts", "episode", "experts", "reward_components")
+    if field.name not in ("prompt", "drafts", "episode", "experts")
 )
 """Fields that are written as they are. Experts are left out: they are many times the rest."""
 EPISODE_FIELDS = tuple(
@@ -106,7 +106,6 @@ def _as_json(sample: Sample) -> dict[str, Any]:
     prompt = sample.prompt
     episode = sample.episode
     row = {name: getattr(sample, name) for name in SAMPLE_FIELDS} | {"drafts": list(sample.drafts)}
-    row["reward_parts"] = sample.reward_components
     row["prompt"] = {
         "index": prompt.index,
         "text": prompt.text,
@@ -128,7 +127,6 @@ def sample_of_json(
     """Return a recorded sample; `prompts` has the prompts by index."""
     prompt = values.pop("prompt")
     episode = values.pop("episode", None)
-    components = values.pop("reward_parts", {})
     recorded = prompts[prompt["index"]]
     # An environment may have added its first observation to the prompt.
     if list(recorded.token_ids) != prompt["token_ids"]:
@@ -140,5 +138,6 @@ def sample_of_json(
             **episode | {"rewards": [tuple(each) for each in episode["rewards"]]}, branches=branches
         )
 
-    values = values | {"drafts": Drafts(*values["drafts"]), "reward_components": components}
-    return Sample(prompt=recorded, episode=episode, **values)
+    return Sample(
+        prompt=recorded, episode=episode, **values | {"drafts": Drafts(*values["drafts"])}
+    )

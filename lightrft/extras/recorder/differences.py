@@ -37,7 +37,7 @@ MEANINGS = {
     "gradient": "the gradient",
     "weights": "the weights after the update",
 }
-REWARD_FIELDS = ("reward", "reward_parts", "token_rewards", "masked")
+REWARD_FIELDS = ("reward", "reward_components", "token_rewards", "masked")
 FIELDS_OF_PHASES = {"samples": ("token_ids",), "logprobs": ("logprobs",), "rewards": REWARD_FIELDS}
 """Phase -> fields of a recorded sample that it is the first to have."""
 OF_RUN = ("world_size", "rollout_ranks", "engine", "engine_tp_size", "strategy", "device")

@@ -28,6 +28,29 @@ def train_in_turn(
     return [rows_of(folder) for _, folder in runs]
 
 
+def train_and_resume(
+    entrypoint: str,
+    world_size: int,
+    flags: list[str],
+    folder: Path,
+    *,
+    stop: int,
+    end: int,
+    saving: Iterable[str] = (),
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the metrics of a run of `end` steps, and of one that stops and is resumed.
+
+    They lie in the folders `whole` and `parts`; only the latter has the flags `saving`.
+    """
+    runs = [
+        ([*flags, f"--max_steps={end}"], folder / "whole"),
+        ([*flags, *saving, f"--max_steps={stop}"], folder / "parts"),
+        ([*flags, *saving, f"--max_steps={end}", "--load_checkpoint"], folder / "parts"),
+    ]
+    whole, _, resumed = train_in_turn(entrypoint, world_size, runs)
+    return whole, resumed
+
+
 def _each(entrypoint: str, runs: list[Run]) -> None:
     for flags, folder in runs:
         run_here(entrypoint, [*flags, f"--save_path={folder}"])

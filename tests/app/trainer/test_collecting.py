@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from app.trainer.in_turn import train_in_turn
+from app.trainer.in_turn import train_and_resume, train_in_turn
 from runs import PPO, prepare, repeatable, train
 from with_vllm import load_vllm
 
@@ -95,15 +95,18 @@ def test_partial_rollouts_have_the_log_probs_they_were_drawn_with(inputs, tmp_pa
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
 
 
-def test_groups_that_ranks_share_are_learned_to_the_last_bit(inputs, tmp_path):
+@pytest.mark.parametrize(
+    "flags",
+    [["--advantage_estimator=remax", "--first_token_temperature=2"], ["--sp_size=2"]],
+    ids=["greedy", "replicas"],
+)
+def test_groups_that_ranks_share_are_learned_to_the_last_bit(inputs, tmp_path, flags):
     """Responses of a prompt are generated on several ranks.
 
-    Nothing that is learned may depend on which ranks they are. A greedy response belongs to a
-    prompt too, and ranks that divide sequences have a schedule in test_environments.py.
+    Nothing that is learned may depend on which ranks they are.
     """
     flags = [
-        "--advantage_estimator=remax",
-        "--first_token_temperature=2",
+        *flags,
         "--n_samples_per_prompt=8",
         "--train_batch_size=32",
         "--rollout_batch_size=4",
@@ -197,12 +200,7 @@ def test_a_run_that_carries_responses_resumes_alike(inputs, tmp_path):
     Steps 4 to 6 must equal the same steps of the whole run.
     """
     flags = [*inputs, *PPO, *ALL, "--save_steps=3"]
-    runs = [
-        ([*flags, "--max_steps=6"], tmp_path / "whole"),
-        ([*flags, "--max_steps=3"], tmp_path / "parts"),
-        ([*flags, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts"),
-    ]
-    whole, _, resumed = train_in_turn("train_ppo", 2, runs)
+    whole, resumed = train_and_resume("train_ppo", 2, flags, tmp_path, stop=3, end=6)
     assert whole[2]["rollout/groups_carried"] > 0
     assert repeatable(resumed)[-3:] == repeatable(whole)[-3:]
 

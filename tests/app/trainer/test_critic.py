@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from algorithms.roles.rows import dense_scorer
-from app.trainer.in_turn import train_in_turn
+from app.trainer.in_turn import train_and_resume, train_in_turn
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.trainer.build import build_critic
 from lightrft.config import Config, parse
@@ -106,17 +106,12 @@ def assert_same(rows: list[dict], wanted: list[dict]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--offload_idle", *LORA]], ids=str)
+@pytest.mark.parametrize("options", [[], [*ZERO, "--offload_idle", *LORA]], ids=str)
 def test_a_run_goes_on_with_the_same_numbers(inputs, tmp_path, options):
     """Three steps at once, and two and one, the first of them of the critic alone."""
     flags = [*inputs, *PPO, *CRITIC, "--freezing_actor_steps=1", *options]
-    saving = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
-    runs = [
-        ([*flags, "--max_steps=3"], tmp_path / "whole"),
-        ([*saving, "--max_steps=2"], tmp_path / "parts"),
-        ([*saving, "--max_steps=3", "--load_checkpoint"], tmp_path / "parts"),
-    ]
-    whole, _, resumed = train_in_turn("train_ppo", 2, runs)
+    saving = [f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
+    whole, resumed = train_and_resume("train_ppo", 2, flags, tmp_path, stop=2, end=3, saving=saving)
     assert repeatable(resumed) == repeatable(whole)
 
     for kind, result in (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.trainer.in_turn import train_in_turn
+from app.trainer.in_turn import train_and_resume, train_in_turn
 from runs import PPO, prepare, repeatable, train
 
 pytestmark = pytest.mark.slow
@@ -99,13 +99,11 @@ def inputs(tmp_path_factory):
 
 def test_a_run_in_two_parts_repeats_to_the_last_bit(inputs, tmp_path):
     """How long programs take changes neither a number nor a weight."""
-    runs = [
-        ([*inputs, "--max_steps=2"], tmp_path / "whole"),
-        ([*inputs, "--max_steps=1", "--save_steps=1"], tmp_path / "parts"),
-        ([*inputs, "--max_steps=2", "--load_checkpoint"], tmp_path / "parts"),
-    ]
-    whole, _, parts = train_in_turn("train_ppo", 2, runs)
-    assert_equal(whole, parts)
+    saving = ["--save_steps=1"]
+    whole, resumed = train_and_resume(
+        "train_ppo", 2, inputs, tmp_path, stop=1, end=2, saving=saving
+    )
+    assert_equal(whole, resumed)
     assert weights_of(tmp_path / "whole") == weights_of(tmp_path / "parts")
 
 

@@ -147,7 +147,11 @@ def test_a_run_and_its_checkpoint_are_evaluated_without_an_export(inputs, tmp_pa
     others.append(f"--eval_data=own={folder / 'train.jsonl'}")
 
     found = {}
-    for name, pretrain in {"model": "run/model", "run": "run"}.items():
+    for name, pretrain in {
+        "model": "run/model",
+        "run": "run",
+        "checkpoint": "run/checkpoints/step2",
+    }.items():
         found[name] = evaluated(1, [*others, f"--pretrain={tmp_path / pretrain}"], tmp_path / name)
 
     (tmp_path / "run" / "model").rename(tmp_path / "elsewhere")
@@ -155,7 +159,7 @@ def test_a_run_and_its_checkpoint_are_evaluated_without_an_export(inputs, tmp_pa
     found["first"] = evaluated(
         1, [*others, f"--pretrain={tmp_path / 'run/checkpoints/step1'}"], tmp_path / "newest"
     )
-    assert found["model"] == found["run"] == found["newest"]
+    assert found["model"] == found["run"] == found["checkpoint"] == found["newest"]
     assert found["first"][1] != found["model"][1], (
         "the exported model of another checkpoint is not used again"
     )

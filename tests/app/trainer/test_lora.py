@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from app.trainer.in_turn import train_in_turn
+from app.trainer.in_turn import train_and_resume, train_in_turn
 from runs import PPO, prepare, repeatable, train
 
 LORA = ["--lora_rank=8", "--lora_alpha=32", "--actor_learning_rate=1e-2"]
@@ -68,13 +68,8 @@ def test_a_run_goes_on_and_ends_with_its_adapter(inputs, tmp_path):
         "--save_adapter_only",
         "--enable_ema",
     ]
-    saving = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
-    runs = [
-        ([*flags, "--max_steps=4"], tmp_path / "whole"),
-        ([*saving, "--max_steps=2"], tmp_path / "parts"),
-        ([*saving, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts"),
-    ]
-    whole, _, resumed = train_in_turn("train_ppo", 1, runs)
+    saving = [f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
+    whole, resumed = train_and_resume("train_ppo", 1, flags, tmp_path, stop=2, end=4, saving=saving)
     assert repeatable(resumed) == repeatable(whole)
     for name in ("model", "model_ema"):
         found, expected = (

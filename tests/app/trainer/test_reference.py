@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.trainer.in_turn import train_in_turn
+from app.trainer.in_turn import train_and_resume
 from lightrft.strategy import get_strategy
 from ranks import run_ranks
 from runs import PPO, build, parse, prepare, prepare_config, repeatable
@@ -97,13 +97,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(inputs, tmp_path, ranks, move
     if moves == EMA:
         flags += ["--lora_rank=4"]
 
-    runs = [
-        ([*flags, "--max_steps=5"], tmp_path / "whole"),
-        ([*flags, "--max_steps=3"], tmp_path / "parts"),
-        ([*flags, "--max_steps=5", "--load_checkpoint"], tmp_path / "parts"),
-    ]
-    whole, _, parts = map(repeatable, train_in_turn("train_ppo", ranks, runs))
-    assert parts == whole
+    runs = train_and_resume("train_ppo", ranks, flags, tmp_path, stop=3, end=5)
+    whole, resumed = map(repeatable, runs)
+    assert resumed == whole
     assert [row["rollout/entropy_coef"] for row in whole] == pytest.approx(
         [0.01, 0.03, 0.05, 0.07, 0.09]
     )

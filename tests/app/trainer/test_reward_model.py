@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from app.trainer.in_turn import train_in_turn
+from app.trainer.in_turn import train_and_resume, train_in_turn
 from app.trainer.judged import (
     PAIRS,
     RANK,
@@ -193,12 +193,7 @@ def test_a_resumed_run_has_the_same_numbers(inputs, tmp_path):
         "--save_steps=1",
         "--num_episodes=9",
     ]
-    runs = [
-        ([*given, "--max_steps=4"], tmp_path / "whole"),
-        ([*given, "--max_steps=2"], tmp_path / "parts"),
-        ([*given, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts"),
-    ]
-    whole, _, resumed = train_in_turn("train_rm", 2, runs)
+    whole, resumed = train_and_resume("train_rm", 2, given, tmp_path, stop=2, end=4)
     assert repeatable(resumed) == repeatable(whole)
 
     export_checkpoint(

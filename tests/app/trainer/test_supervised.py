@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from algorithms.roles import rows
-from app.trainer.in_turn import train_in_turn
+from app.trainer.in_turn import train_and_resume
 from app.trainer.judged import PAIRS, course, write
 from lightrft.algorithms.objectives import sft
 from lightrft.app.trainer.supervised import SupervisedTrainer
@@ -138,14 +138,9 @@ def inputs(tmp_path_factory) -> list[str]:
 
 @pytest.mark.slow
 def test_answers_are_learned_and_a_run_goes_on(inputs, tmp_path):
-    flags = [flag for flag in PPO if not flag.startswith("--train_batch_size")]
-    saving = [*inputs, *flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=3"]
-    runs = [
-        ([*inputs, *flags, "--max_steps=6"], tmp_path / "whole"),
-        ([*saving, "--max_steps=3"], tmp_path / "parts"),
-        ([*saving, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts"),
-    ]
-    whole, _, resumed = train_in_turn("train_ppo", 2, runs)
+    flags = [*inputs, *(flag for flag in PPO if not flag.startswith("--train_batch_size"))]
+    saving = [f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=3"]
+    whole, resumed = train_and_resume("train_ppo", 2, flags, tmp_path, stop=3, end=6, saving=saving)
     losses = [row["train/ptx_loss"] for row in whole]
     assert losses[-1] < losses[0] - 1, losses
     assert repeatable(resumed) == repeatable(whole)
@@ -156,7 +151,7 @@ def test_answers_are_learned_and_a_run_goes_on(inputs, tmp_path):
         train(
             "train_ppo",
             2,
-            [*saving, f"--pretrain_data={answers}", "--load_checkpoint"],
+            [*flags, *saving, f"--pretrain_data={answers}", "--load_checkpoint"],
             tmp_path / "parts",
         )
 
