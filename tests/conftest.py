@@ -37,6 +37,7 @@ TESTS = Path(__file__).parent
 LONGEST = (
     "engine/test_contract.py",
     "test_extras.py",
+    "test_masked.py",
     "app/trainer/test_rollout_ranks.py",
     "engine/test_vllm.py",
     "app/trainer/test_recipes.py",
@@ -57,6 +58,7 @@ LONGEST = (
     "app/trainer/test_hybrids.py",
     "app/trainer/test_router_replay.py",
     "app/trainer/test_critic.py",
+    "test_real_model.py",
 )
 """Files that begin first, so that the last minutes of a run have short ones for all processes."""
 

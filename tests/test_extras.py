@@ -28,6 +28,7 @@ FILES = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", FILES)
 def test_each_passes_where_its_package_is(name: str) -> None:
     python = Path(f"{sys.prefix}-{name}", "bin", "python")

@@ -47,6 +47,7 @@ def test_the_masks_hide_what_this_processor_has():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 @pytest.mark.skipif(
     not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
     reason="this processor has neither AVX512 nor AMX, so the whole suite runs without them",

@@ -150,6 +150,7 @@ def outcomes(folders: Callable[..., tuple[str, str]]) -> Callable[[str], list[di
     return run
 
 
+@pytest.mark.timeout(1400)  # ranks may start twice
 @pytest.mark.parametrize(
     ("layout", "case"),
     [

@@ -62,11 +62,20 @@ class Endpoint:
 
         Several threads may call this at once.
         """
+        warned = False
+
+        def warn(state: Any) -> None:
+            """Log once for each outage that the run is waiting."""
+            nonlocal warned
+            if not warned and state.seconds_since_start + state.next_action.sleep > WARN_AFTER:
+                warned = True
+                self._warn(state.outcome.exception())
+
         attempts = Retrying(
             retry=retry_if_exception(_may_pass),
             wait=wait_exponential(multiplier=0.2, max=15),
             stop=stop_after_delay(self.patience),
-            before_sleep=self._warn,
+            before_sleep=warn,
             reraise=True,
         )
 
@@ -116,15 +125,11 @@ class Endpoint:
         async with asyncio.timeout(self.seconds):
             return await self._client.request(method, url, json=request)
 
-    def _warn(self, state: Any) -> None:
-        """Log once for each outage that the run is waiting."""
-        waited = state.seconds_since_start
-        pause = state.next_action.sleep
-        if waited <= WARN_AFTER < waited + pause:
-            logger.warning(
-                f"{self.named} is unreachable or busy ({state.outcome.exception()}): retrying for"
-                f" at most {self.patience:.0f} s (--server_minutes)"
-            )
+    def _warn(self, error: BaseException) -> None:
+        logger.warning(
+            f"{self.named} is unreachable or busy ({error}): retrying for at most"
+            f" {self.patience:.0f} s (--server_minutes)"
+        )
 
 
 def _duration(began: float) -> str:
