@@ -14,6 +14,7 @@ from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.extras import MODULES, extra
 
 SUMMARIES = {
+    "quickstart": "watch a tiny model learn by GRPO on this machine, in a few minutes",
     "train_ppo": "train a policy against a reward",
     "train_sft": "train a model on answers (supervised fine-tuning)",
     "train_rm": "train a reward model on pairs of answers",

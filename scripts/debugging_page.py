@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, NemotronHConfig
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.prepare_quickstart import VOCAB_SIZE, byte_tokenizer, tiny_qwen3  # noqa: E402
+from lightrft.app.quickstart.inputs import VOCAB_SIZE, byte_tokenizer, tiny_qwen3  # noqa: E402
 
 PAGE = ROOT / "docs/debugging.md"
 BUG = '''count = 0

@@ -4,7 +4,7 @@
 #     source scripts/environment.sh [test]     make it and enter it; `test` adds what the tests need: .venv-sglang, -extras, -fp8, -tinker
 #     bash scripts/environment.sh [test]       only make it
 #
-# PYTHON chooses the interpreter, LIGHTRFT_VENV another folder. FOLDER/install_s: seconds that the installation took.
+# PYTHON chooses the interpreter, LIGHTRFT_VENV another folder.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${LIGHTRFT_VENV:-$root/.venv}
@@ -69,7 +69,6 @@ make_environment() {
     pip_install --no-deps -r "$root/requirements/cpu.txt"
     pip_install --no-deps --no-build-isolation -e "$root"
     echo new >"$stamp-package"
-    echo "$SECONDS" >"$venv/install_s"
     echo "environment: ready after $SECONDS s"
 }
 

@@ -694,7 +694,7 @@ def distance_of(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> flo
 
 def layout(setting: Setting, *flags: str) -> Figures:
     """Compare losses and gradient norms of supervised training in this layout with one rank's."""
-    from scripts.prepare_quickstart import tiny_qwen3
+    from lightrft.app.quickstart.inputs import tiny_qwen3
 
     with temporary_folder() as folder:
         common = [

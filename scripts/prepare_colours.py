@@ -22,7 +22,7 @@ from transformers import (
     Idefics3Processor,
 )
 
-from scripts.prepare_quickstart import byte_tokenizer
+from lightrft.app.quickstart.inputs import byte_tokenizer
 
 COLOURS = {
     "r": (220, 40, 40),

@@ -23,8 +23,8 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from lightrft.app.quickstart.inputs import byte_tokenizer
 from lightrft.models.weight_sync.names import PublishedNames
-from scripts.prepare_quickstart import byte_tokenizer
 
 VOWELS = {"i": (280, 2250), "e": (450, 1900), "a": (750, 1250), "o": (450, 850), "u": (310, 700)}
 """Frequencies of the first two formants in Hz: textbook values for vowels."""

@@ -23,7 +23,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from scripts.prepare_quickstart import byte_tokenizer
+from lightrft.app.quickstart.inputs import byte_tokenizer
 
 DIRECTIONS = {"l": (-1, 0), "r": (1, 0), "u": (0, -1), "d": (0, 1)}
 """Columns and rows that the dot moves from one frame to the next, in steps."""

@@ -10,106 +10,31 @@ conversations with the calculator, and a quarter of them are right.
 """
 
 import argparse
-import json
 import math
 import random
 import string
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
-SPECIAL_TOKENS = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-VOCAB_SIZE = 264  # 256 bytes and 3 special tokens, rounded up to a multiple of 8
-CHAT_TEMPLATE = (
-    "{% for tool in tools or [] %}{{ '[' + tool['function']['name'] + ']' }}{% endfor %}"
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lightrft.app.quickstart.inputs import (  # noqa: E402  after its folder
+    Problem,
+    addition_problems,
+    split,
+    tiny_qwen3,
+    write_jsonl,
 )
+
 NUM_PROBLEMS = 10_000
-NUM_HELD_OUT = 500
 LONGEST_WORD = 16
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 CALL_END = '"}}</tool_call>'
 """Fixed parts of a call of the calculator; each is one token of the task `calculator`."""
-
-Problem = dict[str, str]
-
-
-def byte_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE without merges.
-
-    Ids 0..255 are the bytes, then come <|pad|> 256, <|bos|> 257, <|eos|> 258, and the words.
-    """
-    model = models.BPE(
-        vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]
-    )
-    backend = Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL_TOKENS.values()))
-    backend.add_tokens(list(words))
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-        **SPECIAL_TOKENS,
-    )
-
-
-def tiny_qwen3(
-    folder: Path | str, seed: int = 0, words: Sequence[str] = (), experts: int = 0
-) -> Path:
-    """Save a random Qwen3 of 157,120 parameters with its byte tokenizer, as a Hugging Face folder.
-
-    At most 5 words are tokens of their own. With `experts` it is a mixture, and two experts compute
-    a token.
-    """
-    tokenizer = byte_tokenizer(words)
-    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-    config = (Qwen3MoeConfig if experts else Qwen3Config)(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,  # the smallest that vLLM's CPU attention supports
-        initializer_range=0.08,  # so small a model hardly starts to learn from the usual 0.02
-        tie_word_embeddings=False,
-        max_position_embeddings=tokenizer.model_max_length,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        dtype="float32",
-        **(mixture if experts else {}),
-    )
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
-
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return Path(folder)
-
-
-def addition_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
-    """Make all sums of two numbers below 100, `27+58=` -> `580`: three digits, units first.
-
-    Returns (train, held out).
-    """
-    pairs = [(a, b) for a in range(100) for b in range(100)]
-    return _split(
-        [{"input": f"{a:02d}+{b:02d}=", "label": f"{a + b:03d}"[::-1]} for a, b in pairs], seed
-    )
 
 
 def sorting_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
@@ -122,7 +47,7 @@ def sorting_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
     while len(words) < NUM_PROBLEMS:
         length = rng.randint(1, LONGEST_WORD)
         words["".join(rng.choices(string.ascii_lowercase, k=length))] = None
-    return _split([{"input": f"{word}>", "label": "".join(sorted(word))} for word in words], seed)
+    return split([{"input": f"{word}>", "label": "".join(sorted(word))} for word in words], seed)
 
 
 def pairs(problems: list[Problem], seed: int) -> list[Problem]:
@@ -186,7 +111,7 @@ def guessing_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
     Returns (train, held out).
     """
     rng = random.Random(seed)
-    return _split(
+    return split(
         [{"input": "guess: ", "label": str(rng.randrange(10))} for _ in range(NUM_PROBLEMS)], seed
     )
 
@@ -196,7 +121,7 @@ def product_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
 
     Returns (train, held out).
     """
-    return _split(
+    return split(
         [
             {"input": f"{a}*{b}=", "label": str(a * b)}
             for a in range(10, 100)
@@ -244,26 +169,6 @@ TASKS = {
 }
 
 
-def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _byte_characters() -> list[str]:
-    """Return the printable character that stands for each byte in every byte-level BPE.
-
-    It is the byte itself, or the next character from U+0100.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    substitutes = map(chr, range(0x100, 0x200))
-    return [chr(byte) if byte in printable else next(substitutes) for byte in range(256)]
-
-
-def _split(problems: list[Problem], seed: int) -> tuple[list[Problem], list[Problem]]:
-    random.Random(seed).shuffle(problems)
-    return problems[NUM_HELD_OUT:], problems[:NUM_HELD_OUT]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     disable_progress_bar()
     parser = argparse.ArgumentParser(
@@ -278,10 +183,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_jsonl(args.out / "train.jsonl", train)
     write_jsonl(args.out / "test.jsonl", held_out)
 
-    for split, problems in (("train", train), ("test", held_out)):
-        write_jsonl(args.out / "pairs" / f"{split}.jsonl", pairs(problems, args.seed))
-        write_jsonl(args.out / "answers" / f"{split}.jsonl", judged_answers(problems, args.seed))
-        write_jsonl(args.out / "steps" / f"{split}.jsonl", judged_steps(problems, args.seed))
+    for name, problems in (("train", train), ("test", held_out)):
+        write_jsonl(args.out / "pairs" / f"{name}.jsonl", pairs(problems, args.seed))
+        write_jsonl(args.out / "answers" / f"{name}.jsonl", judged_answers(problems, args.seed))
+        write_jsonl(args.out / "steps" / f"{name}.jsonl", judged_steps(problems, args.seed))
 
     if args.task == "calculator":
         write_jsonl(args.out / "demonstrations.jsonl", demonstrations(train, args.seed))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.trainer.build import ppo_trainer
 from lightrft.app.trainer.build_supervised import (
@@ -22,7 +23,6 @@ from lightrft.app.trainer.selfcheck import passed
 from lightrft.config import Config, parse
 from lightrft.strategy import get_strategy
 from ranks import run_ranks
-from scripts.prepare_quickstart import tiny_qwen3
 from with_vllm import load_vllm
 
 ASCII_REWARD = '''

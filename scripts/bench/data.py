@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from transformers import AutoTokenizer  # noqa: E402
 
+from lightrft.app.quickstart.inputs import tiny_qwen3  # noqa: E402
 from lightrft.config import DataSection  # noqa: E402
 from lightrft.core.order import Order  # noqa: E402
 from lightrft.data.prompts import load_prompts  # noqa: E402
 from scripts.bench.harness import parser_of  # noqa: E402
-from scripts.prepare_quickstart import tiny_qwen3  # noqa: E402
 
 INTERVAL = 0.02
 """Seconds between two looks at the memory of the process."""

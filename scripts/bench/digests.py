@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
+from lightrft.app.quickstart.inputs import VOCAB_SIZE, byte_tokenizer  # noqa: E402
 from lightrft.app.run.digests import FILE, Digests  # noqa: E402
 from lightrft.app.run.prepare import prepare_config  # noqa: E402
 from lightrft.app.trainer.build import ppo_trainer  # noqa: E402
@@ -27,7 +28,6 @@ from lightrft.config import parse  # noqa: E402
 from lightrft.strategy import get_strategy  # noqa: E402
 from lightrft.strategy.backends.optim import BitSums  # noqa: E402
 from scripts.bench.harness import parser_of  # noqa: E402
-from scripts.prepare_quickstart import VOCAB_SIZE, byte_tokenizer  # noqa: E402
 
 FLAGS = {
     "--hidden": (256, "width of the model"),

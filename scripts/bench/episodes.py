@@ -40,8 +40,8 @@ from lightrft.models.parallel.mesh import Mesh
 from lightrft.strategy.shared_session import SharedSession
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from lightrft.app.quickstart.inputs import byte_tokenizer
 from scripts.bench.harness import parser_of
-from scripts.prepare_quickstart import byte_tokenizer
 
 ENVIRONMENT = """
 import asyncio

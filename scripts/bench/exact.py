@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor, nn
 
+from lightrft.app.quickstart.inputs import byte_tokenizer
 from lightrft.config.sections import EngineSection, ModelSection
 from lightrft.core.batch import Batch
 from lightrft.core.engine import Request
@@ -52,7 +53,6 @@ from lightrft.models.logits.truncation import Truncation, without_padding
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.qwen_omni import load_config
 from scripts.bench.harness import parser_of
-from scripts.prepare_quickstart import byte_tokenizer
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

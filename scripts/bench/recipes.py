@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from lightrft.app.quickstart.inputs import tiny_qwen3, write_jsonl  # noqa: E402
 from scripts.bench.harness import TORCHRUN, parser_of  # noqa: E402
 from scripts.prepare_quickstart import (  # noqa: E402
     CALL,
@@ -30,8 +31,6 @@ from scripts.prepare_quickstart import (  # noqa: E402
     demonstrations,
     guessing_problems,
     product_problems,
-    tiny_qwen3,
-    write_jsonl,
 )
 from scripts.prepare_quickstart import main as prepare_quickstart  # noqa: E402
 

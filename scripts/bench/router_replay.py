@@ -24,8 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from lightrft.app.quickstart.inputs import addition_problems, tiny_qwen3, write_jsonl
 from scripts.bench.harness import parser_of
-from scripts.prepare_quickstart import addition_problems, tiny_qwen3, write_jsonl
 
 FLAGS = {"--engine": "hf", "--steps": 20, "--experts": 64}
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from lightrft.app.quickstart.inputs import byte_tokenizer
 from lightrft.config import DataSection, PreferenceSection
 from lightrft.data.preferences import judged_batch, load_answers, mismatched, pair_batch, pair_maker
 from lightrft.data.prompts import RowContext
 from lightrft.data.readers import DataError
-from scripts.prepare_quickstart import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 USER = {"role": "user", "content": "hi"}

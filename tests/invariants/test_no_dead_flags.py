@@ -14,6 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from algorithms.roles import rows
+from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.trainer.build import ppo_trainer
 from lightrft.config import AlgorithmSection, RewardSection, parse
@@ -21,7 +22,6 @@ from lightrft.strategy import get_strategy
 from models.parallel.families import family_model
 from ranks import run_apart
 from runs import PPO, prepare, repeatable, rows_of
-from scripts.prepare_quickstart import tiny_qwen3
 from tiny import tiny_experts
 
 CORRECTED = [

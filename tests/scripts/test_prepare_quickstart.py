@@ -11,19 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightrft.app.quickstart.inputs import addition_problems, byte_tokenizer, tiny_qwen3
 from scripts.prepare_quickstart import (
     CALL,
     CALL_END,
     TASKS,
-    addition_problems,
-    byte_tokenizer,
     demonstrations,
     judged_answers,
     judged_steps,
     pairs,
     product_problems,
     sorting_problems,
-    tiny_qwen3,
 )
 from warm import warm_python
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
+from lightrft.app.quickstart.inputs import tiny_qwen3
 from scripts import quickstart_page
-from scripts.prepare_quickstart import tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algorithms.roles.rows import dense_scorer
 from app.trainer.in_turn import train_and_resume, train_in_turn
+from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.trainer.build import build_critic
 from lightrft.config import Config, parse
@@ -19,7 +20,6 @@ from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
 from ranks import run_cases
 from runs import PPO, prepare, repeatable, train
-from scripts.prepare_quickstart import tiny_qwen3
 from strategy.zero import DeepSpeedStrategy
 
 REWARD = '''

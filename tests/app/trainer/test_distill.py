@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from app.trainer.in_turn import train_in_turn
+from lightrft.app.quickstart.inputs import tiny_qwen3
 from runs import PPO, prepare, repeatable, train
-from scripts.prepare_quickstart import tiny_qwen3
 from strategy.zero import DeepSpeedStrategy
 from teacher_server import teacher_server
 

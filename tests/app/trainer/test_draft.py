@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.trainer.in_turn import train_in_turn
 from lightrft.app.cli.export import main as export
+from lightrft.app.quickstart.inputs import tiny_qwen3
 from runs import PPO, prepare
-from scripts.prepare_quickstart import tiny_qwen3
 from with_vllm import load_vllm
 
 TEMPERATURE = 0.3

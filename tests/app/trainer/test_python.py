@@ -13,10 +13,10 @@ from loguru import logger
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lightrft
+from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.app.run.logs import log_unless_set_up
 from lightrft.app.trainer.objects import model_folder, with_names
 from lightrft.config import ConfigError
-from scripts.prepare_quickstart import tiny_qwen3
 from warm import warm_python
 
 SMALL = {

@@ -22,9 +22,9 @@ from app.trainer.judged import (
     write,
 )
 from lightrft.app.observe.sinks import read_rows
+from lightrft.app.quickstart.inputs import addition_problems, tiny_qwen3, write_jsonl
 from ranks import run_cases
 from runs import prepare, train
-from scripts.prepare_quickstart import addition_problems, tiny_qwen3, write_jsonl
 
 SFT = [
     "--train_batch_size=8",

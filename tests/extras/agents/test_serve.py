@@ -22,11 +22,11 @@ import httpx
 import psutil
 import pytest
 
+from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.core.samples import Prompt
 from lightrft.extras.agents.messages import BEGINNING, Turn, TurnRequest, from_bytes
 from lightrft.extras.model_server import ServedSession
 from malformed import CHAT, MALFORMED, NO_JSON, OF_A_SERVER
-from scripts.prepare_quickstart import tiny_qwen3
 from warm import warm_python
 
 openai = pytest.importorskip("openai", reason="openai is not installed")

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
+from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.extras.commands.debug.chat import SERVING, _text_of
 from player import Player, ids
-from scripts.prepare_quickstart import tiny_qwen3
 from warm import warm_python
 
 pytest.importorskip("openai", reason="openai is not installed")

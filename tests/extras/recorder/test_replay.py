@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from app.trainer.planted import run_all
+from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.app.run.digests import OF_SEQUENCES, PHASES
 from lightrft.app.trainer import build
 from lightrft.config.errors import ConfigError
@@ -19,7 +20,6 @@ from lightrft.extras.recorder.bundle import Bundle, write_bundle
 from lightrft.extras.recorder.replay import Replay, explanation, replay
 from ranks import run_ranks
 from runs import PPO, prepare
-from scripts.prepare_quickstart import tiny_qwen3
 
 pytestmark = pytest.mark.slow
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.trainer.build_roles import build_policy
 from lightrft.core.engine import Request
@@ -24,7 +25,6 @@ from lightrft.extras.tinker.worker import TinkerWorker
 from lightrft.models.parallel.device import local_tensor
 from lightrft.strategy import get_strategy
 from ranks import run_cases, run_ranks, whole
-from scripts.prepare_quickstart import tiny_qwen3
 
 ADAM = {
     "learning_rate": 3e-3,

@@ -25,10 +25,10 @@ from tinker import types  # noqa: E402
 from tinker.types.optimizer import OptimParamsBase  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from lightrft.app.quickstart.inputs import tiny_qwen3  # noqa: E402
 from lightrft.app.run.prepare import unprotected_server  # noqa: E402
 from lightrft.config.sections import Config, ServerSection  # noqa: E402
 from lightrft.strategy.checkpoint.final_model import export_checkpoint  # noqa: E402
-from scripts.prepare_quickstart import tiny_qwen3  # noqa: E402
 from warm import warm_environment, warm_programs  # noqa: E402
 
 pytestmark = pytest.mark.slow

@@ -1,11 +1,12 @@
-"""The summary of a run, from the files that a run writes."""
+"""The command of the quick start: its programs, and the summary from the files of its run."""
 
 import json
-import sys
 
 import pytest
 
-from scripts import summarize_quickstart
+from lightrft.app.cli import quickstart
+from lightrft.app.quickstart.summary import conclude, summarize
+from lightrft.config import parse
 
 COLUMNS = (
     "step",
@@ -36,7 +37,6 @@ WANTED = {
     "strategy",
     "world_size",
     "wall_s",
-    "install_s",
     "versions",
 }
 
@@ -60,14 +60,33 @@ def folder(tmp_path):
     return tmp_path
 
 
+def test_each_program_reads_what_an_earlier_one_writes(tmp_path):
+    configs = {}
+    for program in quickstart._phases(tmp_path, seed=3).values():
+        if "--config" in " ".join(program) or "evaluate" in program:
+            command, *flags = program[program.index("lightrft") + 1 :]
+            config = parse(flags, command)
+            configs[config.train.save_path] = config
+
+    read = [
+        (config.model.pretrain, config.data.prompt_data, config.data.eval_data)
+        for config in configs.values()
+    ]
+    assert {config.train.seed for config in configs.values()} == {3}
+    assert [
+        [str(name).removeprefix(f"{tmp_path}/") for name in names if name] for names in read
+    ] == [
+        ["data/model", "data/test.jsonl"],
+        ["data/model", "data/train.jsonl"],
+        ["sft/model", "data/test.jsonl"],
+        ["sft/model", "data/train.jsonl", "data/test.jsonl"],
+        ["model", "data/test.jsonl"],
+    ]
+
+
 def test_summary_and_table(folder, monkeypatch, capsys):
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["summarize", str(folder), "--wall_s", "300", "--install_s", "41", "--seed", "0"],
-    )
     monkeypatch.setenv("COLUMNS", "160")
-    summarize_quickstart.main()
+    conclude(folder, 300, seed=0)
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) >= WANTED
 
@@ -81,7 +100,7 @@ def test_summary_and_table(folder, monkeypatch, capsys):
         0.75,
         3e-6,
     )
-    assert (summary["wall_s"], summary["install_s"], summary["peak_memory_gb"]) == (300, 41, 1.75)
+    assert (summary["wall_s"], summary["peak_memory_gb"]) == (300, 1.75)
     assert summary["seconds_per_phase"] == {
         "step": 7.0,
         "generate": 3.0,
@@ -100,4 +119,4 @@ def test_summary_and_table(folder, monkeypatch, capsys):
 def test_a_missing_evaluation_is_not_passed_over(folder):
     (folder / "eval_after_rl" / "evaluation.json").unlink()
     with pytest.raises(FileNotFoundError, match="eval_after_rl"):
-        summarize_quickstart.summarize(folder)
+        summarize(folder)

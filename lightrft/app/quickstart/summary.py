@@ -1,9 +1,5 @@
-"""Put the numbers of a quick start together: FOLDER/summary.json, and a short table.
+"""Put the numbers of a quick start together, also as a short table."""
 
-python scripts/summarize_quickstart.py runs/quickstart --wall_s 300 --install_s 40 --seed 0
-"""
-
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +9,13 @@ from rich.table import Table
 
 EVALUATIONS = ("eval_before_sft", "eval_after_sft", "eval_after_rl")
 Json = dict[str, Any]
+
+
+def conclude(folder: Path, wall_s: float, seed: int) -> None:
+    """Write the numbers of the quick start that took `wall_s` seconds, and print them."""
+    summary = summarize(folder) | {"wall_s": wall_s, "seed": seed}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    Console().print(table(summary, folder))
 
 
 def summarize(folder: Path) -> Json:
@@ -72,38 +75,6 @@ def table(summary: Json, folder: Path) -> Table:
     rows.add_row("peak memory of a rank", f"{summary['peak_memory_gb']:.2f} GB")
     rows.add_row("ranks, strategy", f"{summary['world_size']}, {summary['strategy']}")
 
-    rows.add_row(
-        "seconds in all, of the installation",
-        f"{summary['wall_s']:.0f}, {summary['install_s']:.0f}",
-    )
+    rows.add_row("seconds in all", f"{summary['wall_s']:.0f}")
     rows.add_row("trained model, report", f"{folder / 'model'}, {folder / 'report.html'}")
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--wall_s", type=float, required=True, help="seconds since the quick start began"
-    )
-    parser.add_argument(
-        "--install_s",
-        type=float,
-        required=True,
-        help="seconds that its environment took, now or earlier",
-    )
-    parser.add_argument("--seed", type=int, required=True)
-    args = parser.parse_args()
-    summary = summarize(args.folder) | {
-        "wall_s": args.wall_s,
-        "install_s": args.install_s,
-        "seed": args.seed,
-    }
-    (args.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    Console().print(table(summary, args.folder))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""The quick start: its inputs, its two configurations and the summary of its run."""
