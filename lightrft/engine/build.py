@@ -70,6 +70,9 @@ def build_engine(section: EngineSection, **setup) -> Engine:
             trust_remote_code=setup.get("trust_remote_code", False),
         )
 
+    if section.speculative in ("eagle3", "mtp") and setup["device"].type != "cpu":
+        # Level 2 loses what vLLM allocates for heads that draft (vllm-project/vllm#55013).
+        section = _asleep_with_weights(section)
     complete = _with_possible_adapters(name, adapter, EngineSetup(section=section, **setup))
     engine = adapter(complete)
     engine.verify_dtype = setup["dtype"] if section.verify_weight_sync else None
@@ -120,9 +123,8 @@ def _with_possible_adapters(name: str, adapter: type[Engine], setup: EngineSetup
         setup, names, media_limits(setup.section, config)
     )
     if problem is None:
-        # The weights are not streamed again, so the engine keeps them while it sleeps.
-        level = {} if "engine_sleep_level" in setup.section.written else {"engine_sleep_level": 1}
-        return replace(setup, section=replace(setup.section, **level))
+        # The weights are not streamed again.
+        return replace(setup, section=_asleep_with_weights(setup.section))
 
     if setup.section.lora_sync == "adapter":
         raise ConfigError(
@@ -130,6 +132,12 @@ def _with_possible_adapters(name: str, adapter: type[Engine], setup: EngineSetup
         )
     logger.info("--engine_type {} gets merged weights, not adapters alone: {}", name, problem)
     return replace(setup, adapters=None)
+
+
+def _asleep_with_weights(section: EngineSection) -> EngineSection:
+    """Return the section of an engine that keeps its weights asleep, unless the user chose."""
+    chosen = "engine_sleep_level" in section.written
+    return section if chosen else replace(section, engine_sleep_level=1)
 
 
 def check_quantization(

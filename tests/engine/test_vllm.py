@@ -6,10 +6,12 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,6 +174,15 @@ def test_logits_are_float32_in_every_dtype(device: str) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         assert _arguments(device, dtype)["hf_overrides"] == {"head_dtype": "float32"}
     assert _arguments(device)["hf_overrides"] == {}
+
+
+def test_experts_are_stored_as_loaded_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blackwell is the generation where vLLM's own choice would repack them after each load."""
+    from lightrft.engine.vllm import arguments
+
+    for capability, backend in (((9, 0), None), ((10, 0), "triton"), ((12, 0), "triton")):
+        monkeypatch.setattr(arguments, "compute_capability", lambda found=capability: found)
+        assert _arguments("cuda:0").get("moe_backend") == backend
 
 
 def test_graphs_of_a_sleeping_engine_leave_the_device() -> None:
@@ -665,3 +676,65 @@ def test_every_weight_is_proven(
         assert (
             "model.embed_tokens.weight in the engine differs from" in stale
         ) == config.tie_word_embeddings
+
+
+class FakeMemory:
+    """The part of vLLM that is in C: blocks of memory, of which each is mapped or not."""
+
+    def __init__(self) -> None:
+        self.mapped: dict[int, bool] = {}
+        self.errors = 0
+
+    def init_module(self, made: Callable[..., None], freed: Callable[..., tuple]) -> None:
+        self.made, self.freed = made, freed
+
+    def allocate(self, address: int) -> None:
+        self.mapped[address] = True
+        self.made((0, 1024, address, address))
+
+    def free(self, address: int) -> None:
+        self.unmap(*self.freed(address))
+        del self.mapped[address]
+
+    def map(self, device: int, size: int, address: int, handle: int) -> None:
+        self.errors += self.mapped[address]
+        self.mapped[address] = True
+
+    def unmap(self, device: int, size: int, address: int, handle: int) -> None:
+        self.errors += not self.mapped[address]
+        self.mapped[address] = False
+
+
+def test_memory_that_sleeps_is_unmapped_once_when_the_engine_ends(monkeypatch):
+    """vLLM's allocator runs; a process in which CUDA unmapped twice can start no other engine."""
+    from vllm.device_allocator import cumem
+
+    from lightrft.engine.vllm.shim import _map_memory_before_it_is_freed
+
+    memory = FakeMemory()
+    for name, value in (
+        ("init_module", memory.init_module),
+        ("python_create_and_map", memory.map),
+        ("python_unmap_and_release", memory.unmap),
+    ):
+        monkeypatch.setattr(cumem, name, value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    allocator = cumem.CuMemAllocator()
+
+    def errors_of_an_engine(end: Callable[[Any], None]) -> int:
+        memory.errors = 0
+        memory.init_module(allocator.python_malloc_callback, allocator.python_free_callback)
+        for address in (1, 2, 3):
+            memory.allocate(address)
+        allocator.sleep(offload_tags=())
+        assert not any(memory.mapped.values())
+        end(allocator)
+        for address in (1, 2, 3):
+            memory.free(address)
+        assert not memory.mapped and not allocator.pointer_to_data
+        return memory.errors
+
+    assert errors_of_an_engine(lambda allocator: None) == 3
+    assert errors_of_an_engine(_map_memory_before_it_is_freed) == 0
+    assert errors_of_an_engine(_map_memory_before_it_is_freed) == 0

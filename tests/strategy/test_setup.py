@@ -170,6 +170,15 @@ def test_the_first_node_of_a_list(nodes, first):
     assert environment["MASTER_ADDR"] == first and environment["MASTER_PORT"] == "24321"
 
 
+@pytest.mark.parametrize(("tasks", "of_a_node"), [("8(x2)", "8"), ("16", "16"), ("9,7", None)])
+def test_srun_says_how_many_ranks_each_node_has(tasks, of_a_node):
+    """One rank of each node sends weights, and its ranks share the cores; nodes may differ."""
+    environment = dict.fromkeys(SLURM, "16") | {"SLURM_STEP_TASKS_PER_NODE": tasks}
+    environment |= {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    adopt_slurm(environment)
+    assert environment.get("LOCAL_WORLD_SIZE") == of_a_node
+
+
 def test_a_meeting_point_of_the_user_is_kept():
     environment = dict.fromkeys(SLURM, "2") | {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
     adopt_slurm(environment)

@@ -101,6 +101,7 @@ class VLLMEngine(LibraryEngine):
         ):
             for category in (DeprecationWarning, FutureWarning):  # from vLLM's own calls
                 warnings.simplefilter("ignore", category)
+            grow_segments(self.device, allowed=False)
             self._llm = LLM(**arguments(setup, config, self.limits))
             # vLLM switches it off around the memory that sleeps.
             grow_segments(self.device)

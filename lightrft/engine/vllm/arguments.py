@@ -14,6 +14,7 @@ from lightrft.core.engine import MEDIA_NAMES
 from lightrft.engine.base import EngineSetup
 from lightrft.engine.model_info import has_recurrent_state
 from lightrft.engine.start import with_users_arguments
+from lightrft.models.parallel.device import compute_capability
 from lightrft.models.qwen_omni import OmniThinkerConfig
 
 TEXT_DRAFTER = "lightrft.engine.vllm.text_drafter.TextDrafter"
@@ -89,6 +90,8 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         from lightrft.models.weight_sync.quantized import engine_config
 
         quantized = {"quantization_config": engine_config(section.rollout_quantization)}
+    # On Blackwell vLLM would choose kernels that repack the weights of experts after every load.
+    experts = {"moe_backend": "triton"} if compute_capability() >= (10, 0) else {}
     exact = {"architectures": [EXACT_MODEL]} if section.exact else {}
     thinker = {"thinker_config": tied} if isinstance(config, OmniThinkerConfig) else {}
 
@@ -109,6 +112,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         | (media if sees else {})
         | _speculation(setup)
         | _adapters(setup)
+        | experts
         | ({"enable_return_routed_experts": True} if section.router_replay else {})
         | {
             "model": setup.model_path,

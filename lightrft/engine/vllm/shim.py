@@ -21,6 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
+from vllm.device_allocator import cumem
+from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.distributed import parallel_state
 from vllm.distributed.aux_output_connector import worker as auxiliary
 from vllm.distributed.parallel_state import destroy_model_parallel
@@ -353,6 +355,8 @@ class VLLMShim:
         _forget_reloads(self.model)
         if self.draft_model is not None:
             _forget_reloads(self.draft_model)
+        if CuMemAllocator.instance is not None:
+            _map_memory_before_it_is_freed(CuMemAllocator.instance)
         del self.model, self.draft_model, self.weights, self.experts, self.slots
         del self._stale_copies, self.cache
         self.llm.collective_rpc("shutdown")
@@ -583,6 +587,24 @@ def _forget_world() -> None:
         parallel_state._WORLD.destroy()
     parallel_state._WORLD = None
     parallel_state._NODE_COUNT = None
+
+
+def _map_memory_before_it_is_freed(allocator: CuMemAllocator) -> None:
+    """Let memory that sleeps be mapped again, one block after another, just before it is freed.
+
+    vLLM unmaps what it frees, and a sleep has unmapped it already. The second time is an error of
+    CUDA for every block, keeps the addresses, and no engine can start in this process afterwards
+    (vllm-project/vllm#36651).
+    """
+
+    def free(address: int) -> tuple[int, ...]:
+        block = allocator.pointer_to_data[address]
+        if block.is_asleep:
+            cumem.create_and_map(block.handle)
+        return allocator.python_free_callback(address)
+
+    # The next engine registers vLLM's own functions again.
+    cumem.init_module(allocator.python_malloc_callback, free)
 
 
 def _forget_reloads(model: torch.nn.Module) -> None:

@@ -13,8 +13,8 @@ from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit, 
 from lightrft.models.four_bits import SCALE_BLOCK, SCALE_GROUP  # noqa: E402
 
 NF4 = "nf4"
-ELEMENTS = 2**18
-"""Elements that are quantized at once."""
+ELEMENTS = {"cpu": 2**18}
+"""Type of a device -> elements that are quantized at once; the default is a whole matrix."""
 
 
 def quantize(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,7 +26,7 @@ def quantize(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     quantize_4bit(compress_statistics=True) for the whole matrix, which on a CPU would take the
     memory of 16 matrices.
     """
-    rows = max(1, ELEMENTS // matrix.shape[1])
+    rows = max(1, ELEMENTS.get(matrix.device.type, matrix.numel()) // matrix.shape[1])
     pieces = [
         quantize_4bit(some.contiguous(), blocksize=SCALE_BLOCK, quant_type=NF4)
         for some in matrix.split(rows)

@@ -71,6 +71,9 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
         )
 
     environment.update({name: environment[source] for name, source in SLURM.items()})
+    # Senders of weights, threads and readers of media are counted by node.
+    if per_node := ranks_per_node(environment):
+        environment.setdefault("LOCAL_WORLD_SIZE", str(per_node))
     environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
     environment.setdefault("MASTER_PORT", str(20000 + int(environment["SLURM_JOB_ID"]) % 10000))
 

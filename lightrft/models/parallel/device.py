@@ -256,21 +256,23 @@ def release_cached_memory(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
-def grow_segments(device: torch.device) -> None:
+def grow_segments(device: torch.device, *, allowed: bool = True) -> None:
     """Let torch's segments of GPU memory grow, so that tensors of new sizes find room in them.
 
-    A choice in the user's PYTORCH_ALLOC_CONF stays. No address in such a segment can be sent to
+    A choice in the user's PYTORCH_ALLOC_CONF counts. No address in such a segment can be sent to
     another process as a CUDA handle: SGLang gets weights so, and vLLM's all-reduce exchanges
-    addresses when it captures CUDA graphs (the process would end). So this is called when a vLLM
-    engine has started, and never beside SGLang.
+    addresses when it captures CUDA graphs (the process would end). So this is never called beside
+    SGLang, and while a vLLM engine starts growth is not `allowed`, whatever the user has chosen.
     """
     if device.type != "cuda" or torch.version.cuda is None:
         return
-    # The setting replaces all others.
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if "expandable_segments" not in settings:
-        joined = ",".join(filter(None, [settings, "expandable_segments:True"]))
-        torch.cuda.memory._set_allocator_settings(joined)
+    chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    settings = [setting for setting in chosen.split(",") if setting]
+    if not allowed or "expandable_segments" not in chosen:
+        settings = [setting for setting in settings if "expandable_segments" not in setting]
+        settings.append(f"expandable_segments:{allowed}")
+    # These settings replace all others.
+    torch.cuda.memory._set_allocator_settings(",".join(settings))
 
 
 @contextmanager

@@ -152,11 +152,11 @@ def test_all_buckets_are_made_on_one_stream() -> None:
             "max_split_size_mb:512",
             "max_split_size_mb:512,expandable_segments:True",
         ),
-        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", None),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", "expandable_segments:False"),
     ],
 )
 def test_segments_grow_unless_the_user_has_chosen(
-    monkeypatch: pytest.MonkeyPatch, variable: str, before: str, after: str | None
+    monkeypatch: pytest.MonkeyPatch, variable: str, before: str, after: str
 ) -> None:
     """All other settings of the user stay."""
     found = []
@@ -170,7 +170,23 @@ def test_segments_grow_unless_the_user_has_chosen(
     assert not found
 
     grow_segments(torch.device("cuda", 0))
-    assert found == ([after] if after else [])
+    assert found == [after]
+
+
+def test_segments_cannot_grow_while_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The all-reduce of vLLM exchanges addresses then, whatever the user has chosen."""
+    found = []
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", found.append)
+
+    grow_segments(torch.device("cuda", 0), allowed=False)
+    grow_segments(torch.device("cuda", 0))
+    assert found == [
+        "max_split_size_mb:512,expandable_segments:False",
+        "expandable_segments:True,max_split_size_mb:512",
+    ]
 
 
 @pytest.mark.parametrize(("asked", "advised"), [(None, True), ("0", False)])
