@@ -188,7 +188,7 @@ class TrainPpoFlags(TypedDict, total=False):
     enable_engine_sleep: bool
     """Put the engine to sleep during training, so that both fit on one device."""
     engine_sleep_level: Literal[1, 2]
-    """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them, because they are streamed in again in any case. If the engine gets only adapters (lora_sync), the default is 1, and level 2 makes each stream bring all weights."""
+    """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them, because they are streamed in again in any case. If the engine gets only adapters (lora_sync), the default is 1, and level 2 makes each stream bring all weights. With --speculative eagle3 or mtp on an accelerator it is 1 too, because vLLM loses memory of these at level 2."""
     engine_enforce_eager: bool
     """Run vLLM or SGLang without CUDA graphs. A CPU has none; there, vLLM compiles its forward pass with --engine_args '{'enforce_eager': false}'."""
     engine_args: str | dict[str, Any]
@@ -1913,7 +1913,7 @@ class EvaluateFlags(TypedDict, total=False):
     enable_engine_sleep: bool
     """Put the engine to sleep during training, so that both fit on one device."""
     engine_sleep_level: Literal[1, 2]
-    """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them, because they are streamed in again in any case. If the engine gets only adapters (lora_sync), the default is 1, and level 2 makes each stream bring all weights."""
+    """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them, because they are streamed in again in any case. If the engine gets only adapters (lora_sync), the default is 1, and level 2 makes each stream bring all weights. With --speculative eagle3 or mtp on an accelerator it is 1 too, because vLLM loses memory of these at level 2."""
     engine_enforce_eager: bool
     """Run vLLM or SGLang without CUDA graphs. A CPU has none; there, vLLM compiles its forward pass with --engine_args '{'enforce_eager': false}'."""
     engine_args: str | dict[str, Any]

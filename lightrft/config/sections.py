@@ -401,7 +401,8 @@ class EngineSection(Section, commands=WITH_ENGINE):
     )
     """Level 1 keeps the weights of the sleeping engine in host memory; level 2 discards them,
     because they are streamed in again in any case. If the engine gets only adapters (lora_sync),
-    the default is 1, and level 2 makes each stream bring all weights."""
+    the default is 1, and level 2 makes each stream bring all weights. With --speculative eagle3 or
+    mtp on an accelerator it is 1 too, because vLLM loses memory of these at level 2."""
     engine_enforce_eager: bool = option(False, needs="--engine_type vllm or sglang")
     """Run vLLM or SGLang without CUDA graphs. A CPU has none; there, vLLM compiles its forward pass
     with --engine_args '{"enforce_eager": false}'."""

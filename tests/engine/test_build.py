@@ -176,3 +176,25 @@ def test_a_version_outside_the_tested_range_is_named() -> None:
         "sglang 0.5.20",
         "sglang 0.5.24",
     ]
+
+
+def test_heads_that_draft_stay_in_memory_on_an_accelerator(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At level 2 vLLM loses what it has allocated for them, and ends with a memory error."""
+
+    class Recorder(HFEngine):
+        def __init__(self, setup: EngineSetup):
+            self.level = setup.section.engine_sleep_level
+
+    def level(device: str, speculative: str, **chosen: int) -> int:
+        section = EngineSection(engine_type="hf", speculative=speculative, **chosen)
+        section.written |= chosen.keys()
+        options = {"dtype": torch.float32, "max_model_len": 8, "seed": 0}
+        options |= {"device": torch.device(device), "trust_remote_code": False}
+        return build.build_engine(section, model_path=str(folder), axis=ALONE, **options).level
+
+    monkeypatch.setattr(build, "engine_class", lambda name: Recorder)
+    assert [level("cuda:0", kind) for kind in ("eagle3", "mtp", "draft", "none")] == [1, 1, 2, 2]
+    assert level("cpu", "mtp") == 2
+    assert level("cuda:0", "mtp", engine_sleep_level=2) == 2

@@ -49,9 +49,8 @@ class SGLangShim:
             monkey_patch_torch_reductions()
         # SGLang logs our handler as an error.
         logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)
-        with contain_start(
-            arguments["tp_size"], arguments["dtype"], sleeps=arguments["enable_memory_saver"]
-        ):
+        sleeps = arguments.get("enable_memory_saver", False)
+        with contain_start(arguments["tp_size"], arguments["dtype"], sleeps=sleeps):
             self.engine = _SGLang(**arguments, custom_sigquit_handler=raise_engine_error)
             self.engine.tokenizer_manager.signal_handler_class = NoHandlers
             # The first call replaces the signal handlers, and contain_start() restores them.
