@@ -36,6 +36,8 @@ from lightrft.models.attention.recurrent import install
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import makes_empty, real_parameters
 from lightrft.models.lora import is_adapter_folder
+from lightrft.models.parallel.device import compute_capability
+from lightrft.models.parallel.expert_parallel import occupy_experts
 from lightrft.models.qwen_omni import generating_class, load_config, load_generation_config
 from lightrft.models.weight_files import (
     MASK,
@@ -237,6 +239,8 @@ def _load(
             f"{source}: {name} cannot be trained on flat batches: {'; '.join(problems)}"
         )
 
+    if compute_capability() >= (10, 0):
+        occupy_experts(model)
     model.config.use_cache = False
     return model
 

@@ -72,6 +72,32 @@ def expert_layers(module: nn.Module) -> list[nn.Module]:
     ]
 
 
+def occupy_experts(model: nn.Module) -> None:
+    """Let every expert of a model compute one token more in each pass, which is zero.
+
+    It changes neither the results nor the gradients of a correct product. On Blackwell torch's
+    product has wrong gradients for experts that compute no token (pytorch/pytorch#172439).
+    """
+    for experts in expert_layers(model):
+        experts.forward = partial(_with_zeros, experts.forward, experts)
+
+
+def _with_zeros(
+    compute: Compute, experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """Compute the tokens [t, H] with a token for each expert behind them, whose weight is zero."""
+    count = experts.num_experts
+    others = torch.arange(count, device=chosen.device)[:, None] + torch.arange(
+        chosen.shape[1], device=chosen.device
+    )
+    computed = compute(
+        torch.cat([hidden, hidden.new_zeros(count, hidden.shape[1])]),
+        torch.cat([chosen, others.to(chosen.dtype) % count]),
+        torch.cat([weights, weights.new_zeros(count, chosen.shape[1])]),
+    )
+    return computed[: len(hidden)]
+
+
 def routers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """Return the router of each layer that has one, by the number of the layer.
 
