@@ -3,15 +3,16 @@
 Correctness is checked by tests, speed and memory by figures with an aim.
 
     bash scripts/gpu_check.sh               # all parts
+    bash scripts/gpu_check.sh first --minutes 14   # what was never seen, the most decisive first
     bash scripts/gpu_check.sh kernels head  # some; each takes less than eight minutes
     bash scripts/gpu_check.sh --list        # parts, checks and their aims
     bash scripts/gpu_check.sh --device cpu  # tiny sizes, without the device's aims
 
 Every check is a process of its own with a time limit, so one that crashes or runs out of memory
-ends no other. A check whose needs are not met (a package, a number of devices) is skipped, with the
-reason. At the end there are a table and, as the last line, the same as JSON, also in
-OUT/gpu_check.json beside the whole output of each check. The exit code is 0 unless something
-failed.
+ends no other. A check whose needs are not met (a package, a number of devices, the time that is
+left) is skipped, with the reason, and --resume goes on after those that OUT has results of. At the
+end there are a table and, as the last line, the same as JSON, also in OUT/gpu_check.json beside the
+whole output of each check. The exit code is 0 unless something failed.
 
 WHEELS=folder: wheels of missing packages, unpacked for these processes alone, without a network
 (pip, --no-deps).
@@ -72,7 +73,7 @@ MODULES = {
 }
 """Distribution -> module, where the names differ."""
 PACKAGES = {MODULES.get(name, name): name for name in (*CORE, *TEST_DISTRIBUTIONS, *DEPENDENCIES)}
-"""Module -> distribution, for every check.
+"""Module -> distribution, for tests and runs.
 
 DeepSpeed, liger-kernel and vLLM are only needed by their own checks.
 """
@@ -120,6 +121,8 @@ class Check:
     """Modules that it needs beside PACKAGES."""
     devices: int = 1
     only_gpu: bool = False
+    bare: bool = False
+    """True if it needs none of PACKAGES: it computes with the modules of lightrft alone."""
 
 
 @dataclass
@@ -157,7 +160,81 @@ CLOSE_BF16 = (Aim("relative distance", most=1e-2, anywhere=True),)
 VLLM = {"modules": ("vllm",)}
 DEEPSPEED = {"modules": ("deepspeed", "einops", "hjson", "msgpack", "ninja", "cpuinfo")}
 
+RUNS_OF_AN_ENGINE = (
+    Aim("mismatch of log-probs", most=2e-3, anywhere=True),
+    Aim("worse than the best token", most=0.1, anywhere=True),
+    Aim("GB beside the weights asleep", most=4),
+    *map(Aim, ("tokens/s", "s to start", "s asleep", "s awake", "s stream")),
+)
+BARE = {"part": "first", "bare": True}
+SPEED_OF_TRAINING = (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB"))
+
 CHECKS = [
+    Check(
+        "machine",
+        command=measured("first_machine"),
+        aims=(
+            Aim("toolkit of another CUDA", most=0),
+            Aim("processes on the GPU", most=1),
+            Aim("capability"),
+        ),
+        seconds=40,
+        **BARE,
+    ),
+    Check(
+        "an engine that sleeps and is closed asleep",
+        command=measured("first_engine"),
+        aims=(Aim("tokens of a second engine", least=1, anywhere=True), *RUNS_OF_AN_ENGINE),
+        seconds=260,
+        **BARE | VLLM,
+    ),
+    Check(
+        "an engine with experts",
+        command=measured("first_experts"),
+        aims=(Aim("experts that differ", most=0.02), *RUNS_OF_AN_ENGINE),
+        seconds=200,
+        **BARE | VLLM,
+    ),
+    Check(
+        "four layers of 7B",
+        command=measured("training", "full", "none", "Qwen/Qwen2.5-7B", "4"),
+        aims=SPEED_OF_TRAINING,
+        seconds=100,
+        **BARE,
+    ),
+    Check(
+        "a layer of divided experts",
+        command=measured("first_divided_experts"),
+        aims=(Aim("host waits", most=1, anywhere=True), Aim("ms")),
+        seconds=70,
+        **BARE,
+    ),
+    Check(
+        "matrices in four bits",
+        command=measured("first_four_bits"),
+        aims=(
+            Aim("codes unlike the host's", most=1e-4, anywhere=True),
+            Aim("ms to make", most=50),
+            Aim("ms to read", most=2),
+        ),
+        seconds=60,
+        **BARE | {"modules": ("bitsandbytes",)},
+    ),
+    Check(
+        "training in FP8",
+        command=measured("first_fp8"),
+        aims=(Aim("tokens/s"), Aim("of bfloat16")),
+        seconds=110,
+        only_gpu=True,
+        **BARE | {"modules": ("torchao",)},
+    ),
+    Check(
+        "drafts from the text after a sleep",
+        command=measured("first_drafts"),
+        aims=RUNS_OF_AN_ENGINE,
+        seconds=200,
+        **BARE | VLLM,
+    ),
     Check(
         "attention",
         "kernels",
@@ -487,7 +564,8 @@ PARTS = list(dict.fromkeys(check.part for check in CHECKS))
 
 def why_skipped(check: Check, device: str, available: int) -> str:
     """Return the reason why a check cannot run here; an empty string if it can."""
-    missing = [module for module in check.modules if not is_installed(module)]
+    needed = check.modules if check.bare else (*check.modules, *PACKAGES)
+    missing = [module for module in needed if not is_installed(module)]
     if missing:
         return f"{' and '.join(missing)} not installed"
     if check.only_gpu and device == "cpu":
@@ -498,7 +576,7 @@ def why_skipped(check: Check, device: str, available: int) -> str:
 
 
 def missing_packages() -> list[str]:
-    """Return the distributions without which no check runs."""
+    """Return the distributions without which neither tests nor runs are possible."""
     return [name for module, name in PACKAGES.items() if not is_installed(module)]
 
 
@@ -720,6 +798,15 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=Path("runs/gpu_check"), help="folder of the results"
     )
     parser.add_argument(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="skip checks that may not end within this time",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="skip checks that --out has results of"
+    )
+    parser.add_argument(
         "--list", action="store_true", help="print parts, checks and aims, and run nothing"
     )
     args = parser.parse_args(argv)
@@ -746,14 +833,15 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     missing = missing_packages()
-    if missing:
+    if missing and not all(check.bare for check in chosen):
         print(
             f"These packages are missing: {' '.join(missing)}. On a machine with a network: pip"
             f" download --no-deps -d wheels {' '.join(missing)}; then here: WHEELS=wheels bash"
             " scripts/gpu_check.sh",
             file=sys.stderr,
         )
-        return 2
+        if not any(check.bare for check in chosen):
+            return 2
 
     available = available_devices(args.device)
     if args.device == "cuda" and not available:
@@ -764,11 +852,26 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes of a check, too
-    return run_checks(chosen, args.device, available, args.out.resolve())
+    done = rows_before(args.out) if args.resume else []
+    return run_checks(chosen, args.device, available, args.out.resolve(), 60 * args.minutes, done)
 
 
-def run_checks(chosen: Sequence[Check], device: str, available: int, out: Path) -> int:
-    """Run one check after the other.
+def rows_before(out: Path) -> list[Row]:
+    """Return the results of earlier checks in `out`, without those that were skipped."""
+    file = out / "gpu_check.json"
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    return [Row(**row) for row in rows if not row["note"].startswith("skipped")]
+
+
+def run_checks(
+    chosen: Sequence[Check],
+    device: str,
+    available: int,
+    out: Path,
+    seconds: float = float("inf"),
+    done: Sequence[Row] = (),
+) -> int:
+    """Run one check after the other, of those that have no row in `done`, within `seconds`.
 
     The JSON in `out` has everything that is done so far, whatever ends this process.
     """
@@ -777,10 +880,15 @@ def run_checks(chosen: Sequence[Check], device: str, available: int, out: Path) 
     result: dict[str, Any] = {"versions": versions(device), "rows": []}
     print(json.dumps(result["versions"]), flush=True)
 
-    rows: list[Row] = []
+    rows = list(done)
+    ends = time.monotonic() + seconds
     for check in chosen:
+        if check.name in {row.check for row in done}:
+            continue
         reason = why_skipped(check, device, available)
         began = time.monotonic()
+        if not reason and began + check.seconds > ends:
+            reason = f"may take {check.seconds} s, and {max(0, ends - began):.0f} s are left"
         some = (
             [skipped(check, reason)]
             if reason

@@ -33,6 +33,8 @@ from transformers import PretrainedConfig
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from scripts.gpu_first import FIRST  # noqa: E402  after its folder
+
 GB = 1e9
 MODEL_TINY = {
     "hidden_size": 64,
@@ -902,9 +904,17 @@ def rollout_speed(setting: Setting) -> Figures:
 
 
 def stream_engine(
-    setting: Setting, folder: Path, config: PretrainedConfig
+    setting: Setting,
+    folder: Path,
+    config: PretrainedConfig,
+    *,
+    all_tokens: bool = False,
+    **flags: Any,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Return vLLM without weights, random weights for it, and where it computes."""
+    """Return vLLM without weights, and random weights for it on the device.
+
+    It samples bytes, or `all_tokens` of the vocabulary, in a folder without a tokenizer.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from lightrft.config import EngineSection
@@ -914,8 +924,9 @@ def stream_engine(
     dtype = torch.float32 if setting.tiny else torch.bfloat16
     config.dtype, config.architectures = dtype, [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     config.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    section = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.125)
+    if not all_tokens:
+        byte_tokenizer().save_pretrained(folder)
+    section = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.125, **flags)
     engine = build_engine(
         section,
         model_path=str(folder),
@@ -1045,7 +1056,7 @@ MEASUREMENTS: dict[str, Callable[..., Figures]] = {
         sync,
         rollout_speed,
     )
-}
+} | FIRST
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -126,9 +126,10 @@ def test_needs_that_are_not_met():
 def test_every_part_is_shorter_than_eight_minutes_and_every_check_exists():
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for part in gpu_check.PARTS:
-        assert sum(check.seconds for check in CHECKS if check.part == part) <= 480, (
-            "with every check at its limit"
-        )
+        # That one ends after --minutes.
+        assert (
+            part == "first" or sum(check.seconds for check in CHECKS if check.part == part) <= 480
+        ), "with every check at its limit"
     for check in CHECKS:
         if check.command[0].endswith("gpu_measure.py"):
             assert check.command[1] in gpu_measure.MEASUREMENTS
@@ -186,6 +187,8 @@ ONE_OF_EACH = (
     "sequence parallel, bfloat16",
     "gradients of 14B on rank 0 of 8",
     "1.5B, fused kernels",
+    "four layers of 7B",
+    "training in FP8",
     "a run learns with vLLM, bfloat16",
 )
 """Checks like one that is run here, with another flag of the trainer or another size.
@@ -254,7 +257,11 @@ def test_every_measurement_runs_on_a_cpu(check, monkeypatch):
         (figures,) = run_ranks(1, measure, check, 2)
 
     assert all(math.isfinite(value) for value in figures.values())
-    assert figures.keys() >= {aim.figure for aim in check.aims} - {"share of peak"}
+    # vLLM names experts only where Triton is installed.
+    assert figures.keys() >= {aim.figure for aim in check.aims} - {
+        "share of peak",
+        "experts that differ",
+    }
     assert [row for row in rows_of(check, figures, "cpu", "") if row.ok is False] == []
 
 
@@ -302,9 +309,39 @@ def test_a_terminated_script_ends_the_processes_of_its_check(tmp_path):
 
 def test_missing_packages_are_named_with_the_way_to_bring_them(monkeypatch, capsys):
     monkeypatch.setitem(gpu_check.PACKAGES, "no_such_module", "no-such-package")
-    assert gpu_check.main(["--device", "cpu"]) == 2
+    assert gpu_check.main(["kernels", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
     assert "missing: no-such-package." in said and "WHEELS=wheels" in said
+
+
+def test_a_check_of_lightrft_alone_needs_no_package_of_the_tests(monkeypatch):
+    monkeypatch.setitem(gpu_check.PACKAGES, "no_such_module", "no-such-package")
+    assert why_skipped(Check("x", "p", (), (), bare=True), "cuda", 1) == ""
+    assert why_skipped(CHECK, "cuda", 1) == "no_such_module not installed"
+
+
+def test_checks_go_on_where_the_time_has_ended(tmp_path, monkeypatch):
+    """Those without enough time are skipped with the reason, and run the next time."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "gpu_measure.py").write_text("print('{\"failed\": 0}')")
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    checks = [
+        Check(name, "p", CHECK.command, (EXACT,), seconds)
+        for name, seconds in (("a", 50), ("b", 500))
+    ]
+
+    def rows(seconds: float, done: list[gpu_check.Row]) -> list[tuple[str, bool | None, str]]:
+        gpu_check.run_checks(checks, "cpu", 0, tmp_path, seconds, done)
+        found = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
+        return [(row["check"], row["ok"], row["note"]) for row in found]
+
+    first, second = rows(100, [])
+    assert first == ("a", True, "")
+    assert second[:2] == ("b", None) and second[2].startswith("skipped: may take 500 s, and ")
+
+    done = gpu_check.rows_before(tmp_path)
+    (tmp_path / "scripts" / "gpu_measure.py").write_text("print('{\"failed\": 1}')")
+    assert rows(1000, done) == [("a", True, ""), ("b", False, "")]
 
 
 def test_unknown_parts_are_refused():
