@@ -216,10 +216,10 @@ def _memory(run_plan: "RunPlan", device: str) -> Table:
 
 
 def _conclude(console: Console, config: Config, run_plan: "RunPlan", device: str) -> None:
-    from lightrft.extras.tools.step_time import DECODING, LINK, MFU
+    from lightrft.extras.tools.step_time import DECODING, LINK, peak_shares
 
-    same = run_plan.active_parameters == run_plan.parameters
-    active = "" if same else f", {amount(run_plan.active_parameters)} for a token"
+    dense = run_plan.active_parameters == run_plan.parameters
+    active = "" if dense else f", {amount(run_plan.active_parameters)} for a token"
     console.print(
         f"{amount(run_plan.parameters)} parameters{active}; largest --max_tokens_per_microbatch"
         f" that fits: {run_plan.max_tokens or 'none'}",
@@ -241,7 +241,9 @@ def _conclude(console: Console, config: Config, run_plan: "RunPlan", device: str
         console.print(
             f"about {sum(run_plan.seconds.values()):.1f} s a step: {times}", highlight=False
         )
-        compute = f"{MFU:.0%} of {peaks.flops / 1e12:.0f} TFLOP/s"
+        shares = peak_shares(dense=dense, recomputes=config.model.gradient_checkpointing)
+        percent = " and ".join(f"{share:.0%}" for share in sorted(set(shares)))
+        compute = f"{percent} of {peaks.flops / 1e12:.0f} TFLOP/s"
         memory = f"{DECODING:.0%} of {peaks.bandwidth / 1e12:.1f} TB/s"
         console.print(
             f"(prompts and responses half as long as allowed; {compute}, {memory}, {LINK:.0%} of"

@@ -36,6 +36,8 @@ from lightrft.extras.tools.step_memory import (
     trained_parameters,
 )
 from lightrft.extras.tools.step_time import (
+    HOST_LINK,
+    IMBALANCE,
     LINK,
     StepWork,
     Traffic,
@@ -155,6 +157,12 @@ class Planner:
         )
         if self.generates:
             plan.seconds = self.seconds(plan.cache_tokens)
+            if self.config.strategy.offload_idle:
+                # Out and back around log-probs, and once more around training.
+                moved = (
+                    4 * (step.parameters + step.optimizer) * min(self.ranks, self.ranks_per_node)
+                )
+                plan.seconds["offload"] = moved / HOST_LINK
         plan.advice = self.advice(plan)
 
         return plan
@@ -379,6 +387,7 @@ class Planner:
             engine_tp=config.engine.engine_tp_size,
             cache_tokens=cache_tokens,
             bytes_per_value=self.width,
+            imbalance=IMBALANCE if self.ep > 1 else 1.0,
         )
         if config.strategy.strategy == "fsdp":
             # Transfers run beside the products, so the slower of both takes the time.

@@ -14,12 +14,24 @@ MFU = 0.35
 Published are 0.33 to 0.39 for 8B in torchtitan on H100 and 0.36 for 4B in prime-rl on H200, both
 with long sequences.
 """
+MFU_RECOMPUTED = 0.31
+"""The same of training that recomputes activations, which does not count: as on one H200."""
+MFU_EXPERTS = 0.25
+"""The same of mixtures of experts, whose products are small and whose tokens are sorted."""
+IMBALANCE = 1.3
+"""Tokens of the rank with the most popular experts, relative to the mean, if ranks divide them."""
 DECODING = 0.6
 """Share of the peak bandwidth that decoding is assumed to reach."""
 LINK = 0.6
 """The same for the link between devices."""
 MAX_DECODING = 256
 """Largest number of sequences that an engine decodes at the same time."""
+SUM_START = 12e-6
+"""Seconds until a sum over the ranks of an engine begins; a layer has two of them."""
+SAMPLING = 8e-6
+"""Seconds for which a token is sampled from logits in float32."""
+HOST_LINK = 250e9
+"""Bytes per second between the memory of a host and all of its devices, in both directions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +42,7 @@ class StepWork:
     prompt: int
     """Tokens of a prompt."""
     response: int
-    """Tokens of a response, on average."""
+    """Tokens of a response, on average. The longest of many has twice as many."""
     passes: int
     """Forward passes for log-probs, values and scores, over all samples."""
     epochs: int
@@ -90,36 +102,53 @@ def seconds(
     engine_tp: int,
     cache_tokens: float,
     bytes_per_value: int,
+    imbalance: float = 1.0,
 ) -> dict[str, float]:
     """Return seconds by phase.
 
     `training` ranks have rows in an optimizer step, `scoring` ranks in the passes over all samples,
     and `engines` of `engine_tp` ranks each have prompts. Ranks without any add no speed. `active`
-    is the number of parameters that compute a token: fewer than `parameters` with experts.
+    is the number of parameters that compute a token: fewer than `parameters` with experts. The rank
+    that all others wait for computes `imbalance` times the mean of the tokens.
     """
     length = work.prompt + work.response
     tokens = work.samples * length
     forward = token_flops(shape, active, length)
-    compute = device.flops * MFU
+    shares = peak_shares(dense=active == parameters, recomputes=work.recomputes)
+    compute, of_training = (device.flops * share for share in shares)
+
     of_an_engine = work.samples / engines
     at_once = max(1.0, min(of_an_engine, MAX_DECODING, cache_tokens / length))
-    # A decoding step reads the weights once for all sequences, and the cache of each.
-    read = _read(
-        shape, parameters, active, at_once
-    ) * bytes_per_value + at_once * length / 2 * kv_bytes(shape, bytes_per_value)
-    steps = work.response * of_an_engine / at_once
+    # While requests wait, all places are taken; then ever fewer, until the longest response ends.
+    full, tail = work.response * (of_an_engine / at_once - 1), 2 * work.response
+    # A step reads the weights once for all sequences, and the cache of each.
+    weights = [
+        _read(shape, parameters, active, number) for number in (at_once, max(at_once / 2, 1))
+    ]
+    read = (full * weights[0] + tail * weights[1]) * bytes_per_value
+    read += of_an_engine * work.response * length / 2 * kv_bytes(shape, bytes_per_value)
+    decoding = read / (device.bandwidth * DECODING * engine_tp)
+    decoding += of_an_engine * work.response * SAMPLING
+    if engine_tp > 1:
+        text = shape.get_text_config()
+        rows = at_once * text.hidden_size * bytes_per_value
+        sums = SUM_START + 2 * rows * (engine_tp - 1) / engine_tp / (device.link * LINK)
+        decoding += (full + tail) * 2 * text.num_hidden_layers * sums
     prefill = of_an_engine * work.prompt * forward / (compute * engine_tp)
 
     return {
-        "generate": steps * read / (device.bandwidth * DECODING * engine_tp) + prefill,
-        "log-probs": work.passes * tokens * forward / (compute * scoring),
-        "train": work.epochs
-        * tokens
-        * forward
-        * (4 if work.recomputes else 3)
-        / (compute * training),
+        "generate": decoding + prefill,
+        "log-probs": work.passes * tokens * forward * imbalance / (compute * scoring),
+        "train": 3 * work.epochs * tokens * forward * imbalance / (of_training * training),
         "weight sync": parameters * bytes_per_value / (device.link * LINK),
     }
+
+
+def peak_shares(*, dense: bool, recomputes: bool) -> tuple[float, float]:
+    """Return the shares of the peak that log-probs and training are assumed to reach."""
+    if not dense:
+        return MFU_EXPERTS, MFU_EXPERTS
+    return MFU, MFU_RECOMPUTED if recomputes else MFU
 
 
 def _read(shape: PretrainedConfig, parameters: int, active: int, num_tokens: float) -> float:
