@@ -10,7 +10,7 @@ it. An answer is right if its reward is above 0.5. Each set of the evaluation be
 a name OUT/train.jsonl. The prompts are texts as the model read them: train on the pairs without
 --apply_chat_template.
 
-Greedy answers, empty answers and answers that were cut off are in no pair: training adds the end
+Greedy answers, blank answers and answers that were cut off are in no pair: training adds the end
 token to an answer, and a cut one would be learned as complete.
 """
 
@@ -34,7 +34,7 @@ def pairs(responses: Iterable[Row]) -> dict[str, list[Row]]:
     for response in responses:
         name = response.get("set", "train")
         found.setdefault(name, [])
-        complete = response["response"] and response["finish_reason"] != "length"
+        complete = response["response"].strip() and response["finish_reason"] != "length"
         if complete and response["sample"] != "greedy":
             wrong, right = answers[name, response["row"]]
             (right if response["reward"] > 0.5 else wrong)[response["response"]] = response[

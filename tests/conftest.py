@@ -32,6 +32,8 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 import pytest  # noqa: E402  (the environment comes first)
 from hypothesis import settings  # noqa: E402
 
+from forks import keep_inherited_objects  # noqa: E402
+
 CACHED = type(cache(len))
 TESTS = Path(__file__).parent
 LONGEST = (
@@ -67,6 +69,7 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 
+keep_inherited_objects()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # after all other functions; taking the modules apart takes three seconds, and frees nothing
     atexit.register(os._exit, 0)

@@ -4,7 +4,6 @@ This takes a second instead of the ten of a fresh start.
 """
 
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -224,14 +223,6 @@ def _start(
     return processes
 
 
-def keep_inherited_objects() -> None:
-    """Let no collection of this fork look at what the parent made; the pages remain shared."""
-    gc.freeze()
-    # vLLM's end would undo that, and wait for the threads of a process group that only the parent
-    # has.
-    gc.unfreeze = lambda: None
-
-
 def _rank(
     rank: int,
     world_size: int,
@@ -247,7 +238,6 @@ def _rank(
         LOCAL_WORLD_SIZE=str(world_size),
     )
     code = 1
-    keep_inherited_objects()
     fake_tensor.traceback = SHALLOW
     stacks = open(Path(folder) / f"stacks{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stacks)

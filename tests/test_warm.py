@@ -1,6 +1,7 @@
 """What a warm program starts ends, writes and dies like what an interpreter starts."""
 
 import gc
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -81,7 +82,8 @@ class Group:
         self.cycle = self
 
     def __del__(self) -> None:
-        self.marker.touch()
+        if self.marker.parent.exists():
+            self.marker.touch()
 
 
 def test_what_the_parent_has_left_is_never_collected(tmp_path: Path) -> None:
@@ -95,4 +97,23 @@ def test_what_the_parent_has_left_is_never_collected(tmp_path: Path) -> None:
         gc.enable()
     assert not (tmp_path / "collected").exists()
     subprocess.run([python, "-c", "import gc; gc.unfreeze(); gc.collect()"], check=True, timeout=60)
+    assert not (tmp_path / "collected").exists()
+
+
+def _collect() -> None:
+    gc.unfreeze()
+    gc.collect()
+
+
+def test_what_the_parent_has_left_is_collected_in_no_fork(tmp_path: Path) -> None:
+    """A fork that collected it waited forever for threads of the parent."""
+    gc.disable()
+    try:
+        Group(tmp_path / "collected")
+        process = multiprocessing.get_context("fork").Process(target=_collect)
+        process.start()
+    finally:
+        gc.enable()
+    process.join(60)
+    assert process.exitcode == 0
     assert not (tmp_path / "collected").exists()

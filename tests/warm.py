@@ -34,7 +34,7 @@ from importlib import import_module
 from pathlib import Path
 
 from fork_server import serve
-from ranks import import_packages, keep_inherited_objects
+from ranks import import_packages
 from with_vllm import load_vllm
 
 RUNS = (
@@ -123,7 +123,6 @@ def warm_environment(**variables: str) -> dict[str, str]:
 
 def _serve(listening: socket.socket, owner: socket.socket) -> None:
     """Start what the programs request, until the process of the tests ends."""
-    keep_inherited_objects()
     atexit._clear()  # what the tests have to clean up
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)

@@ -41,7 +41,14 @@ def test_sets_and_rows_are_kept_apart(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "left_out", [{"sample": "greedy"}, {"response": ""}, {"finish_reason": "length"}, {"row": 1}]
+    "left_out",
+    [
+        {"sample": "greedy"},
+        {"response": ""},
+        {"response": " \n"},
+        {"finish_reason": "length"},
+        {"row": 1},
+    ],
 )
 def test_an_answer_without_a_partner_is_in_no_pair_and_no_pair_is_an_error(left_out, tmp_path):
     with pytest.raises(SystemExit, match="no prompt of train has both a right and a wrong answer"):
