@@ -112,8 +112,8 @@ def test_what_the_parent_has_left_is_collected_in_no_fork(tmp_path: Path) -> Non
         Group(tmp_path / "collected")
         process = multiprocessing.get_context("fork").Process(target=_collect)
         process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        assert not (tmp_path / "collected").exists()
     finally:
         gc.enable()
-    process.join(60)
-    assert process.exitcode == 0
-    assert not (tmp_path / "collected").exists()
