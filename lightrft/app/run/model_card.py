@@ -25,10 +25,8 @@ METHODS = {
     "train_prm": "process reward modelling",
 }
 CARD_SETTINGS = tuple(
-    (
-        "pretrain prompt_data reward advantage_estimator learning_rate train_batch_size lora_rank"
-        " load_in_4bit seed"
-    ).split()
+    """pretrain prompt_data reward advantage_estimator learning_rate train_batch_size lora_rank
+    load_in_4bit seed""".split()
 )
 """Settings that a card shows if the command reads them."""
 ON_HUB = "abcdefghijklmnopqrstuvwxyz0123456789-_./"

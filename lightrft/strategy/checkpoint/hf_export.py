@@ -56,10 +56,8 @@ GENERATION_FILE = "generation_config.json"
 PREDICTS_SEVERAL = ("mtp.",)
 """Names of layers that predict several tokens: transformers has none, but engines draft by them."""
 COPIED_FILES = tuple(
-    (
-        "processor_config.json preprocessor_config.json video_preprocessor_config.json"
-        " chat_template.json spk_dict.pt"
-    ).split()
+    """processor_config.json preprocessor_config.json video_preprocessor_config.json
+    chat_template.json spk_dict.pt""".split()
 )
 """Files of processors, and the voices of Qwen2.5-Omni: training does not change them."""
 
