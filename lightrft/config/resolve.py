@@ -70,13 +70,8 @@ def as_config(args: Arguments) -> Config:
     read_fields = {
         field.name for section in READ_BY_STRATEGIES for field in fields(SECTIONS[section])
     } | aliases().keys()
-    config = Config.of(
-        **{
-            name: value
-            for name, value in values.items()
-            if name in read_fields and value is not None
-        }
-    )
+    read = {name: value for name, value in values.items() if name in read_fields}
+    config = Config.of(**{name: value for name, value in read.items() if value is not None})
     config.extra_args = {name: value for name, value in values.items() if name not in read_fields}
 
     return config

@@ -415,11 +415,8 @@ class RewardRunner:
         )
 
     def _end(self, samples: list[Sample], thread: int) -> None:
-        error = ConfigError(
-            self._describe(
-                out_of_time(60 * self.section.reward_minutes, code_position(thread)), samples
-            )
-        )
+        problem = out_of_time(60 * self.section.reward_minutes, code_position(thread))
+        error = ConfigError(self._describe(problem, samples))
         if self.fail is not None:
             self.fail(error, code=USER_ERROR, brief=True)
         logger.error(str(error))

@@ -137,12 +137,10 @@ def _wrong_shapes(batch: Mapping[str, Any], names: list[str]) -> str:
 
 def _wrong_lengths(lengths: Tensor, width: int) -> str:
     outside = ((lengths < 1) | (lengths > width)).nonzero()[:, 0].tolist()
-    return (
-        f"{LENGTHS} of row {outside[0]} is {int(lengths[outside[0]])}, not between 1 and S ="
-        f" {width}"
-        if outside
-        else ""
-    )
+    if not outside:
+        return ""
+    length = int(lengths[outside[0]])
+    return f"{LENGTHS} of row {outside[0]} is {length}, not between 1 and S = {width}"
 
 
 def _unit(name: str, value: Tensor) -> str:

@@ -222,14 +222,8 @@ def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
             # An evaluation counts by itself. Noisy numbers of steps are averaged over a tenth of
             # the run, at most ten steps.
             window = 1 if topic == "eval" else min(10, max(1, len(values) // 10))
-            tiles.append(
-                (
-                    topic,
-                    label,
-                    form(fmean(values[-window:])),
-                    f"at first {form(fmean(values[:window]))}",
-                )
-            )
+            first, last = (form(fmean(each)) for each in (values[:window], values[-window:]))
+            tiles.append((topic, label, last, f"at first {first}"))
 
     if values := finite.get("engine/logprob_mismatch_max", finite.get("engine/logprob_mismatch")):
         tiles.append(("mismatch", "Engine mismatch", short(max(values)), "largest log-prob gap"))

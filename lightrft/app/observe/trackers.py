@@ -93,11 +93,8 @@ class Tracker(Sink):
 
         # Only the start is awaited: a tracker that cannot start should end the run at once.
         try:
-            id_file.write_text(
-                self._submit(partial(self._open, flat(config), run_id)).result(
-                    TRACKER_START_SECONDS
-                )
-            )
+            opened = self._submit(partial(self._open, flat(config), run_id))
+            id_file.write_text(opened.result(TRACKER_START_SECONDS))
         except TimeoutError as error:
             self._calls.put(None)
             raise ConfigError(
