@@ -387,9 +387,8 @@ def _empty(
     # from_pretrained() may know how to read them, and otherwise says what is missing.
     if any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected)):
         logger.info(
-            "the weights in {} are not those of {}: every rank reads the whole folder",
-            name,
-            type(model).__name__,
+            f"the weights in {name} are not those of {type(model).__name__}: every rank reads the"
+            " whole folder"
         )
         return None
 

@@ -144,10 +144,9 @@ class RewardRunner:
         importable = importable_terms(terms)
         if workers and importable is None:
             logger.info(
-                "--reward {}: no other process can import the function, so it is called in this"
-                " process, when all responses are complete; move it to its own file to call it in"
-                " worker processes",
-                self.name,
+                f"--reward {self.name}: no other process can import the function, so it is called"
+                " in this process, when all responses are complete; move it to its own file to"
+                " call it in worker processes"
             )
 
         if not workers or importable is None:

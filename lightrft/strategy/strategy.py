@@ -576,10 +576,8 @@ class StrategyBase(Backend):
             self.skipped_steps += 1
             if self.is_rank_0():
                 logger.warning(
-                    "{}: gradient norm is {}, step skipped ({} so far)",
-                    name,
-                    norm.item(),
-                    self.skipped_steps,
+                    f"{name}: gradient norm is {norm.item()}, step skipped ({self.skipped_steps} so"
+                    " far)"
                 )
 
         self.clear_gradients(model)

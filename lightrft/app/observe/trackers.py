@@ -164,9 +164,8 @@ class Tracker(Sink):
         if not self._failed:
             self._failed = True
             logger.warning(
-                "--report_to {}: {}; the run continues, and metrics.jsonl has every metric",
-                self._name,
-                describe(problem),
+                f"--report_to {self._name}: {describe(problem)}; the run continues, and"
+                " metrics.jsonl has every metric"
             )
 
 

@@ -162,13 +162,8 @@ class Health:
             if mismatch > usual:
                 than = f"the {median(self._mismatches):.2g} of the steps before"
             logger.warning(
-                "step {}: the log-probs of engine and trainer differ by {:.2g} on average, {:.2g}"
-                " at most, far more than {}; {}",
-                number,
-                mismatch,
-                largest,
-                than,
-                verification,
+                f"step {number}: the log-probs of engine and trainer differ by {mismatch:.2g} on"
+                f" average, {largest:.2g} at most, far more than {than}; {verification}"
             )
 
         return True

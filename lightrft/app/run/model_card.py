@@ -129,11 +129,8 @@ def push(folder: Path, repository: str) -> None:
         )
     except Exception as error:  # each HTTP client has errors of its own
         logger.warning(
-            "--push_to_hub {}: the upload failed ({}); repeat it with `hf upload {} {}`",
-            repository,
-            _first_line(error),
-            repository,
-            folder,
+            f"--push_to_hub {repository}: the upload failed ({_first_line(error)}); repeat it with"
+            f" `hf upload {repository} {folder}`"
         )
         return
 

@@ -287,9 +287,8 @@ class RunFolder:
         except OSError as error:
             file.close()
             logger.warning(
-                "{} cannot be locked ({}): a second run in it would not be detected",
-                folder,
-                error.strerror,
+                f"{folder} cannot be locked ({error.strerror}): a second run in it would not be"
+                " detected"
             )
             return
 

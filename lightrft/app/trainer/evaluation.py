@@ -70,9 +70,8 @@ class Evaluation:
                 table(self.config.model.pretrain, self.sets, estimates)
             )
             logger.info(
-                "numbers: {}, responses: {}",
-                self.folder / "evaluation.json",
-                self.folder / "responses.jsonl",
+                f"numbers: {self.folder / 'evaluation.json'}, responses:"
+                f" {self.folder / 'responses.jsonl'}"
             )
 
         return result

@@ -250,9 +250,8 @@ def _other_modules(model: PreTrainedModel) -> Stream:
     if files is None:
         if not has_voice:
             logger.warning(
-                "{} is not there any more: layers that predict several tokens (mtp.*) are not in"
-                " the new folder",
-                model.name_or_path,
+                f"{model.name_or_path} is not there any more: layers that predict several tokens"
+                " (mtp.*) are not in the new folder"
             )
             return
         raise ValueError(
