@@ -147,14 +147,11 @@ def stored_heads(section: ModelSection, flag: str = "pretrain", *, name: str = "
 
     For `name` see load_scorer().
     """
-    name = name or getattr(section, flag)
-    source = f"--{flag} {name}"
+    name, source = _checked(section, flag, name)
     try:
-        config = load_config(_check_name(name, source), trust_remote_code=section.trust_remote_code)
+        config = load_config(name, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            str(error) if str(error).startswith(source) else f"{source}: {error}"
-        ) from error
+        raise ValueError(f"{source}: {error}") from error
     scores = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
     return [config.id2label[index] for index in sorted(config.id2label)] if scores else []
 
@@ -202,10 +199,7 @@ def _load(
     **options: Any,
 ) -> PreTrainedModel:
     options |= {"trust_remote_code": section.trust_remote_code}
-    name = name or getattr(section, flag)
-
-    source = f"--{flag} {name}"
-    name = _check_name(name, source)
+    name, source = _checked(section, flag, name)
     try:
         config = load_config(name, **options)
         if (settings := getattr(config, "quantization_config", None)) is not None:
@@ -464,9 +458,7 @@ def load_tokenizer(
 
     Raise ValueError if there is no tokenizer, or if it has no end token.
     """
-    name = name or getattr(section, flag)
-    source = f"--{flag} {name}"
-    name = _check_name(name, source)
+    name, source = _checked(section, flag, name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # errors of the tokenizers package have no class of their own
@@ -549,12 +541,14 @@ def _check_object(file: Path, modified: int) -> None:
     json.loads(file.read_bytes()).keys()
 
 
-def _check_name(name: str, source: str) -> str:
-    """Return the expanded folder, or the hub name.
+def _checked(section: ModelSection, flag: str, name: str) -> tuple[str, str]:
+    """Return the expanded folder, or the hub name, and the flag with its value for messages.
 
-    `source` is the flag with the value, for error messages. Raise ValueError for a folder that is
-    missing, holds no model or has a broken file, and for a hub name that cannot be read.
+    Raise ValueError for a folder that is missing, holds no model or has a broken file, and for a
+    hub name that cannot be read.
     """
+    name = name or getattr(section, flag)
+    source = f"--{flag} {name}"
     folder = Path(name).expanduser()
     if is_adapter_folder(folder):
         raise ValueError(
@@ -585,7 +579,7 @@ def _check_name(name: str, source: str) -> str:
                 f"{source}: neither an existing folder nor a hub name that can be loaded: {error}"
             ) from error
 
-    return str(folder)
+    return str(folder), source
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:

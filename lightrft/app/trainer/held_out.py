@@ -41,8 +41,8 @@ def answer_all(
     The engine is awake. All ranks call it.
     """
     answered = [
-        sampler.answer(each.prompts, seed=derived_seed(*seed_names, *each.seed_names))
-        for each in sets
+        sampler.answer(held_out.prompts, seed=derived_seed(*seed_names, *held_out.seed_names))
+        for held_out in sets
     ]
     for held_out, groups in zip(sets, answered, strict=True):
         held_out.rewards.ask_judge([sample for group in groups for sample in group.responses])
