@@ -229,14 +229,15 @@ def share_process_group() -> None:
     torch.set_num_threads(threads)
 
 
-def _wandb(section: ObserveSection, folder: Path, run_id: str | None) -> dict[str, Any]:
+def _names(section: ObserveSection, organisation: str, run_id: str | None) -> dict[str, Any]:
+    """Return the names of a run of wandb or swanlab, which call the organisation differently."""
+    names = {"name": section.tracker_run_name, "group": section.tracker_group}
     resumed = {"id": run_id, "resume": "allow"} if run_id else {}
-    names = {
-        "name": section.tracker_run_name,
-        "entity": section.tracker_org,
-        "group": section.tracker_group,
-    }
-    return {**names, "dir": str(folder), **resumed}
+    return names | {organisation: section.tracker_org} | resumed
+
+
+def _wandb(section: ObserveSection, folder: Path, run_id: str | None) -> dict[str, Any]:
+    return _names(section, "entity", run_id) | {"dir": str(folder)}
 
 
 def _trackio(section: ObserveSection, folder: Path, run_id: str | None) -> dict[str, Any]:
@@ -245,13 +246,7 @@ def _trackio(section: ObserveSection, folder: Path, run_id: str | None) -> dict[
 
 
 def _swanlab(section: ObserveSection, folder: Path, run_id: str | None) -> dict[str, Any]:
-    resumed = {"id": run_id, "resume": "allow"} if run_id else {}
-    names = {
-        "name": section.tracker_run_name,
-        "workspace": section.tracker_org,
-        "group": section.tracker_group,
-    }
-    return {**names, "log_dir": str(folder / "swanlog"), **resumed}
+    return _names(section, "workspace", run_id) | {"log_dir": str(folder / "swanlog")}
 
 
 def _mlflow(section: ObserveSection, folder: Path, run_id: str | None) -> dict[str, Any]:
@@ -267,23 +262,18 @@ def _comet(section: ObserveSection, folder: Path, run_id: str | None) -> dict[st
 
 
 def _wandb_samples(tracker: Any, rows: list[dict[str, str]], step: int) -> None:
+    tracker.log_table("samples", **_table(rows), step=step)
+
+
+def _table(rows: list[dict[str, str]]) -> dict[str, list]:
     columns = list(rows[0])
-    tracker.log_table(
-        "samples",
-        columns=columns,
-        data=[[row.get(name, "") for name in columns] for row in rows],
-        step=step,
-    )
+    return {"columns": columns, "data": [[row.get(name, "") for name in columns] for row in rows]}
 
 
 def _trackio_samples(tracker: Any, rows: list[dict[str, str]], step: int) -> None:
     import trackio
 
-    columns = list(rows[0])
-    table = trackio.Table(
-        columns=columns, data=[[row.get(name, "") for name in columns] for row in rows]
-    )
-    tracker.log({"samples": table}, step=step)
+    tracker.log({"samples": trackio.Table(**_table(rows))}, step=step)
 
 
 def _mlflow_samples(tracker: Any, rows: list[dict[str, str]], step: int) -> None:
