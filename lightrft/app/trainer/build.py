@@ -364,18 +364,9 @@ def build_ptx_loss(
         )
 
     # The order is a function of the seed, so a resumed run goes on with the next rows.
-    options = {
-        "expand": expand,
-        "order": prompts.order(policy.strategy.data_order, config.train.seed),
-    }
-    return PtxLoss(
-        policy,
-        prompts,
-        train=config.train,
-        algorithm=config.algorithm,
-        teacher=teacher if config.algorithm.ptx_teacher else None,
-        **options,
-    )
+    order = prompts.order(policy.strategy.data_order, config.train.seed)
+    teacher = teacher if config.algorithm.ptx_teacher else None
+    return PtxLoss(policy, prompts, order, config.train, config.algorithm, teacher, expand)
 
 
 def start_engine(
