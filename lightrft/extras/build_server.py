@@ -75,13 +75,8 @@ def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
 
     episodes = new_episodes(replace(config, environment=section), tokenizer)
     sampler = EpisodeSampler(strategy, tokenizer, config.rollout, episodes)
-    return ModelServer(
-        strategy,
-        sampler,
-        replace(served_model(config), fixed={}),
-        config.server,
-        seed=config.train.seed,
-    )
+    served = replace(served_model(config), fixed={})
+    return ModelServer(strategy, sampler, served, config.server, config.train.seed)
 
 
 def reward_server(config: Config, strategy: StrategyBase) -> "RewardServer":
