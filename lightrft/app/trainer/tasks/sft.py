@@ -18,7 +18,6 @@ from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.conversations import supervised_batch
 from lightrft.data.loader import Blend, check_batch
-from lightrft.data.prompts import size_of_row
 from lightrft.strategy.strategy import StrategyBase
 
 
@@ -107,10 +106,8 @@ def supervised_share(
     """Return this rank's balanced share of all ranks' answers, the micro-batches, and the
     denominator of the learned tokens of all ranks."""
     answers = [prompt.columns["label"] for prompt in prompts]
-    lengths = list(map(size_of_row, prompts))
-    local_rows, micro_batches = plan_local_rows(
-        lengths, strategy.mesh.data, train, max_tokens=max_tokens
-    )
+    data = strategy.mesh.data
+    local_rows, micro_batches = plan_local_rows(prompts, data, train, max_tokens=max_tokens)
     batch = supervised_batch([prompts[row] for row in local_rows], local_rows, expand)
 
     # All ranks know all rows. The first token of a sequence is never learned.
