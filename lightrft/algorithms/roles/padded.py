@@ -5,6 +5,7 @@ A public batch is a mapping of right-padded [B, S] tensors.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 import torch
@@ -57,25 +58,26 @@ def flatten_padded(
     counts, width = _agree(axis, problem, extra, (0, 0) if problem else tuple(rows[IDS].shape))
     ids = rows[IDS].cpu()
     lengths = rows[LENGTHS].cpu().long()
-    first = sum(counts[: axis.rank])
+    owners = rows_of_ranks(counts)
     flat = {name: _column(rows[name], lengths, name) for name in extra}
     batch = Experience(
         lengths=lengths,
         input_ids=unpadded(ids, lengths).long(),
         loss_mask=unpadded(_learned_mask(rows, masks, ids.shape), lengths),
-        rows=torch.arange(first, first + len(ids)),
+        rows=torch.tensor(owners[axis.rank], dtype=torch.int64),
         **{name: value for name, value in flat.items() if name in PER},
         extra_columns={name: value for name, value in flat.items() if name not in PER},
         extra_per_token=frozenset(
             name for name in extra if name not in PER and _unit(name, rows[name]) == "token"
         ),
     )
-    starts = [sum(counts[:rank]) for rank in range(axis.size)]
-    owners = [
-        list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)
-    ]
-
     return FlattenedBatch(batch, width, owners)
+
+
+def rows_of_ranks(counts: Sequence[int]) -> list[list[int]]:
+    """Number the rows of all ranks, of which rank r has `counts[r]`: [r] has rank r's numbers."""
+    numbers = iter(range(sum(counts)))
+    return [list(islice(numbers, count)) for count in counts]
 
 
 def _agree(
