@@ -99,13 +99,11 @@ def pair_batch(
     `rows` has the index of each pair in the whole batch.
     """
     both = [each.columns for each in pairs for _ in (CHOSEN, REJECTED)]
+    answers = [(each, each.columns[name]) for each in pairs for name in (CHOSEN, REJECTED)]
+    numbers = [2 * row + answer for row in rows for answer in (0, 1)]
     return JudgedBatch(
-        **flat_columns(
-            [(each, each.columns[name]) for each in pairs for name in (CHOSEN, REJECTED)], expand
-        ),
-        rows=torch.tensor(
-            [2 * row + answer for row in rows for answer in (0, 1)], dtype=torch.int64
-        ),
+        **flat_columns(answers, expand),
+        rows=torch.tensor(numbers, dtype=torch.int64),
         margins=torch.tensor([columns[MARGIN] for columns in both], dtype=torch.float32),
         ties=torch.tensor([columns[TIE] for columns in both], dtype=torch.bool),
         heads=torch.tensor([columns[HEAD] for columns in both], dtype=torch.int64),

@@ -117,13 +117,12 @@ def tinker_server(config: Config, strategy: StrategyBase) -> Any:
     weights = strategy.mesh.world.broadcast(
         weights_of(model.name_or_path) if strategy.is_rank_0() else ""
     )
+    fingerprints = {"actor": weights} if weights else {}
     worker = TinkerWorker(
         policy,
         config.train,
         folder,
-        identity=identity(
-            config, model.config, PromptSet([]), {"actor": weights} if weights else {}
-        ),
+        identity=identity(config, model.config, PromptSet([]), fingerprints),
         num_snapshots=SNAPSHOTS["adapters" if adapters else "full"],
     )
     train = config.train

@@ -50,9 +50,9 @@ class Package:
     options: Callable[[ObserveSection, Path, str | None], dict[str, Any]]
     """Takes the section, the run's folder and the id of the run to continue; returns the options of
     the start."""
-    run_id: Callable[[Any], str]
     samples: Callable[[Any, list[dict[str, str]], int], None]
-    finish: Callable[[Any, str], None]
+    run_id: Callable[[Any], str] = lambda run: run.id
+    finish: Callable[[Any, str], None] = lambda tracker, status: tracker.finish()
     login_problem: Callable[[], str] = lambda: ""
     """Returns what is missing for a login; empty if there is one."""
     takes_changes: bool = True
@@ -323,25 +323,19 @@ def _finish_mlflow(tracker: Any, status: str) -> None:
 PACKAGES = {
     "wandb": Package(
         _wandb,
-        lambda run: run.id,
         _wandb_samples,
-        lambda tracker, status: tracker.tracker.finish(int(status != "finished")),
-        _wandb_login,
+        finish=lambda tracker, status: tracker.tracker.finish(int(status != "finished")),
+        login_problem=_wandb_login,
     ),
     "mlflow": Package(
-        _mlflow, lambda run: run.info.run_id, _mlflow_samples, _finish_mlflow, takes_changes=False
+        _mlflow, _mlflow_samples, lambda run: run.info.run_id, _finish_mlflow, takes_changes=False
     ),
     "swanlab": Package(
         _swanlab,
-        lambda run: run.id,
         _swanlab_samples,
-        lambda tracker, status: tracker.tracker.finish(EXIT_STATES[status][1]),
+        finish=lambda tracker, status: tracker.tracker.finish(EXIT_STATES[status][1]),
     ),
-    "trackio": Package(
-        _trackio, lambda run: run.name, _trackio_samples, lambda tracker, status: tracker.finish()
-    ),
-    "comet_ml": Package(
-        _comet, lambda run: run.get_key(), _comet_samples, lambda tracker, status: tracker.finish()
-    ),
+    "trackio": Package(_trackio, _trackio_samples, lambda run: run.name),
+    "comet_ml": Package(_comet, _comet_samples, lambda run: run.get_key()),
 }
 """Tracker's name in --report_to, the same as the package's -> how to use it."""

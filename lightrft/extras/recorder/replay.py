@@ -245,14 +245,12 @@ class _Step:
 
         self.roles = {"critic": critic} if critic is not None else {}
         self.roles["actor"] = policy
-        self._load(
-            bundle.folder / "checkpoints",
-            {
-                "reward_shaper": shaper,
-                "kl_coefficient": self.kl_coefficient,
-                "entropy_coefficient": self.entropy_coefficient,
-            },
-        )
+        items = {
+            "reward_shaper": shaper,
+            "kl_coefficient": self.kl_coefficient,
+            "entropy_coefficient": self.entropy_coefficient,
+        }
+        self._load(bundle.folder / "checkpoints", items)
         self.make_experience = build.build_experience_maker(
             config,
             policy,

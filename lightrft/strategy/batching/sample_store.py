@@ -55,16 +55,8 @@ class SampleRows:
             )
 
         tags = {name: torch.cat([values, other.tags[name]]) for name, values in self.tags.items()}
-        both = (
-            torch.cat(pair)
-            for pair in (
-                (self.ids, other.ids),
-                (self.lengths, other.lengths),
-                (self.ranks, other.ranks),
-            )
-        )
-
-        return type(self)(*both, tags)
+        columns = ((rows.ids, rows.lengths, rows.ranks) for rows in (self, other))
+        return type(self)(*map(torch.cat, zip(*columns, strict=True)), tags)
 
     def held_by(self, owners: Sequence[Sequence[int]]) -> Self:
         """Return the rows after a move, in the order of the lists of ids."""

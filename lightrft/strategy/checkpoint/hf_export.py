@@ -84,17 +84,12 @@ def export(
         )
 
     writer = ShardWriter(folder.with_name(folder.name + TEMPORARY), MAX_SHARD_BYTES, world)
+    published = PublishedNames.of(model).rename(stream)
     write_folder(
         folder,
         world,
         partial(_check_target, folder),
-        partial(
-            _write_weights,
-            writer,
-            PublishedNames.of(model).rename(stream),
-            _other_modules(model),
-            dtype,
-        ),
+        partial(_write_weights, writer, published, _other_modules(model), dtype),
         lambda _: writer.name_files() if world.rank == 0 else None,
         partial(_write_rest, model, tokenizer, dtype, world.rank == 0),
     )
