@@ -133,28 +133,20 @@ class Frontend:
             "/checkpoints": self.checkpoints,
         }
 
-        routes = [Route(f"{API}/healthz", lambda _: JSONResponse({"status": "ok"}))]
-        routes += [
-            Route(API + path, self._handler(self._of_body(answer)), methods=["POST"])
-            for path, answer in posts.items()
+        checkpoint = "/training_runs/{model}/checkpoints/{kind}/{name}"
+        answers = [
+            *(("POST", path, self._of_body(answer)) for path, answer in posts.items()),
+            *(("GET", path, self._of_url(answer)) for path, answer in gets.items()),
+            ("POST", "/retrieve_future", self._retrieve),
+            ("POST", "/sessions/{session}/finish", self._of_url(self.finish_session)),
+            ("DELETE", checkpoint, self._of_url(self.delete_checkpoint)),
         ]
-        routes += [
-            Route(API + path, self._handler(self._of_url(answer))) for path, answer in gets.items()
+        routes = [
+            Route(API + path, self._handler(answer), methods=[method])
+            for method, path, answer in answers
         ]
-        routes += [
-            Route(f"{API}/retrieve_future", self._handler(self._retrieve), methods=["POST"]),
-            Route(
-                f"{API}/sessions/{{session}}/finish",
-                self._handler(self._of_url(self.finish_session)),
-                methods=["POST"],
-            ),
-            Route(
-                f"{API}/training_runs/{{model}}/checkpoints/{{kind}}/{{name}}",
-                self._handler(self._of_url(self.delete_checkpoint)),
-                methods=["DELETE"],
-            ),
-        ]
-        return Starlette(routes=routes)
+        health = Route(f"{API}/healthz", lambda _: JSONResponse({"status": "ok"}))
+        return Starlette(routes=[health, *routes])
 
     # -- HTTP
 
