@@ -470,7 +470,7 @@ class DeferredCall:
 
 
 def _as_they_end(calls: Iterable[Call]) -> Iterator[Call]:
-    """Yield calls of worker processes in the order in which they end."""
+    """Yield calls of worker processes, those that end first before the others."""
     waiting = {call.result: call for call in calls}
     while waiting:
         wait(waiting, return_when=FIRST_COMPLETED)

@@ -56,6 +56,7 @@ def flatten_padded(
     problem = _problem(rows, [IDS, LENGTHS, *required], [*masks, *extra])
     # Every rank must get here, also with an invalid batch: the others wait for it.
     counts, width = _agree(axis, problem, extra, (0, 0) if problem else tuple(rows[IDS].shape))
+
     ids = rows[IDS].cpu()
     lengths = rows[LENGTHS].cpu().long()
     owners = rows_of_ranks(counts)
