@@ -144,15 +144,13 @@ def installed_versions() -> dict[str, str]:
 def same_import_name() -> list[str]:
     """Return a warning if the other project is installed whose package is called lightrft, too."""
     other = installed_version("lightrft")
-    return (
-        []
-        if other is None
-        else [
-            f"another project, lightrft {other} of the package index, is installed beside"
-            f" {DISTRIBUTION}, and both are imported as lightrft; {Path(__file__).parent} is the one"
-            f" that runs. To keep this one: pip uninstall lightrft, then install {DISTRIBUTION} again"
-        ]
-    )
+    if other is None:
+        return []
+    return [
+        f"another project, lightrft {other} of the package index, is installed beside"
+        f" {DISTRIBUTION}, and both are imported as lightrft; {Path(__file__).parent} is the one"
+        f" that runs. To keep this one: pip uninstall lightrft, then install {DISTRIBUTION} again"
+    ]
 
 
 def check_versions() -> list[str]:

@@ -1,6 +1,5 @@
 """Collect what the rules of the configuration judge: the fields of a run, and what follows."""
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from lightrft.config.sections import (
     needs_reference,
     section_of_field,
 )
+from lightrft.config.values import read_object
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys of a model's configuration with the number of layers that predict several tokens."""
@@ -214,8 +214,4 @@ def _model_file(name: str) -> dict[str, Any] | None:
     file = Path(name).expanduser() / "config.json"
     if not name or not os.path.isfile(file):
         return None
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_object(file)

@@ -12,7 +12,14 @@ from lightrft.config.effects import flags_without_effect
 from lightrft.config.errors import ConfigError, refuse
 from lightrft.config.facts import RunFacts
 from lightrft.config.presets import COMMAND_DEFAULTS, RATE_OF_ADAPTERS, correction_bounds, recipe
-from lightrft.config.rules import DEEPSPEED, LAYOUT_RULES, RULES, STRATEGY, problems_of
+from lightrft.config.rules import (
+    DEEPSPEED,
+    LAYOUT_RULES,
+    ROUTER_RULES,
+    RULES,
+    STRATEGY,
+    problems_of,
+)
 from lightrft.config.sections import (
     OF_ZERO,
     PPO,
@@ -63,13 +70,8 @@ def as_config(args: Arguments) -> Config:
     read_fields = {
         field.name for section in READ_BY_STRATEGIES for field in fields(SECTIONS[section])
     } | aliases().keys()
-    config = Config.of(
-        **{
-            name: value
-            for name, value in values.items()
-            if name in read_fields and value is not None
-        }
-    )
+    read = {name: value for name, value in values.items() if name in read_fields}
+    config = Config.of(**{name: value for name, value in read.items() if value is not None})
     config.extra_args = {name: value for name, value in values.items() if name not in read_fields}
 
     return config
@@ -228,7 +230,8 @@ def range_problems(config: Config, read: Collection[str]) -> list[str]:
 
 def strategy_problems(config: Config) -> list[str]:
     """Return the settings that no strategy can use, on any number of ranks."""
-    return problems_of(STRATEGY, RunFacts(config))
+    run = RunFacts(config)
+    return problems_of(STRATEGY, run) + problems_of(ROUTER_RULES, run)
 
 
 def deepspeed_problems(config: Config) -> list[str]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Literal, NewType, Self, Union, get_args, get_origin
 
@@ -82,6 +83,15 @@ class Option:
     """Commands that read the field; empty: all that read the section."""
     alias: str = ""
     """Another name of the field."""
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if the file is missing or broken."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def check_text(text: str, where: str = "the text") -> None:

@@ -21,10 +21,8 @@ from lightrft.versions import installed_version
 NUM_PIECES = 64
 """Number of pieces of the data with a digest each, so that a change can be located."""
 DATA_SET_FIELDS = {
-    *(
-        "prompt_data prompt_data_probs prompt_split eval_data eval_split pretrain_data"
-        " pretrain_split"
-    ).split(),
+    *"""prompt_data prompt_data_probs prompt_split eval_data eval_split pretrain_data
+    pretrain_split""".split(),
     *("max_samples", "max_eval_samples", "data_cache"),
 }
 """Fields that do not change a row."""

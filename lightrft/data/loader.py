@@ -61,12 +61,8 @@ class Blend:
         Positions are counted from 0 over all epochs.
         """
         block, before = divmod(first, DRAWS_AT_ONCE)
-        line = torch.cat(
-            [
-                self._block(number)
-                for number in range(block, (first + count - 1) // DRAWS_AT_ONCE + 1)
-            ]
-        )
+        last = (first + count - 1) // DRAWS_AT_ONCE
+        line = torch.cat([self._block(number) for number in range(block, last + 1)])
         # A data set continues where its draws before this position ended.
         drawn = self._counts_before(block) + torch.bincount(
             line[:before], minlength=len(self.orders)

@@ -108,9 +108,8 @@ class ImageFile:
         Only the start of the file is read. Raise ValueError if it cannot be read.
         """
         with _readable(f"image {self.name}"):
-            with _of_bytes(
-                BytesIO(self.source) if isinstance(self.source, bytes) else _regular(self.source)
-            ) as image:
+            inside = isinstance(self.source, bytes)
+            with _of_bytes(BytesIO(self.source) if inside else _regular(self.source)) as image:
                 # PNG's own getexif would decode the whole image
                 turned = Image.Image.getexif(image).get(ORIENTATION, 1) >= 5
                 return image.size[::-1] if turned else image.size
@@ -255,9 +254,8 @@ class AudioFile:
         """
         with _readable(f"sound {self.name}", DataError):
             clip = self._stored()
-            return (
-                resample(clip, self.rate) if self.rate not in (0, clip["sampling_rate"]) else clip
-            )
+            changes = self.rate not in (0, clip["sampling_rate"])
+            return resample(clip, self.rate) if changes else clip
 
     def _stored(self) -> dict[str, Any]:
         if isinstance(self.source, tuple):
@@ -282,11 +280,8 @@ class AudioFile:
         clip = self.open()
         content = BytesIO()
         every = max(1, round(clip["sampling_rate"] / PLAYER_RATE))
-        array = (
-            clip["array"][: len(clip["array"]) // every * every]
-            .reshape(-1, every)
-            .mean(1)[:PLAYER_SAMPLES]
-        )
+        whole = clip["array"][: len(clip["array"]) // every * every]
+        array = whole.reshape(-1, every).mean(1)[:PLAYER_SAMPLES]
         with wave.open(content, "wb") as file:
             file.setparams((1, 1, clip["sampling_rate"] // every, 0, "NONE", ""))
             file.writeframes(((array.clip(-1, 1) + 1) * 127.5).astype(np.uint8).tobytes())
@@ -317,12 +312,8 @@ def items_of(medium: str, value: Any) -> list[Any]:
             for inner in (item if isinstance(item, list | tuple) else [item])
         ]
 
-    frames = (
-        medium == VIDEOS
-        and value
-        and not isinstance(value[0], list | tuple)
-        and _is_image(value[0])
-    )
+    first = value[0] if medium == VIDEOS and value else None
+    frames = first is not None and not isinstance(first, list | tuple) and _is_image(first)
     return [value] if frames else list(value)
 
 
@@ -468,9 +459,8 @@ def _png(pixels: Image.Image | np.ndarray) -> bytes:
 
     content = BytesIO()
     # PNG has no CMYK. Weak compression is fast and keeps the pixels as well.
-    (pixels.convert("RGB") if pixels.mode == "CMYK" else pixels).save(
-        content, "PNG", compress_level=1
-    )
+    storable = pixels.convert("RGB") if pixels.mode == "CMYK" else pixels
+    storable.save(content, "PNG", compress_level=1)
     return content.getvalue()
 
 

@@ -99,13 +99,11 @@ def pair_batch(
     `rows` has the index of each pair in the whole batch.
     """
     both = [each.columns for each in pairs for _ in (CHOSEN, REJECTED)]
+    answers = [(each, each.columns[name]) for each in pairs for name in (CHOSEN, REJECTED)]
+    numbers = [2 * row + answer for row in rows for answer in (0, 1)]
     return JudgedBatch(
-        **flat_columns(
-            [(each, each.columns[name]) for each in pairs for name in (CHOSEN, REJECTED)], expand
-        ),
-        rows=torch.tensor(
-            [2 * row + answer for row in rows for answer in (0, 1)], dtype=torch.int64
-        ),
+        **flat_columns(answers, expand),
+        rows=torch.tensor(numbers, dtype=torch.int64),
         margins=torch.tensor([columns[MARGIN] for columns in both], dtype=torch.float32),
         ties=torch.tensor([columns[TIE] for columns in both], dtype=torch.bool),
         heads=torch.tensor([columns[HEAD] for columns in both], dtype=torch.int64),
@@ -193,9 +191,8 @@ def _prompt_and_answers(
             column(row, section.input_key or "input", "input_key")
         return prompt, first, second
 
-    count = sum(
-        1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))
-    )
+    both = zip(first, second, strict=False)
+    count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
     after = [messages[count] if count < len(messages) else {} for messages in (first, second)]
     if not count or not all(map(is_answer, after)):
         raise ValueError(
@@ -258,9 +255,8 @@ def _pair(chosen: Prompt, rejected: Prompt, judgement: dict[str, Any]) -> Prompt
     for name, example in ((CHOSEN, chosen), (REJECTED, rejected)):
         rest = list(example.token_ids[shared:])
         answer = example.columns["label"]
-        answers[name] = Answer(
-            TokenIds([*rest, *answer.token_ids]), [False] * len(rest) + answer.learned
-        )
+        learned = [False] * len(rest) + answer.learned
+        answers[name] = Answer(TokenIds([*rest, *answer.token_ids]), learned)
 
     return replace(chosen, token_ids=chosen.token_ids[:shared], columns=answers | judgement)
 

@@ -505,15 +505,14 @@ def complete_chat(
         kinds = {str(part["type"]) for part in parts} - known
         if kinds:
             kind = kinds.pop()
-            raise ValueError(
-                f"message {number} of {len(messages)} has a part of type {kind!r}: "
-                + (
+            advice = "parts are texts, media, or Anthropic's thinking, tool_use and tool_result"
+            if kind in PART_TYPES.values():
+                advice = (
                     "media are read with --images_key, --videos_key or --audios_key, from the"
                     " column of this name or from the parts themselves"
-                    if kind in PART_TYPES.values()
-                    else "parts are texts, media, or Anthropic's thinking, tool_use and tool_result"
                 )
-            )
+            where = f"message {number} of {len(messages)}"
+            raise ValueError(f"{where} has a part of type {kind!r}: {advice}")
     if counts:
         messages = with_parts(messages, counts)
     variables = as_object(row.get("chat_template_kwargs"), "the column 'chat_template_kwargs'")

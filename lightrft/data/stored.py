@@ -100,9 +100,7 @@ class StoredPrompts(Sequence[Prompt]):
 
     def __getitem__(self, index: Any) -> Any:
         rows = self.rows[index]
-        return (
-            [self._prompt(row) for row in rows] if isinstance(rows, range) else self._prompt(rows)
-        )
+        return list(map(self._prompt, rows)) if isinstance(rows, range) else self._prompt(rows)
 
     def _prompt(self, row: int) -> Prompt:
         batch = self._batches[row // ROWS_OF_BATCH]
@@ -121,9 +119,8 @@ class StoredPrompts(Sequence[Prompt]):
         for entry in media.as_py() or ():
             source = entry["name"], entry["content"] or Path(entry["path"])
             options = (entry["fps"], entry["most"]) if entry["medium"] == VIDEOS else ()
-            files.setdefault(entry["medium"], []).append(
-                MEDIA_CLASSES[entry["medium"]](*source, *options)
-            )
+            file = MEDIA_CLASSES[entry["medium"]](*source, *options)
+            files.setdefault(entry["medium"], []).append(file)
 
         return Prompt(
             row,
@@ -184,12 +181,8 @@ def _write(file: Path, sets: Sequence[Iterable[Prompt]], distinguishing: str | N
     def counted() -> Iterator[Prompt]:
         for number, one in enumerate(sets):
             for prompt in one:
-                kind = (
-                    number,
-                    tuple(sorted(prompt.columns)),
-                    repr(prompt.columns.get(distinguishing)),
-                )
-                examples.setdefault(kind, sum(sizes))
+                kind = tuple(sorted(prompt.columns)), repr(prompt.columns.get(distinguishing))
+                examples.setdefault((number, *kind), sum(sizes))
                 sizes[number] += 1
                 yield prompt
 
@@ -247,11 +240,8 @@ def _media(medium: str, item: MediaFile) -> dict[str, Any]:
         "content": item.source if inside else None,
     }
 
-    return (
-        {"medium": medium}
-        | file
-        | ({"fps": item.fps, "most": item.most} if isinstance(item, VideoFile) else {})
-    )
+    frames = {"fps": item.fps, "most": item.most} if isinstance(item, VideoFile) else {}
+    return {"medium": medium} | file | frames
 
 
 def storing_problem(prompt: Prompt) -> str | None:

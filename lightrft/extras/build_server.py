@@ -75,13 +75,8 @@ def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
 
     episodes = new_episodes(replace(config, environment=section), tokenizer)
     sampler = EpisodeSampler(strategy, tokenizer, config.rollout, episodes)
-    return ModelServer(
-        strategy,
-        sampler,
-        replace(served_model(config), fixed={}),
-        config.server,
-        seed=config.train.seed,
-    )
+    served = replace(served_model(config), fixed={})
+    return ModelServer(strategy, sampler, served, config.server, config.train.seed)
 
 
 def reward_server(config: Config, strategy: StrategyBase) -> "RewardServer":
@@ -122,13 +117,12 @@ def tinker_server(config: Config, strategy: StrategyBase) -> Any:
     weights = strategy.mesh.world.broadcast(
         weights_of(model.name_or_path) if strategy.is_rank_0() else ""
     )
+    fingerprints = {"actor": weights} if weights else {}
     worker = TinkerWorker(
         policy,
         config.train,
         folder,
-        identity=identity(
-            config, model.config, PromptSet([]), {"actor": weights} if weights else {}
-        ),
+        identity=identity(config, model.config, PromptSet([]), fingerprints),
         num_snapshots=SNAPSHOTS["adapters" if adapters else "full"],
     )
     train = config.train

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -232,36 +232,31 @@ def _open_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+@dataclass(eq=False)
 class ModelServer:
     """Answers requests until the process is interrupted.
 
     All ranks of the engine build it and call serve().
     """
 
-    def __init__(
-        self,
-        strategy: StrategyBase,
-        sampler: EpisodeSampler,
-        served: EndpointModel,
-        section: ServerSection,
-        *,
-        seed: int,
-    ):
+    strategy: StrategyBase
+    sampler: EpisodeSampler
+    served: EndpointModel
+    section: ServerSection
+    seed: int
+
+    def __post_init__(self) -> None:
         """Listen at the address on rank 0. Raises ValueError on all ranks if it is in use."""
-        self.strategy = strategy
-        self.sampler = sampler
-        self.served = served
-        self.seed = seed
-        format = copy(sampler.episodes.format)
+        rollout = self.sampler.section
+        episodes = self.sampler.episodes
+        format = copy(episodes.format)
         format.tokenizer = deepcopy(format.tokenizer)  # another thread uses this one
-        rollout = sampler.section
-        episodes = sampler.episodes
         # These settings hold for a turn as a whole, and so do parsers that are not ours.
         for_whole_turns = rollout.stop or rollout.min_tokens or episodes.section.turn_max_len
         self.sessions = ClientSessions(
             format, in_pieces=not for_whole_turns and episodes.parse is hermes
         )
-        self._listener = listener_of_rank_0(section, strategy.mesh.world)
+        self._listener = listener_of_rank_0(self.section, self.strategy.mesh.world)
 
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""

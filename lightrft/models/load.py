@@ -149,14 +149,11 @@ def stored_heads(section: ModelSection, flag: str = "pretrain", *, name: str = "
 
     For `name` see load_scorer().
     """
-    name = name or getattr(section, flag)
-    source = f"--{flag} {name}"
+    name, source = _checked(section, flag, name)
     try:
-        config = load_config(_check_name(name, source), trust_remote_code=section.trust_remote_code)
+        config = load_config(name, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            str(error) if str(error).startswith(source) else f"{source}: {error}"
-        ) from error
+        raise ValueError(f"{source}: {error}") from error
     scores = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
     return [config.id2label[index] for index in sorted(config.id2label)] if scores else []
 
@@ -204,10 +201,7 @@ def _load(
     **options: Any,
 ) -> PreTrainedModel:
     options |= {"trust_remote_code": section.trust_remote_code}
-    name = name or getattr(section, flag)
-
-    source = f"--{flag} {name}"
-    name = _check_name(name, source)
+    name, source = _checked(section, flag, name)
     try:
         config = load_config(name, **options)
         if (settings := getattr(config, "quantization_config", None)) is not None:
@@ -391,9 +385,8 @@ def _empty(
     # from_pretrained() may know how to read them, and otherwise says what is missing.
     if any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected)):
         logger.info(
-            "the weights in {} are not those of {}: every rank reads the whole folder",
-            name,
-            type(model).__name__,
+            f"the weights in {name} are not those of {type(model).__name__}: every rank reads the"
+            " whole folder"
         )
         return None
 
@@ -469,9 +462,7 @@ def load_tokenizer(
 
     Raise ValueError if there is no tokenizer, or if it has no end token.
     """
-    name = name or getattr(section, flag)
-    source = f"--{flag} {name}"
-    name = _check_name(name, source)
+    name, source = _checked(section, flag, name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     except Exception as error:  # errors of the tokenizers package have no class of their own
@@ -554,12 +545,14 @@ def _check_object(file: Path, modified: int) -> None:
     json.loads(file.read_bytes()).keys()
 
 
-def _check_name(name: str, source: str) -> str:
-    """Return the expanded folder, or the hub name.
+def _checked(section: ModelSection, flag: str, name: str) -> tuple[str, str]:
+    """Return the expanded folder, or the hub name, and the flag with its value for messages.
 
-    `source` is the flag with the value, for error messages. Raise ValueError for a folder that is
-    missing, holds no model or has a broken file, and for a hub name that cannot be read.
+    Raise ValueError for a folder that is missing, holds no model or has a broken file, and for a
+    hub name that cannot be read.
     """
+    name = name or getattr(section, flag)
+    source = f"--{flag} {name}"
     folder = Path(name).expanduser()
     if is_adapter_folder(folder):
         raise ValueError(
@@ -590,7 +583,7 @@ def _check_name(name: str, source: str) -> str:
                 f"{source}: neither an existing folder nor a hub name that can be loaded: {error}"
             ) from error
 
-    return str(folder)
+    return str(folder), source
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:

@@ -39,10 +39,8 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 POSITIVE_SIZES = tuple(
-    (
-        "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
-        " vocab_size"
-    ).split()
+    """hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size
+    vocab_size""".split()
 )
 """Numbers of a configuration that are above 0.
 

@@ -144,10 +144,9 @@ class RewardRunner:
         importable = importable_terms(terms)
         if workers and importable is None:
             logger.info(
-                "--reward {}: no other process can import the function, so it is called in this"
-                " process, when all responses are complete; move it to its own file to call it in"
-                " worker processes",
-                self.name,
+                f"--reward {self.name}: no other process can import the function, so it is called"
+                " in this process, when all responses are complete; move it to its own file to"
+                " call it in worker processes"
             )
 
         if not workers or importable is None:
@@ -415,11 +414,8 @@ class RewardRunner:
         )
 
     def _end(self, samples: list[Sample], thread: int) -> None:
-        error = ConfigError(
-            self._describe(
-                out_of_time(60 * self.section.reward_minutes, code_position(thread)), samples
-            )
-        )
+        problem = out_of_time(60 * self.section.reward_minutes, code_position(thread))
+        error = ConfigError(self._describe(problem, samples))
         if self.fail is not None:
             self.fail(error, code=USER_ERROR, brief=True)
         logger.error(str(error))
@@ -474,7 +470,7 @@ class DeferredCall:
 
 
 def _as_they_end(calls: Iterable[Call]) -> Iterator[Call]:
-    """Yield calls of worker processes in the order in which they end."""
+    """Yield calls of worker processes, those that end first before the others."""
     waiting = {call.result: call for call in calls}
     while waiting:
         wait(waiting, return_when=FIRST_COMPLETED)

@@ -112,12 +112,8 @@ def _weighted(term: RewardTerm, value: Any) -> list[tuple[str, Any]]:
         ]
 
     if isinstance(value, list):
-        return [
-            (
-                term.label,
-                [None if each is None else term.weight * _number(term, each) for each in value],
-            )
-        ]
+        weighed = [None if each is None else term.weight * _number(term, each) for each in value]
+        return [(term.label, weighed)]
 
     return [(term.label, term.weight * _number(term, value))]
 

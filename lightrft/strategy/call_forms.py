@@ -12,10 +12,8 @@ from lightrft.engine.requests import Sampling
 
 SAMPLING_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 PRESENTATION = tuple(
-    (
-        "detokenize skip_special_tokens include_stop_str_in_output logprobs"
-        " spaces_between_special_tokens"
-    ).split()
+    """detokenize skip_special_tokens include_stop_str_in_output logprobs
+    spaces_between_special_tokens""".split()
 )
 """Parameters about the presentation of a response. They are ignored, because responses here are
 token ids with log-probs."""

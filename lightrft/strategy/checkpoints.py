@@ -295,11 +295,8 @@ class Checkpoints:
         full = {host: sizes for host, sizes in hosts.items() if sizes[1] < MEMORY_FACTOR * sizes[0]}
         for host, (needed, free) in full.items():
             logger.info(
-                "training waits for the checkpoint: a copy takes {:.1f} GB, and {} has {:.1f} GB of"
-                " free memory",
-                needed / GB,
-                host,
-                free / GB,
+                f"training waits for the checkpoint: a copy takes {needed / GB:.1f} GB, and {host}"
+                f" has {free / GB:.1f} GB of free memory"
             )
 
         return not full

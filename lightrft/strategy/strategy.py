@@ -498,7 +498,7 @@ class StrategyBase(Backend):
         """
         optim = as_config(args).optim
         roles = ((actor, optim.learning_rate), (critic, optim.critic_learning_rate))
-        trained = [self._with_optimizer(model, rate, optim, max_steps) for model, rate in roles]
+        trained = [self.with_optimizer(model, rate, optim, max_steps) for model, rate in roles]
 
         several = isinstance(reward_models, list | tuple)
         frozen = [*(reward_models if several else [reward_models]), initial_model]
@@ -509,11 +509,12 @@ class StrategyBase(Backend):
     def prepare_reward_model(self, model: nn.Module, args: Arguments, max_steps: int) -> Trained:
         """Prepare a reward model for training, with an optimizer of --learning_rate."""
         optim = as_config(args).optim
-        return self.prepare(self._with_optimizer(model, optim.learning_rate, optim, max_steps))
+        return self.prepare(self.with_optimizer(model, optim.learning_rate, optim, max_steps))
 
-    def _with_optimizer(
+    def with_optimizer(
         self, model: nn.Module | None, rate: float, optim: OptimSection, max_steps: int
     ) -> Trained:
+        """Return a model that is not prepared yet with the optimizer and the schedule of a run."""
         if model is None:
             return None, None, None
 
@@ -575,10 +576,8 @@ class StrategyBase(Backend):
             self.skipped_steps += 1
             if self.is_rank_0():
                 logger.warning(
-                    "{}: gradient norm is {}, step skipped ({} so far)",
-                    name,
-                    norm.item(),
-                    self.skipped_steps,
+                    f"{name}: gradient norm is {norm.item()}, step skipped ({self.skipped_steps} so"
+                    " far)"
                 )
 
         self.clear_gradients(model)

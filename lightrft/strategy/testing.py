@@ -186,12 +186,8 @@ def a_norm_that_is_not_finite_skips_the_step_everywhere(bench: Bench) -> None:
 
 def an_unfinished_step_is_refused(bench: Bench) -> None:
     model, optimizer = bench.prepared(sgd)
-    rows = [
-        batch(0)[row]
-        for row in share_of(
-            bench.strategy.mesh.data.rank, bench.strategy.mesh.data.size, len(PROBE_LENGTHS)
-        )
-    ]
+    data = bench.strategy.mesh.data
+    rows = [batch(0)[row] for row in share_of(data.rank, data.size, len(PROBE_LENGTHS))]
     bench.strategy.backward(loss_of(model, rows, tokens(0)), model, optimizer, last=False)
     assert "critic" in refused(
         lambda: bench.strategy.optimizer_step(optimizer, model, name="critic"), RuntimeError

@@ -65,12 +65,11 @@ class KTOObjective:
         implicit_rewards = rewards.detach()
         desired = (present & good).float()
         other = (present & ~good).float()
+        right = ((implicit_rewards > divergence) == good).float()
         report = {
             "train/reward_desirable": Weighted(implicit_rewards, desired),
             "train/reward_undesirable": Weighted(implicit_rewards, other),
-            "train/accuracy": Weighted(
-                ((implicit_rewards > divergence) == good).float(), present.float()
-            ),
+            "train/accuracy": Weighted(right, present.float()),
             "train/kl": Weighted(self.divergence.expand(len(implicit_rewards)), present.float()),
         }
 

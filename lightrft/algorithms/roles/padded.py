@@ -5,6 +5,7 @@ A public batch is a mapping of right-padded [B, S] tensors.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 import torch
@@ -55,27 +56,29 @@ def flatten_padded(
     problem = _problem(rows, [IDS, LENGTHS, *required], [*masks, *extra])
     # Every rank must get here, also with an invalid batch: the others wait for it.
     counts, width = _agree(axis, problem, extra, (0, 0) if problem else tuple(rows[IDS].shape))
+
     ids = rows[IDS].cpu()
     lengths = rows[LENGTHS].cpu().long()
-    first = sum(counts[: axis.rank])
+    owners = rows_of_ranks(counts)
     flat = {name: _column(rows[name], lengths, name) for name in extra}
     batch = Experience(
         lengths=lengths,
         input_ids=unpadded(ids, lengths).long(),
         loss_mask=unpadded(_learned_mask(rows, masks, ids.shape), lengths),
-        rows=torch.arange(first, first + len(ids)),
+        rows=torch.tensor(owners[axis.rank], dtype=torch.int64),
         **{name: value for name, value in flat.items() if name in PER},
         extra_columns={name: value for name, value in flat.items() if name not in PER},
         extra_per_token=frozenset(
             name for name in extra if name not in PER and _unit(name, rows[name]) == "token"
         ),
     )
-    starts = [sum(counts[:rank]) for rank in range(axis.size)]
-    owners = [
-        list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)
-    ]
-
     return FlattenedBatch(batch, width, owners)
+
+
+def rows_of_ranks(counts: Sequence[int]) -> list[list[int]]:
+    """Number the rows of all ranks, of which rank r has `counts[r]`: [r] has rank r's numbers."""
+    numbers = iter(range(sum(counts)))
+    return [list(islice(numbers, count)) for count in counts]
 
 
 def _agree(
@@ -137,12 +140,10 @@ def _wrong_shapes(batch: Mapping[str, Any], names: list[str]) -> str:
 
 def _wrong_lengths(lengths: Tensor, width: int) -> str:
     outside = ((lengths < 1) | (lengths > width)).nonzero()[:, 0].tolist()
-    return (
-        f"{LENGTHS} of row {outside[0]} is {int(lengths[outside[0]])}, not between 1 and S ="
-        f" {width}"
-        if outside
-        else ""
-    )
+    if not outside:
+        return ""
+    length = int(lengths[outside[0]])
+    return f"{LENGTHS} of row {outside[0]} is {length}, not between 1 and S = {width}"
 
 
 def _unit(name: str, value: Tensor) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.roles.padded import LENGTHS, SAMPLE_MASK
+from lightrft.algorithms.roles.padded import LENGTHS, SAMPLE_MASK, rows_of_ranks
 from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.core.batch import Batch, JudgedBatch, to_device
 from lightrft.core.losses import Report, sequence_sums
@@ -32,13 +32,9 @@ class RewardModel(DistributedRole):
         `columns` has the columns of a flat batch without `rows`, see
         data.conversations.flat_columns(). All ranks call it together.
         """
-        counts = [range(count) for count in self.strategy.mesh.data.gather(len(columns["lengths"]))]
-        owners = [
-            [sum(map(len, counts[:rank])) + row for row in rows] for rank, rows in enumerate(counts)
-        ]
-        batch = Batch(
-            **columns, rows=torch.tensor(owners[self.strategy.mesh.data.rank], dtype=torch.int64)
-        )
+        data = self.strategy.mesh.data
+        owners = rows_of_ranks(data.gather(len(columns["lengths"])))
+        batch = Batch(**columns, rows=torch.tensor(owners[data.rank], dtype=torch.int64))
         return self._answer_flat(batch, owners, lambda micro: _mean(self.module(micro)), mbs)
 
     def get_rewards(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:

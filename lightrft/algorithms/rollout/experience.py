@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.roles.padded import rows_of_ranks
 from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.core.advantages import Stage
 from lightrft.core.batch import Experience, RoutedShape, Rows, TrainingPlan
@@ -162,9 +163,7 @@ class EarlyOutputs:
     def _compute(self, rows: list[Sample]) -> None:
         strategy = self.role.strategy
         counts = strategy.data.gather(len(rows))
-        ends = list(accumulate(counts))
-        owners = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
-        flattened = self.flatten(rows, first_row=ends[strategy.data.rank] - len(rows))
+        flattened = self.flatten(rows, first_row=sum(counts[: strategy.data.rank]))
 
         def run(local: Experience, minibatches: list[Rows]) -> dict[str, Tensor]:
             plan = TrainingPlan(local, minibatches or [[]], self.num_updates)
@@ -175,7 +174,7 @@ class EarlyOutputs:
             return {name: value for name in names if (value := getattr(local, name)) is not None}
 
         limits = self.role.limits(self.max_sequences)
-        columns = strategy.compute_tokens(flattened, owners, run, **limits)
+        columns = strategy.compute_tokens(flattened, rows_of_ranks(counts), run, **limits)
         if self.known is None:
             self.known = {}
             self.names = list(columns)

@@ -41,13 +41,8 @@ class TowerWork:
 
     def __call__(self, features: Features) -> int:
         """Return what the media of a sequence cost in text tokens, rounded up."""
-        return ceil(
-            sum(
-                features[name].numel() * cost
-                for name, cost in self.per_element.items()
-                if name in features
-            )
-        )
+        costs = self.per_element.items()
+        return ceil(sum(features[name].numel() * cost for name, cost in costs if name in features))
 
 
 def _per_element(model: PreTrainedModel, medium: str) -> Fraction:

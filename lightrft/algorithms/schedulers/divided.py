@@ -32,19 +32,15 @@ def move_responses(
     store = MemoryStore(data, replica)
     rows = list(samples.values())
     lengths = torch.tensor([len(sample.token_ids) for sample in rows], dtype=torch.int64)
-    tokens = {"token_ids": torch.int32, "weight_versions": torch.int32, "logprobs": torch.float64}
+    dtypes = {"token_ids": torch.int32, "weight_versions": torch.int32, "logprobs": torch.float64}
+    tokens = {}
+    for name, dtype in dtypes.items():
+        values = [*chain.from_iterable(getattr(sample, name) for sample in rows)]
+        tokens[name] = torch.tensor(values, dtype=dtype)
     facts = [(REASONS.index(sample.finish_reason), *sample.drafts) for sample in rows]
-    store.put(
-        torch.tensor([group * WIDTH + slot for group, slot in samples], dtype=torch.int64),
-        lengths,
-        tokens={
-            name: torch.tensor(
-                list(chain.from_iterable(getattr(sample, name) for sample in rows)), dtype=dtype
-            )
-            for name, dtype in tokens.items()
-        },
-        sequences={"facts": torch.tensor(facts, dtype=torch.int32).view(-1, 4)},
-    )
+    sequences = {"facts": torch.tensor(facts, dtype=torch.int32).view(-1, 4)}
+    ids = torch.tensor([group * WIDTH + slot for group, slot in samples], dtype=torch.int64)
+    store.put(ids, lengths, tokens=tokens, sequences=sequences)
     # Every rank knows all rows of the store, so all of them find the same owners.
     owners: list[list[int]] = [[] for _ in range(data.size)]
     for row in store.rows().ids.tolist():

@@ -59,10 +59,8 @@ class DynamicSampling:
 
         if self.missing and warns:
             logger.warning(
-                "dynamic sampling: {} of {} groups have no signal after {} rounds",
-                self.missing,
-                self.size,
-                self.most_rounds,
+                f"dynamic sampling: {self.missing} of {self.size} groups have no signal after"
+                f" {self.most_rounds} rounds"
             )
 
         # Every rank has the same sorted numbers, so all of them choose the same substitutes.

@@ -24,6 +24,7 @@ from lightrft.app.observe.sample_table import ENDS, excerpt, sample_table
 from lightrft.app.observe.scoreboard import scoreboard
 from lightrft.app.observe.sinks import read_ends, read_rows
 from lightrft.app.observe.text import duration, is_number, percent, short, visible
+from lightrft.config.values import read_object
 
 RUN_FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
 
@@ -70,7 +71,7 @@ def write_report(folder: Path) -> Path:
     config = yaml.safe_load(written) or {}
     summary = _summary(folder)
     name = folder.resolve().name
-    board = scoreboard(read_rows(folder / "metrics.jsonl"), _content(folder / "run.json"))
+    board = scoreboard(read_rows(folder / "metrics.jsonl"), read_object(folder / "run.json"))
     samples = read_ends(folder / "samples.jsonl", ENDS)
     data = {
         "title": name,
@@ -118,7 +119,7 @@ def _visible(data: Any) -> Any:
 def _summary(folder: Path) -> dict[str, Any]:
     """Return the content of run.json and summary.json; the latter takes precedence."""
     paths = (folder / "run.json", folder / "summary.json")
-    run, summary = map(_content, paths)
+    run, summary = map(read_object, paths)
     # with these the program recognises the run
     for name in "run process launchers machine total_steps weight_bytes".split():
         run.pop(name, None)
@@ -128,15 +129,6 @@ def _summary(folder: Path) -> dict[str, Any]:
     if "seconds" in run:
         run["wall_s"] = run.pop("seconds")
     return run | summary
-
-
-def _content(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file, or an empty one if it is missing or broken."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _lead(history: History, summary: dict[str, Any]) -> str:
@@ -222,14 +214,8 @@ def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
             # An evaluation counts by itself. Noisy numbers of steps are averaged over a tenth of
             # the run, at most ten steps.
             window = 1 if topic == "eval" else min(10, max(1, len(values) // 10))
-            tiles.append(
-                (
-                    topic,
-                    label,
-                    form(fmean(values[-window:])),
-                    f"at first {form(fmean(values[:window]))}",
-                )
-            )
+            first, last = (form(fmean(each)) for each in (values[:window], values[-window:]))
+            tiles.append((topic, label, last, f"at first {first}"))
 
     if values := finite.get("engine/logprob_mismatch_max", finite.get("engine/logprob_mismatch")):
         tiles.append(("mismatch", "Engine mismatch", short(max(values)), "largest log-prob gap"))

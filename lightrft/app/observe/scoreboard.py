@@ -90,10 +90,9 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
     phases = sorted(
         {name for row in steps for name in row if name.startswith("time/") and name.count("/") == 1}
     )
+    total = sum(row["time/step"] for row in steps)
     shares = {
-        name.removeprefix("time/"): (
-            sum(row.get(name) or 0.0 for row in steps) / sum(row["time/step"] for row in steps)
-        )
+        name.removeprefix("time/"): sum(row.get(name) or 0.0 for row in steps) / total
         for name in phases
         if name not in ("time/step", "time/idle_share")
     }

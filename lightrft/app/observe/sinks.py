@@ -331,27 +331,24 @@ def sample_rows(samples: list[Sample]) -> list[dict[str, Any]]:
         shown = [*media.get("images", ()), *media.get("videos", ())]
         pictures = [item.thumbnail() for item in shown]
         sounds = [item.player() for item in media.get("audios", ())]
+        names = {kind: [item.name for item in items] for kind, items in prompt.multi_modal.items()}
 
-        rows.append(
-            {
-                "group": sample.group,
-                "prompt": prompt.text,
-                **{
-                    medium: [item.name for item in items]
-                    for medium, items in prompt.multi_modal.items()
-                },
-                "response": sample.text,
-                "label": prompt.columns.get("label"),
-                "reward": sample.reward,
-                "finish_reason": sample.finish_reason,
-                "length": len(sample.token_ids),
-                PROMPT_IDS: list(prompt.token_ids),
-                RESPONSE_IDS: sample.token_ids,
-                **(_episode(sample.episode) if sample.episode else {}),
-                **({THUMBNAILS: pictures} if pictures else {}),
-                **({SOUNDS: sounds} if sounds else {}),
-            }
-        )
+        row = {
+            "group": sample.group,
+            "prompt": prompt.text,
+            **names,
+            "response": sample.text,
+            "label": prompt.columns.get("label"),
+            "reward": sample.reward,
+            "finish_reason": sample.finish_reason,
+            "length": len(sample.token_ids),
+            PROMPT_IDS: list(prompt.token_ids),
+            RESPONSE_IDS: sample.token_ids,
+            **(_episode(sample.episode) if sample.episode else {}),
+            **({THUMBNAILS: pictures} if pictures else {}),
+            **({SOUNDS: sounds} if sounds else {}),
+        }
+        rows.append(row)
 
     return rows
 

@@ -16,11 +16,9 @@ SYMPTOM_STEPS = 10
 COMPARED_SHARE = 5
 """The first and the last fifth of the steps are compared."""
 METRICS = tuple(
-    (
-        "rollout/reward rollout/reward_min rollout/reward_max rollout/groups_without_signal"
-        " rollout/response_length rollout/truncated rollout/staleness train/entropy train/clip_low"
-        " train/clip_high train/grad_norm engine/logprob_mismatch eval/reward"
-    ).split()
+    """rollout/reward rollout/reward_min rollout/reward_max rollout/groups_without_signal
+    rollout/response_length rollout/truncated rollout/staleness train/entropy train/clip_low
+    train/clip_high train/grad_norm engine/logprob_mismatch eval/reward""".split()
 )
 """Metrics that symptoms are found in."""
 REWARD_COMPONENT_PREFIX = "rollout/reward_of_"

@@ -50,9 +50,9 @@ class Package:
     options: Callable[[ObserveSection, Path, str | None], dict[str, Any]]
     """Takes the section, the run's folder and the id of the run to continue; returns the options of
     the start."""
-    run_id: Callable[[Any], str]
     samples: Callable[[Any, list[dict[str, str]], int], None]
-    finish: Callable[[Any, str], None]
+    run_id: Callable[[Any], str] = lambda run: run.id
+    finish: Callable[[Any, str], None] = lambda tracker, status: tracker.finish()
     login_problem: Callable[[], str] = lambda: ""
     """Returns what is missing for a login; empty if there is one."""
     takes_changes: bool = True
@@ -93,11 +93,8 @@ class Tracker(Sink):
 
         # Only the start is awaited: a tracker that cannot start should end the run at once.
         try:
-            id_file.write_text(
-                self._submit(partial(self._open, flat(config), run_id)).result(
-                    TRACKER_START_SECONDS
-                )
-            )
+            opened = self._submit(partial(self._open, flat(config), run_id))
+            id_file.write_text(opened.result(TRACKER_START_SECONDS))
         except TimeoutError as error:
             self._calls.put(None)
             raise ConfigError(
@@ -167,9 +164,8 @@ class Tracker(Sink):
         if not self._failed:
             self._failed = True
             logger.warning(
-                "--report_to {}: {}; the run continues, and metrics.jsonl has every metric",
-                self._name,
-                describe(problem),
+                f"--report_to {self._name}: {describe(problem)}; the run continues, and"
+                " metrics.jsonl has every metric"
             )
 
 
@@ -233,14 +229,15 @@ def share_process_group() -> None:
     torch.set_num_threads(threads)
 
 
-def _wandb(section: ObserveSection, folder: Path, run_id: str | None) -> dict[str, Any]:
+def _names(section: ObserveSection, organisation: str, run_id: str | None) -> dict[str, Any]:
+    """Return the names of a run of wandb or swanlab, which call the organisation differently."""
+    names = {"name": section.tracker_run_name, "group": section.tracker_group}
     resumed = {"id": run_id, "resume": "allow"} if run_id else {}
-    names = {
-        "name": section.tracker_run_name,
-        "entity": section.tracker_org,
-        "group": section.tracker_group,
-    }
-    return {**names, "dir": str(folder), **resumed}
+    return names | {organisation: section.tracker_org} | resumed
+
+
+def _wandb(section: ObserveSection, folder: Path, run_id: str | None) -> dict[str, Any]:
+    return _names(section, "entity", run_id) | {"dir": str(folder)}
 
 
 def _trackio(section: ObserveSection, folder: Path, run_id: str | None) -> dict[str, Any]:
@@ -249,13 +246,7 @@ def _trackio(section: ObserveSection, folder: Path, run_id: str | None) -> dict[
 
 
 def _swanlab(section: ObserveSection, folder: Path, run_id: str | None) -> dict[str, Any]:
-    resumed = {"id": run_id, "resume": "allow"} if run_id else {}
-    names = {
-        "name": section.tracker_run_name,
-        "workspace": section.tracker_org,
-        "group": section.tracker_group,
-    }
-    return {**names, "log_dir": str(folder / "swanlog"), **resumed}
+    return _names(section, "workspace", run_id) | {"log_dir": str(folder / "swanlog")}
 
 
 def _mlflow(section: ObserveSection, folder: Path, run_id: str | None) -> dict[str, Any]:
@@ -271,23 +262,18 @@ def _comet(section: ObserveSection, folder: Path, run_id: str | None) -> dict[st
 
 
 def _wandb_samples(tracker: Any, rows: list[dict[str, str]], step: int) -> None:
+    tracker.log_table("samples", **_table(rows), step=step)
+
+
+def _table(rows: list[dict[str, str]]) -> dict[str, list]:
     columns = list(rows[0])
-    tracker.log_table(
-        "samples",
-        columns=columns,
-        data=[[row.get(name, "") for name in columns] for row in rows],
-        step=step,
-    )
+    return {"columns": columns, "data": [[row.get(name, "") for name in columns] for row in rows]}
 
 
 def _trackio_samples(tracker: Any, rows: list[dict[str, str]], step: int) -> None:
     import trackio
 
-    columns = list(rows[0])
-    table = trackio.Table(
-        columns=columns, data=[[row.get(name, "") for name in columns] for row in rows]
-    )
-    tracker.log({"samples": table}, step=step)
+    tracker.log({"samples": trackio.Table(**_table(rows))}, step=step)
 
 
 def _mlflow_samples(tracker: Any, rows: list[dict[str, str]], step: int) -> None:
@@ -337,25 +323,19 @@ def _finish_mlflow(tracker: Any, status: str) -> None:
 PACKAGES = {
     "wandb": Package(
         _wandb,
-        lambda run: run.id,
         _wandb_samples,
-        lambda tracker, status: tracker.tracker.finish(int(status != "finished")),
-        _wandb_login,
+        finish=lambda tracker, status: tracker.tracker.finish(int(status != "finished")),
+        login_problem=_wandb_login,
     ),
     "mlflow": Package(
-        _mlflow, lambda run: run.info.run_id, _mlflow_samples, _finish_mlflow, takes_changes=False
+        _mlflow, _mlflow_samples, lambda run: run.info.run_id, _finish_mlflow, takes_changes=False
     ),
     "swanlab": Package(
         _swanlab,
-        lambda run: run.id,
         _swanlab_samples,
-        lambda tracker, status: tracker.tracker.finish(EXIT_STATES[status][1]),
+        finish=lambda tracker, status: tracker.tracker.finish(EXIT_STATES[status][1]),
     ),
-    "trackio": Package(
-        _trackio, lambda run: run.name, _trackio_samples, lambda tracker, status: tracker.finish()
-    ),
-    "comet_ml": Package(
-        _comet, lambda run: run.get_key(), _comet_samples, lambda tracker, status: tracker.finish()
-    ),
+    "trackio": Package(_trackio, _trackio_samples, lambda run: run.name),
+    "comet_ml": Package(_comet, _comet_samples, lambda run: run.get_key()),
 }
 """Tracker's name in --report_to, the same as the package's -> how to use it."""

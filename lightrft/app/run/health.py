@@ -124,16 +124,15 @@ class Health:
             finding = "all rewards of each group are equal"
             if equal:
                 finding = f"all rewards are {row['rollout/reward']:.4g}"
-            if self.steps_without_signal == 1:
-                so_far = ""
-            else:
+            so_far = ""
+            if self.steps_without_signal > 1:
                 so_far = f"; {self.steps_without_signal} steps had none so far"
             truncated = row.get("rollout/truncated", 0.0)
-            cut_off = (
-                f"; {truncated:.0%} of the responses are cut off: raise --generate_max_len"
-                if truncated > MANY_TRUNCATED
-                else ""
-            )
+            cut_off = ""
+            if truncated > MANY_TRUNCATED:
+                cut_off = (
+                    f"; {truncated:.0%} of the responses are cut off: raise --generate_max_len"
+                )
             logger.warning(
                 "step {}: {}, so it has no training signal{}{}", number, finding, so_far, cut_off
             )
@@ -163,13 +162,8 @@ class Health:
             if mismatch > usual:
                 than = f"the {median(self._mismatches):.2g} of the steps before"
             logger.warning(
-                "step {}: the log-probs of engine and trainer differ by {:.2g} on average, {:.2g}"
-                " at most, far more than {}; {}",
-                number,
-                mismatch,
-                largest,
-                than,
-                verification,
+                f"step {number}: the log-probs of engine and trainer differ by {mismatch:.2g} on"
+                f" average, {largest:.2g} at most, far more than {than}; {verification}"
             )
 
         return True

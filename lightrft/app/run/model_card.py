@@ -25,10 +25,8 @@ METHODS = {
     "train_prm": "process reward modelling",
 }
 CARD_SETTINGS = tuple(
-    (
-        "pretrain prompt_data reward advantage_estimator learning_rate train_batch_size lora_rank"
-        " load_in_4bit seed"
-    ).split()
+    """pretrain prompt_data reward advantage_estimator learning_rate train_batch_size lora_rank
+    load_in_4bit seed""".split()
 )
 """Settings that a card shows if the command reads them."""
 ON_HUB = "abcdefghijklmnopqrstuvwxyz0123456789-_./"
@@ -131,11 +129,8 @@ def push(folder: Path, repository: str) -> None:
         )
     except Exception as error:  # each HTTP client has errors of its own
         logger.warning(
-            "--push_to_hub {}: the upload failed ({}); repeat it with `hf upload {} {}`",
-            repository,
-            _first_line(error),
-            repository,
-            folder,
+            f"--push_to_hub {repository}: the upload failed ({_first_line(error)}); repeat it with"
+            f" `hf upload {repository} {folder}`"
         )
         return
 

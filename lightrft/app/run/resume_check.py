@@ -19,19 +19,15 @@ from lightrft.models.weight_files import NOT_THE_MODEL
 from lightrft.strategy.checkpoints import NOTHING
 
 FIXED = tuple(
-    (
-        "seed rollout_batch_size n_samples_per_prompt train_batch_size max_epochs"
-        " advantage_estimator optimizer"
-    ).split()
+    """seed rollout_batch_size n_samples_per_prompt train_batch_size max_epochs
+    advantage_estimator optimizer""".split()
 )
 """Settings that determine the order of the data, the updates of a step, or what is stored."""
 FREE_IN_FORK = ("seed", "n_samples_per_prompt", "train_batch_size", "max_epochs")
 """Settings of FIXED that another run may change when it leaves from a checkpoint."""
 FIXED_WITH_FROZEN = tuple(
-    (
-        "pretrain critic_pretrain lora_rank lora_alpha target_modules load_in_4bit freeze_prefix"
-        " freeze_vision_tower"
-    ).split()
+    """pretrain critic_pretrain lora_rank lora_alpha target_modules load_in_4bit freeze_prefix
+    freeze_vision_tower""".split()
 )
 """Settings that are also fixed if frozen parameters come from --pretrain.
 
@@ -40,13 +36,11 @@ They say which parameters are frozen, and what the checkpoint contains.
 TOWERS = ("vision_config", "audio_config")
 """Sections of a model's configuration that describe modules which are not trained."""
 NO_EFFECT_ON_NUMBERS = {
-    *(
-        "save_path ckpt_path load_checkpoint fork_from at save_steps max_ckpt_num max_ckpt_mem"
-        " save_hf_ckpt async_save push_to_hub save_adapter_only overwrite mismatch_limit dry_run"
-        " dump_rollouts replay_rollouts media_root media_max_mb media_urls precompute_reference"
-        " data_cache eval_steps timeout_minutes arrival_minutes phase_minutes server_minutes"
-        " reward_minutes reward_workers reward_memory_gb"
-    ).split(),
+    *"""save_path ckpt_path load_checkpoint fork_from at save_steps max_ckpt_num max_ckpt_mem
+    save_hf_ckpt async_save push_to_hub save_adapter_only overwrite mismatch_limit dry_run
+    dump_rollouts replay_rollouts media_root media_max_mb media_urls precompute_reference
+    data_cache eval_steps timeout_minutes arrival_minutes phase_minutes server_minutes
+    reward_minutes reward_workers reward_memory_gb""".split(),
     *(field.name for field in fields(SECTIONS["observe"])),
 }
 

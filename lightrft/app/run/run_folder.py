@@ -24,6 +24,7 @@ from loguru import logger
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import TRACKERS
 from lightrft.config.sections import Config
+from lightrft.config.values import read_object
 from lightrft.models.launch.connection import LOST_AFTER
 from lightrft.models.launch.rendezvous import launcher
 from lightrft.models.parallel.collectives import Axis
@@ -146,11 +147,7 @@ class RunFolder:
 
     def description(self) -> dict[str, Any]:
         """Read `run.json`; return an empty mapping if it is missing or invalid."""
-        try:
-            content = json.loads((self.path / DESCRIPTION).read_text())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        return read_object(self.path / DESCRIPTION)
 
     def describe(self, description: dict[str, Any]) -> None:
         """Write `run.json` in place, over the earlier one.
@@ -287,9 +284,8 @@ class RunFolder:
         except OSError as error:
             file.close()
             logger.warning(
-                "{} cannot be locked ({}): a second run in it would not be detected",
-                folder,
-                error.strerror,
+                f"{folder} cannot be locked ({error.strerror}): a second run in it would not be"
+                " detected"
             )
             return
 

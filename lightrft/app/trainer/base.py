@@ -560,10 +560,7 @@ class Trainer(ABC):
             logger.info("report: {}", write_report(self.folder))
         except Exception as error:  # a finished run does not fail because of its report
             logger.warning(
-                "the report of {} could not be written: {}: {}",
-                self.folder,
-                type(error).__name__,
-                error,
+                f"the report of {self.folder} could not be written: {type(error).__name__}: {error}"
             )
 
 

@@ -139,9 +139,9 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
     # models and engine
     algorithm = config.algorithm
-    updates = updates_of_a_step(config)
-    policy, critic, teacher = build_ppo_roles(config, strategy, training_data, updates=updates)
-    draft = build_draft(config, strategy, tokenizer, updates=training_data.total_steps * updates)
+    policy, critic, teacher = build_ppo_roles(config, strategy, training_data)
+    updates = training_data.total_steps * updates_of_a_step(config)
+    draft = build_draft(config, strategy, tokenizer, updates=updates)
     ptx_loss = build_ptx_loss(config, policy, training_data, teacher)
     if not config.rollout.replay_rollouts:
         rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
@@ -308,17 +308,15 @@ def updates_of_a_step(config: Config) -> int:
 
 
 def build_ppo_roles(
-    config: Config, strategy: StrategyBase, training_data: TrainingData, *, updates: int
+    config: Config, strategy: StrategyBase, training_data: TrainingData
 ) -> tuple[Policy, Critic | None, Teacher | None]:
-    """Build the policy, and the critic and the teacher if the run needs them.
-
-    `updates`: how many optimizer steps a step takes.
-    """
+    """Build the policy, and the critic and the teacher if the run needs them."""
     algorithm = config.algorithm
     tokenizer = training_data.tokenizer
     expand = training_data.expand
 
     steps = training_data.total_steps
+    updates = updates_of_a_step(config)
     frozen = config.train.freezing_actor_steps
     if frozen >= steps:
         raise ConfigError(
@@ -366,18 +364,9 @@ def build_ptx_loss(
         )
 
     # The order is a function of the seed, so a resumed run goes on with the next rows.
-    options = {
-        "expand": expand,
-        "order": prompts.order(policy.strategy.data_order, config.train.seed),
-    }
-    return PtxLoss(
-        policy,
-        prompts,
-        train=config.train,
-        algorithm=config.algorithm,
-        teacher=teacher if config.algorithm.ptx_teacher else None,
-        **options,
-    )
+    order = prompts.order(policy.strategy.data_order, config.train.seed)
+    teacher = teacher if config.algorithm.ptx_teacher else None
+    return PtxLoss(policy, prompts, order, config.train, config.algorithm, teacher, expand)
 
 
 def start_engine(

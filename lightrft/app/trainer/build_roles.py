@@ -135,11 +135,7 @@ def _trained(
     config: Config, strategy: StrategyBase, model: Module, rate: float, updates: int
 ) -> tuple[Any, Any, Any]:
     """Shard a model with the optimizer and the schedule that train it."""
-    optim = config.optim
-    optimizer = strategy.create_optimizer(model, rate, optim.adam_betas, optim.l2)
-    warmup = round(optim.lr_warmup_ratio * updates)
-    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, warmup, updates)
-    return strategy.prepare((model, optimizer, scheduler))
+    return strategy.prepare(strategy.with_optimizer(model, rate, config.optim, updates))
 
 
 def limits(config: Config) -> dict[str, Any]:

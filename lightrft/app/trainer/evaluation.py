@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,9 +17,8 @@ from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.algorithms.rollout.scores import Estimate
 from lightrft.app.observe.sinks import encode_row, sample_rows
 from lightrft.app.observe.text import short
-from lightrft.app.trainer.held_out import HeldOut, ask_judges, evaluate
+from lightrft.app.trainer.held_out import HeldOut, answer_all, evaluate
 from lightrft.config.sections import Config
-from lightrft.core.engine import derived_seed
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.data.loader import share_of
@@ -48,18 +48,11 @@ class Evaluation:
         Rank 0 writes all responses to save_path/responses.jsonl, in the order of the data.
         """
         strategy = self.strategy
-        seed = self.config.train.seed
         strategy.announce("evaluate")
 
         # All sets are answered while the engine is awake; reward models may need the device after.
         with strategy.engine_awake():
-            answered = [
-                self.sampler.answer(
-                    held_out.prompts, seed=derived_seed(seed, "evaluation", *held_out.seed_names)
-                )
-                for held_out in self.sets
-            ]
-            ask_judges(self.sets, answered)
+            answered = answer_all(self.sets, self.sampler, self.config.train.seed, "evaluation")
 
         data = strategy.mesh.data
         metrics = Metrics()
@@ -77,9 +70,8 @@ class Evaluation:
                 table(self.config.model.pretrain, self.sets, estimates)
             )
             logger.info(
-                "numbers: {}, responses: {}",
-                self.folder / "evaluation.json",
-                self.folder / "responses.jsonl",
+                f"numbers: {self.folder / 'evaluation.json'}, responses:"
+                f" {self.folder / 'responses.jsonl'}"
             )
 
         return result
@@ -106,14 +98,9 @@ class Evaluation:
 
         for held_out, groups in zip(self.sets, answered, strict=True):
             for received in to_first_rank(groups, len(held_out.prompts), self.strategy.mesh.data):
+                rows = chain.from_iterable(response_rows(held_out.name, each) for each in received)
                 if file is not None:
-                    file.write(
-                        b"".join(
-                            encode_row(row)
-                            for group in received
-                            for row in response_rows(held_out.name, group)
-                        )
-                    )
+                    file.write(b"".join(map(encode_row, rows)))
 
         if file is not None:
             file.close()

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.algorithms.rollout.scores import Estimate, PromptScores, estimates
+from lightrft.core.engine import derived_seed
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt
@@ -31,10 +33,20 @@ class HeldOut:
         return (self.name,) if self.name else ()
 
 
-def ask_judges(sets: Sequence[HeldOut], answered: Sequence[list[Group]]) -> None:
-    """Let judges in the engine read the responses while it is awake. All ranks call it."""
+def answer_all(
+    sets: Sequence[HeldOut], sampler: RunSampler, *seed_names: int | str
+) -> list[list[Group]]:
+    """Return this rank's groups of each set, which judges in the engine have read.
+
+    The engine is awake. All ranks call it.
+    """
+    answered = [
+        sampler.answer(held_out.prompts, seed=derived_seed(*seed_names, *held_out.seed_names))
+        for held_out in sets
+    ]
     for held_out, groups in zip(sets, answered, strict=True):
         held_out.rewards.ask_judge([sample for group in groups for sample in group.responses])
+    return answered
 
 
 def evaluate(

@@ -15,10 +15,9 @@ from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.app.observe.sinks import sample_rows
 from lightrft.app.run.interruption import Interrupted
 from lightrft.app.trainer.base import Trainer, TrainingData
-from lightrft.app.trainer.held_out import HeldOut, ask_judges, evaluate
+from lightrft.app.trainer.held_out import HeldOut, answer_all, evaluate
 from lightrft.config.sections import Config, moves_reference
 from lightrft.core.batch import TrainingPlan
-from lightrft.core.engine import derived_seed
 from lightrft.core.experience import ExperienceMaker
 from lightrft.core.groups import measure_samples
 from lightrft.core.metrics import Metrics
@@ -165,14 +164,7 @@ class PPOTrainer(Trainer):
         version = self.strategy.weight_version
         with self.strategy.engine_awake(self.policy.actor):
             seed = self.config.train.seed
-            answered = [
-                self.sampler.answer(
-                    held_out.prompts,
-                    seed=derived_seed(seed, "evaluation", self.done, *held_out.seed_names),
-                )
-                for held_out in self.eval_sets
-            ]
-            ask_judges(self.eval_sets, answered)
+            answered = answer_all(self.eval_sets, self.sampler, seed, "evaluation", self.done)
 
         self.strategy.engine_lags(version)
         # Scoring comes after generation, because reward models may need the device.

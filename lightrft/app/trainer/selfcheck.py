@@ -414,14 +414,12 @@ def _compare(name: str, actual: Computed, expected: Computed) -> Comparison:
 
     first = ""
     if not gap <= LOGPROB_TOLERANCE:
-        first = next(
-            (
-                f"{module} ({expected.classes[module]})"
-                for (module, number), output in actual.outputs.items()
-                if _gap(output, expected.outputs.get((module, number))) > HIDDEN
-            ),
-            "",
+        wrong = (
+            module
+            for (module, number), output in actual.outputs.items()
+            if _gap(output, expected.outputs.get((module, number))) > HIDDEN
         )
+        first = next((f"{module} ({expected.classes[module]})" for module in wrong), "")
     return Comparison(name, gap, gradients[parameter], parameter, first)
 
 

@@ -58,10 +58,8 @@ SMALL_SIZES = {
 Names with dependencies are in _heads().
 """
 DERIVED = tuple(
-    (
-        "attention_head_dim attention_hidden_size hybrid_layer_ids kv_channels num_query_groups"
-        " qk_head_dim"
-    ).split()
+    """attention_head_dim attention_hidden_size hybrid_layer_ids kv_channels num_query_groups
+    qk_head_dim""".split()
 )
 """Values that a configuration computes from others."""
 TOWER = {

@@ -70,12 +70,8 @@ class SupervisedTrainer(Trainer):
         """Add the loss on the held-out rows, and the task's other metrics, as `eval/*`."""
         train = self.config.train
         max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
-        self.metrics.mean(
-            "eval/loss",
-            self.role.measure(
-                self.task.term(self.eval_prompts, max_tokens=max_tokens), self.metrics
-            ),
-        )
+        term = self.task.term(self.eval_prompts, max_tokens=max_tokens)
+        self.metrics.mean("eval/loss", self.role.measure(term, self.metrics))
 
     def enough(self) -> bool:
         stop = self.config.train.stop_loss

@@ -420,11 +420,9 @@ class _Columns:
             return self.named(name)
 
         contexts = PROMPTS["instruction"] if "instruction" in self.found else ()
-        names = (
-            ["input"]
-            if self.has_default_columns
-            else [name for name in PROMPTS if name not in contexts]
-        )
+        names = ["input"]
+        if not self.has_default_columns:
+            names = [name for name in PROMPTS if name not in contexts]
         name = self.first([names], "input_key", texts=True)
         if name:
             return self.joined(name)

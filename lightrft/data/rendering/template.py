@@ -516,13 +516,8 @@ def _squeezed(text: str) -> str:
 def _shape(messages: Sequence[Message]) -> tuple[Any, ...]:
     """Return what a template's decisions about messages usually depend on."""
     return tuple(
-        (
-            message["role"],
-            _kind(message["content"]),
-            len(message.get("tool_calls") or ()),
-            *sorted(message),
-        )
-        for message in messages
+        (turn["role"], _kind(turn["content"]), len(turn.get("tool_calls") or ()), *sorted(turn))
+        for turn in messages
     )
 
 

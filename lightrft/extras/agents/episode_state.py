@@ -111,11 +111,8 @@ class EpisodeState:
         sample.episode.messages.append({"role": "assistant", "content": text})
         sample.episode.num_turns += 1
         self.sample.text = text
-        self.turns.append(
-            PlayedTurn(
-                sample, completion.token_ids, len(sample.token_ids), len(sample.episode.messages)
-            )
-        )
+        lengths = len(sample.token_ids), len(sample.episode.messages)
+        self.turns.append(PlayedTurn(sample, completion.token_ids, *lengths))
 
     def end(self, ended: Ended) -> None:
         """Take over what the program reports.

@@ -149,19 +149,17 @@ class Episodes:
         state.until = time.monotonic() + 60 * self.section.environment_minutes
         context = TokenIds([*sample.prompt.token_ids, *sample.token_ids[:end]])
         content, calls = self.format.read_calls(self.parse, completion.token_ids, context)
-        self._reply(
-            state,
-            Turn(
-                text,
-                completion.token_ids,
-                completion.finish_reason,
-                last,
-                calls,
-                content if calls else text,
-                completion.logprobs,
-                context,
-            ),
+        turn = Turn(
+            text,
+            completion.token_ids,
+            completion.finish_reason,
+            last,
+            calls,
+            content if calls else text,
+            completion.logprobs,
+            context,
         )
+        self._reply(state, turn)
 
     def take_ended(self) -> list[Sample]:
         """Return the samples whose episodes have ended since the last call."""

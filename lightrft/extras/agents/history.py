@@ -52,52 +52,38 @@ class TurnHistory:
         only in outer white space, and the calls only in ids and the form of the JSON.
         """
         keys = [*map(key, messages)]
-        tools_json = _json(tools)
-        sizes = [
-            (
-                len(chat)
-                if chat
-                and len(chat) < len(keys)
-                and tools_of_it == tools_json
-                and keys[: len(chat)] == chat
-                else 0
-            )
+        described = _json(tools)
+        chats = [
+            chat if tools_of_it == described and len(chat) < len(keys) else []
             for tools_of_it, chat in self._chats
         ]
 
-        return _longest(sizes, messages)
+        turn, rest = _longest(chats, keys)
+        return turn, messages[len(keys) - len(rest) :]
 
     def of_text(self, text: str) -> tuple[int, str]:
         """Return the number of the turn that the text continues, and the text after it.
 
         The number is BEGINNING if it continues none.
         """
-        return _longest(
-            [
-                len(earlier) if earlier and text.startswith(earlier) else 0
-                for earlier in self._texts
-            ],
-            text,
-        )
+        return _longest(self._texts, text)
 
     def of_token_ids(self, token_ids: list[int]) -> tuple[int, list[int]]:
         """Return the number of the turn that the tokens continue, and the tokens after it.
 
         The number is BEGINNING if they continue none.
         """
-        return _longest(
-            [
-                len(earlier) if token_ids[: len(earlier)] == earlier else 0
-                for earlier in self._token_ids
-            ],
-            token_ids,
-        )
+        return _longest(self._token_ids, token_ids)
 
 
-def _longest(sizes: list[int], sent: Any) -> tuple[int, Any]:
-    size, turn = max(
-        ((size, turn) for turn, size in enumerate(sizes) if size), default=(0, BEGINNING)
+def _longest(earlier: Sequence[Any], sent: Any) -> tuple[int, Any]:
+    """Return the last turn with the longest beginning of what was sent, and the rest of it."""
+    found = (
+        (len(beginning), turn)
+        for turn, beginning in enumerate(earlier)
+        if beginning and sent[: len(beginning)] == beginning
     )
+    size, turn = max(found, default=(0, BEGINNING))
     return turn, sent[size:]
 
 

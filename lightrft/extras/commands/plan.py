@@ -51,18 +51,17 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError("--ranks and --ranks_per_node must be at least 1")
 
         config = parse(flags, options.command)
-        sys.exit(
-            show_plan(
-                config,
-                options.command,
-                options.ranks,
-                options.device,
-                ranks_per_node=options.ranks_per_node,
-                model_file=options.model_config,
-                as_json=options.json,
-                elsewhere=True,
-            )
+        code = show_plan(
+            config,
+            options.command,
+            options.ranks,
+            options.device,
+            ranks_per_node=options.ranks_per_node,
+            model_file=options.model_config,
+            as_json=options.json,
+            elsewhere=True,
         )
+        sys.exit(code)
 
 
 def show_plan(

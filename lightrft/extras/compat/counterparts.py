@@ -69,7 +69,7 @@ def counterpart(entry: Entry, value: Any) -> Counterpart:
 
 
 def _word(value: Any) -> str:
-    """Return the form in which tables have a value, whether it was an object or a text."""
+    """Return the form that tables have of a value, whether it was an object or a text."""
     value = getattr(value, "value", value)  # TRL's enumerations
     return str(value).lower() if str(value) in ("True", "False", "true", "false") else str(value)
 

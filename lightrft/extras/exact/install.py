@@ -56,10 +56,8 @@ def make_actor_exact(actor: Actor, dtype: torch.dtype, device: torch.device, wor
         )
     if world.rank == 0:
         logger.info(
-            "--exact: products are {}, attention reads blocks of {} keys; probed with {} threads",
-            products,
-            KEYS,
-            torch.get_num_threads(),
+            f"--exact: products are {products}, attention reads blocks of {KEYS} keys; probed with"
+            f" {torch.get_num_threads()} threads"
         )
 
 

@@ -108,13 +108,10 @@ class ExactModel(nn.Module):
         self.lm_head = causal.get_output_embeddings()
 
         heads = config.num_attention_heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.caches = [
-            LayerCache(
-                f"layers.{layer}",
-                vllm_config,
-                getattr(config, "num_key_value_heads", None) or heads,
-                getattr(config, "head_dim", None) or config.hidden_size // heads,
-            )
+            LayerCache(f"layers.{layer}", vllm_config, key_heads, width)
             for layer in range(config.num_hidden_layers)
         ]
 

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,18 +49,6 @@ ONE_PROCESS = {
     "report_to": "jsonl",
 }
 """Settings of a replay: one process that computes everything."""
-
-
-class Builders(Protocol):
-    """Functions that connect the parts of a run: the module lightrft.app.trainer.build."""
-
-    TrainingData: Any
-    build_rewards: Any
-    build_experience_maker: Any
-    build_ppo_roles: Any
-    build_learners: Any
-    updates_of_a_step: Any
-    with_token_ids: Any
 
 
 @dataclass
@@ -141,9 +130,12 @@ class _Unused:
 
 
 def replay(
-    bundle: Bundle, build: Builders, stage: Stage = "gradient", explain: Sequence[int] = ()
+    bundle: Bundle, build: ModuleType, stage: Stage = "gradient", explain: Sequence[int] = ()
 ) -> Replay:
-    """Repeat the step of a bundle up to a stage; `explain` has the samples to record."""
+    """Repeat the step of a bundle up to a stage; `explain` has the samples to record.
+
+    `build` is the module lightrft.app.trainer.build, whose functions connect the parts of a run.
+    """
     config = bundle.config
     forced = ONE_PROCESS | {"save_path": str(bundle.folder / "run"), "ckpt_path": None}
     config.update(forced)
@@ -157,7 +149,7 @@ def replay(
 
 
 def _replay(
-    bundle: Bundle, strategy: StrategyBase, build: Builders, stage: Stage, explain: Sequence[int]
+    bundle: Bundle, strategy: StrategyBase, build: ModuleType, stage: Stage, explain: Sequence[int]
 ) -> Replay:
     columns = {int(index): each for index, each in bundle.content["columns"].items()}
     prompts = {
@@ -206,7 +198,7 @@ def _compare(
 
 
 def _rewards(
-    bundle: Bundle, strategy: StrategyBase, build: Builders, samples: list[Sample]
+    bundle: Bundle, strategy: StrategyBase, build: ModuleType, samples: list[Sample]
 ) -> list[float]:
     """Compute the rewards anew, into the samples; return none if another program is needed."""
     config = bundle.config
@@ -231,16 +223,14 @@ def _rewards(
 class _Step:
     """Models and items as they were before the step."""
 
-    def __init__(self, bundle: Bundle, strategy: StrategyBase, build: Builders):
+    def __init__(self, bundle: Bundle, strategy: StrategyBase, build: ModuleType):
         self.build = build
         config = bundle.config
         total = bundle.content["total_steps"] or bundle.content["step"]
         tokenizer = load_tokenizer(config.model)
         config = self.config = build.with_token_ids(bundle.config, tokenizer)
         data = build.TrainingData(tokenizer, PromptSet([]), PromptSet([]), total)
-        policy, critic, teacher = build.build_ppo_roles(
-            config, strategy, data, updates=build.updates_of_a_step(config)
-        )
+        policy, critic, teacher = build.build_ppo_roles(config, strategy, data)
         self.policy = policy
         self.critic = critic
         algorithm = config.algorithm
@@ -255,14 +245,12 @@ class _Step:
 
         self.roles = {"critic": critic} if critic is not None else {}
         self.roles["actor"] = policy
-        self._load(
-            bundle.folder / "checkpoints",
-            {
-                "reward_shaper": shaper,
-                "kl_coefficient": self.kl_coefficient,
-                "entropy_coefficient": self.entropy_coefficient,
-            },
-        )
+        items = {
+            "reward_shaper": shaper,
+            "kl_coefficient": self.kl_coefficient,
+            "entropy_coefficient": self.entropy_coefficient,
+        }
+        self._load(bundle.folder / "checkpoints", items)
         self.make_experience = build.build_experience_maker(
             config,
             policy,

@@ -106,16 +106,20 @@ class Frontend:
             "/client/config": lambda _: CLIENT_CONFIG,
             "/client/dynamic_config": lambda _: {},
             "/create_session": self.create_session,
-            "/session_heartbeat": self.heartbeat,
-            "/create_model": self.create_model,
-            "/get_info": self.get_info,
+            "/session_heartbeat": _reading(types.SessionHeartbeatRequest, self.heartbeat),
+            "/create_model": _reading(types.CreateModelRequest, self.create_model),
+            "/get_info": _reading(types.GetInfoRequest, self.get_info),
             "/forward_backward": self.forward_backward,
-            "/optim_step": self.optim_step,
-            "/save_weights": self.save_weights,
-            "/save_weights_for_sampler": self.save_for_sampler,
-            "/load_weights": self.load_weights,
-            "/create_sampling_session": self.create_sampling_session,
-            "/asample": self.sample,
+            "/optim_step": _reading(types.OptimStepRequest, self.optim_step),
+            "/save_weights": _reading(types.SaveWeightsRequest, self.save_weights),
+            "/save_weights_for_sampler": _reading(
+                types.SaveWeightsForSamplerRequest, self.save_for_sampler
+            ),
+            "/load_weights": _reading(types.LoadWeightsRequest, self.load_weights),
+            "/create_sampling_session": _reading(
+                types.CreateSamplingSessionRequest, self.create_sampling_session
+            ),
+            "/asample": _reading(types.SampleRequest, self.sample),
             "/weights_info": self.weights_info,
             "/cancel_future": lambda _: {},
             "/telemetry": lambda _: {"status": "accepted"},
@@ -129,28 +133,20 @@ class Frontend:
             "/checkpoints": self.checkpoints,
         }
 
-        routes = [Route(f"{API}/healthz", lambda _: JSONResponse({"status": "ok"}))]
-        routes += [
-            Route(API + path, self._handler(self._of_body(answer)), methods=["POST"])
-            for path, answer in posts.items()
+        checkpoint = "/training_runs/{model}/checkpoints/{kind}/{name}"
+        answers = [
+            *(("POST", path, self._of_body(answer)) for path, answer in posts.items()),
+            *(("GET", path, self._of_url(answer)) for path, answer in gets.items()),
+            ("POST", "/retrieve_future", self._retrieve),
+            ("POST", "/sessions/{session}/finish", self._of_url(self.finish_session)),
+            ("DELETE", checkpoint, self._of_url(self.delete_checkpoint)),
         ]
-        routes += [
-            Route(API + path, self._handler(self._of_url(answer))) for path, answer in gets.items()
+        routes = [
+            Route(API + path, self._handler(answer), methods=[method])
+            for method, path, answer in answers
         ]
-        routes += [
-            Route(f"{API}/retrieve_future", self._handler(self._retrieve), methods=["POST"]),
-            Route(
-                f"{API}/sessions/{{session}}/finish",
-                self._handler(self._of_url(self.finish_session)),
-                methods=["POST"],
-            ),
-            Route(
-                f"{API}/training_runs/{{model}}/checkpoints/{{kind}}/{{name}}",
-                self._handler(self._of_url(self.delete_checkpoint)),
-                methods=["DELETE"],
-            ),
-        ]
-        return Starlette(routes=routes)
+        health = Route(f"{API}/healthz", lambda _: JSONResponse({"status": "ok"}))
+        return Starlette(routes=[health, *routes])
 
     # -- HTTP
 
@@ -199,7 +195,8 @@ class Frontend:
         return respond
 
     async def _retrieve(self, request: Request) -> Response:
-        body = _read(types.FutureRetrieveRequest, await content_of(request, MAX_BYTES))
+        content = await content_of(request, MAX_BYTES)
+        body = types.FutureRetrieveRequest.model_validate_json(content)
         return await self._promises.answer(body.request_id)
 
     # -- sessions
@@ -210,8 +207,8 @@ class Frontend:
         self._session_numbers[session] = len(self._session_numbers)
         return {"type": "create_session", "session_id": session}
 
-    def heartbeat(self, content: bytes) -> dict[str, Any]:
-        self._check_session(_read(types.SessionHeartbeatRequest, content).session_id)
+    def heartbeat(self, body: types.SessionHeartbeatRequest) -> dict[str, Any]:
+        self._check_session(body.session_id)
         return {"type": "session_heartbeat"}
 
     def finish_session(self, request: Request) -> dict[str, Any]:
@@ -226,8 +223,7 @@ class Frontend:
 
     # -- models
 
-    def create_model(self, content: bytes) -> dict[str, Any]:
-        body = _read(types.CreateModelRequest, content)
+    def create_model(self, body: types.CreateModelRequest) -> dict[str, Any]:
         self._check_session(body.session_id)
         self._check_optimizer(body.optimizer_config)
         self._check_base(body.base_model)
@@ -313,17 +309,14 @@ class Frontend:
         if config is not None and config.type != "adamw":
             raise ValueError(f"the optimizer is {config.type!r:.100}: this server has adamw alone")
 
-    def get_info(self, content: bytes) -> dict[str, Any]:
-        name = _read(types.GetInfoRequest, content).model_id
-        asked_for = self._model(name).asked_for
+    def get_info(self, body: types.GetInfoRequest) -> dict[str, Any]:
+        asked_for = self._model(body.model_id).asked_for
         return {
             "type": "get_info",
-            "model_id": name,
+            "model_id": body.model_id,
             "model_name": asked_for,
             "model_data": {"model_name": asked_for, "tokenizer_id": asked_for},
-            "is_lora": bool(self.served.lora_rank),
-            "lora_rank": self.served.lora_rank or None,
-        }
+        } | _adapter(self.served.lora_rank)
 
     def _model(self, name: str) -> TrainedName:
         if name not in self._models:
@@ -351,8 +344,7 @@ class Frontend:
             protocol.write_outputs,
         )
 
-    def optim_step(self, content: bytes) -> dict[str, Any]:
-        body = _read(types.OptimStepRequest, content)
+    def optim_step(self, body: types.OptimStepRequest) -> dict[str, Any]:
         adam = protocol.read_adam(body)
         self._model(body.model_id)
         return self._promise(
@@ -363,13 +355,11 @@ class Frontend:
 
     # -- checkpoints
 
-    def save_weights(self, content: bytes) -> dict[str, Any]:
-        body = _read(types.SaveWeightsRequest, content)
+    def save_weights(self, body: types.SaveWeightsRequest) -> dict[str, Any]:
         return self._save(body.model_id, body.seq_id, "weights", body.path, "save_weights")
 
-    def save_for_sampler(self, content: bytes) -> dict[str, Any]:
+    def save_for_sampler(self, body: types.SaveWeightsForSamplerRequest) -> dict[str, Any]:
         """Save weights by name, or keep them in memory for a sampling session."""
-        body = _read(types.SaveWeightsForSamplerRequest, content)
         kind = "save_weights_for_sampler"
         if body.path is not None:
             return self._save(body.model_id, body.seq_id, "sampler_weights", body.path, kind)
@@ -403,9 +393,8 @@ class Frontend:
             lambda _: {"path": path, "type": verb},
         )
 
-    def load_weights(self, content: bytes) -> dict[str, Any]:
+    def load_weights(self, body: types.LoadWeightsRequest) -> dict[str, Any]:
         """Load weights into a model, or into a new one if the request names a session."""
-        body = _read(types.LoadWeightsRequest, content)
         tag = self._tag(body.path)
         if body.optimizer and "/sampler_weights/" in tag:
             raise ValueError(
@@ -448,8 +437,7 @@ class Frontend:
         if not isinstance(body, dict) or not isinstance(body.get("tinker_path"), str):
             raise ValueError("weights_info needs a tinker_path")
         about = self._about((self.served.folder / self._tag(body["tinker_path"])).parents[1])
-        rank = about["lora_rank"]
-        return {"base_model": about["base_model"], "is_lora": bool(rank), "lora_rank": rank or None}
+        return {"base_model": about["base_model"]} | _adapter(about["lora_rank"])
 
     def _tag(self, path: str) -> str:
         """Return the folder of a checkpoint that is there."""
@@ -482,8 +470,7 @@ class Frontend:
 
     # -- sampling
 
-    def create_sampling_session(self, content: bytes) -> dict[str, Any]:
-        body = _read(types.CreateSamplingSessionRequest, content)
+    def create_sampling_session(self, body: types.CreateSamplingSessionRequest) -> dict[str, Any]:
         self._check_session(body.session_id)
         key = None
         if body.model_path is not None:
@@ -499,8 +486,7 @@ class Frontend:
         path, _ = self._sampler(name)
         return {"sampler_id": name, "base_model": self.served.pretrain, "model_path": path}
 
-    def sample(self, content: bytes) -> dict[str, Any]:
-        body = _read(types.SampleRequest, content)
+    def sample(self, body: types.SampleRequest) -> dict[str, Any]:
         if body.sampling_session_id is None:
             raise ValueError("asample needs a sampling_session_id")
         name = body.sampling_session_id
@@ -574,10 +560,8 @@ class Frontend:
             "training_run_id": about["model_id"],
             "base_model": about["base_model"],
             "model_owner": "",
-            "is_lora": bool(about["lora_rank"]),
-            "lora_rank": about["lora_rank"] or None,
             "last_request_time": datetime.fromtimestamp(last, UTC).isoformat(),
-        }
+        } | _adapter(about["lora_rank"])
 
     def _saved(self, folder: Path) -> list[dict[str, Any]]:
         model = self._about(folder)["model_id"]
@@ -599,9 +583,13 @@ class Frontend:
         return {"request_id": self._promises.add(request_id, begin, encode)}
 
 
-def _read(kind: type[T], content: bytes) -> T:
-    """Read a request in the form that the SDK declares; raise ValueError for another."""
-    return kind.model_validate_json(content)
+def _reading(kind: type[T], answer: Callable[[T], Any]) -> Callable[[bytes], Any]:
+    """Return a handler for JSON of this kind. Errors of pydantic are ValueErrors."""
+    return lambda content: answer(kind.model_validate_json(content))
+
+
+def _adapter(rank: int) -> dict[str, Any]:
+    return {"is_lora": bool(rank), "lora_rank": rank or None}
 
 
 def _request_id(owner: str, seq_id: int | None) -> str:

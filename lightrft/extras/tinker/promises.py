@@ -1,4 +1,4 @@
-"""Requests whose results clients ask for later, and the queue in which they wait."""
+"""Requests whose results clients ask for later, and the queue where they wait."""
 
 import asyncio
 import threading

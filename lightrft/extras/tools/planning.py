@@ -64,11 +64,9 @@ PLAIN_BUCKET = 500_000_000
 ROUNDED = 512
 """--max_tokens_per_microbatch is rounded down to a multiple of this."""
 STEP_FLAGS = tuple(
-    (
-        "bf16 lora_rank target_modules load_in_4bit freeze_prefix reduce_gradients_once"
-        " gather_parameters_once reduce_dtype gradient_checkpointing gradient_checkpointing_policy"
-        " optimizer"
-    ).split()
+    """bf16 lora_rank target_modules load_in_4bit freeze_prefix reduce_gradients_once
+    gather_parameters_once reduce_dtype gradient_checkpointing gradient_checkpointing_policy
+    optimizer""".split()
 )
 """Fields that change the bytes of a step."""
 Bytes = dict[str, float]

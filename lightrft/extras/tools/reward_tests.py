@@ -174,11 +174,11 @@ class RewardTest:
             return [Row(prompt) for prompt in prompts]
 
         answers = [right_answers(label)[0] for label in labels]
+        pairs = list(zip(prompts, answers, strict=True))
         self.form = max(
             RESPONSE_FORMS,
             key=lambda form: fmean(
-                self.scores(prompt, [form.format(answer)])[0]
-                for prompt, answer in zip(prompts, answers, strict=True)
+                self._score(each, form.format(answer)) for each, answer in pairs
             ),
         )
         return self._with_wrong([self.form.format(answer) for answer in answers], prompts)
@@ -254,7 +254,7 @@ class RewardTest:
                 )
                 return
 
-            alone = [self.scores(row.prompt, [text])[0] for text in texts]
+            alone = [self._score(row.prompt, text) for text in texts]
             if _differ(together, alone):
                 yield Finding(
                     "depends on the other responses",

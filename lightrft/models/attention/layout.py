@@ -82,12 +82,9 @@ class Selection:
         copy = _copy_numbers(index)
         for number in range(int(copy.max(initial=0)) + 1 if copy.any() else 0):
             entries = (copy == number).nonzero()[0]
-            self._copies.append(
-                (
-                    to_device(torch.from_numpy(entries), device),
-                    to_device(torch.from_numpy(index[entries]), device),
-                )
-            )
+            positions = to_device(torch.from_numpy(entries), device)
+            rows = to_device(torch.from_numpy(index[entries]), device)
+            self._copies.append((positions, rows))
 
     def of(self, values: Tensor) -> Tensor:
         """Return the selected rows: [n, ...]."""

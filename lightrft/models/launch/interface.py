@@ -90,11 +90,7 @@ def _interface_towards(address: str) -> str:
         return ""
 
     interfaces = psutil.net_if_addrs().items()
-    return next(
-        (
-            name
-            for name, addresses in interfaces
-            if source in [listed.address.partition("%")[0] for listed in addresses]
-        ),
-        "",
-    )
+    for name, addresses in interfaces:
+        if source in [listed.address.partition("%")[0] for listed in addresses]:
+            return name
+    return ""

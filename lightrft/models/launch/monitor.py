@@ -136,10 +136,8 @@ class Monitor:
                 next_beat = now + self.beat
 
         self._tell_all({"bye": True})
-        for connection in [
-            self._listening,
-            *(status.connection for status in self.statuses.values()),
-        ]:
+        connections = [status.connection for status in self.statuses.values()]
+        for connection in (self._listening, *connections):
             connection.close()
 
     def _accept(self) -> None:
@@ -154,10 +152,9 @@ class Monitor:
 
     def _close_unauthenticated(self, now: float) -> None:
         """Close connections that have not said in time who they are."""
-        for connection in [
-            late for late, since in self._unauthenticated.items() if now - since > ARRIVAL
-        ]:
-            self._close(connection)
+        for connection, since in list(self._unauthenticated.items()):
+            if now - since > ARRIVAL:
+                self._close(connection)
 
     def _close(self, connection: Connection) -> None:
         self._unauthenticated.pop(connection, None)
@@ -233,12 +230,8 @@ class Monitor:
             headline = (
                 f"a collective has waited for more than {self.limit:.0f} s (--timeout_minutes)"
             )
-            waiting = (
-                status.rank
-                for status in self.statuses.values()
-                if status.rank not in late and not status.left
-            )
-            root = min(waiting, default=0)
+            present = [status.rank for status in self.statuses.values() if not status.left]
+            root = min(set(present) - late.keys(), default=0)
             self._end(f"{headline}. {self._report(late, now)}", root=root)
 
         elif phases := self._endless(now):
@@ -282,13 +275,11 @@ class Monitor:
         late = {}
         for group, members in self._counts().items():
             most = max(count for count, _ in members.values())
-            late.update(
-                {
-                    rank: f"has begun {count} of {most} collectives in {group}"
-                    for rank, (count, _) in members.items()
-                    if count < most
-                }
-            )
+            late |= {
+                rank: f"has begun {count} of {most} collectives in {group}"
+                for rank, (count, _) in members.items()
+                if count < most
+            }
 
         return late
 

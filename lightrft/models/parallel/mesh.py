@@ -280,15 +280,9 @@ def mesh_problems(
     world_size: int, *, dp_replicate: int, sp: int, tp: int, ep: int = 1
 ) -> list[str]:
     """Return all reasons why these sizes cannot form a mesh; empty if they can."""
+    sizes = {"dp_replicate": dp_replicate, "sp_size": sp, "tp_size": tp, "ep_size": ep}
     problems = [
-        f"{name} must be at least 1, not {size}"
-        for name, size in (
-            ("dp_replicate", dp_replicate),
-            ("sp_size", sp),
-            ("tp_size", tp),
-            ("ep_size", ep),
-        )
-        if size < 1
+        f"{name} must be at least 1, not {size}" for name, size in sizes.items() if size < 1
     ]
     if problems:
         return problems

@@ -138,9 +138,8 @@ def _mapped_together(axis: Axis) -> mmap.mmap | None:
         os.close(file)
         if problems:
             logger.warning(
-                "{} ranks gather through sockets, because they cannot share memory: {}",
-                axis.size,
-                problems[0],
+                f"{axis.size} ranks gather through sockets, because they cannot share memory:"
+                f" {problems[0]}"
             )
 
     return None if problems else memory

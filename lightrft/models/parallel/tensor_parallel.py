@@ -49,11 +49,9 @@ from lightrft.models.parallel.sequence_parallel import (
 )
 
 FAMILIES = tuple(
-    (
-        "arcee cohere cohere2 exaone4 gemma2 gemma3_text glm4 gpt_oss granite hunyuan_v1_dense"
-        " llama ministral3 mistral mixtral olmo2 olmo3 phi3 qwen2 qwen2_5_omni_text qwen2_5_vl_text"
-        " qwen2_vl_text qwen3 qwen3_moe qwen3_vl_text seed_oss smollm3"
-    ).split()
+    """arcee cohere cohere2 exaone4 gemma2 gemma3_text glm4 gpt_oss granite hunyuan_v1_dense
+    llama ministral3 mistral mixtral olmo2 olmo3 phi3 qwen2 qwen2_5_omni_text qwen2_5_vl_text
+    qwen2_vl_text qwen3 qwen3_moe qwen3_vl_text seed_oss smollm3""".split()
 )
 """Supported values of model_type.
 

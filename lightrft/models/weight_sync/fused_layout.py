@@ -325,14 +325,8 @@ def _pieces(
     path, _, attribute = (renamed or "").rpartition(".")
     layer_name = name.split(".")[-2]
     inside = path.rpartition(".")[0]
-    fused = next(
-        (
-            fused
-            for fused, combined in fused_layers.items()
-            if layer_name in combined and f"{inside}.{fused}" in layers
-        ),
-        layer_name,
-    )
+    owners = [name for name, combined in fused_layers.items() if layer_name in combined]
+    fused = next((name for name in owners if f"{inside}.{name}" in layers), layer_name)
     shard_ids = None
     if fused != layer_name:
         shard_ids = SHARD_IDS.get(layer_name, (fused_layers[fused].index(layer_name),))

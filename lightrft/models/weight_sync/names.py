@@ -102,14 +102,9 @@ class PublishedNames:
         """
         if name in self.renamed:
             return [self.renamed[name]]
-        return list(
-            self._convert(
-                {
-                    member: torch.empty(self.shapes[member], device="meta")
-                    for member in self._together[name]
-                }
-            )
-        )
+        members = self._together[name]
+        empty = {member: torch.empty(self.shapes[member], device="meta") for member in members}
+        return list(self._convert(empty))
 
     def is_alone(self, name: str) -> bool:
         """Return True if a weight is converted alone."""

@@ -61,12 +61,8 @@ def score_of_task(
     text. Raises ValueError for metadata without a task.
     """
     options = options or [None] * len(samples)
-    return [
-        score_of_answer(sample.text, right, about, row_options)
-        for sample, right, about, row_options in zip(
-            samples, answer, metadata, options, strict=True
-        )
-    ]
+    rows = zip(samples, answer, metadata, options, strict=True)
+    return [score_of_answer(sample.text, *row) for sample, *row in rows]
 
 
 def given_answer(text: str) -> str:

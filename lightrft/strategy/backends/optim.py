@@ -242,12 +242,8 @@ def _summed(gradient: DTensor) -> DTensor:
     """Return the gradient, summed over the ranks that each have a part of the sum."""
     if not any(placement.is_partial() for placement in gradient.placements):
         return gradient
-    return gradient.redistribute(
-        placements=[
-            Replicate() if placement.is_partial() else placement
-            for placement in gradient.placements
-        ]
-    )
+    whole = [Replicate() if each.is_partial() else each for each in gradient.placements]
+    return gradient.redistribute(placements=whole)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:

@@ -55,16 +55,8 @@ class SampleRows:
             )
 
         tags = {name: torch.cat([values, other.tags[name]]) for name, values in self.tags.items()}
-        both = (
-            torch.cat(pair)
-            for pair in (
-                (self.ids, other.ids),
-                (self.lengths, other.lengths),
-                (self.ranks, other.ranks),
-            )
-        )
-
-        return type(self)(*both, tags)
+        columns = ((rows.ids, rows.lengths, rows.ranks) for rows in (self, other))
+        return type(self)(*map(torch.cat, zip(*columns, strict=True)), tags)
 
     def held_by(self, owners: Sequence[Sequence[int]]) -> Self:
         """Return the rows after a move, in the order of the lists of ids."""
@@ -307,11 +299,8 @@ class MemoryStore(SampleStore):
         if problem:
             raise ValueError(problem)
 
-        columns = (
-            table[:, 2:].split([math.prod(values.shape[1:]) for values in tags.values()], 1)
-            if tags
-            else ()
-        )
+        widths = [math.prod(values.shape[1:]) for values in tags.values()]
+        columns = table[:, 2:].split(widths, 1) if tags else ()
         values = {
             name: values.reshape(-1, *tags[name].shape[1:])
             for name, values in zip(tags, columns, strict=True)
@@ -384,10 +373,7 @@ class MemoryStore(SampleStore):
         )
         types = {name: self._columns[name] for name in names}
         flat = torch.cat(
-            [
-                pack_columns([self._columns[name].select(share.ids) for name in names])
-                for share in sent
-            ]
+            [pack_columns([each.select(share.ids) for each in types.values()]) for share in sent]
         )
         sizes = [
             [packed_size(list(types.values()), share) for share in shares]
@@ -493,12 +479,8 @@ def checked_columns(
 
 def _digest(types: Mapping[str, str]) -> int:
     """Hash the columns and the types of each to 63 bits, because an int64 travels."""
-    return (
-        int.from_bytes(
-            hashlib.blake2b(repr(sorted(types.items())).encode(), digest_size=8).digest()
-        )
-        >> 1
-    )
+    digest = hashlib.blake2b(repr(sorted(types.items())).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 def check_owners(ids: Tensor, owners: Sequence[Sequence[int]]) -> None:
@@ -554,10 +536,6 @@ def _split_by_rank(rows: SampleRows, ranks: Tensor, size: int) -> list[SampleRow
 
 
 def _concatenate(columns: list[Column]) -> Column:
-    return Column(
-        columns[0].per_token,
-        *(
-            torch.cat([getattr(each, name) for each in columns])
-            for name in ("ids", "lengths", "values")
-        ),
-    )
+    names = ("ids", "lengths", "values")
+    joined = (torch.cat([getattr(each, name) for each in columns]) for name in names)
+    return Column(columns[0].per_token, *joined)

@@ -119,12 +119,8 @@ class TransferQueueStore(MemoryStore):
         else:
             flat = torch.empty(packed_size(list(order.values()), rows), dtype=torch.uint8)
 
-        return {
-            name: column.values
-            for name, column in unpack_columns(
-                self.replica.broadcast_tensor(flat), order, rows
-            ).items()
-        }
+        columns = unpack_columns(self.replica.broadcast_tensor(flat), order, rows)
+        return {name: column.values for name, column in columns.items()}
 
     def produced_ids(self, name: str) -> set[int]:
         return self._local_ids[name] if name in self._local_ids else super().produced_ids(name)

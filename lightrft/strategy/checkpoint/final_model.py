@@ -263,13 +263,8 @@ def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[Mo
 
 def _learned_ends(settings: dict, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens that ended the run's responses."""
-    section = DataSection(
-        **{
-            field.name: settings[field.name]
-            for field in fields(DataSection)
-            if field.name in settings
-        }
-    )
+    names = [field.name for field in fields(DataSection) if field.name in settings]
+    section = DataSection(**{name: settings[name] for name in names})
     return turn_end_ids(section, tokenizer).union(settings.get("stop_token_ids", ()))
 
 

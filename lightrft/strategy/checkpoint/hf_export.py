@@ -56,10 +56,8 @@ GENERATION_FILE = "generation_config.json"
 PREDICTS_SEVERAL = ("mtp.",)
 """Names of layers that predict several tokens: transformers has none, but engines draft by them."""
 COPIED_FILES = tuple(
-    (
-        "processor_config.json preprocessor_config.json video_preprocessor_config.json"
-        " chat_template.json spk_dict.pt"
-    ).split()
+    """processor_config.json preprocessor_config.json video_preprocessor_config.json
+    chat_template.json spk_dict.pt""".split()
 )
 """Files of processors, and the voices of Qwen2.5-Omni: training does not change them."""
 
@@ -86,17 +84,12 @@ def export(
         )
 
     writer = ShardWriter(folder.with_name(folder.name + TEMPORARY), MAX_SHARD_BYTES, world)
+    published = PublishedNames.of(model).rename(stream)
     write_folder(
         folder,
         world,
         partial(_check_target, folder),
-        partial(
-            _write_weights,
-            writer,
-            PublishedNames.of(model).rename(stream),
-            _other_modules(model),
-            dtype,
-        ),
+        partial(_write_weights, writer, published, _other_modules(model), dtype),
         lambda _: writer.name_files() if world.rank == 0 else None,
         partial(_write_rest, model, tokenizer, dtype, world.rank == 0),
     )
@@ -252,9 +245,8 @@ def _other_modules(model: PreTrainedModel) -> Stream:
     if files is None:
         if not has_voice:
             logger.warning(
-                "{} is not there any more: layers that predict several tokens (mtp.*) are not in"
-                " the new folder",
-                model.name_or_path,
+                f"{model.name_or_path} is not there any more: layers that predict several tokens"
+                " (mtp.*) are not in the new folder"
             )
             return
         raise ValueError(

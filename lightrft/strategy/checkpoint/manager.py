@@ -167,10 +167,8 @@ def load(
             steps.append(partial(_restore_random, contents, path))
         elif world.rank == 0:
             logger.warning(
-                "{} was written by {} ranks, this run has {}: random states start anew",
-                path,
-                world_size,
-                world.size,
+                f"{path} was written by {world_size} ranks, this run has {world.size}: random"
+                " states start anew"
             )
 
     for step in steps:

@@ -116,10 +116,7 @@ def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]
         except (OSError, ValueError) as error:
             if warn:
                 logger.warning(
-                    "{} is not a complete checkpoint: its {} cannot be read ({})",
-                    path,
-                    MANIFEST,
-                    error,
+                    f"{path} is not a complete checkpoint: its {MANIFEST} cannot be read ({error})"
                 )
 
     return sorted(manifests, key=lambda pair: pair[0].number, reverse=True)

@@ -45,7 +45,8 @@ def updated(folder: str):
     made = rows.strategy()
     policy = rows.policy(made, folder, max_tokens=24)
     metrics = Metrics()
-    ptx_loss = PtxLoss(policy, given(), train=TRAIN, algorithm=ALGORITHM)
+    prompts = given()
+    ptx_loss = PtxLoss(policy, prompts, Order(len(prompts), TRAIN.seed), TRAIN, ALGORITHM)
     batch, (members,) = policy.redistribute(
         rows.share(rows.whole(), made.get_rank(), made.mesh.data.size)
     )

@@ -54,13 +54,8 @@ class DPOTask:
         else:
             batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
 
-        return LossTerm(
-            batch,
-            rows,
-            self.objective,
-            pair_denominator(pairs, strategy.device),
-            self.policy.supervised,
-        )
+        denominator = pair_denominator(pairs, strategy.device)
+        return LossTerm(batch, rows, self.objective, denominator, self.policy.supervised)
 
     def precompute(self, pairs: Sequence[Prompt]) -> None:
         """Keep the log-probs of the actor, before it learns, as the reference's log-probs.

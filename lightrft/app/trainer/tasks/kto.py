@@ -41,16 +41,11 @@ class KTOTask:
         divergence = reference_point(self._log_ratios(mismatched(answers, limit), max_tokens))
         batch, rows = self._local(answers, max_tokens)
         batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
+
         device = self.policy.strategy.device
         objective = KTOObjective(self.preference, divergence.to(device))
-
-        return LossTerm(
-            batch,
-            rows,
-            objective,
-            known_denominator(0, len(answers), device),
-            self.policy.supervised,
-        )
+        denominator = known_denominator(0, len(answers), device)
+        return LossTerm(batch, rows, objective, denominator, self.policy.supervised)
 
     def _log_ratios(self, answers: Sequence[Prompt], max_tokens: int) -> Tensor:
         """Return log(p_policy / p_reference) of all ranks' answers, [N] float32 on the host."""
@@ -62,15 +57,7 @@ class KTOTask:
         return sums[order]  # the same order, so the same sum, on any number of ranks
 
     def _local(self, answers: Sequence[Prompt], max_tokens: int) -> tuple[JudgedBatch, Rows]:
-        lengths = [
-            answer.num_tokens + len(answer.columns["answer"].token_ids) for answer in answers
-        ]
         data = self.policy.strategy.mesh.data
-        local_rows, micro_batches = plan_local_rows(
-            lengths, data, self.train, max_tokens=max_tokens
-        )
-
-        return (
-            judged_batch([answers[row] for row in local_rows], local_rows, self.expand),
-            micro_batches,
-        )
+        local_rows, rows = plan_local_rows(answers, data, self.train, max_tokens=max_tokens)
+        local = [answers[row] for row in local_rows]
+        return judged_batch(local, local_rows, self.expand), rows

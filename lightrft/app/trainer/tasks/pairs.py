@@ -10,7 +10,6 @@ from lightrft.core.batch import JudgedBatch, Rows
 from lightrft.core.losses import Denominator
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.preferences import CHOSEN, pair_batch
-from lightrft.data.prompts import size_of_row
 from lightrft.models.parallel.collectives import Axis
 
 
@@ -28,9 +27,7 @@ def local_pairs(
     `expand` expands prompts with media.
     """
     # A plan of pairs becomes one of answers: the answers of pair i are rows 2 * i and 2 * i + 1.
-    local_rows, micro_batches = plan_local_rows(
-        list(map(size_of_row, pairs)), axis, train, max_tokens=max_tokens
-    )
+    local_rows, micro_batches = plan_local_rows(pairs, axis, train, max_tokens=max_tokens)
     batch = pair_batch([pairs[row] for row in local_rows], local_rows, expand)
     return (
         batch,

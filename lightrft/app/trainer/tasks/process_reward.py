@@ -21,12 +21,8 @@ class ProcessRewardTask:
     def term(self, answers: list[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' answers."""
         strategy = self.role.strategy
-        lengths = [
-            answer.num_tokens + len(answer.columns["answer"].token_ids) for answer in answers
-        ]
-        local_rows, rows = plan_local_rows(
-            lengths, strategy.mesh.data, self.train, max_tokens=max_tokens
-        )
+        data = strategy.mesh.data
+        local_rows, rows = plan_local_rows(answers, data, self.train, max_tokens=max_tokens)
         batch = step_batch([answers[row] for row in local_rows], local_rows, self.expand)
         num_steps = sum(len(answer.columns["targets"]) for answer in answers)
         denominator = known_denominator(num_steps, len(answers), strategy.device)

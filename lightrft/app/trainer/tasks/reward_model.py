@@ -27,10 +27,5 @@ class RewardModelTask:
         batch, rows, _ = local_pairs(
             pairs, strategy.mesh.data, self.train, max_tokens=max_tokens, expand=self.expand
         )
-        return LossTerm(
-            batch,
-            rows,
-            self.objective,
-            pair_denominator(pairs, strategy.device),
-            self.role.scores_of_heads,
-        )
+        denominator = pair_denominator(pairs, strategy.device)
+        return LossTerm(batch, rows, self.objective, denominator, self.role.scores_of_heads)

@@ -4,6 +4,7 @@ It is a complete task, or a loss that PPO adds (PTX, InstructGPT).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lightrft.algorithms.objectives import PtxObjective, sft
 from lightrft.algorithms.roles.policy import Policy
@@ -17,7 +18,6 @@ from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.conversations import supervised_batch
 from lightrft.data.loader import Blend, check_batch
-from lightrft.data.prompts import size_of_row
 from lightrft.strategy.strategy import StrategyBase
 
 
@@ -38,39 +38,31 @@ class SFTTask:
         return LossTerm(batch, rows, sft, denominator)
 
 
+@dataclass(eq=False)
 class PtxLoss:
     """Yields supervised batches, one for each optimizer step, with as many rows as samples.
 
-    The rows have an order of their own, and checkpoints save the position in it.
+    The rows have an order of their own, and checkpoints save the position in it. Raises DataError
+    if there are too few rows.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        prompts: Sequence[Prompt],
-        *,
-        train: TrainSection,
-        algorithm: AlgorithmSection,
-        teacher: TeacherOfTokens | None = None,
-        expand: Expand | None = None,
-        order: Order | Blend | None = None,
-    ):
-        """Set up the batches.
+    policy: Policy
+    prompts: Sequence[Prompt]
+    order: Order | Blend
+    """Order of the rows."""
+    train: TrainSection
+    algorithm: AlgorithmSection
+    teacher: TeacherOfTokens | None = None
+    """Teacher whose distributions over the answers are learned; None learns their tokens."""
+    expand: Expand | None = None
+    """Expands prompts with media."""
 
-        The tokens of answers are learned, or the distributions of a `teacher` over them. `expand`
-        expands prompts with media. Without `order` the seed shuffles the rows. Raises DataError if
-        there are too few rows.
-        """
-        self.policy = policy
-        self.prompts = prompts
-        self.train = train
-        self.expand = expand
-        check_batch(len(prompts), train.train_batch_size)
-        self.order = order or Order(len(prompts), train.seed)
-        self.teacher = teacher
-        self.num_candidates = min(algorithm.distill_top_k, policy.vocabulary_size)
-        beta = None if teacher is None else algorithm.distill_beta
-        self.objective = PtxObjective(algorithm.ptx_coef, beta)
+    def __post_init__(self) -> None:
+        check_batch(len(self.prompts), self.train.train_batch_size)
+        vocabulary = self.policy.vocabulary_size
+        self.num_candidates = min(self.algorithm.distill_top_k, vocabulary)
+        beta = None if self.teacher is None else self.algorithm.distill_beta
+        self.objective = PtxObjective(self.algorithm.ptx_coef, beta)
         self.num_batches = 0
 
     def next(self) -> LossTerm:
@@ -114,10 +106,8 @@ def supervised_share(
     """Return this rank's balanced share of all ranks' answers, the micro-batches, and the
     denominator of the learned tokens of all ranks."""
     answers = [prompt.columns["label"] for prompt in prompts]
-    lengths = list(map(size_of_row, prompts))
-    local_rows, micro_batches = plan_local_rows(
-        lengths, strategy.mesh.data, train, max_tokens=max_tokens
-    )
+    data = strategy.mesh.data
+    local_rows, micro_batches = plan_local_rows(prompts, data, train, max_tokens=max_tokens)
     batch = supervised_batch([prompts[row] for row in local_rows], local_rows, expand)
 
     # All ranks know all rows. The first token of a sequence is never learned.

@@ -163,15 +163,13 @@ class ToolServer:
         """Return what the client talks to: an address, or a server process that writes to a log."""
         if not self._command:
             return self.reference
-        return stdio_client(
-            StdioServerParameters(
-                command=self._command[0],
-                args=self._command[1:],
-                env=dict(os.environ),  # keys of services lie there, as for tools of a module
-                encoding_error_handler="replace",  # one wrong byte would end all reading
-            ),
-            log,
+        server = StdioServerParameters(
+            command=self._command[0],
+            args=self._command[1:],
+            env=dict(os.environ),  # keys of services lie there, as for tools of a module
+            encoding_error_handler="replace",  # one wrong byte would end all reading
         )
+        return stdio_client(server, log)
 
 
 def _is_url(reference: str) -> bool:

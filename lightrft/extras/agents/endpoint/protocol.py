@@ -191,17 +191,13 @@ def _token_ids(value: Any, name: str) -> list[int]:
 
 
 def models(served: EndpointModel) -> Body:
-    return {
-        "object": "list",
-        "data": [
-            {
-                "id": served.name,
-                "object": "model",
-                "owned_by": "lightrft",
-                "max_model_len": served.max_length,
-            }
-        ],
+    model = {
+        "id": served.name,
+        "object": "model",
+        "owned_by": "lightrft",
+        "max_model_len": served.max_length,
     }
+    return {"object": "list", "data": [model]}
 
 
 def chat_reply(turn: Turn, number: int, served: EndpointModel, body: Body) -> Body:

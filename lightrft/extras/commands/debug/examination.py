@@ -19,15 +19,7 @@ from lightrft.app.trainer.selfcheck import (
     compare_small_copy,
     resumed_gap,
 )
-from lightrft.config.sections import (
-    Config,
-    DataSection,
-    EngineSection,
-    ModelSection,
-    RolloutSection,
-    StrategySection,
-    TrainSection,
-)
+from lightrft.config.sections import Config
 from lightrft.engine.probe import MAX_MISMATCH
 from lightrft.extras.tools.checkup import Check, checkup
 from lightrft.extras.tools.diagnosis import Diagnosis, diagnose
@@ -112,24 +104,18 @@ def _config(arguments: argparse.Namespace) -> Config:
     """Return a configuration of one rank with the strategy that a run with these flags has, and an
     engine in eager mode.
     """
-    model = ModelSection(
-        pretrain=arguments.model, bf16=arguments.bf16, trust_remote_code=arguments.trust_remote_code
-    )
-    engine = EngineSection(
+    return Config.of(
+        pretrain=arguments.model,
+        bf16=arguments.bf16,
+        trust_remote_code=arguments.trust_remote_code,
+        prompt_max_len=128,
+        strategy=arguments.strategy or "auto",
         engine_type=arguments.engine_type,
         engine_enforce_eager=True,
         engine_mem_util=arguments.engine_mem_util,
         engine_kv_cache_gb=arguments.engine_kv_cache_gb,
         exact=arguments.exact,
-    )
-
-    return Config(
-        model=model,
-        data=DataSection(prompt_max_len=128),
-        strategy=StrategySection(strategy=arguments.strategy or "auto"),
-        engine=engine,
-        rollout=RolloutSection(generate_max_len=64),
-        train=TrainSection(),
+        generate_max_len=64,
     )
 
 
