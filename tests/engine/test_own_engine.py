@@ -1,4 +1,6 @@
-"""Why: --engine_type takes an adapter of the user, which generates in a run like any other."""
+"""Why: --engine_type takes an adapter of the user, which generates in a run like any other, and the
+package has the contract that it must keep.
+"""
 
 import json
 from pathlib import Path
@@ -6,7 +8,36 @@ from pathlib import Path
 import pytest
 
 from lightrft.app.cli import train_ppo
+from lightrft.engine.testing import CASES, STREAM_ONLY_CASES, main, run_contract
 from runs import NOT_REPEATABLE, PPO, prepare
+from tiny import tiny_model
+
+ENGINES = Path(__file__).with_name("user_engines.py")
+NAMES = [case.__name__ for case in CASES + STREAM_ONLY_CASES]
+OF_WEIGHTS = (
+    "the_end_token_ends_a_response",
+    "new_weights_are_used",
+    "no_prefix_of_the_old_weights_survives",
+    "any_order_of_the_stream_will_do",
+    "a_step_sleeps_streams_and_wakes",
+    "a_tied_model_comes_by_stream",
+)
+"""Cases that load other weights than those of the folder."""
+OF_SEEDS = (
+    "the_seed_decides",
+    "the_callers_generators_are_left_alone",
+    "requests_are_admitted_while_others_decode",
+)
+BROKEN = {
+    "ForgetsTheTemperature": (
+        ("logprobs_are_of_the_sampling_distribution",),
+        "log-probs at temperature 0.7 differ by ",
+    ),
+    "KeepsTheTrainersTensors": (("the_engine_has_its_own_copy",), "greedy responses differ"),
+    "IgnoresTheSeed": (OF_SEEDS, "samples of one seed differ"),
+    "KeepsTheOldWeights": (OF_WEIGHTS, "EngineError: weight sync, rank 0 of the engine: "),
+}
+"""Engine in user_engines.py -> cases that fail, and the reason of the first one."""
 
 USERS_ENGINE = """
 from pathlib import Path
@@ -74,3 +105,34 @@ def test_what_is_no_engine_is_refused(inputs, capfd, engine, said):
     folder, _ = inputs
     assert train(inputs, engine.format(folder=folder), "refused") == 2
     assert said in capfd.readouterr().err
+
+
+def lines(capsys: pytest.CaptureFixture) -> list[str]:
+    """Return what the command has said about cases; libraries may say something besides."""
+    return [line for line in capsys.readouterr().out.splitlines() if line.split(":")[0] in NAMES]
+
+
+@pytest.mark.slow
+def test_an_engine_from_scratch_keeps_the_contract_with_a_model_of_the_user(tmp_path, capsys):
+    assert main([f"{ENGINES}:Plain", "--model", tiny_model(tmp_path)]) == 0
+    assert lines(capsys) == [f"{name}: passed" for name in NAMES]
+    assert len(NAMES) == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", BROKEN)
+def test_a_broken_engine_fails_in_the_cases_that_name_the_defect(engine):
+    found = {case: failure for case, failure in run_contract(f"{ENGINES}:{engine}") if failure}
+    cases, said = BROKEN[engine]
+    assert tuple(found) == cases
+    assert found[cases[0]].startswith(f"failed: {said}")
+
+
+@pytest.mark.slow
+def test_the_documentation_shows_what_the_contract_says_about_a_broken_engine(capsys):
+    assert main([f"{ENGINES}:DropsTheStopToken"]) == 1
+    said = lines(capsys)
+    assert ["stop_ids_end_a_response"] == [line.split(":")[0] for line in said if "failed" in line]
+    page = Path(__file__).parents[2].joinpath("docs", "extending.md").read_text()
+    shown = page.partition("lightrft.engine.testing my_engine.py:MyEngine\n")[2].partition("```")[0]
+    assert shown.splitlines() == [*said[:3], "...", *said[6:9], "..."]
