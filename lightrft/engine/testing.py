@@ -2,9 +2,9 @@
 
     for case, failure in run_contract("my_engine.py:MyEngine"): ...
 
-or `python -m lightrft.engine.testing my_engine.py:MyEngine`. Samples are compared with those of
-transformers. One start of the engine serves many cases, so each of them leaves it awake with the
-original weights. After a case that fails, the engine is started again.
+or `python -m lightrft.engine.testing my_engine.py:MyEngine`. Samples are compared with transformers.
+One start of the engine serves many cases, so each of them leaves it awake with the original
+weights. After a case that fails, the engine is started again.
 """
 
 import argparse
@@ -32,14 +32,16 @@ from lightrft.engine.model_info import Vocabulary
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.device import current_device
 
-PROMPTS = [[50, 55, 43, 53, 56, 61], [*range(1, 10)], [200], [50, 55, 43, 53, 56, 61], [61, 60]]
-REQUESTS = [Request(prompt) for prompt in PROMPTS]
-GREEDY = Sampling(temperature=0, max_tokens=8)
+TRIAL_IDS = [[50, 55, 43, 53, 56, 61], [*range(1, 10)], [200], [50, 55, 43, 53, 56, 61], [61, 60]]
+"""Prompts; two of them are equal."""
+TRIALS = [Request(prompt) for prompt in TRIAL_IDS]
+GREEDY_RUN = Sampling(temperature=0, max_tokens=8)
+"""The sampling of most cases."""
 MAX_MODEL_LEN = 384
-TOLERANCE = 1e-5
+MAX_GAP = 1e-5
 """Largest difference between two log-probs of a token, in float32."""
-ALONE = Axis("engine", 1, 0, None)
-Outputs = list[list[Completion]]
+SOLE_RANK = Axis("engine", 1, 0, None)
+Groups = list[list[Completion]]
 
 
 @dataclass
@@ -60,7 +62,7 @@ class EngineBench:
         self.loaded = model
         self.engine.load_weights(model.named_parameters(), version)
 
-    def check(self, requests: list[Request] = REQUESTS, sampling: Sampling = GREEDY) -> Outputs:
+    def check(self, requests: list[Request] = TRIALS, sampling: Sampling = GREEDY_RUN) -> Groups:
         """Generate, and check the number of samples, their ends, and what compare() checks."""
         outputs = self.engine.generate(requests, sampling)
         for request, samples in zip(requests, outputs, strict=True):
@@ -82,7 +84,7 @@ class EngineBench:
         table = distribution(self.loaded, prompt, tokens, own)
         assert own.temperature or tokens == table.argmax(-1).tolist(), "greedy responses differ"
         gap = (torch.tensor(sample.logprobs) - table[range(len(tokens)), tokens]).abs().max()
-        assert gap <= TOLERANCE, f"log-probs at temperature {own.temperature} differ by {gap:.2g}"
+        assert gap <= MAX_GAP, f"log-probs at temperature {own.temperature} differ by {gap:.2g}"
 
 
 Case = Callable[[EngineBench], None]
@@ -95,11 +97,11 @@ def run_contract(engine_type: str, folder: str = "") -> Iterator[tuple[str, str]
     made.
     """
     with tempfile.TemporaryDirectory() as made:
-        for cases, tie in ((CASES, False), (STREAM_ONLY_CASES, True)):
+        for cases, tie in ((ENGINE_CASES, False), (STREAM_ONLY_CASES, True)):
             path = folder or write_tiny_model(f"{made}/{tie}", tie)
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             model.to(current_device())
-            start = partial(start_engine, engine_type, path, ALONE, from_stream=tie)
+            start = partial(start_engine, engine_type, path, SOLE_RANK, from_stream=tie)
             bench = EngineBench(start(), model)
             for case in cases:
                 failure = outcome(case, bench)
@@ -177,10 +179,10 @@ def greedy_equals_transformers(bench: EngineBench) -> None:
 
 
 def logprobs_are_of_the_sampling_distribution(bench: EngineBench) -> None:
-    """Of requests with several temperatures, which run together; those of greedy ones are raw."""
+    """Of several temperatures, in requests that run together; a greedy sample has raw log-probs."""
     pairs = ((0.0, 1.0), (0.7, 1.0), (1.3, 1.0), (1.4, 0.8))
     samplings = [Sampling(n=2, max_tokens=16, temperature=t, top_p=p) for t, p in pairs]
-    requests = [Request(prompt, sampling=own) for prompt in PROMPTS for own in samplings]
+    requests = [Request(prompt, sampling=own) for prompt in TRIAL_IDS for own in samplings]
     bench.check(requests, Sampling(seed=3))
 
 
@@ -195,27 +197,27 @@ def a_part_of_the_vocabulary_is_sampled_and_normalised(bench: EngineBench) -> No
 def banned_tokens_never_come(bench: EngineBench) -> None:
     """Not even the most likely; the probabilities of the others sum to 1 without them."""
     banned = tuple(samples[0].token_ids[0] for samples in bench.check())
-    for sampling in (GREEDY, Sampling(n=3, max_tokens=12, top_p=0.9, min_p=0.1)):
+    for sampling in (GREEDY_RUN, Sampling(n=3, max_tokens=12, top_p=0.9, min_p=0.1)):
         bench.check(sampling=replace(sampling, banned_token_ids=banned))
 
 
 def n_samples_per_prompt_in_order(bench: EngineBench) -> None:
-    bench.check(sampling=replace(GREEDY, n=3))
+    bench.check(sampling=replace(GREEDY_RUN, n=3))
     outputs = bench.check(sampling=Sampling(n=4, max_tokens=8, seed=8))
     texts = {tuple(sample.token_ids) for samples in outputs for sample in samples}
-    assert len(texts) == 4 * len(PROMPTS), "samples must differ, also those of equal prompts"
+    assert len(texts) == 4 * len(TRIAL_IDS), "samples must differ, also those of equal prompts"
 
 
 def requests_have_samplings_of_their_own(bench: EngineBench) -> None:
-    own = [None, GREEDY, Sampling(n=3, max_tokens=4, top_k=5), None, replace(GREEDY, n=2)]
-    requests = [Request(prompt, sampling=each) for prompt, each in zip(PROMPTS, own, strict=True)]
+    own = [None, GREEDY_RUN, Sampling(n=3, max_tokens=4, top_k=5), None, replace(GREEDY_RUN, n=2)]
+    requests = [Request(prompt, sampling=each) for prompt, each in zip(TRIAL_IDS, own, strict=True)]
     bench.check(requests, Sampling(n=2, max_tokens=9, seed=6))
 
 
 def stop_ids_end_a_response(bench: EngineBench) -> None:
     """The token is the response's last one."""
     stop = bench.check()[0][0].token_ids[3]
-    outputs = bench.check(sampling=replace(GREEDY, stop_token_ids=(stop,)))
+    outputs = bench.check(sampling=replace(GREEDY_RUN, stop_token_ids=(stop,)))
     assert outputs[0][0].finish_reason == "stop", f"no response ends with the token {stop}"
 
 
@@ -233,14 +235,14 @@ def the_end_token_ends_a_response(bench: EngineBench) -> None:
 
 def the_length_limit_holds(bench: EngineBench) -> None:
     for limit in (1, 5):
-        bench.check(sampling=replace(GREEDY, max_tokens=limit))
-    bench.check([Request([3] * (MAX_MODEL_LEN - 2))], replace(GREEDY, max_tokens=2))
+        bench.check(sampling=replace(GREEDY_RUN, max_tokens=limit))
+    bench.check([Request([3] * (MAX_MODEL_LEN - 2))], replace(GREEDY_RUN, max_tokens=2))
 
 
 def the_seed_decides(bench: EngineBench) -> None:
     def sample(seed: int) -> list[list[Completion]]:
         bench.engine.reset_cache()
-        return bench.engine.generate(REQUESTS, Sampling(n=3, max_tokens=8, seed=seed))
+        return bench.engine.generate(TRIALS, Sampling(n=3, max_tokens=8, seed=seed))
 
     assert sample(1) == sample(1), "samples of one seed differ"
     assert sample(1) != sample(2), "another seed gives the same samples"
@@ -251,14 +253,14 @@ def the_callers_generators_are_left_alone(bench: EngineBench) -> None:
         return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
 
     before = states()
-    bench.engine.generate(REQUESTS, Sampling(n=2, max_tokens=4))
+    bench.engine.generate(TRIALS, Sampling(n=2, max_tokens=4))
     assert states() == before, "generating draws from torch's, numpy's or Python's generator"
 
 
 def requests_are_admitted_while_others_decode(bench: EngineBench) -> None:
     """Each gets the tokens that it gets alone, because seeds decide about them."""
     sampling = Sampling(n=2, max_tokens=16)
-    requests = [replace(request, seeds=(row, row + 9)) for row, request in enumerate(REQUESTS)]
+    requests = [replace(request, seeds=(row, row + 9)) for row, request in enumerate(TRIALS)]
     loop = bench.engine.open(sampling)
     ended = []
     for request in requests:
@@ -271,15 +273,15 @@ def requests_are_admitted_while_others_decode(bench: EngineBench) -> None:
 
 
 def an_abort_keeps_what_was_sampled(bench: EngineBench) -> None:
-    long = replace(GREEDY, max_tokens=120)
+    long = replace(GREEDY_RUN, max_tokens=120)
     loop = bench.engine.open(long)
-    loop.add(REQUESTS)
+    loop.add(TRIALS)
     for _ in range(5):
         loop.step()
     begun = [(row, sample) for row, (sample,) in loop.abort().items() if sample.token_ids]
     assert begun and not loop.running, "an abort must end all requests, and return their tokens"
     for row, sample in begun:
-        bench.compare(PROMPTS[row], sample, long)
+        bench.compare(TRIAL_IDS[row], sample, long)
     bench.check()
 
 
@@ -346,7 +348,7 @@ def a_tied_model_comes_by_stream(bench: EngineBench) -> None:
 
 
 STREAM_ONLY_CASES: list[Case] = [a_tied_model_comes_by_stream]
-CASES: list[Case] = [
+ENGINE_CASES: list[Case] = [
     case
     for case in list(vars(sys.modules[__name__]).values())
     if inspect.isfunction(case)

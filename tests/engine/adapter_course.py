@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.contract import tampered
+from engine.contract import PROMPTS, tampered
 from lightrft.config import ModelSection
 from lightrft.config.errors import ConfigError
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
-from lightrft.engine.testing import PROMPTS, start_engine
+from lightrft.engine.testing import start_engine
 from lightrft.models.lora import (
     FACTOR_B,
     adapter_shapes,

@@ -34,9 +34,9 @@ from lightrft.engine import testing
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.loop import EngineLoop
 from lightrft.engine.testing import (
-    GREEDY,
+    GREEDY_RUN,
     MAX_MODEL_LEN,
-    PROMPTS,
+    TRIAL_IDS,
     EngineBench,
     distribution,
     outcome,
@@ -49,6 +49,8 @@ from lightrft.models.parallel.mesh import Mesh
 from lightrft.models.weight_sync.verify import FULL_EVERY, PRODUCT_ROUNDS
 from tiny import VOCABULARY
 
+PROMPTS = TRIAL_IDS
+GREEDY = GREEDY_RUN
 LENGTH = GREEDY.max_tokens
 
 
@@ -1018,7 +1020,7 @@ _here = [
 # A decorator's own code lies in another file.
 _in_order = sorted(_here, key=lambda case: inspect.unwrap(case).__code__.co_firstlineno)
 _first_stream_only = _in_order.index(nothing_before_the_first_stream)
-CASES = testing.CASES + _in_order[:_first_stream_only]
+CASES = testing.ENGINE_CASES + _in_order[:_first_stream_only]
 _first_bfloat16 = _in_order.index(logits_are_float32_in_a_bfloat16_engine)
 _of_streams = _in_order[_first_stream_only:_first_bfloat16]
 STREAM_ONLY_CASES = [*_of_streams[:1], *testing.STREAM_ONLY_CASES, *_of_streams[1:]]

@@ -8,10 +8,17 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.contract import Bench, flipped_elements_are_named, reference_greedy, reference_logprobs
+from engine.contract import (
+    GREEDY,
+    PROMPTS,
+    Bench,
+    flipped_elements_are_named,
+    reference_greedy,
+    reference_logprobs,
+)
 from lightrft.engine.base import Engine
 from lightrft.engine.probe import Probe
-from lightrft.engine.testing import GREEDY, PROMPTS, perturbed, start_engine
+from lightrft.engine.testing import perturbed, start_engine
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.mesh import Mesh
 from tiny import BOS, EOS, PAD, VOCABULARY

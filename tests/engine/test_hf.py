@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.contract import reference_greedy, tampered
+from engine.contract import PROMPTS, reference_greedy, tampered
 from flat_models import HYBRIDS, make_model
 from lightrft.core.batch import Batch
 from lightrft.engine.base import EngineError, Request, Sampling
 from lightrft.engine.hf import HFEngine, sample_tokens
-from lightrft.engine.testing import PROMPTS, perturbed, start_engine
+from lightrft.engine.testing import perturbed, start_engine
 from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.heads import Actor
 from lightrft.models.parallel.collectives import Axis

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from lightrft.app.cli import train_ppo
-from lightrft.engine.testing import CASES, STREAM_ONLY_CASES, main, run_contract
+from lightrft.engine.testing import ENGINE_CASES, STREAM_ONLY_CASES, main, run_contract
 from runs import NOT_REPEATABLE, PPO, prepare
 from tiny import tiny_model
 
 ENGINES = Path(__file__).with_name("user_engines.py")
-NAMES = [case.__name__ for case in CASES + STREAM_ONLY_CASES]
+NAMES = [case.__name__ for case in ENGINE_CASES + STREAM_ONLY_CASES]
 OF_WEIGHTS = (
     "the_end_token_ends_a_response",
     "new_weights_are_used",

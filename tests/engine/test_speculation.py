@@ -24,12 +24,12 @@ from transformers import (
 )
 
 from engine import contract, runner_v2
-from engine.contract import Bench
+from engine.contract import PROMPTS, Bench
 from hosts import where_triton_interprets
 from lightrft.core.samples import Completion, Drafts
 from lightrft.engine import testing
 from lightrft.engine.base import Engine, Request, Sampling
-from lightrft.engine.testing import PROMPTS, perturbed, start_engine
+from lightrft.engine.testing import perturbed, start_engine
 from lightrft.models.parallel.mesh import Mesh
 from ranks import run_ranks
 from tiny import VOCABULARY, byte_tokenizer, tiny_model
