@@ -16,6 +16,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property, partial
 
 import numpy as np
@@ -29,6 +30,7 @@ from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine, Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.engine.model_info import Vocabulary
+from lightrft.models.launch.rendezvous import join_process_group
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.device import current_device
 
@@ -46,6 +48,8 @@ Groups = list[list[Completion]]
 
 @dataclass
 class EngineBench:
+    """An engine, and the model that its responses are compared with."""
+
     engine: Engine
     model: PreTrainedModel
     """The original weights in plain transformers."""
@@ -59,6 +63,7 @@ class EngineBench:
         return Vocabulary.of(self.model.name_or_path, self.model.config)
 
     def load(self, model: PreTrainedModel, version: int = 0) -> None:
+        """Stream the weights of a model into the engine, and expect them from now on."""
         self.loaded = model
         self.engine.load_weights(model.named_parameters(), version)
 
@@ -94,7 +99,7 @@ def run_contract(engine_type: str, folder: str = "") -> Iterator[tuple[str, str]
     """Run all cases against an engine on this device; yield the name of each and its outcome().
 
     `folder` has a small text model with at least 256 tokens. Without it, tiny random models are
-    made.
+    made. Libraries such as vLLM need torch's default process group, which the command makes.
     """
     with tempfile.TemporaryDirectory() as made:
         for cases, tie in ((ENGINE_CASES, False), (STREAM_ONLY_CASES, True)):
@@ -125,6 +130,7 @@ def outcome(case: Case, bench: EngineBench) -> str:
 def start_engine(
     engine_type: str, folder: str, axis: Axis, flags: dict | None = None, **options: object
 ) -> Engine:
+    """Start an engine with little memory; `options` are other fields of EngineSetup."""
     few = {"engine_kv_cache_gb": 0.05, "micro_rollout_batch_size": 3}
     section = EngineSection(engine_type=engine_type, **few | (flags or {}))
     setup = {"dtype": torch.float32, "device": current_device(), "max_model_len": MAX_MODEL_LEN}
@@ -202,7 +208,6 @@ def banned_tokens_never_come(bench: EngineBench) -> None:
 
 
 def n_samples_per_prompt_in_order(bench: EngineBench) -> None:
-    bench.check(sampling=replace(GREEDY_RUN, n=3))
     outputs = bench.check(sampling=Sampling(n=4, max_tokens=8, seed=8))
     texts = {tuple(sample.token_ids) for samples in outputs for sample in samples}
     assert len(texts) == 4 * len(TRIAL_IDS), "samples must differ, also those of equal prompts"
@@ -234,13 +239,12 @@ def the_end_token_ends_a_response(bench: EngineBench) -> None:
 
 
 def the_length_limit_holds(bench: EngineBench) -> None:
-    for limit in (1, 5):
-        bench.check(sampling=replace(GREEDY_RUN, max_tokens=limit))
+    bench.check(sampling=replace(GREEDY_RUN, max_tokens=1))
     bench.check([Request([3] * (MAX_MODEL_LEN - 2))], replace(GREEDY_RUN, max_tokens=2))
 
 
 def the_seed_decides(bench: EngineBench) -> None:
-    def sample(seed: int) -> list[list[Completion]]:
+    def sample(seed: int) -> Groups:
         bench.engine.reset_cache()
         return bench.engine.generate(TRIALS, Sampling(n=3, max_tokens=8, seed=seed))
 
@@ -291,7 +295,6 @@ def new_weights_are_used(bench: EngineBench) -> None:
         versions = {samples[0].weight_version for samples in bench.check()}
         assert versions == {version}, f"samples name the versions {versions}, and not {version}"
     bench.load(bench.model)
-    bench.check()
 
 
 def no_prefix_of_the_old_weights_survives(bench: EngineBench) -> None:
@@ -363,6 +366,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("engine", help="file.py:Class or module:Class, as for --engine_type")
     parser.add_argument("--model", default="", help="folder of a small model; default: random ones")
     options = parser.parse_args(argv)
+    join_process_group(current_device(), timedelta(minutes=5), arrival=timedelta(minutes=5))
     disable_progress_bar()
     failed = False
     for case, failure in run_contract(options.engine, options.model):

@@ -3,12 +3,15 @@ package has the contract that it must keep.
 """
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from lightrft.app.cli import train_ppo
 from lightrft.engine.testing import ENGINE_CASES, STREAM_ONLY_CASES, main, run_contract
+from ranks import run_ranks
 from runs import NOT_REPEATABLE, PPO, prepare
 from tiny import tiny_model
 
@@ -107,16 +110,19 @@ def test_what_is_no_engine_is_refused(inputs, capfd, engine, said):
     assert said in capfd.readouterr().err
 
 
-def lines(capsys: pytest.CaptureFixture) -> list[str]:
-    """Return what the command has said about cases; libraries may say something besides."""
-    return [line for line in capsys.readouterr().out.splitlines() if line.split(":")[0] in NAMES]
+def said(*words: str) -> tuple[int, list[str]]:
+    """Return the exit code of the command, and what it says about cases."""
+    with redirect_stdout(StringIO()) as output:
+        code = main(list(words))
+    lines = output.getvalue().splitlines()
+    return code, [line for line in lines if line.split(":")[0] in NAMES]
 
 
 @pytest.mark.slow
-def test_an_engine_from_scratch_keeps_the_contract_with_a_model_of_the_user(tmp_path, capsys):
-    assert main([f"{ENGINES}:Plain", "--model", tiny_model(tmp_path)]) == 0
-    assert lines(capsys) == [f"{name}: passed" for name in NAMES]
-    assert len(NAMES) == 20
+def test_an_engine_from_scratch_keeps_the_contract_with_a_model_of_the_user(tmp_path):
+    ((code, lines),) = run_ranks(1, said, f"{ENGINES}:Plain", "--model", tiny_model(tmp_path))
+    assert lines == [f"{name}: passed" for name in NAMES] and len(NAMES) == 20
+    assert code == 0
 
 
 @pytest.mark.slow
@@ -129,10 +135,11 @@ def test_a_broken_engine_fails_in_the_cases_that_name_the_defect(engine):
 
 
 @pytest.mark.slow
-def test_the_documentation_shows_what_the_contract_says_about_a_broken_engine(capsys):
-    assert main([f"{ENGINES}:DropsTheStopToken"]) == 1
-    said = lines(capsys)
-    assert ["stop_ids_end_a_response"] == [line.split(":")[0] for line in said if "failed" in line]
+def test_the_documentation_shows_what_the_contract_says_about_a_broken_engine():
+    ((code, lines),) = run_ranks(1, said, f"{ENGINES}:DropsTheStopToken")
+    assert [line.split(":")[0] for line in lines if "failed" in line] == ["stop_ids_end_a_response"]
+    assert code == 1
     page = Path(__file__).parents[2].joinpath("docs", "extending.md").read_text()
-    shown = page.partition("lightrft.engine.testing my_engine.py:MyEngine\n")[2].partition("```")[0]
-    assert shown.splitlines() == [*said[:3], "...", *said[6:9], "..."]
+    command = "$ python -m lightrft.engine.testing my_engine.py:MyEngine\n"
+    shown = page.partition(command)[2].partition("```")[0]
+    assert shown.splitlines() == [*lines[:3], "...", *lines[6:9], "..."]
