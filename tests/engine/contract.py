@@ -56,6 +56,8 @@ LENGTH = GREEDY.max_tokens
 
 @dataclass
 class Bench(EngineBench):
+    """The bench of the package, with greedy responses from transformers' own generation."""
+
     @property
     def axis(self) -> Axis:
         return self.engine.axis
