@@ -53,7 +53,7 @@ class Row:
     test: str
     """PATH::FUNCTION."""
     case: str = ""
-    """A function beside the test that it runs by name."""
+    """A function that the test runs by name, beside it or in a contract of the package."""
 
     def missing(self) -> list[str]:
         """Return what the row names and the repository lacks."""
@@ -61,8 +61,8 @@ class Row:
         file = ROOT / path
         if not file.is_file() or name not in _functions(file):
             return [self.test]
-        beside = file.parent.glob("*.py")
-        if self.case and not any(self.case in _functions(other) for other in beside):
+        places = [*file.parent.glob("*.py"), *ROOT.glob("lightrft/*/testing.py")]
+        if self.case and not any(self.case in _functions(place) for place in places):
             return [f"{self.test}, case {self.case}"]
         return []
 

@@ -15,7 +15,7 @@ from lightrft.core.engine import ABORTED, Request
 from lightrft.core.samples import Completion
 from lightrft.engine.base import EngineSetup, Half
 from lightrft.engine.probe import Probe
-from lightrft.engine.requests import Sampling
+from lightrft.engine.requests import Sampling, drawn_tokens
 from lightrft.engine.start import FolderEngine
 from lightrft.engine.stops import StopStrings
 from lightrft.models.attention.layout import bidirectional_token
@@ -272,15 +272,11 @@ class HFEngine(FolderEngine):
 
     @torch.inference_mode()
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
-        for name in self.expected:
-            prints.add(name, self.weights[name])
-        return prints.numbers(self.device)
-
-    @torch.inference_mode()
-    def _adapter_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         for name in prints.shapes:
             prints.add(name, self.weights[name])
         return prints.numbers(self.device)
+
+    _adapter_fingerprints = _engine_fingerprints
 
     def _num_cached(self) -> int:
         return 0
@@ -352,16 +348,8 @@ def _sample(
     if temperature == 0:
         tokens = logprobs.argmax(-1, keepdim=True)
     else:
-        # float32 would lose the tail of a large vocabulary.
-        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        total = cumulative[:, -1:]
-        # Rounding must not select beyond the last token.
-        below_total = torch.nextafter(total, torch.zeros_like(total))
-        tokens = torch.searchsorted(
-            cumulative, torch.minimum(uniform[:, None] * total, below_total), right=True
-        )
         # Logits that are no numbers have no order; the log-prob of any token says so.
-        tokens.clamp_(max=size - 1)
+        tokens = drawn_tokens(logprobs, uniform).clamp_(max=size - 1)
 
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 

@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
+from torch import Tensor
+
 from lightrft.config.values import COLDEST, HOTTEST
 from lightrft.core.engine import Decoding
 from lightrft.models.logits.truncation import Truncation
@@ -102,6 +105,21 @@ class Sampling(Decoding):
             broken += [f"token {outside} is not in the vocabulary of {vocabulary_size}"]
 
         return f"cannot sample with {self}: {'; '.join(broken)}" if broken else None
+
+
+def drawn_tokens(logprobs: Tensor, points: Tensor) -> Tensor:
+    """Draw a token for each row of logprobs [R, V]: [R, 1] int64.
+
+    The token is the inverse of the cumulative distribution at the row's point [R] in [0, 1),
+    float64.
+    """
+    # float32 would lose the tail of a large vocabulary.
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Rounding must not select beyond the last token.
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    drawn = torch.minimum(points[:, None] * total, below_total)
+    return torch.searchsorted(cumulative, drawn, right=True)
 
 
 def out_of_vocabulary(token_ids: Iterable[int], vocabulary_size: int | None) -> int | None:

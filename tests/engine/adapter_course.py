@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.contract import PROMPTS, start, tampered
+from engine.contract import PROMPTS, tampered
 from lightrft.config import ModelSection
 from lightrft.config.errors import ConfigError
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
+from lightrft.engine.testing import start_engine
 from lightrft.models.lora import (
     FACTOR_B,
     adapter_shapes,
@@ -105,7 +106,7 @@ def adapters_hold_the_policy(engine_type: str, folder: str) -> dict[str, Any]:
     size = dist.get_world_size()
     axis = Mesh(select_device().type, tp=1).engine(size)
     model = adapted(folder)
-    engine = start(
+    engine = start_engine(
         engine_type, folder, axis, from_stream=True, dtype=dtype, adapters=adapters_of(model, 2)
     )
     checks: dict[str, Any] = {"held": engine.adapters is not None}
@@ -233,7 +234,7 @@ def bfloat16_gaps(engine_type: str, folder: str) -> tuple[float, float]:
     dtype = torch.bfloat16
     model = adapted(folder, dtype)
     keep_adapters_apart(model)
-    engine = start(
+    engine = start_engine(
         engine_type, folder, axis, from_stream=True, dtype=dtype, adapters=adapters_of(model)
     )
     gaps = []
@@ -254,11 +255,11 @@ def problems_of_auto(folder: str) -> str:
     axis = Mesh(select_device().type, tp=1).engine(1)
     adapters = Adapters({name: torch.Size([4, 32]) for name in names_of("model.layers.0.q_proj")})
     options = {"from_stream": True, "adapters": adapters}
-    merged_engine = start("hf", folder, axis, **options)
+    merged_engine = start_engine("hf", folder, axis, **options)
     assert merged_engine.adapters is None
     merged_engine.close()
     try:
-        start("hf", folder, axis, {"lora_sync": "adapter"}, **options)
+        start_engine("hf", folder, axis, {"lora_sync": "adapter"}, **options)
     except ConfigError as error:
         return str(error)
     return ""

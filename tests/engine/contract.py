@@ -1,20 +1,20 @@
-"""The contract of an engine as functions: every adapter passes all of them, in every layout.
+"""What the engines of this project promise beyond the contract of every engine.
 
-Starting an engine costs seconds, so one start serves all cases: each leaves the engine awake with
-the original weights.
+The cases of lightrft/engine/testing.py hold for any engine, also for one of a user. Those here are
+about errors and verification, about ranks that share an engine, and about what vLLM, SGLang and hf
+do besides. Every adapter passes both, in every layout. One start serves all cases: each leaves the
+engine awake with the original weights.
 """
 
 import copy
 import inspect
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,58 +25,53 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
-    MinPLogitsWarper,
     PreTrainedModel,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
-from lightrft.config import EngineSection
 from lightrft.core.engine import derived_seed
 from lightrft.core.samples import Completion
+from lightrft.engine import testing
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
-from lightrft.engine.build import build_engine
 from lightrft.engine.loop import EngineLoop
+from lightrft.engine.testing import (
+    GREEDY_RUN,
+    MAX_MODEL_LEN,
+    TRIAL_IDS,
+    EngineBench,
+    distribution,
+    outcome,
+    perturbed,
+    start_engine,
+)
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.device import current_device, select_device
 from lightrft.models.parallel.mesh import Mesh
 from lightrft.models.weight_sync.verify import FULL_EVERY, PRODUCT_ROUNDS
 from tiny import VOCABULARY
 
-PROMPTS = [
-    [50, 55, 43, 53, 56, 61],
-    [1, 2, 3, 4, 5, 6, 7, 8, 9],
-    [200],
-    [50, 55, 43, 53, 56, 61],
-    [61, 60],
-]
-LENGTH = 8
-"""Tokens of most responses."""
-GREEDY = Sampling(temperature=0, max_tokens=LENGTH)
-MAX_MODEL_LEN = 384
+PROMPTS = TRIAL_IDS
+GREEDY = GREEDY_RUN
+LENGTH = GREEDY.max_tokens
 
 
 @dataclass
-class Bench:
-    engine: Engine
-    model: PreTrainedModel
-    """The same weights in plain transformers."""
-    axis: Axis
-    rank: int
+class Bench(EngineBench):
+    """The bench of the package, with greedy responses from transformers' own generation."""
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
-        return self.engine.generate([Request(prompt) for prompt in prompts], sampling)
-
-    def greedy(self, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-        return [samples[0].token_ids for samples in self.generate(prompts, GREEDY)]
+    @property
+    def axis(self) -> Axis:
+        return self.engine.axis
 
     @cached_property
     def expected(self) -> list[list[int]]:
         """What greedy() must return with the original weights."""
         return reference_greedy(self.model)
 
-    def load(self, model: PreTrainedModel, version: int = 0) -> None:
-        self.engine.load_weights(model.named_parameters(), version)
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
+        return self.engine.generate([Request(prompt) for prompt in prompts], sampling)
+
+    def greedy(self, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+        return [samples[0].token_ids for samples in self.generate(prompts, GREEDY)]
 
 
 Case = Callable[[Bench], None]
@@ -104,38 +99,15 @@ def run_contract(
         if not cases:
             continue
 
-        engine = start(engine_type, path, mesh.engine(tp), **options)
+        engine = start_engine(engine_type, path, mesh.engine(tp), **options)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(current_device())
         model.generation_config = GenerationConfig.from_model_config(model.config)
-        bench = Bench(engine, model, mesh.engine(tp), mesh.world.rank)
+        bench = Bench(engine, model)
         for case in cases:
             results[case.__name__] = outcome(case, bench)
         engine.close()
 
     return results
-
-
-def start(
-    engine_type: str, folder: str, axis: Axis, flags: dict[str, Any] | None = None, **options
-) -> Engine:
-    chosen = {"engine_kv_cache_gb": 0.05, "micro_rollout_batch_size": 3} | (flags or {})
-    section = EngineSection(engine_type=engine_type, **chosen)
-    setup = {
-        "dtype": torch.float32,
-        "device": current_device(),
-        "max_model_len": MAX_MODEL_LEN,
-        "seed": 0,
-        "trust_remote_code": False,
-    }
-    return build_engine(section, model_path=folder, axis=axis, **setup | options)
-
-
-def outcome(case: Case, bench: Bench) -> str:
-    try:
-        case(bench)
-    except BaseException:
-        return traceback.format_exc()
-    return ""
 
 
 def unknown_ids(model: PreTrainedModel) -> list[int]:
@@ -170,42 +142,20 @@ def reference_greedy(
     return outputs
 
 
-@torch.no_grad()
 def reference_logprobs(
     model: PreTrainedModel, prompt: list[int], tokens: list[int], temperature: float
 ) -> torch.Tensor:
     """[len(tokens)] float32."""
-    logits = _logits(model, prompt, tokens)
-    return torch.log_softmax(logits / (temperature or 1.0), -1).gather(
-        1, torch.tensor(tokens)[:, None]
-    )[:, 0]
+    return sampled_logprobs(model, prompt, tokens, Sampling(temperature=temperature))
 
 
-def _logits(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """[len(tokens), vocabulary] float32 on the host; ids without a token are impossible."""
-    logits = (
-        model(torch.tensor([prompt + tokens], device=model.device))
-        .logits[0, len(prompt) - 1 : -1]
-        .float()
-        .cpu()
-    )
-    logits[:, unknown_ids(model)] = -torch.inf
-    return logits
-
-
-@torch.no_grad()
-def distribution(
+def sampled_logprobs(
     model: PreTrainedModel, prompt: list[int], tokens: list[int], sampling: Sampling
 ) -> torch.Tensor:
-    """Log-probs [len(tokens)] as transformers' own generation would sample."""
-    logits = _logits(model, prompt, tokens)
-    logits[:, list(sampling.banned_token_ids)] = -torch.inf
-    if sampling.temperature:
-        logits = logits / sampling.temperature
-        logits = MinPLogitsWarper(sampling.min_p)(None, logits)
-        logits = TopKLogitsWarper(sampling.top_k)(None, logits) if sampling.top_k else logits
-        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    """Log-probs [len(tokens)] as transformers would sample; ids without a token are impossible."""
+    banned = (*sampling.banned_token_ids, *unknown_ids(model))
+    table = distribution(model, prompt, tokens, replace(sampling, banned_token_ids=banned))
+    return table[range(len(tokens)), tokens]
 
 
 def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -220,68 +170,7 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     ).item()
 
 
-def perturbed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    generator = torch.Generator().manual_seed(seed)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(
-                parameter.device
-            )
-    return other
-
-
 # -- cases on an engine that read the checkpoint
-
-
-def greedy_equals_transformers(bench: Bench) -> None:
-    assert bench.greedy() == bench.expected
-
-
-def logprobs_are_of_the_sampling_distribution(bench: Bench) -> None:
-    for temperature in (1.0, 0.7, 1.3, 0.0):
-        sampling = Sampling(n=2, max_tokens=16, temperature=temperature, seed=3)
-        for prompt, samples in zip(PROMPTS, bench.generate(PROMPTS, sampling), strict=True):
-            for sample in samples:
-                assert len(sample.logprobs) == len(sample.token_ids)
-                expected = reference_logprobs(bench.model, prompt, sample.token_ids, temperature)
-                torch.testing.assert_close(
-                    torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5
-                )
-
-
-def new_weights_are_used(bench: Bench) -> None:
-    before = bench.greedy()
-    for version, seed in ((1, 11), (2, 12)):
-        other = perturbed(bench.model, seed)
-        bench.load(other, version)
-        assert bench.greedy() == reference_greedy(other) != before
-        assert {
-            sample.weight_version
-            for samples in bench.generate(PROMPTS, GREEDY)
-            for sample in samples
-        } == {version}
-
-    bench.load(bench.model)
-    assert bench.greedy() == before
-
-
-def no_prefix_of_the_old_weights_survives(bench: Bench) -> None:
-    """A prompt of several cache blocks, before and after an update."""
-    prompt = [(7 * position) % 250 for position in range(200)]
-    first = bench.generate([prompt], GREEDY)[0][0]
-    again = bench.generate([prompt], GREEDY)[0][0]
-    assert again.token_ids == first.token_ids
-    if type(bench.engine).__name__ != "HFEngine":
-        assert again.num_cached_tokens > 0, "without a cached prefix this case shows nothing"
-    other = perturbed(bench.model, 5)
-    bench.load(other)
-    after = bench.generate([prompt], GREEDY)[0][0]
-    assert after.num_cached_tokens == 0
-    assert [after.token_ids] == reference_greedy(other, [prompt])
-    expected = reference_logprobs(other, prompt, after.token_ids, 0)
-    torch.testing.assert_close(torch.tensor(after.logprobs), expected, rtol=0, atol=1e-5)
-    bench.load(bench.model)
 
 
 def _broken_stream_is_refused(bench: Bench, stream: list, message: str) -> None:
@@ -509,51 +398,14 @@ def a_stale_prefix_cache_is_noticed(bench: Bench) -> None:
     assert bench.greedy() == bench.expected
 
 
-def any_order_of_the_stream_will_do(bench: Bench) -> None:
-    other = perturbed(bench.model, 21)
-    stream = list(other.named_parameters())
-    random.Random(4).shuffle(stream)
-    bench.engine.load_weights(iter(stream), 0)
-    assert bench.greedy() == reference_greedy(other)
-    bench.load(bench.model)
-
-
-def the_engine_has_its_own_copy(bench: Bench) -> None:
-    other = perturbed(bench.model, 31)
-    bench.load(other)
-    expected = reference_greedy(other)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    assert bench.greedy() == expected
-    bench.load(bench.model)
-
-
-def sleeping_keeps_or_drops_the_weights(bench: Bench) -> None:
-    engine = bench.engine
-    before = bench.greedy()
-    engine.sleep(1)
-    engine.wake("weights")
-    engine.wake("kv_cache")
-    assert bench.greedy() == before
-    engine.sleep(2)
-    engine.wake("weights")
-    engine.wake("kv_cache")
+def a_sleep_of_level_2_drops_the_weights(bench: Bench) -> None:
+    bench.engine.sleep(2)
+    bench.engine.wake("weights")
+    bench.engine.wake("kv_cache")
     with pytest.raises(EngineError, match="load_weights"):
         bench.greedy()
     bench.load(bench.model)
-    assert bench.greedy() == before
-
-
-def a_step_sleeps_streams_and_wakes(bench: Bench) -> None:
-    for version in range(1, 3):
-        other = perturbed(bench.model, version)
-        bench.engine.sleep()
-        bench.engine.wake("weights")
-        bench.load(other, version)
-        bench.engine.wake("kv_cache")
-        assert bench.greedy() == reference_greedy(other)
-    bench.load(bench.model)
+    assert bench.greedy() == bench.expected
 
 
 def illegal_orders_raise(bench: Bench) -> None:
@@ -573,60 +425,6 @@ def illegal_orders_raise(bench: Bench) -> None:
     bench.load(bench.model)
     engine.wake("kv_cache")
     assert bench.greedy() == bench.expected
-
-
-def n_samples_per_prompt_in_order(bench: Bench) -> None:
-    outputs = bench.generate(PROMPTS, Sampling(n=4, max_tokens=LENGTH, seed=8))
-    assert [len(samples) for samples in outputs] == [4] * len(PROMPTS)
-    texts = [tuple(sample.token_ids) for samples in outputs for sample in samples]
-    assert len(set(texts)) == len(texts), "samples must differ, also those of equal prompts"
-    for expected, samples in zip(
-        bench.expected, bench.generate(PROMPTS, replace(GREEDY, n=3)), strict=True
-    ):
-        assert [sample.token_ids for sample in samples] == [expected] * 3
-
-
-def stop_ids_end_a_response(bench: Bench) -> None:
-    free = bench.greedy()
-    stop = next(tokens[3] for tokens in free if tokens[3] not in tokens[:3])
-    outputs = bench.generate(PROMPTS, replace(GREEDY, stop_token_ids=(stop, 383)))
-    for tokens, (sample,) in zip(free, outputs, strict=True):
-        stopped = stop in tokens
-        assert sample.token_ids == (tokens[: tokens.index(stop) + 1] if stopped else tokens)
-        assert sample.finish_reason == ("stop" if stopped else "length")
-    assert any(stop in tokens for tokens in free)
-
-
-def the_end_token_ends_a_response(bench: Bench) -> None:
-    """The weights make the end token likely; the response keeps the token and the log-prob."""
-    eager = copy.deepcopy(bench.model)
-    end = eager.config.eos_token_id
-    with torch.no_grad():
-        eager.lm_head.weight[end] = eager.lm_head.weight.mean(0) * 4
-    bench.load(eager)
-    samples = [
-        sample
-        for group in bench.generate(PROMPTS, Sampling(n=16, max_tokens=30, seed=2))
-        for sample in group
-    ]
-
-    reasons = {sample.finish_reason for sample in samples}
-    for sample in samples:
-        assert end not in sample.token_ids[:-1]
-        assert (sample.token_ids[-1] == end) == (sample.finish_reason == "stop")
-        assert sample.finish_reason == "stop" or len(sample.token_ids) == 30
-
-    assert "stop" in reasons
-    bench.load(bench.model)
-
-
-def the_length_limit_holds(bench: Bench) -> None:
-    for limit in (1, 5):
-        for (sample,) in bench.generate(PROMPTS, Sampling(max_tokens=limit, temperature=0)):
-            assert (len(sample.token_ids), sample.finish_reason) == (limit, "length")
-    longest = [3] * (MAX_MODEL_LEN - 2)
-    (sample,) = bench.generate([longest], Sampling(max_tokens=2, temperature=0))[0]
-    assert len(sample.token_ids) == 2
 
 
 def impossible_requests_are_refused(bench: Bench) -> None:
@@ -655,6 +453,11 @@ def impossible_requests_are_refused(bench: Bench) -> None:
             Sampling(max_tokens=4),
         )
 
+    loop = bench.engine.open(GREEDY)
+    loop.add([Request([1])])
+    with pytest.raises(ValueError, match="contains the token 9999"):
+        loop.add([Request([9999])])
+    assert len(list(loop.to_the_end())) == 1
     assert bench.greedy() == bench.expected
 
 
@@ -674,36 +477,6 @@ def a_prompt_is_computed_once_for_all_its_samples(bench: Bench) -> None:
         for sample in samples:
             expected = reference_logprobs(bench.model, prompt, sample.token_ids, 1.0)
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
-
-
-def requests_have_samplings_of_their_own(bench: Bench) -> None:
-    call = Sampling(n=2, max_tokens=9, temperature=0.7, seed=6)
-    samplings = [
-        None,
-        GREEDY,
-        Sampling(n=3, max_tokens=4, temperature=1.3, top_k=5),
-        None,
-        Sampling(temperature=0, max_tokens=2, n=2),
-    ]
-    requests = [
-        Request(prompt, sampling=sampling)
-        for prompt, sampling in zip(PROMPTS, samplings, strict=True)
-    ]
-
-    outputs = bench.engine.generate(requests, call)
-    for prompt, sampling, samples in zip(PROMPTS, samplings, outputs, strict=True):
-        sampling = sampling or call
-        assert len(samples) == sampling.n
-        assert all(
-            len(sample.token_ids) == sampling.max_tokens or sample.finish_reason == "stop"
-            for sample in samples
-        )
-        for sample in samples:
-            expected = distribution(bench.model, prompt, sample.token_ids, sampling)
-            torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
-
-    assert outputs[1][0].token_ids == bench.expected[1]
-    assert [sample.token_ids for sample in outputs[4]] == [bench.expected[4][:2]] * 2
 
 
 def stream(
@@ -734,32 +507,6 @@ def each_request_comes_as_it_ends(bench: Bench) -> None:
         assert longest == sorted(longest)
         bench.engine.reset_cache()
         assert bench.engine.generate(requests, sampling) == outputs
-
-
-def requests_are_admitted_while_others_decode(bench: Bench) -> None:
-    """Each gets the tokens that it gets alone, whatever is beside it and whenever it came."""
-    sampling = Sampling(n=2, max_tokens=_interrupted(bench, 10, by_itself=16), seed=3)
-    requests = [
-        Request(prompt, seeds=(derived_seed(row, 0), derived_seed(row, 1)))
-        for row, prompt in enumerate(PROMPTS)
-    ]
-    alone = [bench.engine.generate([request], sampling)[0] for request in requests]
-    loop = bench.engine.open(sampling)
-    found = {}
-    waiting = iter(requests[1:])
-    assert loop.add(requests[:1]) == range(1)
-
-    while loop.running:
-        for index, completions in loop.step():
-            found[index] = completions
-        loop.add([request for _, request in zip(range(1), waiting, strict=False)])
-
-    assert [[s.token_ids for s in found[row]] for row in range(5)] == [
-        [s.token_ids for s in samples] for samples in alone
-    ]
-    with pytest.raises(ValueError, match="contains the token 9999"):
-        loop.add([Request([9999])])
-    assert bench.greedy() == bench.expected
 
 
 def _interrupted(bench: Bench, tokens: int, by_itself: int) -> int:
@@ -861,7 +608,7 @@ def responses_go_on_over_the_cache_that_they_have(bench: Bench) -> None:
     for index, prompt_of in zip(later, ([*prompt, 0], prompt), strict=True):
         (sample,) = found[index]
         assert set(sample.weight_versions) == {5} and sample.num_cached_tokens < 2 * len(prompt)
-        expected = distribution(models[5], prompt_of, sample.token_ids, greedy)
+        expected = sampled_logprobs(models[5], prompt_of, sample.token_ids, greedy)
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-4)
 
     for row, sampling in enumerate(samplings):
@@ -880,7 +627,7 @@ def responses_go_on_over_the_cache_that_they_have(bench: Bench) -> None:
 
             if len(set(versions)) > 1:
                 last = torch.tensor(versions) == 5
-                anew = distribution(models[5], [*prompt, row], sample.token_ids, sampling)
+                anew = sampled_logprobs(models[5], [*prompt, row], sample.token_ids, sampling)
                 assert (anew - found_logprobs)[last].abs().max() > 1e-2, (
                     "with weights this similar, the case shows nothing"
                 )
@@ -937,72 +684,29 @@ def _num_computed(engine: Engine) -> Iterator[list[int]]:
         hook.remove()
 
 
-def an_abort_keeps_what_was_sampled(bench: Bench) -> None:
-    """The prompt is then continued with the tokens that were sampled.
-
-    Tokens and log-probs are those of an uninterrupted request.
-    """
-    whole = Sampling(temperature=0, max_tokens=_interrupted(bench, 48, by_itself=120))
-    # four, and the hf engine has batches of three
-    prompts = [[50, 55, 43], [1, 2, 3, 4, 5], [200, 7], [61, 60]]
-    expected = bench.generate(prompts, whole)
-    loop = bench.engine.open(whole)
-    loop.add([Request(prompt) for prompt in prompts])
-    early = [loop.step() for _ in range(5)]
+def an_abort_returns_all_samples_of_a_request(bench: Bench) -> None:
+    """Their first tokens have a temperature of their own; the engine can be used afterwards."""
+    fire = Sampling(
+        n=3, max_tokens=_interrupted(bench, 48, by_itself=120), first_token_temperature=5.0
+    )
+    prompt = PROMPTS[0]
+    loop = bench.engine.open(fire)
+    loop.add([Request(prompt)])
+    loop.step(), loop.step(), loop.step()
     with pytest.raises(EngineError, match="not consumed"):
         bench.greedy()
-    begun = loop.abort() | dict(sum(early, []))
-    assert (
-        not loop.running
-        and sorted(begun) == [0, 1, 2, 3]
-        and any(sample.token_ids for (sample,) in begun.values())
-    )
-
-    aborted = {
-        index: sample for index, (sample,) in begun.items() if sample.finish_reason == "abort"
-    }
-    assert all(
-        begun[index][0].token_ids == expected[index][0].token_ids
-        for index in begun.keys() - aborted.keys()
-    )
-    rests = [
-        replace(whole, max_tokens=whole.max_tokens - len(sample.token_ids))
-        for sample in aborted.values()
-    ]
-    requests = [
-        Request(prompts[index] + sample.token_ids, sampling=rest)
-        for (index, sample), rest in zip(aborted.items(), rests, strict=True)
-    ]
-
-    for (index, sample), (rest,) in zip(
-        aborted.items(), bench.engine.generate(requests, whole), strict=True
-    ):
-        (one,), length = expected[index], len(sample.token_ids)
-        assert sample.token_ids == one.token_ids[:length] and length < len(one.token_ids)
-        assert (sample.token_ids + rest.token_ids, rest.finish_reason) == (
-            one.token_ids,
-            one.finish_reason,
-        )
-        logprobs = torch.tensor(sample.logprobs + rest.logprobs)
-        torch.testing.assert_close(logprobs, torch.tensor(one.logprobs), rtol=0, atol=1e-5)
-
-    assert aborted
-    fire = replace(whole, n=3, temperature=1.0, first_token_temperature=5.0)
-    loop = bench.engine.open(fire)
-    loop.add([Request(prompts[0])])
-    loop.step(), loop.step(), loop.step()
     (samples,) = loop.abort().values()
-    assert len(samples) == 3
+    assert len(samples) == 3 and any(sample.token_ids for sample in samples)
 
     for sample in samples:
-        assert len(sample.logprobs) == len(sample.token_ids) < whole.max_tokens
+        assert len(sample.logprobs) == len(sample.token_ids) < fire.max_tokens
         if sample.token_ids:
-            logprobs = [
-                reference_logprobs(bench.model, prompts[0], sample.token_ids, t) for t in (5.0, 1.0)
-            ]
-            expected_logprobs = torch.cat([logprobs[0][:1], logprobs[1][1:]])
+            first, rest = (
+                reference_logprobs(bench.model, prompt, sample.token_ids, temperature)
+                for temperature in (5.0, 1.0)
+            )
             torch.testing.assert_close(
-                torch.tensor(sample.logprobs), expected_logprobs, rtol=0, atol=1e-5
+                torch.tensor(sample.logprobs), torch.cat([first[:1], rest[1:]]), rtol=0, atol=1e-5
             )
 
     assert bench.greedy() == bench.expected
@@ -1031,40 +735,6 @@ def continuing_costs_a_hit_in_the_cache(bench: Bench) -> None:
     assert begun.token_ids + continued.token_ids == expected
     if type(bench.engine).__name__ != "HFEngine":
         assert continued.num_cached_tokens > 280
-
-
-def a_part_of_the_vocabulary_is_sampled_and_normalised(bench: Bench) -> None:
-    """Against the warpers of transformers; and with one token in it that token comes."""
-    for options in ({"top_k": 7}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9, "temperature": 1.4}):
-        _is_that_of_transformers(bench, options)
-    for options in ({"top_k": 1}, {"top_p": 1e-6}):
-        _is_the_most_likely_token(bench, options)
-
-
-def tokens_far_below_the_most_likely_one_never_come(bench: Bench) -> None:
-    """With min p, alone and before top k and top p; banned tokens are not the most likely ones."""
-    for options in (
-        {"min_p": 0.5, "temperature": 0.7},
-        {"min_p": 0.2, "top_k": 30, "top_p": 0.9, "banned_token_ids": (7, 50, 90)},
-    ):
-        _is_that_of_transformers(bench, options)
-    _is_the_most_likely_token(bench, {"min_p": 1.0})
-
-
-def _is_that_of_transformers(bench: Bench, options: dict[str, Any]) -> None:
-    sampling = Sampling(n=3, max_tokens=12, seed=9, **options)
-    for prompt, samples in zip(PROMPTS, bench.generate(PROMPTS, sampling), strict=True):
-        for sample in samples:
-            expected = distribution(bench.model, prompt, sample.token_ids, sampling)
-            torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
-
-
-def _is_the_most_likely_token(bench: Bench, options: dict[str, Any]) -> None:
-    samples = [
-        group[0] for group in bench.generate(PROMPTS, Sampling(max_tokens=LENGTH, **options))
-    ]
-    assert [sample.token_ids for sample in samples] == bench.expected
-    assert max(abs(value) for sample in samples for value in sample.logprobs) < 1e-5
 
 
 def stop_strings_end_a_response(bench: Bench) -> None:
@@ -1096,20 +766,6 @@ def stop_strings_end_a_response(bench: Bench) -> None:
         prompts[:1], replace(long, stop=("<eos>",), banned_token_ids=tuple(free[0][:2]))
     )[0][0]
     assert special.finish_reason == ("stop" if 258 in special.token_ids else "length")
-
-
-def banned_tokens_never_come(bench: Bench) -> None:
-    """Not even the most likely; the others' probabilities sum to 1 without them."""
-    banned = tuple({tokens[0] for tokens in bench.expected})
-    for sampling in (GREEDY, Sampling(n=3, max_tokens=12, seed=4, temperature=0.8, top_p=0.9)):
-        sampling = replace(sampling, banned_token_ids=banned)
-        for prompt, samples in zip(PROMPTS, bench.generate(PROMPTS, sampling), strict=True):
-            for sample in samples:
-                assert not set(banned) & set(sample.token_ids)
-                expected = distribution(bench.model, prompt, sample.token_ids, sampling)
-                torch.testing.assert_close(
-                    torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5
-                )
 
 
 def ids_without_a_token_never_come(bench: Bench) -> None:
@@ -1209,14 +865,16 @@ def a_response_has_its_smallest_length(bench: Bench) -> None:
             ]
             assert ended == ([len(sample.token_ids)] if sample.finish_reason == "stop" else [])
             early = replace(varied, banned_token_ids=tuple(ends))
-            expected = distribution(bench.model, PROMPTS[0], sample.token_ids, varied)
-            expected[:least] = distribution(bench.model, PROMPTS[0], sample.token_ids, early)[
+            expected = sampled_logprobs(bench.model, PROMPTS[0], sample.token_ids, varied)
+            expected[:least] = sampled_logprobs(bench.model, PROMPTS[0], sample.token_ids, early)[
                 :least
             ]
 
             if varied.first_token_temperature:
                 first = replace(early, temperature=varied.first_token_temperature)
-                expected[:1] = distribution(bench.model, PROMPTS[0], sample.token_ids, first)[:1]
+                expected[:1] = sampled_logprobs(bench.model, PROMPTS[0], sample.token_ids, first)[
+                    :1
+                ]
 
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-4)
 
@@ -1234,18 +892,9 @@ def no_requests_no_answers(bench: Bench) -> None:
 
 def ranks_may_have_different_numbers_of_requests(bench: Bench) -> None:
     """Replicas are independent: one may have nothing to do. Ranks of one engine still agree."""
-    replica = bench.rank // bench.axis.size
+    replica = dist.get_rank() // bench.axis.size
     prompts = [[10 + replica, index] for index in range(3 * replica)]
     assert bench.greedy(prompts) == reference_greedy(bench.model, prompts)
-
-
-def the_seed_decides(bench: Bench) -> None:
-    def sample(seed: int) -> list[list[Completion]]:
-        bench.engine.reset_cache()
-        return bench.generate(PROMPTS, Sampling(n=3, max_tokens=LENGTH, seed=seed))
-
-    assert sample(1) == sample(1)
-    assert sample(1) != sample(2)
 
 
 def the_seed_of_a_sample_decides(bench: Bench) -> None:
@@ -1255,7 +904,7 @@ def the_seed_of_a_sample_decides(bench: Bench) -> None:
     """
 
     def sample(rows: list[int], seed: int) -> dict[int, list[list[int]]]:
-        np.random.seed(seed + bench.rank)
+        np.random.seed(seed + dist.get_rank())
         requests = [
             Request(PROMPTS[row], seeds=(derived_seed(row, 0), derived_seed(row, 1)))
             for row in rows
@@ -1266,7 +915,7 @@ def the_seed_of_a_sample_decides(bench: Bench) -> None:
             bench.engine, requests, Sampling(n=2, max_tokens=LENGTH, seed=seed)
         ):
             drawn[rows[index]] = [each.token_ids for each in completions]
-            for _ in range(bench.rank + seed):
+            for _ in range(dist.get_rank() + seed):
                 np.random.rand(), torch.rand(1), random.random()
 
         return drawn
@@ -1277,18 +926,6 @@ def the_seed_of_a_sample_decides(bench: Bench) -> None:
     assert all(other == drawn for other in bench.axis.gather(drawn))
     with pytest.raises(ValueError, match="request 0 has 2 seeds for 3 samples"):
         bench.engine.generate([Request([1], seeds=(1, 2))], Sampling(n=3, max_tokens=2))
-
-
-def the_callers_generators_are_left_alone(bench: Bench) -> None:
-    for generator in (torch.manual_seed, np.random.seed, random.seed):
-        generator(5)
-    before = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
-    bench.generate(PROMPTS, Sampling(n=2, max_tokens=4))
-    assert (
-        torch.get_rng_state().tolist(),
-        np.random.get_state()[1].tolist(),
-        random.getstate(),
-    ) == before
 
 
 def ranks_of_one_engine_get_the_same_tokens(bench: Bench) -> None:
@@ -1324,18 +961,6 @@ def the_trainers_process_group_still_works(bench: Bench) -> None:
 def nothing_before_the_first_stream(bench: Bench) -> None:
     with pytest.raises(EngineError, match="load_weights"):
         bench.greedy()
-
-
-def a_tied_model_comes_by_stream(bench: Bench) -> None:
-    assert "lm_head.weight" not in bench.engine.expected
-    other = perturbed(bench.model, 2)
-    for model, expected in (
-        (bench.model, bench.expected),
-        (other, reference_greedy(other)),
-        (bench.model, bench.expected),
-    ):
-        bench.load(model)
-        assert bench.greedy() == expected
 
 
 def a_wrong_element_of_a_tied_model_is_named(bench: Bench) -> None:
@@ -1390,26 +1015,30 @@ def logits_are_float32_in_a_bfloat16_engine(bench: Bench) -> None:
 _here = [
     case
     for name, case in inspect.getmembers(sys.modules[__name__], inspect.isfunction)
-    if list(inspect.signature(case).parameters) == ["bench"] and not name.startswith("_")
+    if case.__module__ == __name__
+    and list(inspect.signature(case).parameters) == ["bench"]
+    and not name.startswith("_")
 ]
 # A decorator's own code lies in another file.
 _in_order = sorted(_here, key=lambda case: inspect.unwrap(case).__code__.co_firstlineno)
 _first_stream_only = _in_order.index(nothing_before_the_first_stream)
-CASES = _in_order[:_first_stream_only]
+CASES = testing.ENGINE_CASES + _in_order[:_first_stream_only]
 _first_bfloat16 = _in_order.index(logits_are_float32_in_a_bfloat16_engine)
-STREAM_ONLY_CASES = _in_order[_first_stream_only:_first_bfloat16]
+_of_streams = _in_order[_first_stream_only:_first_bfloat16]
+STREAM_ONLY_CASES = [*_of_streams[:1], *testing.STREAM_ONLY_CASES, *_of_streams[1:]]
+"""The first one needs an engine without weights; the last one closes it."""
 BFLOAT16_CASES = _in_order[_first_bfloat16:]
 OF_REPLICAS = [
-    greedy_equals_transformers,
-    new_weights_are_used,
-    a_step_sleeps_streams_and_wakes,
-    n_samples_per_prompt_in_order,
+    testing.greedy_equals_transformers,
+    testing.new_weights_are_used,
+    testing.a_step_sleeps_streams_and_wakes,
+    testing.n_samples_per_prompt_in_order,
     ranks_may_have_different_numbers_of_requests,
     the_seed_of_a_sample_decides,
-    the_callers_generators_are_left_alone,
+    testing.the_callers_generators_are_left_alone,
     the_trainers_process_group_still_works,
     nothing_before_the_first_stream,
-    a_tied_model_comes_by_stream,
+    testing.a_tied_model_comes_by_stream,
     a_tied_model_sleeps,
     a_closed_engine_says_so,
 ]

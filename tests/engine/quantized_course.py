@@ -9,8 +9,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.adapter_course import adapted, adapters_of, generated, logprob_gap, stream, trained
-from engine.contract import start
 from lightrft.engine.base import Engine, EngineError
+from lightrft.engine.testing import start_engine
 from lightrft.models.lora import keep_adapters_apart
 from lightrft.models.parallel.device import select_device
 from lightrft.models.parallel.mesh import Mesh
@@ -74,7 +74,7 @@ def an_engine_of_int8(folder: str, bf16: bool) -> dict[str, Any]:
     dtype = torch.bfloat16 if bf16 else torch.float32
     axis = Mesh(select_device().type, tp=1).engine(dist.get_world_size())
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    engine = start("vllm", folder, axis, INT8, from_stream=True, dtype=dtype)
+    engine = start_engine("vllm", folder, axis, INT8, from_stream=True, dtype=dtype)
     matrices = engine.quantization.matrices
     checks: dict[str, Any] = {
         "all_matrices": len(matrices) == 7 * model.config.num_hidden_layers,
@@ -119,7 +119,7 @@ def adapters_beside_int8(folder: str) -> dict[str, Any]:
     axis = Mesh(select_device().type, tp=1).engine(dist.get_world_size())
     model = adapted(folder)
     keep_adapters_apart(model)
-    engine = start(
+    engine = start_engine(
         "vllm",
         folder,
         axis,
@@ -146,7 +146,7 @@ def with_a_cache_of_fp8(folder: str) -> float:
     axis = Mesh(select_device().type, tp=1).engine(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     flags = INT8 | {"engine_args": '{"kv_cache_dtype": "fp8"}'}
-    engine = start("vllm", folder, axis, flags, from_stream=True, dtype=torch.bfloat16)
+    engine = start_engine("vllm", folder, axis, flags, from_stream=True, dtype=torch.bfloat16)
     for version in (1, 2):
         engine.load_weights(weights(model, engine), version)
     gap = logprob_gap(model, engine, "mean")
@@ -158,7 +158,7 @@ def stale_scales(folder: str) -> str:
     """Return the error if a stream brings codes without their scales."""
     axis = Mesh(select_device().type, tp=1).engine(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    engine = start("vllm", folder, axis, INT8, from_stream=True)
+    engine = start_engine("vllm", folder, axis, INT8, from_stream=True)
     engine.load_weights(weights(model, engine), 1)
     codes = [named for named in weights(model, engine) if not named[0].endswith("_scale")]
     try:

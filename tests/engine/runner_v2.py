@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine import contract
 from lightrft.core.samples import Completion
 from lightrft.engine.base import Request, Sampling
+from lightrft.engine.testing import outcome, start_engine
 from lightrft.models.parallel.expert_parallel import routers
 from lightrft.models.parallel.mesh import Mesh
 from with_vllm import import_vllm
@@ -64,13 +65,14 @@ def outcomes(folder: str, *names: str) -> dict[str, Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     schedule_asynchronously()
     axis = Mesh("cpu").world
-    engine = contract.start("vllm", folder, axis)
-    bench = contract.Bench(engine, AutoModelForCausalLM.from_pretrained(folder), axis, 0)
+    engine = start_engine("vllm", folder, axis)
+    bench = contract.Bench(engine, AutoModelForCausalLM.from_pretrained(folder))
+    cases = {case.__name__: case for case in contract.CASES}
     core = engine._llm.llm_engine
     found: dict[str, Any] = {
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "in_flight": core.engine_core.engine_core.batch_queue_size,
-        "outcomes": {name: contract.outcome(getattr(contract, name), bench) for name in names},
+        "outcomes": {name: outcome(cases[name], bench) for name in names},
     }
     model = engine._shim.model
     left = []
@@ -116,7 +118,7 @@ def with_and_without_drafts(folder: str) -> dict[str, list[Completion]]:
     speculation.BATCH_SIZES = (1,)
     speculation.MEASUREMENTS = 1
     flags = {"speculative": "ngram", "num_draft_tokens": 3}
-    engine = contract.start("vllm", folder, Mesh("cpu").world, flags)
+    engine = start_engine("vllm", folder, Mesh("cpu").world, flags)
 
     found: dict[str, list[Completion]] = {}
     for name, cost in (("drafts", -1.0), ("plain", float("inf"))):
@@ -142,7 +144,7 @@ def recorded_experts(folder: str) -> dict[str, int]:
     """
     long = list(range(5, 75))
     counts = {"samples": 0, "cached": 0, "records": 0, "equal": 0}
-    engine = contract.start("vllm", folder, Mesh("cpu").world, {"router_replay": True})
+    engine = start_engine("vllm", folder, Mesh("cpu").world, {"router_replay": True})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chosen: dict[int, Tensor] = {}
     for number, router in routers(model).items():

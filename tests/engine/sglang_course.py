@@ -19,9 +19,10 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, Gemma3Config
 
-from engine.contract import STREAM_ONLY_CASES, Bench, outcome, start
+from engine.contract import STREAM_ONLY_CASES, Bench
 from lightrft.config import ConfigError, EngineSection
 from lightrft.engine.base import EngineError, EngineSetup, Request, Sampling
+from lightrft.engine.testing import outcome, start_engine
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.mesh import Mesh
 
@@ -37,10 +38,8 @@ def course(folder: str) -> dict[str, str]:
     before = _settings()
     too_small = _refusal(folder, mesh)
     bench = Bench(
-        start("sglang", folder, mesh.engine(2), from_stream=True),
+        start_engine("sglang", folder, mesh.engine(2), from_stream=True),
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        mesh.engine(2),
-        mesh.world.rank,
     )
     # the last one closes the engine
     results = {case.__name__: outcome(case, bench) for case in STREAM_ONLY_CASES[:-1]}
@@ -155,7 +154,7 @@ def answer_to_an_image(folder: str) -> str:
 
     Gemma3Config(image_token_index=7).save_pretrained(folder)
     SGLangEngine._on_first_rank = lambda *_: []
-    engine = start(
+    engine = start_engine(
         "sglang",
         folder,
         Axis("engine", 1, 0, None),
@@ -181,7 +180,7 @@ def _settings() -> dict:
 
 def _refusal(folder: str, mesh: Mesh) -> str:
     try:
-        start("sglang", folder, mesh.engine(2), max_model_len=500_000)
+        start_engine("sglang", folder, mesh.engine(2), max_model_len=500_000)
     except ValueError as error:
         return "" if "--engine_kv_cache_gb" in str(error) else str(error)
     return "it started"

@@ -13,13 +13,12 @@ from engine.contract import (
     PROMPTS,
     Bench,
     flipped_elements_are_named,
-    perturbed,
     reference_greedy,
     reference_logprobs,
-    start,
 )
 from lightrft.engine.base import Engine
 from lightrft.engine.probe import Probe
+from lightrft.engine.testing import perturbed, start_engine
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.mesh import Mesh
 from tiny import BOS, EOS, PAD, VOCABULARY
@@ -79,8 +78,8 @@ def course(folder: str) -> dict[str, list[str]]:
 def problems(family: str, folder: str, axis: Axis) -> list[str]:
     path = str(Path(folder, family))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    engine = start("sglang", path, axis)
-    bench = Bench(engine, model, axis, torch.distributed.get_rank())
+    engine = start_engine("sglang", path, axis)
+    bench = Bench(engine, model)
     found = [
         f"unknown {name}" for name in engine.expected.keys() - engine._addresses.keys()
     ] + _gaps(bench, model)
@@ -98,8 +97,8 @@ def hybrid(folder: str) -> list[str]:
     """Run a Qwen3.5 over two ranks, with the tests' kernels of linear attention."""
     axis = Mesh("cpu").engine(2)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    engine = start("sglang", folder, axis)
-    bench = Bench(engine, model, axis, axis.rank)
+    engine = start_engine("sglang", folder, axis)
+    bench = Bench(engine, model)
     found = [f"unknown {name}" for name in engine.expected.keys() - engine._addresses.keys()]
     found += _gaps(bench, model)
     other = perturbed(model, 3)

@@ -8,7 +8,6 @@ import torch
 from loguru import logger
 from transformers import AutoConfig, PretrainedConfig
 
-from engine.contract import start
 from lightrft.config import ConfigError, EngineSection
 from lightrft.engine import build
 from lightrft.engine.base import EngineError, EngineSetup
@@ -16,6 +15,7 @@ from lightrft.engine.hf import HFEngine
 from lightrft.engine.model_info import end_token_ids, placeholder_token_ids, published_names
 from lightrft.engine.requests import Sampling
 from lightrft.engine.start import starting, warn_if_untested
+from lightrft.engine.testing import start_engine
 from lightrft.models.parallel.collectives import Axis
 from tiny import EOS, tiny_model
 
@@ -36,7 +36,7 @@ def test_auto_without_another_engine_takes_hf_and_says_so(
     lines: list[str] = []
     sink = logger.add(lines.append, level="WARNING")
     try:
-        assert isinstance(start("auto", str(folder), ALONE), HFEngine)
+        assert isinstance(start_engine("auto", str(folder), ALONE), HFEngine)
     finally:
         logger.remove(sink)
     assert "no vllm or sglang is installed" in "".join(lines)
@@ -58,19 +58,19 @@ def test_a_missing_engine_names_its_package(
 ) -> None:
     monkeypatch.setattr(build, "_installed", lambda name: False)
     with pytest.raises(ValueError, match=f"pip install {way_out}"):
-        start(name, str(folder), ALONE)
+        start_engine(name, str(folder), ALONE)
 
 
 def test_an_unknown_engine_names_the_known_ones(folder: Path) -> None:
     with pytest.raises(
         ValueError, match="--engine_type tgi: no engine of this name. Choices: hf, sglang, vllm"
     ):
-        start("tgi", str(folder), ALONE)
+        start_engine("tgi", str(folder), ALONE)
 
 
 def test_hf_has_no_tensor_parallel(folder: Path) -> None:
     with pytest.raises(ValueError, match="--engine_tp_size 2.*hf engine runs on one rank"):
-        start("hf", str(folder), Axis("engine", 2, 0, None))
+        start_engine("hf", str(folder), Axis("engine", 2, 0, None))
 
 
 def test_expected_names_and_shapes_with_the_tied_one_once(folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from engine import contract
 from engine.contract import BFLOAT16_CASES, CASES, OF_REPLICAS, STREAM_ONLY_CASES, run_contract
+from lightrft.engine import testing
 from ranks import run_ranks
 from sglang_environment import in_sglang_environment
 from tiny import byte_tokenizer, tiny_hybrid, tiny_model
@@ -40,28 +41,29 @@ SAMPLING_DEFAULTS = {
 cases would be others: training says how it samples."""
 ALL = CASES + STREAM_ONLY_CASES + BFLOAT16_CASES
 OF_TWO_RANKS = [
-    contract.greedy_equals_transformers,
-    contract.logprobs_are_of_the_sampling_distribution,
-    contract.new_weights_are_used,
-    contract.no_prefix_of_the_old_weights_survives,
+    testing.greedy_equals_transformers,
+    testing.logprobs_are_of_the_sampling_distribution,
+    testing.new_weights_are_used,
+    testing.no_prefix_of_the_old_weights_survives,
     contract.missing_weights_are_named,
     contract.wrong_shapes_are_named,
     contract.a_stream_that_raises_is_repaired,
     contract.a_weight_that_stays_the_old_one_is_named,
     contract.a_stale_prefix_cache_is_noticed,
-    contract.sleeping_keeps_or_drops_the_weights,
-    contract.a_step_sleeps_streams_and_wakes,
+    testing.a_sleep_of_level_1_keeps_the_weights,
+    contract.a_sleep_of_level_2_drops_the_weights,
+    testing.a_step_sleeps_streams_and_wakes,
     contract.impossible_requests_are_refused,
-    contract.requests_have_samplings_of_their_own,
-    contract.requests_are_admitted_while_others_decode,
+    testing.requests_have_samplings_of_their_own,
+    testing.requests_are_admitted_while_others_decode,
     contract.responses_go_on_with_new_weights,
     contract.responses_go_on_over_the_cache_that_they_have,
-    contract.an_abort_keeps_what_was_sampled,
+    testing.an_abort_keeps_what_was_sampled,
     contract.stop_strings_end_a_response,
     contract.ids_without_a_token_never_come,
     contract.ranks_may_have_different_numbers_of_requests,
     contract.the_seed_of_a_sample_decides,
-    contract.the_callers_generators_are_left_alone,
+    testing.the_callers_generators_are_left_alone,
     contract.ranks_of_one_engine_get_the_same_tokens,
     contract.ranks_of_one_engine_must_ask_the_same,
     contract.the_trainers_process_group_still_works,
@@ -75,20 +77,21 @@ OF_PARTS = [
 ]
 """Verification of each rank's part of the weights; SGLang passes them alone, and takes long."""
 OF_HYBRIDS = [
-    contract.greedy_equals_transformers,
-    contract.new_weights_are_used,
-    contract.no_prefix_of_the_old_weights_survives,
+    testing.greedy_equals_transformers,
+    testing.new_weights_are_used,
+    testing.no_prefix_of_the_old_weights_survives,
     contract.one_wrong_element_is_named,
-    contract.sleeping_keeps_or_drops_the_weights,
-    contract.stop_ids_end_a_response,
+    testing.a_sleep_of_level_1_keeps_the_weights,
+    contract.a_sleep_of_level_2_drops_the_weights,
+    testing.stop_ids_end_a_response,
     contract.a_prompt_is_computed_once_for_all_its_samples,
     contract.each_request_comes_as_it_ends,
-    contract.requests_are_admitted_while_others_decode,
+    testing.requests_are_admitted_while_others_decode,
     contract.responses_go_on_with_new_weights,
     contract.responses_go_on_over_the_cache_that_they_have,
-    contract.an_abort_keeps_what_was_sampled,
+    testing.an_abort_keeps_what_was_sampled,
     contract.continuing_costs_a_hit_in_the_cache,
-    contract.a_tied_model_comes_by_stream,
+    testing.a_tied_model_comes_by_stream,
     contract.logits_are_float32_in_a_bfloat16_engine,
 ]
 """Those that meet the state of a layer: weights, padding, and rows that come, go, and go on. What

@@ -23,17 +23,16 @@ from transformers import (
 from engine.contract import (
     Bench,
     _is_noticed,
+    a_sleep_of_level_2_drops_the_weights,
     a_stream_that_raises_is_repaired,
     flipped_elements_are_named,
-    perturbed,
     reference_greedy,
-    sleeping_keeps_or_drops_the_weights,
-    start,
 )
 from lightrft.config import ModelSection
 from lightrft.core.batch import Batch
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.model_info import published_names
+from lightrft.engine.testing import a_sleep_of_level_1_keeps_the_weights, perturbed, start_engine
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.parallel.dtensor_slices import local_slices
@@ -117,7 +116,7 @@ def course(
     with made.engine_awake(actor) as engine:
         answers = answers_of(engine)
         plain = AutoModelForCausalLM.from_pretrained(folder)
-        bench = Bench(engine, plain, engine.axis, made.get_rank())
+        bench = Bench(engine, plain)
         engine.verify_dtype = torch.float32
         flipped_elements_are_named(bench, [GATE_UP, DOWN])
         assert engine._shim.weights.unknown == []
@@ -129,7 +128,7 @@ def course(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightrft.engine.start.published_names", with_a_stranger)
-        alone = start("vllm", target, Mesh("cpu").engine(1))
+        alone = start_engine("vllm", target, Mesh("cpu").engine(1))
 
     again = answers_of(alone)
     with pytest.raises(
@@ -323,9 +322,9 @@ def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
             plain = staticmethod(torch.nn.functional.linear)
             patch.setattr(f"vllm.model_executor.layers.{layer}.cpu_linear", plain, raising=False)
 
-        engine = start("vllm", folder, Mesh("cpu").world)
+        engine = start_engine("vllm", folder, Mesh("cpu").world)
         model = AutoModelForCausalLM.from_pretrained(folder)
-        bench = Bench(engine, model, engine.axis, engine.axis.rank)
+        bench = Bench(engine, model)
         direct = list(engine._shim.weights.direct)
         right = [bench.greedy() == bench.expected]
         seen = []
@@ -359,7 +358,8 @@ def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
             )
 
         a_stream_that_raises_is_repaired(bench)
-        sleeping_keeps_or_drops_the_weights(bench)
+        a_sleep_of_level_1_keeps_the_weights(bench)
+        a_sleep_of_level_2_drops_the_weights(bench)
         random_order = list(perturbed(model, 5).named_parameters())[::-1]
         engine.load_weights(random_order, 1)
         right.append(

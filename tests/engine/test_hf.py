@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.contract import PROMPTS, perturbed, reference_greedy, start, tampered
+from engine.contract import PROMPTS, reference_greedy, tampered
 from flat_models import HYBRIDS, make_model
 from lightrft.core.batch import Batch
 from lightrft.engine.base import EngineError, Request, Sampling
 from lightrft.engine.hf import HFEngine, sample_tokens
+from lightrft.engine.testing import perturbed, start_engine
 from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.heads import Actor
 from lightrft.models.parallel.collectives import Axis
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> HFEngine:
-    return start("hf", str(folder), ALONE)
+    return start_engine("hf", str(folder), ALONE)
 
 
 def test_samples_do_not_depend_on_how_prompts_are_batched(
@@ -64,7 +65,7 @@ def test_a_request_samples_the_same_whatever_else_runs(engine: HFEngine) -> None
 def test_hybrids_sample_what_the_trainer_scores(name: str, tmp_path: Path) -> None:
     """Prompts are padded on the left, and finished rows leave, without a trace in the states."""
     make_model(name, "eager").save_pretrained(tmp_path)
-    engine = start("hf", str(tmp_path), ALONE)
+    engine = start_engine("hf", str(tmp_path), ALONE)
     prompts = [list(range(7, 16)), [5], [30] * 17]
     sampling = Sampling(n=4, max_tokens=12, seed=4, stop_token_ids=tuple(range(0, 61, 12)))
     groups = engine.generate([Request(prompt) for prompt in prompts], sampling)
@@ -129,7 +130,7 @@ def test_a_large_flat_vocabulary_is_reached_to_its_end() -> None:
 
 def test_bfloat16_weights_from_a_float32_stream(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    engine = start("hf", str(folder), ALONE, dtype=torch.bfloat16, from_stream=True)
+    engine = start_engine("hf", str(folder), ALONE, dtype=torch.bfloat16, from_stream=True)
     engine.load_weights(model.named_parameters(), version=1)
     assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.bfloat16}
     tokens = [
@@ -140,7 +141,7 @@ def test_bfloat16_weights_from_a_float32_stream(folder: Path) -> None:
 
 
 def test_sleep_of_level_2_frees_the_weights_and_keeps_the_rotary_frequencies(folder: Path) -> None:
-    engine = start("hf", str(folder), ALONE)
+    engine = start_engine("hf", str(folder), ALONE)
     buffers = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
     assert buffers
     engine.sleep(2)
@@ -156,7 +157,7 @@ def test_sleep_of_level_2_frees_the_weights_and_keeps_the_rotary_frequencies(fol
 @pytest.mark.parametrize("problem", ["has shape", "in the engine differs from the weight"])
 def test_wrong_weights_under_running_requests_end_the_engine(folder: Path, problem: str) -> None:
     """They are verified like others, and nothing is sampled with them."""
-    engine = start("hf", str(folder), ALONE)
+    engine = start_engine("hf", str(folder), ALONE)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     name = "model.layers.1.mlp.up_proj.weight"
     stream = dict(perturbed(model, 3).named_parameters())

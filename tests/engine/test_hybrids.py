@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.contract import Bench, flipped_elements_are_named, perturbed, reference_greedy, start
+from engine.contract import Bench, flipped_elements_are_named, reference_greedy
 from flat_models import make_model
 from lightrft.engine.base import EngineError, Request, Sampling
+from lightrft.engine.testing import perturbed, start_engine
 from lightrft.models.attention.recurrent import lift_time_step_limits
 from lightrft.models.parallel.mesh import Mesh
 from ranks import run_ranks
@@ -48,9 +49,9 @@ def gaps(
 
 def course(folder: str, tp: int) -> list[tuple[float, float]]:
     axis = Mesh("cpu").engine(tp)
-    engine = start("vllm", folder, axis, dtype=torch.bfloat16)
+    engine = start_engine("vllm", folder, axis, dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    bench = Bench(engine, model, axis, axis.rank)
+    bench = Bench(engine, model)
     assert engine._shim.weights.unknown == []
     found = [gaps(bench, model)]
 
@@ -120,9 +121,9 @@ MAMBA = {
 def mamba_course(folder: str, tp: int, dtype: torch.dtype) -> list[tuple[float, float]]:
     """Compare log-probs with the folder's weights and with two syncs, and flip elements."""
     axis = Mesh("cpu").engine(tp)
-    engine = start("vllm", folder, axis, dtype=dtype)
+    engine = start_engine("vllm", folder, axis, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    bench = Bench(engine, model, axis, axis.rank)
+    bench = Bench(engine, model)
     assert engine._shim.weights.unknown == []
     lift_time_step_limits(model)
 
@@ -184,7 +185,7 @@ def messages(float32: str, mamba: str) -> list[str]:
     found = []
     for folder in (float32, mamba):
         with pytest.raises(ValueError) as error:
-            start("vllm", folder, Mesh("cpu").engine(1))
+            start_engine("vllm", folder, Mesh("cpu").engine(1))
         found.append(str(error.value))
     return found
 

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.video_utils import VideoMetadata
 
-from engine.contract import Bench, flipped_elements_are_named, perturbed, start
+from engine.contract import Bench, flipped_elements_are_named
 from lightrft.config import ConfigError, EngineSection, ModelSection
 from lightrft.core.batch import concatenated_features
 from lightrft.core.samples import Completion
@@ -35,6 +35,7 @@ from lightrft.engine.hf import has_positions_in_space
 from lightrft.engine.media import MEDIA_NAMES, Clip, Video, digest, read
 from lightrft.engine.model_info import Vocabulary, media_limits, placeholder_token_ids
 from lightrft.engine.probe import Probe
+from lightrft.engine.testing import perturbed, start_engine
 from lightrft.models.load import load_model
 from lightrft.models.parallel.collectives import Axis
 from lightrft.strategy import EngineStatus, FSDPStrategy
@@ -341,7 +342,7 @@ def weights_behind_images_are_proven(scene: Scene) -> None:
     assert held == {
         name for name in engine.expected if not any(module in name for module in unused)
     }
-    bench = Bench(engine, scene.reference.model, engine.axis, scene.strategy.get_rank())
+    bench = Bench(engine, scene.reference.model)
     others = "text_model", "language_model", "layers.1", "blocks.1"
     flipped_elements_are_named(
         bench, [name for name in sorted(held) if not any(other in name for other in others)]
@@ -769,9 +770,9 @@ def gemma_reads_text_only(folder: str, thinker: str) -> None:
             "the folder has the thinker of a Qwen2.5-Omni alone, and vLLM reads whole folders only"
         ),
     ):
-        start("vllm", thinker, ALONE)
+        start_engine("vllm", thinker, ALONE)
 
-    engine = start("vllm", folder, ALONE)
+    engine = start_engine("vllm", folder, ALONE)
     assert len(engine.generate([Request([65, 66])], GREEDY)) == 1
     with pytest.raises(
         ValueError,
@@ -970,7 +971,7 @@ def test_smaller_images_are_filled_up():
 
 
 def test_a_model_of_text_reads_no_images(tmp_path):
-    engine = start("hf", tiny_model(tmp_path), ALONE)
+    engine = start_engine("hf", tiny_model(tmp_path), ALONE)
     with pytest.raises(
         ValueError, match="request 0 carries images: this engine supports only text"
     ):

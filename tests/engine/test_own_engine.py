@@ -1,12 +1,46 @@
-"""Why: --engine_type takes an adapter of the user, which generates in a run like any other."""
+"""Why: --engine_type takes an adapter of the user, which generates in a run like any other, and the
+package has the contract that it must keep.
+"""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from lightrft.app.cli import train_ppo
+from lightrft.engine.testing import ENGINE_CASES, STREAM_ONLY_CASES, main, run_contract
+from ranks import run_ranks
 from runs import NOT_REPEATABLE, PPO, prepare
+from tiny import tiny_model
+
+ENGINES = Path(__file__).with_name("user_engines.py")
+NAMES = [case.__name__ for case in ENGINE_CASES + STREAM_ONLY_CASES]
+OF_WEIGHTS = (
+    "the_end_token_ends_a_response",
+    "new_weights_are_used",
+    "no_prefix_of_the_old_weights_survives",
+    "any_order_of_the_stream_will_do",
+    "a_step_sleeps_streams_and_wakes",
+    "a_tied_model_comes_by_stream",
+)
+"""Cases that load other weights than those of the folder."""
+OF_SEEDS = (
+    "the_seed_decides",
+    "the_callers_generators_are_left_alone",
+    "requests_are_admitted_while_others_decode",
+)
+BROKEN = {
+    "ForgetsTheTemperature": (
+        ("logprobs_are_of_the_sampling_distribution",),
+        "log-probs at temperature 0.7 differ by ",
+    ),
+    "KeepsTheTrainersTensors": (("the_engine_has_its_own_copy",), "greedy responses differ"),
+    "IgnoresTheSeed": (OF_SEEDS, "samples of one seed differ"),
+    "KeepsTheOldWeights": (OF_WEIGHTS, "EngineError: weight sync, rank 0 of the engine: "),
+}
+"""Engine in user_engines.py -> cases that fail, and the reason of the first one."""
 
 USERS_ENGINE = """
 from pathlib import Path
@@ -74,3 +108,38 @@ def test_what_is_no_engine_is_refused(inputs, capfd, engine, said):
     folder, _ = inputs
     assert train(inputs, engine.format(folder=folder), "refused") == 2
     assert said in capfd.readouterr().err
+
+
+def said(*words: str) -> tuple[int, list[str]]:
+    """Return the exit code of the command, and what it says about cases."""
+    with redirect_stdout(StringIO()) as output:
+        code = main(list(words))
+    lines = output.getvalue().splitlines()
+    return code, [line for line in lines if line.split(":")[0] in NAMES]
+
+
+@pytest.mark.slow
+def test_an_engine_from_scratch_keeps_the_contract_with_a_model_of_the_user(tmp_path):
+    ((code, lines),) = run_ranks(1, said, f"{ENGINES}:Plain", "--model", tiny_model(tmp_path))
+    assert lines == [f"{name}: passed" for name in NAMES] and len(NAMES) == 20
+    assert code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", BROKEN)
+def test_a_broken_engine_fails_in_the_cases_that_name_the_defect(engine):
+    found = {case: failure for case, failure in run_contract(f"{ENGINES}:{engine}") if failure}
+    cases, said = BROKEN[engine]
+    assert tuple(found) == cases
+    assert found[cases[0]].startswith(f"failed: {said}")
+
+
+@pytest.mark.slow
+def test_the_documentation_shows_what_the_contract_says_about_a_broken_engine():
+    ((code, lines),) = run_ranks(1, said, f"{ENGINES}:DropsTheStopToken")
+    assert [line.split(":")[0] for line in lines if "failed" in line] == ["stop_ids_end_a_response"]
+    assert code == 1
+    page = Path(__file__).parents[2].joinpath("docs", "extending.md").read_text()
+    command = "$ python -m lightrft.engine.testing my_engine.py:MyEngine\n"
+    shown = page.partition(command)[2].partition("```")[0]
+    assert shown.splitlines() == [*lines[:3], "...", *lines[6:9], "..."]

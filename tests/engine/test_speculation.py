@@ -24,10 +24,12 @@ from transformers import (
 )
 
 from engine import contract, runner_v2
-from engine.contract import PROMPTS, Bench, perturbed, start
+from engine.contract import PROMPTS, Bench
 from hosts import where_triton_interprets
 from lightrft.core.samples import Completion, Drafts
+from lightrft.engine import testing
 from lightrft.engine.base import Engine, Request, Sampling
+from lightrft.engine.testing import perturbed, start_engine
 from lightrft.models.parallel.mesh import Mesh
 from ranks import run_ranks
 from tiny import VOCABULARY, byte_tokenizer, tiny_model
@@ -67,7 +69,7 @@ def speculating(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculation, "BATCH_SIZES", (1, 2))
         patch.setattr(speculation, "MEASUREMENTS", 1)
-        engine = start(
+        engine = start_engine(
             "vllm",
             folder,
             mesh.engine(tp),
@@ -84,7 +86,7 @@ def speculating(
             engine._speculation._schedule()
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    yield engine, Bench(engine, model, mesh.engine(tp), mesh.world.rank)
+    yield engine, Bench(engine, model)
     engine.close()
 
 
@@ -311,37 +313,39 @@ def test_runner_v2_keeps_what_is_drawn_up_to_the_first_wrong_draft() -> None:
 
 
 WITH_DRAFTS = [
-    contract.greedy_equals_transformers,
-    contract.logprobs_are_of_the_sampling_distribution,
-    contract.new_weights_are_used,
-    contract.no_prefix_of_the_old_weights_survives,
-    contract.sleeping_keeps_or_drops_the_weights,
-    contract.stop_ids_end_a_response,
-    contract.the_end_token_ends_a_response,
-    contract.the_length_limit_holds,
+    testing.greedy_equals_transformers,
+    testing.logprobs_are_of_the_sampling_distribution,
+    testing.new_weights_are_used,
+    testing.no_prefix_of_the_old_weights_survives,
+    testing.a_sleep_of_level_1_keeps_the_weights,
+    contract.a_sleep_of_level_2_drops_the_weights,
+    testing.stop_ids_end_a_response,
+    testing.the_end_token_ends_a_response,
+    testing.the_length_limit_holds,
     contract.a_prompt_is_computed_once_for_all_its_samples,
-    contract.requests_have_samplings_of_their_own,
+    testing.requests_have_samplings_of_their_own,
     contract.each_request_comes_as_it_ends,
-    contract.requests_are_admitted_while_others_decode,
+    testing.requests_are_admitted_while_others_decode,
     contract.responses_go_on_with_new_weights,
-    contract.an_abort_keeps_what_was_sampled,
+    testing.an_abort_keeps_what_was_sampled,
     contract.continuing_costs_a_hit_in_the_cache,
-    contract.a_part_of_the_vocabulary_is_sampled_and_normalised,
+    testing.a_part_of_the_vocabulary_is_sampled_and_normalised,
     contract.stop_strings_end_a_response,
-    contract.banned_tokens_never_come,
+    testing.banned_tokens_never_come,
     contract.the_first_token_has_a_temperature_of_its_own,
     contract.the_seed_of_a_sample_decides,
-    contract.the_callers_generators_are_left_alone,
+    testing.the_callers_generators_are_left_alone,
     contract.ranks_of_one_engine_get_the_same_tokens,
 ]
 """Those in which drafts may change what is generated, or keep something."""
 ON_TWO_RANKS = [
-    contract.greedy_equals_transformers,
-    contract.new_weights_are_used,
-    contract.sleeping_keeps_or_drops_the_weights,
-    contract.requests_are_admitted_while_others_decode,
+    testing.greedy_equals_transformers,
+    testing.new_weights_are_used,
+    testing.a_sleep_of_level_1_keeps_the_weights,
+    contract.a_sleep_of_level_2_drops_the_weights,
+    testing.requests_are_admitted_while_others_decode,
     contract.responses_go_on_with_new_weights,
-    contract.an_abort_keeps_what_was_sampled,
+    testing.an_abort_keeps_what_was_sampled,
     contract.the_seed_of_a_sample_decides,
     contract.ranks_of_one_engine_get_the_same_tokens,
 ]
@@ -352,7 +356,7 @@ and go, and draws."""
 def _contract(folder: str, speculative: str, draft: str, tp: int) -> tuple[dict[str, str], int]:
     with speculating(folder, speculative, draft, tp) as (engine, bench):
         outcomes = {
-            case.__name__: contract.outcome(case, bench)
+            case.__name__: testing.outcome(case, bench)
             for case in (WITH_DRAFTS if tp == 1 else ON_TWO_RANKS)
         }
         return outcomes, drafts_of(

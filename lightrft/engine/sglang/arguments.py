@@ -9,16 +9,12 @@ from transformers import PretrainedConfig
 
 from lightrft.config.errors import ConfigError
 from lightrft.engine.base import EngineSetup
-from lightrft.engine.start import with_users_arguments
+from lightrft.engine.start import RESERVED, TENSOR_PARALLEL, with_users_arguments
 from lightrft.models.parallel.device import free_memory
 
-TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
 NO_DRAFTS = "drafts need --engine_type vllm and --speculative"
-SGLANG_RESERVED = {
+SGLANG_RESERVED = RESERVED | {
     "model_path": "use --pretrain",
-    "trust_remote_code": "use --trust_remote_code",
-    "dtype": "use --bf16",
-    "load_format": "the weights are those of --pretrain or of the weight stream",
     "context_length": "use --prompt_max_len and --generate_max_len",
     "tp_size": "use --engine_tp_size",
     "pp_size": TENSOR_PARALLEL,
@@ -33,7 +29,6 @@ SGLANG_RESERVED = {
     "enable_weights_cpu_backup": "use --engine_sleep_level",
     "sampling_backend": "no other one draws from the seed of a sample",
     "enable_custom_logit_processor": "banned tokens need it",
-    "skip_tokenizer_init": "prompts and responses are token ids",
     "speculative_algorithm": NO_DRAFTS,
     "speculative_draft_model_path": NO_DRAFTS,
 }

@@ -10,6 +10,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
+from lightrft.engine.requests import drawn_tokens
 from lightrft.models.logits.truncation import Truncation
 
 
@@ -31,23 +32,14 @@ def with_seeds(make: Callable) -> Callable:
 def draw(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """Draw a token for each row of logprobs [R, V]: [R, 1] int64.
 
-    The token is the inverse of the cumulative distribution, at a point that depends only on the
-    row's seed and position. SGLang has such a function, but it needs SGLang's kernels.
+    The point of a row depends only on the row's seed and position. SGLang has such a function, but
+    it needs SGLang's kernels.
     """
     points = [
         random.Random(f"{of_row} {at}").random()
         for of_row, at in zip(seed.tolist(), position.tolist(), strict=True)
     ]
-    cumulative = logprobs.double().exp().cumsum(-1)
-    total = cumulative[:, -1:]
-    # Rounding must not select beyond the last token.
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-
-    return torch.searchsorted(
-        cumulative,
-        torch.minimum(torch.tensor(points)[:, None].double() * total, below_total),
-        right=True,
-    )
+    return drawn_tokens(logprobs, torch.tensor(points, dtype=torch.float64))
 
 
 class Truncate(CustomLogitProcessor):

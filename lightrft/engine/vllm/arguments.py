@@ -13,22 +13,18 @@ from vllm.triton_utils import HAS_TRITON
 from lightrft.core.engine import MEDIA_NAMES
 from lightrft.engine.base import EngineSetup
 from lightrft.engine.model_info import has_recurrent_state
-from lightrft.engine.start import with_users_arguments
+from lightrft.engine.start import RESERVED, TENSOR_PARALLEL, with_users_arguments
 from lightrft.models.parallel.device import compute_capability
 from lightrft.models.qwen_omni import OmniThinkerConfig
 
 TEXT_DRAFTER = "lightrft.engine.vllm.text_drafter.TextDrafter"
 EXACT_MODEL = "LightrftExactForCausalLM"
 """Name of the model of --exact in vLLM's registry; its adapter registers it."""
-TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
 SPECULATION = "use --speculative, --num_draft_tokens and --draft_pretrain"
 RANKS = get_args(MaxLoRARanks)
 """Ranks of the slots for adapters that vLLM has kernels for."""
-VLLM_RESERVED = {
+VLLM_RESERVED = RESERVED | {
     "model": "use --pretrain",
-    "trust_remote_code": "use --trust_remote_code",
-    "dtype": "use --bf16",
-    "load_format": "the weights are those of --pretrain or of the weight stream",
     "max_model_len": "use --prompt_max_len and --generate_max_len",
     "tensor_parallel_size": "use --engine_tp_size",
     "pipeline_parallel_size": TENSOR_PARALLEL,
@@ -41,7 +37,6 @@ VLLM_RESERVED = {
     "logprobs_mode": "log-probs must be those of the distribution that is sampled from",
     "generation_config": "use --temperature, --top_p and --top_k",
     "override_generation_config": "use --temperature, --top_p and --top_k",
-    "skip_tokenizer_init": "prompts and responses are token ids",
     "speculative_config": SPECULATION,
     "spec_method": SPECULATION,
     "spec_model": SPECULATION,

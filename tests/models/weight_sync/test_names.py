@@ -26,8 +26,8 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-from engine.contract import perturbed
 from lightrft.engine.model_info import published_names
+from lightrft.engine.testing import perturbed
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.qwen_omni import generating_class
 from lightrft.models.weight_files import WeightFiles
