@@ -498,7 +498,7 @@ class StrategyBase(Backend):
         """
         optim = as_config(args).optim
         roles = ((actor, optim.learning_rate), (critic, optim.critic_learning_rate))
-        trained = [self.with_optimizer(model, rate, optim, max_steps) for model, rate in roles]
+        trained = [with_optimizer(self, model, rate, optim, max_steps) for model, rate in roles]
 
         several = isinstance(reward_models, list | tuple)
         frozen = [*(reward_models if several else [reward_models]), initial_model]
@@ -509,19 +509,7 @@ class StrategyBase(Backend):
     def prepare_reward_model(self, model: nn.Module, args: Arguments, max_steps: int) -> Trained:
         """Prepare a reward model for training, with an optimizer of --learning_rate."""
         optim = as_config(args).optim
-        return self.prepare(self.with_optimizer(model, optim.learning_rate, optim, max_steps))
-
-    def with_optimizer(
-        self, model: nn.Module | None, rate: float, optim: OptimSection, max_steps: int
-    ) -> Trained:
-        """Return a model that is not prepared yet with the optimizer and the schedule of a run."""
-        if model is None:
-            return None, None, None
-
-        optimizer = self.create_optimizer(model, rate, optim.adam_betas, optim.l2)
-        warmup = round(optim.lr_warmup_ratio * max_steps)
-        scheduler = self.create_scheduler(optimizer, optim.lr_scheduler, warmup, max_steps)
-        return model, optimizer, scheduler
+        return self.prepare(with_optimizer(self, model, optim.learning_rate, optim, max_steps))
 
     def backward(
         self,
@@ -826,6 +814,19 @@ class StrategyBase(Backend):
                 "--tp_size is not tested with {}: compare first steps with --tp_size 1",
                 ", ".join(untested),
             )
+
+
+def with_optimizer(
+    strategy: StrategyBase, model: nn.Module | None, rate: float, optim: OptimSection, steps: int
+) -> Trained:
+    """Return a model that is not prepared yet with the optimizer and the schedule of a run."""
+    if model is None:
+        return None, None, None
+
+    optimizer = strategy.create_optimizer(model, rate, optim.adam_betas, optim.l2)
+    warmup = round(optim.lr_warmup_ratio * steps)
+    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, warmup, steps)
+    return model, optimizer, scheduler
 
 
 def is_actor(model: nn.Module) -> bool:

@@ -32,7 +32,7 @@ from lightrft.models.lora import freeze_parameters
 from lightrft.models.routers import RouterChoices, Routers
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.steps import StepRewards
-from lightrft.strategy.strategy import StrategyBase
+from lightrft.strategy.strategy import StrategyBase, with_optimizer
 
 ANY_TOKEN = Sampling()
 """Sampling that keeps the model's own probabilities, for learning from given responses."""
@@ -135,7 +135,7 @@ def _trained(
     config: Config, strategy: StrategyBase, model: Module, rate: float, updates: int
 ) -> tuple[Any, Any, Any]:
     """Shard a model with the optimizer and the schedule that train it."""
-    return strategy.prepare(strategy.with_optimizer(model, rate, config.optim, updates))
+    return strategy.prepare(with_optimizer(strategy, model, rate, config.optim, updates))
 
 
 def limits(config: Config) -> dict[str, Any]:
