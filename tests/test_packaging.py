@@ -286,7 +286,6 @@ def test_the_toolkit_of_the_image_is_the_one_that_torch_is_built_for():
     assert builds == {cuda.split(".")[0]}
 
 
-@pytest.mark.slow
 def test_the_environment_of_gpus_is_complete():
     """Every requirement of what is also installed here is pinned."""
     pinned = pins("gpu.txt")
