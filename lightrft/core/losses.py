@@ -11,7 +11,7 @@ shares is the same for every way of splitting the step.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -224,7 +224,7 @@ class PolicyObjective:
         self.terms = [Drift(), EngineMismatch()] if terms is None else terms
         self.mean = mean
         self.options = checked_options(loss, options)
-        self.loss_reach = reach_of(loss)
+        self.loss_reach: Reach = reach_of(loss)
         required = [name for name, needed in keywords(loss).items() if needed]
         self.columns = [name for name in required if name not in self.options]
         """What the loss reads of the batch: columns, or the `batch` itself."""
@@ -236,7 +236,7 @@ class PolicyObjective:
 
     def reach(self, batch: Experience) -> Reach:
         """Return what determines the gradient of a token."""
-        reaches = [self.loss_reach, *(term.reach(batch) for term in self.terms)]
+        reaches: list[Reach] = [self.loss_reach, *(term.reach(batch) for term in self.terms)]
         return max(reaches, key=REACHES.index)
 
     def __call__(
@@ -256,7 +256,7 @@ class PolicyObjective:
         logprobs = torch.where(learned, values if values.ndim == 1 else values[:, 0], 0.0)
         before = batch.old_logprobs
         old = logprobs.detach() if before is None else torch.where(learned, before, 0.0)
-        advantages = torch.where(learned, batch.advantages, 0.0)
+        advantages = torch.where(learned, cast(Tensor, batch.advantages), 0.0)
         inputs = PolicyInputs(logprobs, old, advantages, values, batch, denominator.updates_before)
 
         read = {name: batch if name == "batch" else getattr(batch, name) for name in self.columns}

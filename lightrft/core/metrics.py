@@ -9,7 +9,7 @@ row = metrics.reduce(mesh.data)  # once per row; the same dictionary on every ra
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -167,7 +167,7 @@ class Metrics:
         # Most metrics of a step are numbers, and each call of torch takes microseconds.
         if isinstance(value, Tensor):
             spread = value.new_zeros(()) if spread is None else spread
-            row = torch.stack([weight.to(value.dtype), value, spread])
+            row = torch.stack([torch.as_tensor(weight, dtype=value.dtype), value, spread])
         else:
             row = torch.tensor([weight, value, 0.0], dtype=torch.float64)
         self._rows.setdefault(name, []).append(row)
@@ -308,7 +308,7 @@ class Trace(Untraced):
         self._epoch = time.time() - self._step_began
 
     @contextmanager
-    def phase(self, name: str, *, idle: bool = False) -> Iterator[None]:
+    def phase(self, name: str, *, idle: bool = False) -> Generator[None]:
         """Measure the enclosed code as this phase; repeated phases of a step add up.
 
         `idle`: the device has nothing to do meanwhile. An idle phase contains no other one.

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -137,8 +137,9 @@ class Role(ABC):
         self.num_computed += batch.num_computed
         self.num_learned += len(batch.learned_tokens)
 
-        self.strategy.backward(loss, self.module, self.optimizer, last=self.left == 1)
-        self.left -= 1
+        optimizer, left = cast(Optimizer, self.optimizer), cast(int, self.left)
+        self.strategy.backward(loss, self.module, optimizer, last=left == 1)
+        self.left = left - 1
         self.total += loss.detach()
         return report
 
@@ -155,7 +156,7 @@ class Role(ABC):
         # The sum is on its way while the optimizer steps.
         wait = self.strategy.begin_sum(self.total)
         norm = self.strategy.optimizer_step(
-            self.optimizer, self.module, self.scheduler, name=self.NAME
+            cast(Optimizer, self.optimizer), self.module, self.scheduler, name=self.NAME
         )
         self.left = self.batch = None
         return wait(), norm.to(self.total.device)

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import add
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 
 class TokenIds(array):
@@ -18,7 +18,7 @@ class TokenIds(array):
     __slots__ = ()
 
     def __new__(cls, token_ids: Iterable[int]) -> Self:
-        return super().__new__(cls, "i", token_ids)
+        return cast(Self, super().__new__(cls, "i", token_ids))
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, list | array) else NotImplemented

@@ -1,8 +1,8 @@
 """What a step needs of a strategy: where rows go, where tensors live, and how a model learns."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.core.batch import Batch, Rows, consecutive
 from lightrft.core.engine import Decoding, LocalEngine, RequestLoop
+
+B = TypeVar("B", bound=Batch)
 
 
 class DataRanks(Protocol):
@@ -52,13 +54,8 @@ class Strategy(Protocol):
     # rows
 
     def redistribute(
-        self,
-        batch: Batch,
-        *,
-        minibatch_size: int | None,
-        units: Tensor | None = None,
-        **limits: Any,
-    ) -> tuple[Batch, list[Rows]]:
+        self, batch: B, *, minibatch_size: int | None, units: Tensor | None = None, **limits: Any
+    ) -> tuple[B, list[Rows]]:
         """Send each sequence to the rank that computes it.
 
         Return this rank's new share, and [k][m]: its rows in micro-batch m of optimizer step k. All
@@ -119,11 +116,11 @@ class OneProcess:
         self.max_tokens = max_tokens
         self.max_norm = max_norm
         self.device = torch.device("cpu")
-        self.data = Alone()
+        self.data: DataRanks = Alone()
         self.weight_version = 0
 
     @contextmanager
-    def engine_awake(self, actor: nn.Module) -> Iterator[None]:
+    def engine_awake(self, actor: nn.Module) -> Generator[None]:
         self.weight_version += 1
         weights: Iterable[tuple[str, Tensor]] = actor.state_dict().items()
         self.engine.load_weights(weights, self.weight_version)
@@ -133,8 +130,8 @@ class OneProcess:
         return self.engine.open(sampling)
 
     def redistribute(
-        self, batch: Batch, *, minibatch_size: int | None, units: Tensor | None = None
-    ) -> tuple[Batch, list[Rows]]:
+        self, batch: B, *, minibatch_size: int | None, units: Tensor | None = None
+    ) -> tuple[B, list[Rows]]:
         if units is not None:
             raise ValueError("OneProcess makes steps of sequences, and not of other units")
         batch = batch.select(batch.rows.argsort())

@@ -153,11 +153,10 @@ class VideoFile:
 
         Raise ValueError if it cannot be read.
         """
-        with _readable(f"video {self.name}"):
-            with closing(self._read()) as frames:
-                total, seconds = next(frames)
-                first = next(frames)
-                return len(self._frame_indices(total, seconds)), first.height, first.width
+        with _readable(f"video {self.name}"), closing(self._read()) as frames:
+            total, seconds = next(frames)
+            first = next(frames)
+            return len(self._frame_indices(total, seconds)), first.height, first.width
 
     def open(self) -> dict[str, Any]:
         """Return `frames` [T, H, W, 3] uint8 and `fps`.

@@ -3,10 +3,10 @@
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -278,7 +278,7 @@ class Engine(ABC):
     def problem(self, request: Request) -> str | None:
         """Return why add() would refuse a request, or None; media are not looked at."""
         return self._problem_of(
-            request if request.seeds else replace(request, seeds=(0,) * request.sampling.n)
+            request if request.seeds else replace(request, seeds=_seeds(0, 0, request))
         )
 
     def check_media(self, media: Iterable[str]) -> None:
@@ -332,9 +332,10 @@ class Engine(ABC):
         self._check_can_generate(loop)
         banned = self.vocabulary.never_sampled if self.vocabulary else ()
         ends = self.vocabulary.end_token_ids if self.vocabulary else ()
+        samplings = [cast(Sampling, request.sampling or loop.sampling) for request in requests]
         resolved = [
-            replace(request, sampling=(request.sampling or loop.sampling).resolved(banned, ends))
-            for request in requests
+            replace(request, sampling=sampling.resolved(banned, ends))
+            for request, sampling in zip(requests, samplings, strict=True)
         ]
         seed = loop.sampling.seed
         resolved = [
@@ -345,7 +346,7 @@ class Engine(ABC):
         return self._validated(resolved, loop.sampling)
 
     @contextmanager
-    def generating(self, loop: EngineLoop) -> Iterator[None]:
+    def generating(self, loop: EngineLoop) -> Generator[None]:
         """Guard an action of a loop.
 
         An exception inside, or requests that are left in the loop, make the engine unusable.
@@ -356,7 +357,7 @@ class Engine(ABC):
         self._failure = loop.unread if loop.running else None
 
     @contextmanager
-    def between_steps(self, loop: EngineLoop) -> Iterator[None]:
+    def between_steps(self, loop: EngineLoop) -> Generator[None]:
         """Guard a load of weights under a loop's requests; the engine makes no step meanwhile.
 
         An exception inside makes the engine unusable.
@@ -394,7 +395,8 @@ class Engine(ABC):
                     " differs from the trainer's"
                 )
         if stop:
-            return [StopStrings(self.vocabulary.tokenizer, stop).cut(sample) for sample in samples]
+            stops = StopStrings(cast(Vocabulary, self.vocabulary).tokenizer, stop)
+            return [stops.cut(sample) for sample in samples]
         return samples
 
     # -- hooks of an adapter
@@ -596,26 +598,26 @@ class Engine(ABC):
 
     def _problem_of(self, request: Request) -> str | None:
         length = len(request.prompt)
-        new = request.sampling.max_tokens
+        sampling = cast(Sampling, request.sampling)
         limit = self.max_model_len or math.inf
         size = self.vocabulary.size if self.vocabulary else None
 
         # The first broken rule is reported, and later ones may rely on the rules before them.
         if not length:
             return "has no tokens"
-        if length + new > limit:
+        if length + sampling.max_tokens > limit:
             return (
-                f"does not fit: {length} prompt tokens and max_tokens {new} exceed max_model_len"
-                f" {limit}"
+                f"does not fit: {length} prompt tokens and max_tokens {sampling.max_tokens} exceed"
+                f" max_model_len {limit}"
             )
         if (token := out_of_vocabulary(request.token_ids, size)) is not None:
             return f"contains the token {token}, which is not in the vocabulary of {size}"
-        if problem := request.sampling.problem(size):
+        if problem := sampling.problem(size):
             return problem
 
-        if len(request.seeds) != request.sampling.n:
-            return f"has {len(request.seeds)} seeds for {request.sampling.n} samples"
-        return self._tokenizer_problem() if request.sampling.stop else None
+        if len(request.seeds) != sampling.n:
+            return f"has {len(request.seeds)} seeds for {sampling.n} samples"
+        return self._tokenizer_problem() if sampling.stop else None
 
     def _tokenizer_problem(self) -> str | None:
         try:
@@ -645,7 +647,8 @@ class Engine(ABC):
             return f"carries {', '.join(others)}: {self._reads()}"
         for name, limit in self.limits.items():
             count = len(request.multi_modal.get(name, []))
-            expected = self.vocabulary.num_placeholders(request.token_ids, MEDIA_NAMES[name])
+            vocabulary = cast(Vocabulary, self.vocabulary)
+            expected = vocabulary.num_placeholders(request.token_ids, MEDIA_NAMES[name])
             if count > limit:
                 return f"has {count} {name}, more than --limit_mm_{MEDIA_NAMES[name]}_per_prompt {limit}"
             if count != expected:
@@ -673,7 +676,7 @@ class Engine(ABC):
             ) from self._failure
 
     @contextmanager
-    def _fatal(self, verb: str) -> Iterator[None]:
+    def _fatal(self, verb: str) -> Generator[None]:
         """Make the engine unusable after an exception: nobody knows what state it is in then."""
         try:
             yield
@@ -688,4 +691,5 @@ class Engine(ABC):
 
 def _seeds(seed: int, index: int, request: Request) -> tuple[int, ...]:
     """Derive the seeds of a request that has none."""
-    return tuple(derived_seed(seed, index, sample) for sample in range(request.sampling.n))
+    count = cast(Sampling, request.sampling).n
+    return tuple(derived_seed(seed, index, sample) for sample in range(count))

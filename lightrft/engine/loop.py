@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightrft.core.engine import ABORTED, Decoding, Ended, Request, derived_seed
+from lightrft.core.engine import ABORTED, Ended, Request, derived_seed
 from lightrft.core.samples import Completion
+from lightrft.engine.requests import Sampling
 
 
 class EngineLoop:
@@ -34,7 +35,7 @@ class EngineLoop:
     engine refuses other calls.
     """
 
-    def __init__(self, engine: Any, sampling: Decoding):
+    def __init__(self, engine: Any, sampling: Sampling):
         """Open the loop of an Engine; base.py imports this file, so it is not named here."""
         self.engine = engine
         self.sampling = sampling

@@ -241,7 +241,7 @@ class Checkpoints:
 
     def _snapshot(
         self,
-        models: Mapping[str, Trained],
+        models: Mapping[str, Any],
         items: Mapping[str, Stateful],
         state: dict[str, Any],
         folder: Path,
@@ -302,7 +302,7 @@ class Checkpoints:
         return not full
 
     def _contents(
-        self, models: Mapping[str, Trained], items: Mapping[str, Stateful]
+        self, models: Mapping[str, Any], items: Mapping[str, Stateful]
     ) -> manager.CheckpointState:
         states = {name: self.strategy.training(*trained) for name, trained in models.items()}
         return manager.CheckpointState(

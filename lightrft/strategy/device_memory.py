@@ -5,7 +5,7 @@ the engine.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -34,7 +34,7 @@ class Phases:
         The engine's phases allow all, because sampling needs nondeterministic kernels.
         """
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         self.deterministic = True
         torch.use_deterministic_algorithms(self.current not in OF_ENGINE)
 
@@ -183,7 +183,7 @@ class DeviceMemory:
                 raise RuntimeError(is_offloaded(item))
 
     @contextmanager
-    def loaded(self, *items: nn.Module | Optimizer | None) -> Iterator[bool]:
+    def loaded(self, *items: nn.Module | Optimizer | None) -> Generator[bool]:
         """Keep items on the device inside the context; offload them again afterwards.
 
         Yields True if any of them was offloaded.
@@ -201,7 +201,7 @@ class DeviceMemory:
                 self.strategy.maybe_offload_optimizer(item)
 
     @contextmanager
-    def emptied(self) -> Iterator[None]:
+    def emptied(self) -> Generator[None]:
         """Enter REFIT with an empty device, with or without --offload_idle.
 
         Only models with gradients stay. Everything comes back afterwards, except with

@@ -1,6 +1,6 @@
 """Host the engine that shares the devices with the trainer: start it, refill it, let it sleep."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
@@ -240,7 +240,7 @@ class EngineHost:
     # -- sleep and weights
 
     @contextmanager
-    def awake(self, actor: nn.Module | None = None) -> Iterator[Engine]:
+    def awake(self, actor: nn.Module | None = None) -> Generator[Engine]:
         """Wake the engine with the newest weights of `actor`; it sleeps afterwards, if it may."""
         self.strategy.wakeup_inference_engine(actor)
         self.kept_awake += 1
@@ -359,6 +359,7 @@ class EngineHost:
 
     def _divides_experts(self) -> bool:
         """Return True if the ranks of each engine divide the experts as the trainer's do."""
+        assert self._axis is not None
         alike = self.engine.takes_local_experts and self._axis.size == self.strategy.mesh.ep.size
         # All ranks gather the same shards, or all would wait.
         return all(self.strategy.mesh.world.gather(alike))

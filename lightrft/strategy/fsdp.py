@@ -67,7 +67,7 @@ class FSDPStrategy(StrategyBase):
             return super().create_optimizer(model, lr, betas, weight_decay, eps)
         from lightrft.strategy.backends.muon import create_muon
 
-        return create_muon(model, blocks(model), lr, tuple(betas), weight_decay, eps)
+        return create_muon(model, blocks(model), lr, (betas[0], betas[1]), weight_decay, eps)
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         """Split by tensor parallelism, shard, materialize, and let the optimizer follow."""
@@ -117,7 +117,7 @@ class FSDPStrategy(StrategyBase):
     def _shard(self, module: nn.Module, experts: Sequence[nn.Module] = ()) -> None:
         """Shard divided experts, then each block, and then the rest of the module."""
         self._has_shards = True
-        options = {
+        options: dict[str, Any] = {
             "mesh": self.mesh.parameters,
             # This includes the root: unsharded, its parameters are not the optimizer's.
             "reshard_after_forward": True,
@@ -127,7 +127,7 @@ class FSDPStrategy(StrategyBase):
         }
         for submodule in experts:
             mesh = self.mesh.expert_parameters
-            of_experts = {
+            of_experts: dict[str, Any] = {
                 "mesh": mesh,
                 "shard_placement_fn": partial(shard_placement, ranks=mesh.shape[-1]),
                 # Blocks have cast the tokens, and the weights of experts keep their precision.
@@ -201,7 +201,7 @@ class FSDPStrategy(StrategyBase):
         return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
 
 
-def _gather_ahead(units: list[nn.Module]) -> None:
+def _gather_ahead(units: list[Any]) -> None:
     """Let each block gather the next one, with its experts, while it computes; and back.
 
     FSDP2 gathers ahead as far as the host is ahead, but that waits in each layer for the numbers of

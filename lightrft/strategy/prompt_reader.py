@@ -16,7 +16,7 @@ MediaItems = tuple[list | None, list[int] | None]
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    vocabulary: Vocabulary
+    vocabulary: Vocabulary | None
     special_tokens: bool
     """True if the tokenizer adds special tokens to text; a chat template has already written them.
     """

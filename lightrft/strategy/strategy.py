@@ -61,6 +61,9 @@ _ACTORS: WeakSet[nn.Module] = WeakSet()
 class Verb:
     """Method of a strategy that one of its aspects does, with the signature that it has there."""
 
+    def __new__(cls, aspect: str, method: Callable[..., Any]) -> Any:
+        return super().__new__(cls)
+
     def __init__(self, aspect: str, method: Callable[..., Any]):
         @wraps(method)
         def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
@@ -309,17 +312,17 @@ class StrategyBase(Backend):
 
     def setup_dataloader(
         self,
-        dataset: Dataset | None = None,
+        dataset: Dataset[Any] | None = None,
         batch_size: int = 1,
         pin_memory: bool = False,
         shuffle: bool = True,
-        collate_fn: Callable[[list], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = True,
         sampler: Collection[int] | None = None,
         consumed_samples: int = 0,
         *,
-        replay_buffer: Dataset | None = None,
-    ) -> DataLoader:
+        replay_buffer: Dataset[Any] | None = None,
+    ) -> DataLoader[Any]:
         """Build a data loader with batches of `batch_size` rows **per data rank**.
 
         The rows are reshuffled every epoch. `consumed_samples` counts rows of all ranks since the
@@ -334,9 +337,9 @@ class StrategyBase(Backend):
         if (dataset is None) == (replay_buffer is None):
             raise TypeError("setup_dataloader() takes a dataset, also called replay_buffer")
 
-        dataset = replay_buffer if dataset is None else dataset
+        data: Any = replay_buffer if dataset is None else dataset
         batches = ResumableBatchSampler(
-            dataset,
+            data,
             batch_size,
             self.mesh.data,
             shuffle=shuffle,
@@ -347,7 +350,7 @@ class StrategyBase(Backend):
         )
 
         return DataLoader(
-            dataset, batch_sampler=batches, collate_fn=collate_fn or list, pin_memory=pin_memory
+            data, batch_sampler=batches, collate_fn=collate_fn or list, pin_memory=pin_memory
         )
 
     def data_order(self, num_rows: int) -> Order:
@@ -440,7 +443,7 @@ class StrategyBase(Backend):
                 f"--optimizer {self.config.optim.optimizer} needs FSDP2: {type(self).__name__} is"
                 " another strategy"
             )
-        return create_adamw(model, lr, tuple(betas), weight_decay, eps)
+        return create_adamw(model, lr, (betas[0], betas[1]), weight_decay, eps)
 
     def create_scheduler(
         self,
@@ -497,14 +500,14 @@ class StrategyBase(Backend):
         None without one), the reward models and the initial model as they were given.
         """
         optim = as_config(args).optim
-        roles = ((actor, optim.learning_rate), (critic, optim.critic_learning_rate))
-        trained = [with_optimizer(self, model, rate, optim, max_steps) for model, rate in roles]
+        trained_actor = with_optimizer(self, actor, optim.learning_rate, optim, max_steps)
+        trained_critic = with_optimizer(self, critic, optim.critic_learning_rate, optim, max_steps)
 
         several = isinstance(reward_models, list | tuple)
         frozen = [*(reward_models if several else [reward_models]), initial_model]
-        self.prepare(*trained, *frozen, is_rlhf=True)
+        self.prepare(trained_actor, trained_critic, *frozen, is_rlhf=True)
 
-        return *trained, reward_models, initial_model
+        return trained_actor, trained_critic, reward_models, initial_model
 
     def prepare_reward_model(self, model: nn.Module, args: Arguments, max_steps: int) -> Trained:
         """Prepare a reward model for training, with an optimizer of --learning_rate."""
@@ -723,13 +726,13 @@ class StrategyBase(Backend):
         sampling_params: Sampling | Mapping[str, Any],
         all_prompt_token_ids: list[list[int]] | None = None,
         all_prompts: list[str] | None = None,
-        all_images: list | None = None,
+        all_images: list[Any] | None = None,
         sleep_engine: bool = True,
         images_num: list[int] | None = None,
-        all_videos: list | None = None,
+        all_videos: list[Any] | None = None,
         videos_num: list[int] | None = None,
         *,
-        all_audios: list | None = None,
+        all_audios: list[Any] | None = None,
         audios_num: list[int] | None = None,
         requests: list[Request] | None = None,
     ) -> list[list[Completion]] | list[EasyDict]:

@@ -18,7 +18,6 @@ import yaml
 
 from lightrft.app.run.prepare import prepare_config
 from lightrft.config import flags_without_effect, parse
-from lightrft.versions import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = {"type": "string"}
@@ -275,13 +274,21 @@ def test_an_image_copies_and_runs_what_exists(name):
     )
 
 
-def test_the_image_for_gpus_installs_extras_that_exist():
+def test_the_image_for_gpus_installs_the_pinned_packages_and_nothing_else():
     arguments = dict(
         rest.split("=", 1) for kind, rest in instructions("Dockerfile") if kind == "ARG"
     )
-    assert set(arguments["EXTRAS"].split(",")) <= set(EXTRAS) and "vllm" in arguments["EXTRAS"]
     used = set(re.findall(r"\$\{(\w+)\}", (ROOT / "docker" / "Dockerfile").read_text()))
     assert used == set(arguments)
+    installs = [
+        rest.split("install", 1)[1].split()
+        for kind, rest in instructions("Dockerfile")
+        if kind == "RUN" and rest.startswith("pip")
+    ]
+    assert installs == [
+        ["--no-cache-dir", "--no-deps", "-r", "requirements/gpu.txt"],
+        ["--no-cache-dir", "--no-deps", "."],
+    ]
 
 
 def test_the_image_for_cpus_is_made_by_the_script_that_makes_the_environment():

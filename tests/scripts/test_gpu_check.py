@@ -312,6 +312,7 @@ def test_missing_packages_are_named_with_the_way_to_bring_them(monkeypatch, caps
     assert gpu_check.main(["kernels", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
     assert "missing: no-such-package." in said and "WHEELS=wheels" in said
+    assert "pip install --no-deps -r requirements/gpu.txt" in said
 
 
 def test_a_check_of_lightrft_alone_needs_no_package_of_the_tests(monkeypatch):

@@ -239,14 +239,12 @@ class Expander:
         ][0]
 
     def _expanded_length(self, medium: str, size: tuple[int, ...]) -> int:
-        item: Any
         if medium == IMAGES:
-            item = BLANK.resize((size[0], size[1]))
+            item: Any = BLANK.resize((size[0], size[1]))
+        elif medium == VIDEOS:
+            item = Video(np.zeros((*size, 3), dtype=np.uint8))
         else:
-            if medium == VIDEOS:
-                item = Video(np.zeros((*size, 3), dtype=np.uint8))
-            else:
-                item = Clip(_noise(size[0]).waveform, size[1])
+            item = Clip(_noise(size[0]).waveform, size[1])
 
         return len(
             self.reader.expand(Request([min(self.tokens[medium])], {medium: [item]})).token_ids

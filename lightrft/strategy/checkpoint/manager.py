@@ -145,10 +145,9 @@ def find(
     None if there is none. Raise CheckpointError if the requested tag is missing or damaged. A
     checkpoint is damaged too if its caller's state lacks what `needs` says.
     """
-    if tag is None:
-        intact = newest_intact(root, needs, world)
-    else:
-        intact = read_intact(root / tag, needs, world)
+    intact = (
+        newest_intact(root, needs, world) if tag is None else read_intact(root / tag, needs, world)
+    )
     return intact and (*intact, read_state(intact[1]))
 
 
