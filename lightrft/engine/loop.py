@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightrft.core.engine import ABORTED, Ended, Request, derived_seed
 from lightrft.core.samples import Completion
-from lightrft.engine.requests import Sampling
 
 
 class EngineLoop:
@@ -35,7 +34,7 @@ class EngineLoop:
     engine refuses other calls.
     """
 
-    def __init__(self, engine: Any, sampling: Sampling):
+    def __init__(self, engine: Any, sampling: Any):
         """Open the loop of an Engine; base.py imports this file, so it is not named here."""
         self.engine = engine
         self.sampling = sampling
