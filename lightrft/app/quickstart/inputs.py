@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 SPECIAL_TOKENS = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
 VOCAB_SIZE = 264  # 256 bytes and 3 special tokens, rounded up to a multiple of 8
-CHAT_TEMPLATE = (
+TURNS_TEMPLATE = (
     "{% for tool in tools or [] %}{{ '[' + tool['function']['name'] + ']' }}{% endfor %}"
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
@@ -41,7 +41,7 @@ def byte_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=TURNS_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=512,
         **SPECIAL_TOKENS,

@@ -28,7 +28,7 @@ MAX_DECODING = 256
 """Largest number of sequences that an engine decodes at the same time."""
 SUM_START = 12e-6
 """Seconds until a sum over the ranks of an engine begins; a layer has two of them."""
-SAMPLING = 8e-6
+SAMPLE_SECONDS = 8e-6
 """Seconds for which a token is sampled from logits in float32."""
 HOST_LINK = 250e9
 """Bytes per second between the memory of a host and all of its devices, in both directions."""
@@ -128,7 +128,7 @@ def seconds(
     read = (full * weights[0] + tail * weights[1]) * bytes_per_value
     read += of_an_engine * work.response * length / 2 * kv_bytes(shape, bytes_per_value)
     decoding = read / (device.bandwidth * DECODING * engine_tp)
-    decoding += of_an_engine * work.response * SAMPLING
+    decoding += of_an_engine * work.response * SAMPLE_SECONDS
     if engine_tp > 1:
         text = shape.get_text_config()
         rows = at_once * text.hidden_size * bytes_per_value
