@@ -18,7 +18,7 @@ from pathlib import Path
 from lightrft.app.cli import command_parser
 from lightrft.app.quickstart.summary import conclude
 
-WRITES_INPUTS = "lightrft.app.quickstart.inputs"
+INPUTS_MODULE = "lightrft.app.quickstart.inputs"
 CONFIGURATIONS = Path(__file__).parents[1] / "quickstart"
 QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -77,7 +77,7 @@ def _phases(out: Path, seed: int) -> dict[str, list[str]]:
 
     engine = "vllm" if find_spec("vllm") else "hf"
     return {
-        "a tokenizer, a random Qwen3 and 10,000 problems": [WRITES_INPUTS, str(data), str(seed)],
+        "a tokenizer, a random Qwen3 and 10,000 problems": [INPUTS_MODULE, str(data), str(seed)],
         "what the random model can do": test(data / "model", "eval_before_sft"),
         "warm-up by supervised fine-tuning": train("train_sft", data / "model", warm_up),
         "what the warmed-up model can do": test(warm_up / "model", "eval_after_sft"),
