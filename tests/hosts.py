@@ -5,6 +5,7 @@ tests, also for other workers, and is forked for each call.
 """
 
 import fcntl
+import gc
 import importlib
 import logging
 import os
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fork_server import serve
-from forks import keep_inherited_objects
 
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX = Path(f"{sys.prefix}-sglang")
@@ -162,7 +162,8 @@ def _serve(host: str, address: str, owner: int) -> None:
     for name in ("runs", "engine.contract"):  # which most calls would import
         importlib.import_module(name)
     importlib.import_module("ranks").import_packages()
-    keep_inherited_objects()
+    # Unlike forks of the tests these may thaw it: a host has no threads that objects wait for.
+    gc.freeze()
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind(address)
     listening.listen(64)
