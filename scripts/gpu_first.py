@@ -101,7 +101,6 @@ def _cycles(setting: "Setting", folder: Path, shape: PretrainedConfig, **flags: 
     started = time.perf_counter() - began
     model = AutoModelForCausalLM.from_config(shape, dtype=next(iter(weights.values())).dtype)
     model.to(setting.device).eval()
-    held = occupied_memory(setting.device) - before
     length = 8 if setting.tiny else 128
 
     times: dict[str, list[float]] = {"asleep": [], "awake": [], "stream": []}
@@ -120,7 +119,9 @@ def _cycles(setting: "Setting", folder: Path, shape: PretrainedConfig, **flags: 
         model.load_state_dict(changed, strict=False)
         if cycle:
             timed("asleep", engine.sleep, 2)
-            asleep.append(occupied_memory(setting.device) - before)
+            ours = [*weights.values(), *changed.values(), *model.parameters()]
+            held = sum(tensor.nbytes for tensor in ours)
+            asleep.append(occupied_memory(setting.device) - before - held)
             timed("awake", engine.wake, "weights")
         timed("stream", engine.load_weights, changed.items(), cycle)
         engine.wake("kv_cache")
@@ -146,7 +147,7 @@ def _cycles(setting: "Setting", folder: Path, shape: PretrainedConfig, **flags: 
     return figures | {
         "mismatch of log-probs": torch.cat(distances).mean().item(),
         "worse than the best token": max(gaps),
-        "GB beside the weights asleep": (max(asleep) - held) / GB,
+        "GB beside the weights asleep": max(asleep) / GB,
         **{f"s {name}": min(seconds) for name, seconds in times.items()},
     }
 

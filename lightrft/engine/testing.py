@@ -121,6 +121,8 @@ def outcome(case: Case, bench: EngineBench) -> str:
     """Return in one line why the case fails, and then the traceback; empty if it passes."""
     try:
         case(bench)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
         kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         return f"failed: {kind}{' '.join(str(error).split())}\n{traceback.format_exc()}"

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from lightrft.app.cli import quickstart
 from lightrft.app.quickstart.summary import conclude, summarize
@@ -82,6 +83,19 @@ def test_each_program_reads_what_an_earlier_one_writes(tmp_path):
         ["sft/model", "data/train.jsonl", "data/test.jsonl"],
         ["model", "data/test.jsonl"],
     ]
+
+
+@pytest.mark.parametrize(("devices", "ranks"), [(0, 2), (1, 1), (8, 2)])
+def test_no_rank_is_without_a_device(tmp_path, monkeypatch, devices, ranks):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    words = sum(quickstart._phases(tmp_path, seed=0).values(), [])
+    counts = [word for word in words if word.startswith("--nproc-per-node")]
+    assert counts == [f"--nproc-per-node={ranks}"] * 2
+
+
+def test_the_report_has_the_numbers_of_the_evaluations(folder):
+    conclude(folder, 300, seed=0)
+    assert "after RL" in (folder / "report.html").read_text()
 
 
 def test_summary_and_table(folder, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightrft.app.cli import train_ppo
-from lightrft.engine.testing import ENGINE_CASES, STREAM_ONLY_CASES, main, run_contract
+from lightrft.engine.testing import ENGINE_CASES, STREAM_ONLY_CASES, main, outcome, run_contract
 from ranks import run_ranks
 from runs import NOT_REPEATABLE, PPO, prepare
 from tiny import tiny_model
@@ -132,6 +132,14 @@ def test_a_broken_engine_fails_in_the_cases_that_name_the_defect(engine):
     cases, said = BROKEN[engine]
     assert tuple(found) == cases
     assert found[cases[0]].startswith(f"failed: {said}")
+
+
+def test_ctrl_c_ends_the_contract_and_not_a_case():
+    def interrupted(bench):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        outcome(interrupted, None)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
@@ -685,14 +686,15 @@ class FakeMemory:
         self.errors = 0
 
     def init_module(self, made: Callable[..., None], freed: Callable[..., tuple]) -> None:
-        self.made, self.freed = made, freed
+        """Borrow the functions, as the module does: their owner has to keep them."""
+        self.made, self.freed = weakref.ref(made), weakref.ref(freed)
 
     def allocate(self, address: int) -> None:
         self.mapped[address] = True
-        self.made((0, 1024, address, address))
+        self.made()((0, 1024, address, address))
 
     def free(self, address: int) -> None:
-        self.unmap(*self.freed(address))
+        self.unmap(*self.freed()(address))
         del self.mapped[address]
 
     def map(self, device: int, size: int, address: int, handle: int) -> None:

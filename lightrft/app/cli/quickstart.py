@@ -3,8 +3,9 @@
 lightrft quickstart --out runs/quickstart
 
 It makes a tokenizer, a random Qwen3 and 10,000 additions, trains on answers first, then by GRPO on
-two ranks with an engine beside the trainer, and tests the model before, between and after. Once
-more into the same folder: the results of before are then in OUT.previous and OUT/sft.previous.
+two ranks, or on the only GPU, with an engine beside the trainer, and tests the model before,
+between and after. Once more into the same folder: the results of before are then in OUT.previous
+and OUT/sft.previous.
 """
 
 import os
@@ -56,12 +57,15 @@ def main(argv: list[str] | None = None) -> None:
 
 def _phases(out: Path, seed: int) -> dict[str, list[str]]:
     """Return title -> module that Python runs, with its arguments."""
+    import torch  # it takes seconds, and the help does not need it
+
     data, warm_up = out / "data", out / "sft"
     held_out = f"--eval_data={data}/test.jsonl"
+    ranks = 1 if torch.accelerator.device_count() == 1 else 2
 
     def train(command: str, model: Path, folder: Path, *flags: str) -> list[str]:
         return [
-            *("torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
             *("-m", "lightrft", command, f"--config={CONFIGURATIONS}/{command}.yaml"),
             *(f"--pretrain={model}", f"--prompt_data={data}/train.jsonl", f"--seed={seed}"),
             *(f"--save_path={folder}", "--overwrite", *flags),
@@ -81,9 +85,8 @@ def _phases(out: Path, seed: int) -> dict[str, list[str]]:
         "what the random model can do": test(data / "model", "eval_before_sft"),
         "warm-up by supervised fine-tuning": train("train_sft", data / "model", warm_up),
         "what the warmed-up model can do": test(warm_up / "model", "eval_after_sft"),
-        f"GRPO, two ranks, {engine} beside the trainer": train(
+        f"GRPO, {engine} beside the trainer": train(
             "train_ppo", warm_up / "model", out, held_out, f"--engine_type={engine}"
         ),
         "what the trained model can do": test(out / "model", "eval_after_rl"),
-        "report": ["lightrft", "report", str(out)],
     }

@@ -7,14 +7,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lightrft.app.observe.report import write_report
+
 EVALUATIONS = ("eval_before_sft", "eval_after_sft", "eval_after_rl")
 Json = dict[str, Any]
 
 
 def conclude(folder: Path, wall_s: float, seed: int) -> None:
-    """Write the numbers of the quick start that took `wall_s` seconds, and print them."""
+    """Write the numbers of the quick start that took `wall_s` seconds, and print them.
+
+    They are in the report too.
+    """
     summary = summarize(folder) | {"wall_s": wall_s, "seed": seed}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_report(folder)
     Console().print(table(summary, folder))
 
 

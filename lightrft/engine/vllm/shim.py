@@ -601,10 +601,12 @@ def _map_memory_before_it_is_freed(allocator: CuMemAllocator) -> None:
         block = allocator.pointer_to_data[address]
         if block.is_asleep:
             cumem.create_and_map(block.handle)
-        return allocator.python_free_callback(address)
+            block.is_asleep = False
+        return allocator._python_free_callback(address)
 
-    # The next engine registers vLLM's own functions again.
     cumem.init_module(allocator.python_malloc_callback, free)
+    # The module keeps no reference: without this one, freeing would call an object that is gone.
+    allocator.python_free_callback = free
 
 
 def _forget_reloads(model: torch.nn.Module) -> None:

@@ -15,6 +15,7 @@ same ones.
 
 from collections.abc import Callable, Collection
 from functools import partial
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -85,15 +86,15 @@ def occupy_experts(model: nn.Module) -> None:
 def _with_zeros(
     compute: Compute, experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """Compute the tokens [t, H] with a token for each expert behind them, whose weight is zero."""
-    count = experts.num_experts
-    others = torch.arange(count, device=chosen.device)[:, None] + torch.arange(
-        chosen.shape[1], device=chosen.device
-    )
+    """Compute the tokens [t, H] with zeros behind them, whose weights are zero; each expert is
+    chosen by one of these, or by two."""
+    count, choices = len(experts.down_proj), chosen.shape[1]
+    rows = ceil(count / choices)
+    others = torch.arange(rows * choices, device=chosen.device, dtype=chosen.dtype) % count
     computed = compute(
-        torch.cat([hidden, hidden.new_zeros(count, hidden.shape[1])]),
-        torch.cat([chosen, others.to(chosen.dtype) % count]),
-        torch.cat([weights, weights.new_zeros(count, chosen.shape[1])]),
+        torch.cat([hidden, hidden.new_zeros(rows, hidden.shape[1])]),
+        torch.cat([chosen, others.view(rows, choices)]),
+        torch.cat([weights, weights.new_zeros(rows, choices)]),
     )
     return computed[: len(hidden)]
 

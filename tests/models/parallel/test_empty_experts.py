@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LongcatFlashConfig, PreTrainedModel
 from transformers.integrations import moe
 
 from lightrft.config import ModelSection
@@ -69,6 +69,35 @@ def test_experts_without_tokens_get_no_gradient(
     occupy_experts(occupied)
     found = gradients(occupied)
     assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_zeros_change_nothing_where_some_experts_have_no_weights() -> None:
+    """LongCat's other experts return their tokens; its layer has no `num_experts`."""
+    config = LongcatFlashConfig(
+        vocab_size=16,
+        hidden_size=32,
+        num_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=16,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        head_dim=8,
+        v_head_dim=8,
+        ffn_hidden_size=48,
+        n_routed_experts=5,
+        zero_expert_num=2,
+        moe_topk=2,
+        expert_ffn_hidden_size=16,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    expected = gradients(model)
+    model.zero_grad()
+    occupy_experts(model)
+    found = gradients(model)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
