@@ -126,7 +126,8 @@ def seconds(
         _read(shape, parameters, active, number) for number in (at_once, max(at_once / 2, 1))
     ]
     read = (full * weights[0] + tail * weights[1]) * bytes_per_value
-    read += of_an_engine * work.response * length / 2 * kv_bytes(shape, bytes_per_value)
+    lengths = work.prompt + work.response / 2
+    read += of_an_engine * work.response * lengths * kv_bytes(shape, bytes_per_value)
     decoding = read / (device.bandwidth * DECODING * engine_tp)
     decoding += of_an_engine * work.response * SAMPLE_SECONDS
     if engine_tp > 1:
