@@ -331,27 +331,20 @@ def sample_tokens(
     the inverse of the cumulative distribution at that number. Temperature 0 selects the most likely
     token, with the log-prob at temperature 1. Returns [R], [R].
     """
-    rows = zip(logits.split(ROWS_AT_ONCE), uniform.split(ROWS_AT_ONCE), strict=True)
-    tokens, logprobs = zip(
-        *[_sample(some, temperature, numbers, truncation) for some, numbers in rows], strict=True
-    )
-    return torch.cat(tokens), torch.cat(logprobs)
-
-
-def _sample(
-    logits: Tensor, temperature: float, uniform: Tensor, truncation: Truncation
-) -> tuple[Tensor, Tensor]:
     size, truncation = without_padding(truncation, logits.shape[1])
-    scaled = logits[:, :size].float() / (temperature or 1.0)
+    sampled = []
+    for rows, numbers in zip(logits.split(ROWS_AT_ONCE), uniform.split(ROWS_AT_ONCE), strict=True):
+        scaled = rows[:, :size].float() / (temperature or 1.0)
+        logprobs = torch.log_softmax(truncation(scaled) if truncation.active else scaled, -1)
+        if temperature == 0:
+            tokens = logprobs.argmax(-1, keepdim=True)
+        else:
+            # Logits that are no numbers have no order; the log-prob of any token says so.
+            tokens = drawn_tokens(logprobs, numbers).clamp_(max=size - 1)
+        sampled.append((tokens, logprobs.gather(1, tokens)))
 
-    logprobs = torch.log_softmax(truncation(scaled) if truncation.active else scaled, -1)
-    if temperature == 0:
-        tokens = logprobs.argmax(-1, keepdim=True)
-    else:
-        # Logits that are no numbers have no order; the log-prob of any token says so.
-        tokens = drawn_tokens(logprobs, uniform).clamp_(max=size - 1)
-
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+    tokens, logprobs = (torch.cat(found).squeeze(1) for found in zip(*sampled, strict=True))
+    return tokens, logprobs
 
 
 @dataclass(slots=True)
