@@ -187,7 +187,7 @@ def greedy_equals_transformers(bench: EngineBench) -> None:
 
 
 def logprobs_are_of_the_sampling_distribution(bench: EngineBench) -> None:
-    """Of several temperatures, in requests that run together; a greedy sample has raw log-probs."""
+    """Check several temperatures in requests that run together; greedy samples have raw log-probs."""
     pairs = ((0.0, 1.0), (0.7, 1.0), (1.3, 1.0), (1.4, 0.8))
     samplings = [Sampling(n=2, max_tokens=16, temperature=t, top_p=p) for t, p in pairs]
     requests = [Request(prompt, sampling=own) for prompt in TRIAL_IDS for own in samplings]
@@ -227,7 +227,7 @@ def requests_have_samplings_of_their_own(bench: EngineBench) -> None:
 
 def stop_ids_end_a_response(bench: EngineBench) -> None:
     """The token is the response's last one."""
-    stop = bench.check()[0][0].token_ids[3]
+    stop = bench.check()[0][0].token_ids[:4][-1]
     outputs = bench.check(sampling=replace(GREEDY_RUN, stop_token_ids=(stop,)))
     assert outputs[0][0].finish_reason == "stop", f"no response ends with the token {stop}"
 
@@ -303,7 +303,7 @@ def new_weights_are_used(bench: EngineBench) -> None:
 
 
 def no_prefix_of_the_old_weights_survives(bench: EngineBench) -> None:
-    """Of a prompt of several cache blocks."""
+    """Check a prompt of several cache blocks."""
     request = Request([(7 * position) % 250 for position in range(200)])
     for model in (perturbed(bench.model, 5), bench.model):
         bench.load(model)
@@ -321,7 +321,7 @@ def any_order_of_the_stream_will_do(bench: EngineBench) -> None:
 
 
 def the_engine_has_its_own_copy(bench: EngineBench) -> None:
-    """What happens to the tensors of a stream afterwards does not concern it."""
+    """Check that later changes of a stream's tensors do not reach the engine."""
     stream = [(name, weight.detach().clone()) for name, weight in bench.model.named_parameters()]
     bench.engine.load_weights(stream, 0)
     for _, tensor in stream:

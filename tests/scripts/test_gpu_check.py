@@ -340,9 +340,12 @@ def test_checks_go_on_where_the_time_has_ended(tmp_path, monkeypatch):
     assert first == ("a", True, "")
     assert second[:2] == ("b", None) and second[2].startswith("skipped: may take 500 s, and ")
 
-    done = gpu_check.rows_before(tmp_path)
+    (tmp_path / "scripts" / "gpu_measure.py").write_text("raise MemoryError")
+    a, b = rows(1000, gpu_check.rows_before(tmp_path))
+    assert a == ("a", True, "") and b[1] is False and "MemoryError" in b[2]
+
     (tmp_path / "scripts" / "gpu_measure.py").write_text("print('{\"failed\": 1}')")
-    assert rows(1000, done) == [("a", True, ""), ("b", False, "")]
+    assert rows(1000, gpu_check.rows_before(tmp_path)) == [("a", True, ""), ("b", False, "")]
 
 
 def test_unknown_parts_are_refused():
