@@ -74,7 +74,7 @@ def expert_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def occupy_experts(model: nn.Module) -> None:
-    """Let every expert of a model compute one token more in each pass, which is zero.
+    """Let every expert of a model compute one or two tokens more in each pass, which are zero.
 
     It changes neither the results nor the gradients of a correct product. On Blackwell torch's
     product has wrong gradients for experts that compute no token (pytorch/pytorch#172439).
