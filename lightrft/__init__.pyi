@@ -289,6 +289,10 @@ class TrainPpoFlags(TypedDict, total=False):
     """Format of tool calls. hermes: <tool_call>{'name': ..., 'arguments': {...}}</tool_call>, as Qwen models write them too. Others are parsers of the engine by name, such as vLLM's llama3_json, pythonic or deepseek_v3 and SGLang's llama3."""
     max_turns: int
     """Maximum number of turns of an episode. All tokens of turns and observations count for generate_max_len."""
+    agent_sampling: Literal['run', 'refuse']
+    """Answer to an agent's request with other sampling parameters than the run's. run: the turn is sampled as the run says, and agent/overridden_NAME counts such requests. refuse: an error. Both honour the largest number of tokens and stop texts of a request."""
+    agent_branches: int
+    """Maximum number of other conversations of an episode, beside the first one: of sub-agents, after a history was summarized or edited, or of requests at the same time. A request for one more is refused."""
     turn_max_len: int | None
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
     episode_minutes: float | None
@@ -1976,6 +1980,10 @@ class EvaluateFlags(TypedDict, total=False):
     """Format of tool calls. hermes: <tool_call>{'name': ..., 'arguments': {...}}</tool_call>, as Qwen models write them too. Others are parsers of the engine by name, such as vLLM's llama3_json, pythonic or deepseek_v3 and SGLang's llama3."""
     max_turns: int
     """Maximum number of turns of an episode. All tokens of turns and observations count for generate_max_len."""
+    agent_sampling: Literal['run', 'refuse']
+    """Answer to an agent's request with other sampling parameters than the run's. run: the turn is sampled as the run says, and agent/overridden_NAME counts such requests. refuse: an error. Both honour the largest number of tokens and stop texts of a request."""
+    agent_branches: int
+    """Maximum number of other conversations of an episode, beside the first one: of sub-agents, after a history was summarized or edited, or of requests at the same time. A request for one more is refused."""
     turn_max_len: int | None
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
     episode_minutes: float | None

@@ -99,3 +99,95 @@ NO_JSON = [
     b'{"prompt": ' + b"[" * 50_000,
     b'{"prompt": ' + b"1" * 5000 + b"}",
 ]
+
+
+USER = {"role": "user", "content": "p"}
+NO_TEXT = (
+    5,
+    True,
+    {"text": "p"},
+    [5],
+    ["p"],
+    [{}],
+    [{"type": "image"}],
+    [{"type": "text"}],
+    "\ud800",
+)
+NO_OBJECTS = (5, "p", {"a": 1}, [5], ["p"], [None], [[]])
+NO_NUMBER = ("5", 0, -1, 1.5, True, [], {}, [5])
+NO_STOPS = (5, {}, [5], [""], [None], ["a"] * 17, True)
+NO_TEMPERATURE = ("hot", -1, 101, True, [1], {}, 1e-9)
+
+
+def bodies_of(route):
+    """Return malformed bodies of Anthropic's Messages, or of OpenAI's Responses."""
+    if route == "/v1/messages":
+        base = {"model": "m", "max_tokens": 5, "messages": [USER]}
+        wrong = {
+            "messages": (None, [], {}, *NO_OBJECTS, [USER, {"role": "assistant", "content": "a"}]),
+            "system": NO_TEXT,
+            "max_tokens": NO_NUMBER,
+            "stop_sequences": NO_STOPS,
+            "temperature": NO_TEMPERATURE,
+            "top_p": (0, 2, "a", -1, [], {"a": 1}),
+            "top_k": ("a", 1.5, -2, [], {"a": 1}),
+            "tools": (5, "x", [5], [{}], [{"name": 5}], [{"type": "web_search_20250305"}], [None]),
+            "tool_choice": ("auto", 5, ["auto"], {"type": "any"}, {"type": "tool", "name": "f"}, {"a": 1}),
+            "stream": ("yes", 1, [], {}, 0),
+            "model": (5, [], {}),
+        }  # fmt: skip
+        contents = [
+            *NO_TEXT,
+            [{"type": "tool_use", "name": 5, "input": {}}],
+            [{"type": "tool_use", "name": "f", "input": 5}],
+            [{"type": "tool_use", "name": "f", "input": "{"}],
+            [{"type": "tool_result"}, {"type": "tool_use", "name": "f", "input": {}}],
+            [{"type": "document"}, {"type": "text", "text": "a"}],
+            [{"type": "tool_result", "tool_use_id": "a", "content": 5}],
+            [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}],
+            [{"type": "tool_use", "input": {}}],
+            [{"type": "tool_use", "name": "f", "input": [1]}],
+            [{"type": "redacted_thinking", "data": "x"}],
+            [{"text": 5}],
+            [None],
+        ]
+        wrong["messages"] += tuple([{"role": "user", "content": each}] for each in contents)
+        wrong["messages"] += tuple(
+            [{"role": each, "content": "p"}] for each in (5, "", None, [], {})
+        )
+    else:
+        base = {"model": "m", "input": "p"}
+        wrong = {
+            "input": (None, [], {}, 5, *NO_OBJECTS[2:], "\ud800"),
+            "instructions": NO_TEXT,
+            "max_output_tokens": NO_NUMBER,
+            "temperature": NO_TEMPERATURE,
+            "top_p": (0, 2, "a", -1, [], {"a": 1}),
+            "tools": (5, "x", [5], [{}], [{"type": "function"}], [{"type": "web_search"}], [None]),
+            "tool_choice": ("required", 5, ["auto"], {"type": "function", "name": "f"}, {"a": 1}),
+            "previous_response_id": ("resp_99", 5, "", [], {}),
+            "text": ({"format": {"type": "json_schema"}}, 5, "a", [1]),
+            "background": (True, 1, "yes"),
+            "stream": ("yes", 1, [], {}, 0),
+            "top_logprobs": (3, "a", [1]),
+        }  # fmt: skip
+        items = [
+            {"type": "web_search_call"},
+            {"type": 5},
+            {"type": "function_call", "name": 5, "arguments": "{}"},
+            {"type": "function_call", "name": "f", "arguments": "{"},
+            {"type": "function_call", "name": "f", "arguments": 5},
+            {"type": "function_call_output", "call_id": "c"},
+            {"type": "function_call_output", "call_id": "c", "output": 5},
+            {"type": "reasoning", "content": 5},
+            {"type": "reasoning", "content": [5]},
+            {"type": "computer_call"},
+            {"type": "item_reference", "id": "item_0_0"},
+            {"type": "function_call", "arguments": "{}"},
+            {"type": "function_call", "name": "f", "arguments": "[1]"},
+            {"type": "function_call_output", "output": [{"type": "input_image"}]},
+            *({"role": "user", "content": each} for each in NO_TEXT),
+            *({"role": each, "content": "p"} for each in (5, "", None, [], {})),
+        ]
+        wrong["input"] += tuple([each, USER] for each in items)
+    return [base | {name: value} for name, values in wrong.items() for value in values]

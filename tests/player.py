@@ -41,14 +41,14 @@ class Player:
         longest=200,
         prompt_max_len=64,
         other_rewards="",
+        refuses=False,
         **limits,
     ):
         section = EnvironmentSection(environment=name, agent=agent, **limits)
         data = DataSection(apply_chat_template=chat, prompt_max_len=prompt_max_len)
         format = TurnFormat(data, tokenizer(chat), frozenset({EOS}))
-        served = EndpointModel(
-            "tiny", prompt_max_len + longest, {"temperature": 1.0, "top_p": 1.0}, frozenset({EOS})
-        )
+        fixed = {"temperature": 1.0, "top_p": 1.0}
+        served = EndpointModel("tiny", prompt_max_len + longest, fixed, frozenset({EOS}), refuses)
         setup = ProgramSetup(
             name, tuple(section.tools), agent, served, tool_seconds=section.tool_seconds
         )
@@ -77,14 +77,16 @@ class Player:
             asked = self.episodes.poll(0.05)
             time.sleep(delay if asked else 0.0)
 
-            for play in asked:
-                turn = turns[play.sample.prompt.index][len(play.turns)]
-                new = (ids(turn) if isinstance(turn, str) else list(turn))[: play.max_tokens]
-                play.conversation.token_ids += new
-                play.conversation.logprobs += [-0.5] * len(new)
-                reason = "length" if len(new) == play.max_tokens else "stop"
+            for wanted in asked:
+                state = wanted.state
+                turn = turns[state.sample.prompt.index][len(state.turns)]
+                most = wanted.request.max_tokens
+                new = (ids(turn) if isinstance(turn, str) else list(turn))[:most]
+                wanted.conversation.token_ids += new
+                wanted.conversation.logprobs += [-0.5] * len(new)
+                reason = "length" if len(new) == most else "stop"
                 text = self.episodes.format.tokenizer.decode(new, skip_special_tokens=True)
-                self.episodes.generated(play, Completion(new, [-0.5] * len(new), reason), text)
+                self.episodes.generated(wanted, Completion(new, [-0.5] * len(new), reason), text)
 
             ended += self.episodes.take_ended()
 

@@ -617,6 +617,14 @@ class EnvironmentSection(Section, commands=SAMPLING):
     max_turns: int = option(16, COUNT, needs=EPISODES)
     """Maximum number of turns of an episode. All tokens of turns and observations count for
     generate_max_len."""
+    agent_sampling: Literal["run", "refuse"] = option("run", needs="--agent")
+    """Answer to an agent's request with other sampling parameters than the run's. run: the turn is
+    sampled as the run says, and agent/overridden_NAME counts such requests. refuse: an error. Both
+    honour the largest number of tokens and stop texts of a request."""
+    agent_branches: int = option(16, NOT_NEGATIVE, needs=EPISODES)
+    """Maximum number of other conversations of an episode, beside the first one: of sub-agents,
+    after a history was summarized or edited, or of requests at the same time. A request for one
+    more is refused."""
     turn_max_len: int | None = option(None, COUNT, needs=EPISODES, commands=GENERATING)
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
     episode_minutes: float | None = option(None, MINUTES, needs=EPISODES)

@@ -175,6 +175,8 @@ class Episode:
     """Reason why the episode failed; empty if it did not."""
     num_turns: int = 0
     """Number of turns that the model sampled here."""
+    overridden: dict[str, int] = field(default_factory=dict)
+    """Sampling parameter of an agent's requests -> how often the run's was used instead."""
     branches: list["Sample"] = field(default_factory=list)
     """Other conversations of the episode.
 

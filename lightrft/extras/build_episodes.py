@@ -39,7 +39,8 @@ def served_model(config: Config) -> EndpointModel:
     longest = config.data.prompt_max_len + config.rollout.generate_max_len
     sampling = {name: getattr(rollout, name) for name in RANGES}
     ends = _end_token_ids(config).union(rollout.stop_token_ids)
-    return EndpointModel(Path(config.model.pretrain).name, longest, sampling, ends)
+    refuses = config.environment.agent_sampling == "refuse"
+    return EndpointModel(Path(config.model.pretrain).name, longest, sampling, ends, refuses)
 
 
 def _end_token_ids(config: Config) -> frozenset[int]:

@@ -58,7 +58,8 @@ def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
     config = with_merged_pretrain(with_model_of_run(config, world), world)
     tokenizer = load_tokenizer(config.model)
     # Clients decide how many turns a conversation has, and they always send messages.
-    section = replace(config.environment, max_turns=sys.maxsize)
+    unlimited = sys.maxsize
+    section = replace(config.environment, max_turns=unlimited, agent_branches=unlimited)
     config = with_token_ids(
         replace(config, data=replace(config.data, apply_chat_template=True)), tokenizer
     )

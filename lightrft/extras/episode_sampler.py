@@ -13,7 +13,8 @@ from lightrft.core.engine import ABORTED, Ended, Request, derived_seed
 from lightrft.core.groups import Group
 from lightrft.core.sampler import GroupSlots, PendingRequest, RolloutLoop
 from lightrft.core.samples import Completion, Sample
-from lightrft.extras.agents.episodes import Episodes, EpisodeState
+from lightrft.extras.agents.episode_state import RequestedTurn
+from lightrft.extras.agents.episodes import Episodes
 from lightrft.strategy.shared_session import SharedSession
 from lightrft.strategy.strategy import StrategyBase
 
@@ -39,10 +40,10 @@ class EpisodeLoop(RolloutLoop):
     def __init__(self, sampler: "EpisodeSampler", session: SharedSession, seed: int):
         super().__init__(sampler, session, seed)
         self.episodes = sampler.episodes
-        self._plays: dict[int, EpisodeState] = {}
-        """Index of a request -> episode."""
-        self._asked: list[EpisodeState] = []
-        """Episodes that wait for a turn of the model that has not begun."""
+        self._turns: dict[int, RequestedTurn] = {}
+        """Index of a request -> turn."""
+        self._asked: list[RequestedTurn] = []
+        """Turns that programs wait for, and that have not begun."""
 
     def add(self, groups: list[GroupSlots]) -> None:
         """Begin this rank's share of the episodes of some groups."""
@@ -65,11 +66,11 @@ class EpisodeLoop(RolloutLoop):
         for group in groups:
             del self.groups[group.number]
 
-        plays = self._plays.items()
-        left = {index for index, play in plays if play.sample.group not in self.groups}
+        turns = self._turns.items()
+        left = {index for index, turn in turns if turn.state.sample.group not in self.groups}
         self.session.drop(left)
         for index in left:
-            del self._pending[index], self._plays[index]
+            del self._pending[index], self._turns[index]
 
     def steps(self, most: int | None = None) -> Iterator[Group]:
         for _ in count() if most is None else range(most):
@@ -82,27 +83,27 @@ class EpisodeLoop(RolloutLoop):
     def _play(self) -> Iterator[Group]:
         """Start the turns that programs wait for; yield the groups whose last episode has ended."""
         turns = []
-        for play in self._next():
-            request = self.sampler.next_turn(play, self.groups[play.sample.group], self.seed)
+        for turn in self._next():
+            group = self.groups[turn.state.sample.group]
+            request = self.sampler.next_turn(turn, group, self.seed)
             problem = self.sampler.strategy.engine.problem(request)
             if problem:
                 # The program gets the problem as an answer, so one long turn does not end the run.
-                self.episodes.refuse(play, problem)
+                self.episodes.refuse(turn.state, problem)
             else:
-                turns.append((play, request))
+                turns.append((turn, request, group))
 
-        indices = self.session.add_local([request for _, request in turns])
-        for index, (play, request) in zip(indices, turns, strict=True):
-            self._plays[index] = play
-            group = self.groups[play.sample.group]
-            self._pending[index] = PendingRequest(request, group, [play.seed_numbers[1]])
+        indices = self.session.add_local([request for _, request, _ in turns])
+        for index, (turn, request, group) in zip(indices, turns, strict=True):
+            self._turns[index] = turn
+            self._pending[index] = PendingRequest(request, group, [turn.state.seed_numbers[1]])
 
         for number in {sample.group for sample in self.episodes.take_ended()}:
             if self.groups[number].complete:
                 yield self.groups[number]
 
-    def _next(self) -> list[EpisodeState]:
-        """Return the episodes whose next turn begins now."""
+    def _next(self) -> list[RequestedTurn]:
+        """Return the turns that begin now, with their numbers."""
         if self.session.running:
             self._asked += self.episodes.poll(0)
         elif self.episodes.busy or not self.sampler.together:
@@ -113,9 +114,11 @@ class EpisodeLoop(RolloutLoop):
             self.session.running or self.session.on_any_rank(self.episodes.busy)
         ):
             return []
-        # Programs ask in an order that depends on time.
-        asked = sorted(self._asked, key=lambda play: play.seed_numbers)
+        asked = sorted(self._asked, key=lambda turn: turn.order)
         self._asked = []
+        for turn in asked:
+            turn.number = turn.state.num_begun
+            turn.state.num_begun += 1
         return asked
 
     def finish(self) -> Iterator[Group]:
@@ -151,16 +154,16 @@ class EpisodeLoop(RolloutLoop):
         """Hand sampled turns to the episodes. It yields nothing: programs decide when to end."""
         for index, completions in finished:
             del self._pending[index]
-            self._take_turn(self._plays.pop(index), completions[0])
+            self._take_turn(self._turns.pop(index), completions[0])
         yield from ()
 
-    def _take_turn(self, play: EpisodeState, completion: Completion) -> None:
-        if play not in self.episodes.running:  # its program has ended without the turn
+    def _take_turn(self, turn: RequestedTurn, completion: Completion) -> None:
+        if turn.state not in self.episodes.running:  # its program has ended without the turn
             return
-        sample = play.conversation
+        sample = turn.conversation
         self.sampler.extend(sample, completion)
         if completion.finish_reason != ABORTED:
-            self.episodes.generated(play, completion, sample.text)
+            self.episodes.generated(turn, completion, sample.text)
 
 
 class EpisodeSampler(RunSampler):
@@ -195,23 +198,25 @@ class EpisodeSampler(RunSampler):
         """Return None: a turn is unknown until a program asks for it."""
         return None
 
-    def next_turn(self, play: EpisodeState, group: Group, seed: int) -> Request:
-        """Build the request for the next turn of an episode."""
-        sample = play.conversation
-        limits = [self.episodes.section.turn_max_len, play.max_tokens]
+    def next_turn(self, turn: RequestedTurn, group: Group, seed: int) -> Request:
+        """Build the request for a turn of an episode."""
+        sample = turn.conversation
+        wanted = turn.request
+        limits = [self.episodes.section.turn_max_len, wanted.max_tokens]
         longest = min((limit for limit in limits if limit is not None), default=None)
         most = self.section.generate_max_len
         if longest:
             most = min(most, len(sample.token_ids) + longest)
 
-        if any(play.sample is each for each in group.others):
+        if any(turn.state.sample is each for each in group.others):
             sampling = greedy_sampling(self.section, max_tokens=most)
             return replace(self.request(sample, sampling, ()), group=None)
 
         # An episode of one turn draws exactly what a plain response would draw.
-        turn = [len(play.turns)] if play.turns else []
-        seeds = (derived_seed(seed, *play.seed_numbers, *turn),)
-        sampling = replace(self.sampling, n=1, **play.sampling)
+        number = [turn.number] if turn.number else []
+        seeds = (derived_seed(seed, *turn.state.seed_numbers, *number),)
+        stop = (*self.sampling.stop, *wanted.stop)
+        sampling = replace(self.sampling, n=1, stop=stop, **wanted.sampling)
         request = self.request(sample, replace(sampling, max_tokens=most), seeds)
         return replace(request, group=group.number)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from threading import Lock
 from typing import Any, TypeVar
 
 from loguru import logger
@@ -72,6 +73,7 @@ class ServedSession(Session):
         self._format = format
         self._tokenizing = tokenizing
         self._in_pieces = in_pieces
+        self._writing = Lock()
 
     async def request(self, request: TurnRequest, **sent: Any) -> Turn:
         token_ids = await self._in_thread(self._token_ids, request)
@@ -102,7 +104,6 @@ class ServedSession(Session):
         while True:
             most = PIECE if max_tokens is None else min(PIECE, max_tokens - len(token_ids))
             piece = await self.request(replace(request, max_tokens=most))
-            number = len(self.turns) - 1
             context_ids = context_ids or piece.context_ids
             token_ids += piece.token_ids
             logprobs += piece.logprobs
@@ -120,10 +121,10 @@ class ServedSession(Session):
             if not grows:
                 break
             yield turn
-            request = TurnRequest([], number, sampling=request.sampling)
+            request = TurnRequest([], piece.number, sampling=request.sampling)
 
         if token_ids:
-            self.history.set_chat(number, turn, messages, tools)
+            self.history.set_chat(piece.number, turn, messages, tools)
         yield turn
 
     def _with_text(self, turn: Turn, with_calls: bool) -> Turn:
@@ -142,7 +143,11 @@ class ServedSession(Session):
 
     async def _send(self, content: bytes) -> None:
         # A long request is sent while the rank reads it. The thread would go on without the task.
-        await asyncio.shield(asyncio.to_thread(self.connection.send_bytes, content))
+        await asyncio.shield(asyncio.to_thread(self._write, content))
+
+    def _write(self, content: bytes) -> None:
+        with self._writing:  # of another thread's request
+            self.connection.send_bytes(content)
 
     def _token_ids(self, request: TurnRequest) -> list[int]:
         if request.after is None or request.after == BEGINNING:
@@ -197,7 +202,7 @@ class ClientSessions:
             if not name:
                 with suppress(OSError):
                     session.connection.send_bytes(to_bytes(Ended()))
-                session.connection.close()
+                session.close()
 
     def _begin(self) -> ServedSession:
         if len(self._named) >= self._most:
@@ -221,7 +226,7 @@ class ClientSessions:
     def _forget(self, name: str, session: ServedSession) -> None:
         if self._named.get(name) is session:
             del self._named[name]
-        session.connection.close()
+        session.close()
 
 
 def _open_files() -> int:

@@ -48,3 +48,5 @@ def _measure_episode(episode: Episode, metrics: Metrics) -> None:
     metrics.mean("episodes/tool_seconds", episode.tool_seconds)
     metrics.sum("episodes/failed", bool(episode.problem))
     metrics.sum("episodes/drift", episode.drift)
+    for name, count in episode.overridden.items():
+        metrics.sum(f"agent/overridden_{name}", count)

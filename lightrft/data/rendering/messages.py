@@ -26,7 +26,7 @@ SYSTEM_ROLES = ("system", "developer")
 """Roles of a row's own system message. Such a message takes the place of --system_prompt."""
 BLOCKS = {"thinking", "tool_use", "tool_result"}
 """Types of parts in messages of Anthropic's API that OpenAI's have elsewhere in a message."""
-TEXT_TYPES = ("text", "input_text", "output_text")
+TEXT_TYPES = ("text", "input_text", "output_text", "reasoning_text")
 """Types of parts that are text."""
 MEDIA_TYPES = {
     **dict.fromkeys(("image", "image_url", "input_image"), "image"),
@@ -129,7 +129,7 @@ def _without_blocks(message: Message, where: str) -> list[Message]:
         {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
         for part in blocks["tool_use"]
     ]
-    thoughts = "\n".join(part.get("thinking") or "" for part in blocks["thinking"])
+    thoughts = "\n".join(str(part.get("thinking") or "") for part in blocks["thinking"])
     if not any(blocks.values()):
         return [message]
     if results and (calls or thoughts):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from operator import ne
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightrft.core.samples import Completion, Episode, Prompt, Sample
 from lightrft.extras.agents.messages import BEGINNING, Ended, Message, TurnRequest
@@ -21,6 +21,25 @@ class PlayedTurn(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class RequestedTurn:
+    """A turn that a program has asked for, and that the model has not sampled yet."""
+
+    state: "EpisodeState"
+    conversation: Sample
+    """Sample that the turn belongs to."""
+    request: TurnRequest
+    number: int = 0
+    """Number of the turn in the episode, in the order in which turns began."""
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Return what turns are sorted by before they begin: programs ask in an order of time."""
+        several = len(self.state.sampling) > 1
+        prompt = self.conversation.prompt.token_ids
+        return self.state.seed_numbers, prompt + self.conversation.token_ids if several else []
+
+
+@dataclass(slots=True, eq=False)
 class EpisodeState:
     """An episode that has begun.
 
@@ -32,16 +51,15 @@ class EpisodeState:
     sample: Sample
     seed_numbers: tuple[int, ...]
     """Numbers that the seeds of the turns are derived from."""
+    most_branches: int
     worker: Worker | None = None
     mailbox: Mailbox | None = None
     """The socket of the worker."""
     turns: list[PlayedTurn] = field(default_factory=list)
-    conversation: Sample = field(init=False)
-    """Sample that the next turn, or the latest one, belongs to."""
-    max_tokens: int | None = None
-    """Largest number of tokens of the next turn, if the program has set one."""
-    sampling: dict[str, float] = field(default_factory=dict)
-    """Sampling parameters of the next turn that replace the run's."""
+    sampling: list[Sample] = field(default_factory=list)
+    """Conversations whose next turn the model samples."""
+    num_begun: int = 0
+    """Number of turns that have begun."""
     num_replies: int = 0
     """Number of replies that were sent to the program."""
     until: float = 0.0
@@ -51,14 +69,6 @@ class EpisodeState:
     """
     last_turn_after: float = float("inf")
     """No turn begins after this time, in seconds of time.monotonic()."""
-
-    def __post_init__(self) -> None:
-        self.conversation = self.sample
-
-    @property
-    def is_sampling(self) -> bool:
-        """Return True while the model samples a turn that the program has asked for."""
-        return self.until == float("inf")
 
     @property
     def episode(self) -> Episode:
@@ -71,21 +81,23 @@ class EpisodeState:
             return None
         return self.turns[-1 if request.after is None else request.after]
 
-    def begin(self, prompt: Prompt) -> None:
-        """Begin a conversation with a new prompt."""
-        if self.turns:
-            self.conversation = self._branch(prompt, Episode())
-        else:
-            self.sample.prompt = prompt
+    def begin(self, prompt: Prompt, messages: list[Message]) -> Sample:
+        """Return a conversation that begins with a new prompt."""
+        conversation = self.sample
+        if self.turns or self.sampling:
+            conversation = self._branch(prompt, Episode())
+        conversation.prompt = prompt
+        conversation.episode.messages += messages
+        return conversation
 
-    def read(self, turn: PlayedTurn, token_ids: list[int], messages: list[Message]) -> None:
-        """Let the model read an observation after a turn.
+    def read(self, turn: PlayedTurn, token_ids: list[int], messages: list[Message]) -> Sample:
+        """Return the conversation in which the model reads an observation after a turn.
 
-        If other turns have followed that turn, this begins a branch.
+        If other turns have followed that turn, or are being sampled, it is a new branch.
         """
         before = turn.conversation
         end = turn.num_tokens
-        if end < len(before.token_ids):
+        if end < len(before.token_ids) or any(each is before for each in self.sampling):
             messages_before = before.episode.messages[: turn.num_messages]
             # The tokens up to here are learned in the conversation that had them first.
             branch = self._branch(
@@ -96,17 +108,17 @@ class EpisodeState:
             branch.weight_versions = before.weight_versions[:end]
             before = branch
 
-        self.conversation = before
         count = len(token_ids)
         before.token_ids += token_ids
         before.logprobs += [0.0] * count
         before.weight_versions += before.weight_versions[-1:] * count
         before.episode.sampled += [False] * count
         before.episode.messages += messages
+        return before
 
-    def add(self, completion: Completion, text: str) -> None:
+    def add(self, sample: Sample, completion: Completion, text: str) -> None:
         """Add a turn of the model; the conversation has its tokens already."""
-        sample = self.conversation
+        self.sampling = [each for each in self.sampling if each is not sample]
         sample.episode.sampled += [True] * len(completion.token_ids)
         sample.episode.messages.append({"role": "assistant", "content": text})
         sample.episode.num_turns += 1
@@ -132,6 +144,9 @@ class EpisodeState:
         episode.tool_calls = ended.tool_calls
         episode.tool_errors = ended.tool_errors
         episode.tool_seconds = ended.tool_seconds
+        for replaced, count in ended.overridden.items():
+            name = replaced.partition(" ")[0]
+            episode.overridden[name] = episode.overridden.get(name, 0) + count
         episode.drift = self._drift()
 
     def _drift(self) -> int:
@@ -143,6 +158,12 @@ class EpisodeState:
         return wrong + abs(learned - sum(len(turn.token_ids) for turn in self.turns))
 
     def _branch(self, prompt: Prompt, episode: Episode) -> Sample:
+        """Begin a conversation beside the others. Raises ValueError if there are too many."""
+        if len(self.episode.branches) >= self.most_branches:
+            raise ValueError(
+                f"the episode has {self.most_branches} other conversations already, as many as"
+                " --agent_branches allows: continue one of them"
+            )
         branch = Sample(
             prompt, self.sample.group, [], [], "", self.sample.finish_reason, episode=episode
         )

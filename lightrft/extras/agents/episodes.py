@@ -8,6 +8,7 @@ import selectors
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,8 +18,9 @@ from loguru import logger
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EnvironmentSection
 from lightrft.core.samples import Completion, Episode, Sample, TokenIds
-from lightrft.extras.agents.episode_state import EpisodeState
+from lightrft.extras.agents.episode_state import EpisodeState, RequestedTurn
 from lightrft.extras.agents.messages import (
+    COUNTED,
     LENGTH,
     Ended,
     Message,
@@ -78,6 +80,8 @@ class Episodes:
         self._ended: list[Sample] = []
         self._checked = 0.0
         self._in_a_row = self._logged = 0
+        self._named: set[str] = set()
+        """Names of overridden sampling parameters that were logged."""
 
     @property
     def running(self) -> list[EpisodeState]:
@@ -88,21 +92,22 @@ class Episodes:
     def busy(self) -> bool:
         """Return True while a program computes, which asks for a turn or ends its episode later."""
         can_begin = self._waiting and len(self._active) < self.section.environment_workers
-        return bool(can_begin) or any(not each.is_sampling for each in self._active.values())
+        return bool(can_begin) or any(not each.sampling for each in self._active.values())
 
     def begin(self, sample: Sample, *seed_numbers: int) -> None:
         """Begin the episode of a sample, when a worker is free."""
         sample.episode = Episode()
         self._logged = 0
-        self._waiting.append(EpisodeState(sample, seed_numbers))
+        self._waiting.append(EpisodeState(sample, seed_numbers, self.section.agent_branches))
 
     def attach(self, sample: Sample, socket: Connection, *seed_numbers: int) -> None:
         """Begin an episode whose program sends requests over a socket, and is no worker process."""
         sample.episode = Episode()
-        self._register(EpisodeState(sample, seed_numbers, Worker(None, socket)))
+        most = self.section.agent_branches
+        self._register(EpisodeState(sample, seed_numbers, most, Worker(None, socket)))
 
-    def poll(self, seconds: float) -> list[EpisodeState]:
-        """Handle what the programs have sent; return the episodes that want a turn of the model.
+    def poll(self, seconds: float) -> list[RequestedTurn]:
+        """Handle what the programs have sent; return the turns of the model that they ask for.
 
         It waits at most `seconds`. Raises ConfigError if the environment cannot be imported, or if
         many episodes in a row have failed.
@@ -110,8 +115,8 @@ class Episodes:
         while self._waiting and len(self._active) < self.section.environment_workers:
             self._start(self._waiting.popleft())
         selected = self._selector.select(seconds if self._active else 0)
-        ready = [
-            state for key, _ in selected if (state := self._handle_messages(self._active[key.data]))
+        requested = [
+            turn for key, _ in selected for turn in self._handle_messages(self._active[key.data])
         ]
 
         now = time.monotonic()
@@ -127,26 +132,29 @@ class Episodes:
                     " (--environment_minutes)",
                 )
 
-        return ready
+        return requested
 
     def refuse(self, state: EpisodeState, problem: str) -> None:
         """End an episode whose turn the engine cannot sample."""
         self._fail(state, f"the engine cannot sample its turn: {problem}")
 
-    def generated(self, state: EpisodeState, completion: Completion, text: str) -> None:
+    def generated(self, requested: RequestedTurn, completion: Completion, text: str) -> None:
         """Give the program of an episode a turn of the model and its decoded text.
 
         The conversation has the turn already. It is lost if the program has ended since it asked.
         """
+        state = requested.state
         if self._active.get(state.worker) is not state:
             return
 
-        state.add(completion, text)
-        sample = state.conversation
+        sample = requested.conversation
+        text, stopped = before_stop(text, requested.request.stop)
+        state.add(sample, completion, text)
         end = -len(completion.token_ids)
         last = len(sample.token_ids) >= self.longest or not self._has_turns_left(state)
         state.episode.finish_reason = LENGTH if last else "stop"
-        state.until = time.monotonic() + 60 * self.section.environment_minutes
+        if not state.sampling:
+            state.until = time.monotonic() + 60 * self.section.environment_minutes
         context = TokenIds([*sample.prompt.token_ids, *sample.token_ids[:end]])
         content, calls = self.format.read_calls(self.parse, completion.token_ids, context)
         turn = Turn(
@@ -155,11 +163,13 @@ class Episodes:
             completion.finish_reason,
             last,
             calls,
-            content if calls else text,
+            before_stop(content, requested.request.stop)[0] if calls else text,
             completion.logprobs,
             context,
+            stopped,
+            len(state.turns) - 1,
         )
-        self._reply(state, turn)
+        self._reply(requested.request, state, turn)
 
     def take_ended(self) -> list[Sample]:
         """Return the samples whose episodes have ended since the last call."""
@@ -198,7 +208,8 @@ class Episodes:
 
     def _has_turns_left(self, state: EpisodeState) -> bool:
         return (
-            len(state.turns) < self.section.max_turns and time.monotonic() < state.last_turn_after
+            len(state.turns) + len(state.sampling) < self.section.max_turns
+            and time.monotonic() < state.last_turn_after
         )
 
     def _send(self, state: EpisodeState, message: Any) -> None:
@@ -207,9 +218,9 @@ class Episodes:
         except OSError:
             self._died(state)
 
-    def _reply(self, state: EpisodeState, reply: Turn | Refused) -> None:
+    def _reply(self, request: TurnRequest, state: EpisodeState, reply: Turn | Refused) -> None:
         state.num_replies += 1
-        self._send(state, reply)
+        self._send(state, (request.number, reply))
 
     def _flush(self, state: EpisodeState) -> None:
         try:
@@ -217,48 +228,44 @@ class Episodes:
         except OSError:
             self._died(state)
 
-    def _handle_messages(self, state: EpisodeState) -> EpisodeState | None:
-        """Handle what a program has sent; return the episode if the model is to sample a turn."""
+    def _handle_messages(self, state: EpisodeState) -> list[RequestedTurn]:
+        """Handle what a program has sent; return the turns that the model is to sample."""
         try:
             messages = [from_bytes(content) for content in state.mailbox.receive()]
         except (EOFError, OSError):
             self._died(state)
-            return None
+            return []
         except ValueError as error:
             self._fail(
                 state,
                 f"what it has sent is no message ({error}): does it write to a descriptor that is"
                 " not its own?",
             )
-            return None
+            return []
 
-        # The first message may end the episode. Later ones then belong to nobody.
-        ready = None
+        # A message may end the episode. Later ones then belong to nobody.
+        requested = []
         for message in messages:
             if self._active.get(state.worker) is not state:
-                break
-            ready = self._handle_message(state, message) or ready
-        return ready if self._active.get(state.worker) is state else None
+                return []
+            if isinstance(message, Ended):
+                self._end(state, message)
+            elif turn := self._requested(state, message):
+                requested.append(turn)
+        return requested if self._active.get(state.worker) is state else []
 
-    def _handle_message(
-        self, state: EpisodeState, message: TurnRequest | Ended
-    ) -> EpisodeState | None:
-        if isinstance(message, Ended):
-            self._end(state, message)
-            return None
-        if state.is_sampling:
-            self._fail(state, "it has asked for a turn before it had the one that it asked for")
-            return None
-
+    def _requested(self, state: EpisodeState, request: TurnRequest) -> RequestedTurn | None:
+        """Return the turn that a program asks for; None if it gets another reply."""
         try:
-            check_request(message, len(state.turns))
-            return self._observe(state, message)
+            check_request(request, len(state.turns))
+            return self._observe(state, request)
         # Whatever a request raises that cannot be read, only its own program has to know.
         except Exception as error:
-            self._reply(state, Refused(f"the observation cannot be rendered: {error}"))
+            problem = Refused(f"the observation cannot be rendered: {error}")
+            self._reply(request, state, problem)
             return None
 
-    def _observe(self, state: EpisodeState, request: TurnRequest) -> EpisodeState | None:
+    def _observe(self, state: EpisodeState, request: TurnRequest) -> RequestedTurn | None:
         """Let the model read an observation; return None if no turn can follow it."""
         before = state.context(request)
         if before is None:
@@ -270,25 +277,30 @@ class Episodes:
             token_ids = self.format.tokens(request, last, before.conversation.prompt.columns)
             used = before.num_tokens
 
+        if request.counts:
+            begun = before.conversation if before else None
+            read = [*begun.prompt.token_ids, *begun.token_ids[:used]] if begun else prompt.token_ids
+            counted = TokenIds([*read, *token_ids])
+            self._reply(request, state, Turn("", [], COUNTED, context_ids=counted))
+            return None
+
         # A turn without tokens tells the program that the episode is over.
         if not self._has_turns_left(state) or used + len(token_ids) >= self.longest:
             state.episode.finish_reason = LENGTH
-            self._reply(state, Turn("", [], LENGTH, is_last=True))
+            self._reply(request, state, Turn("", [], LENGTH, is_last=True))
             return None
         if not used and not (token_ids or prompt.token_ids):
             raise ValueError("the prompt has no tokens: the model has nothing to answer")
 
+        messages = _messages(request.observation)
         if before is None:
-            state.begin(prompt)
-            state.conversation.episode.messages += _messages(request.observation)
+            conversation = state.begin(prompt, messages)
         else:
-            state.read(before, token_ids, _messages(request.observation))
+            conversation = state.read(before, token_ids, messages)
 
-        state.max_tokens = request.max_tokens
-        state.sampling = request.sampling
+        state.sampling.append(conversation)
         state.until = float("inf")
-
-        return state
+        return RequestedTurn(state, conversation, request)
 
     def _end(self, state: EpisodeState, ended: Ended) -> None:
         if self.other_rewards and any(reward for _, reward in ended.rewards):
@@ -302,9 +314,16 @@ class Episodes:
         reuse = (
             not ended.calls_running
             and ended.num_replies == state.num_replies
-            and not state.is_sampling
+            and not state.sampling
         )
         state.end(ended)
+        for name, value in (replaced.split(" ", 1) for replaced in ended.overridden):
+            if name not in self._named:
+                self._named.add(name)
+                logger.warning(
+                    f"a request of the agent has {name} {value}, and the run's is used instead:"
+                    " --agent_sampling refuse answers with an error"
+                )
         if ended.problem:
             self._fail(state, ended.problem, reuse=reuse)
             return
@@ -367,6 +386,15 @@ class Episodes:
         except (OSError, EOFError):
             self._forks.close()
             return "has ended, with the process that starts the workers"
+
+
+def before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """Return what of a text is before the first of several texts, and which one that is."""
+    found = [(text.index(each), each) for each in stop if each in text]
+    if not found:
+        return text, ""
+    begin, stopped = min(found)
+    return text[:begin], stopped
 
 
 def _messages(observation: Observation) -> list[Message]:

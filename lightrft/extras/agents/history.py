@@ -10,8 +10,8 @@ from typing import Any
 from lightrft.data.rendering import messages as rendering
 from lightrft.extras.agents.messages import BEGINNING, Message, ToolCall, Turn
 
-Key = tuple[str, str, str]
-"""Role, text and tool calls of a message. Messages with equal keys are the same."""
+Key = tuple[str, str, str, str]
+"""Role, thoughts, text and tool calls of a message. Messages with equal keys are the same."""
 
 
 class TurnHistory:
@@ -128,9 +128,20 @@ def clean_message(message: Any, where: str = "the message") -> Message:
 
 
 def key(message: Message) -> Key:
-    """Return what identifies a cleaned message."""
+    """Return what identifies a cleaned message, wherever its thoughts are."""
     calls: Sequence[Any] = [call["function"] for call in message.get("tool_calls", ())]
-    return message["role"], message["content"].strip(), _json(calls)
+    thoughts, text = split_thoughts(message["content"])
+    apart = [message[name].strip() for name in rendering.THOUGHTS if name in message]
+    return message["role"], "".join([thoughts, *apart]), text.strip(), _json(calls)
+
+
+def split_thoughts(text: str) -> tuple[str, str]:
+    """Return the thoughts at the beginning of a turn, without marks, and the text after them."""
+    for begin, end in rendering.THINKING.items():
+        thoughts, mark, rest = text.partition(end)
+        if mark:
+            return thoughts.strip().removeprefix(begin).strip(), rest.lstrip()
+    return "", text
 
 
 def _json(value: Any) -> str:

@@ -18,6 +18,8 @@ Observation = str | list[Message] | list[int] | None
 
 None: nothing but the prompt.
 """
+COUNTED = "counted"
+"""Finish reason of the reply to a request that only counts the tokens before a turn."""
 LENGTH = "length"
 """Finish reason of a turn, or of an episode, that reached a limit."""
 
@@ -56,6 +58,10 @@ class Turn:
     """Log-probability of each token."""
     context_ids: Sequence[int] = ()
     """All tokens before the turn."""
+    stopped: str = ""
+    """Text of the request that has ended the turn. The text and the content are without it."""
+    number: int = 0
+    """Number of the turn in the episode, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,12 @@ class TurnRequest:
     """Largest number of tokens of the turn; None: what the run's limits leave."""
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling parameters that replace the run's; for a model that does not learn."""
+    counts: bool = False
+    """True if no turn is sampled: the reply has the tokens that would come before it."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end the turn, in addition to the run's."""
+    number: int = 0
+    """Number of the request, which the reply repeats: several can wait at the same time."""
 
 
 BEGINNING = -1
@@ -103,6 +115,8 @@ class Ended:
     """Why the episode failed; empty if it ended well."""
     calls_running: bool = False
     """True if a function of the episode still runs: no other episode should share the process."""
+    overridden: dict[str, int] = field(default_factory=dict)
+    """Sampling parameter of a client with its value -> how often the run's was used instead."""
     num_replies: int = 0
     """Number of replies that it has read.
 
@@ -117,6 +131,8 @@ RANGES = {"temperature": (0, 100), "top_p": (1e-6, 1), "top_k": (-1, 1_000_000),
 """Sampling parameters that a request can choose, with the least and the largest value."""
 WHOLE_NUMBERS = ("top_k",)
 """Sampling parameters that are whole numbers."""
+MOST_STOPS = 16
+"""Most texts of a request that end a turn."""
 
 
 def check_sampling(sampling: dict[str, Any]) -> None:
@@ -133,6 +149,13 @@ def check_sampling(sampling: dict[str, Any]) -> None:
         raise ValueError(
             f"temperature is 0, or at least {COLDEST:g}, not {sampling['temperature']!r}"
         )
+
+
+def check_stop(stop: Any) -> None:
+    """Raise ValueError for texts that end a turn if they are not at most MOST_STOPS texts."""
+    texts = isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)
+    if not texts or len(stop) > MOST_STOPS:
+        raise ValueError(f"stop is up to {MOST_STOPS} texts that are not empty, not {stop!r:.100}")
 
 
 def check_request(request: TurnRequest, num_turns: int) -> None:
@@ -161,6 +184,7 @@ def check_request(request: TurnRequest, num_turns: int) -> None:
         isinstance(request.tools, list) and all(isinstance(each, dict) for each in request.tools)
     ):
         raise ValueError("tools are a list of schemas")
+    check_stop(request.stop)
     check_sampling(request.sampling)
 
 
@@ -183,7 +207,8 @@ def from_bytes(content: bytes) -> TurnRequest | Ended:
             numbers = int(message.tool_calls), int(message.tool_errors), float(message.tool_seconds)
             problem = str(message.problem)
             running = bool(message.calls_running)
-            return Ended(rewards, *numbers, problem, running, int(message.num_replies))
+            replaced = {str(name): int(count) for name, count in message.overridden.items()}
+            return Ended(rewards, *numbers, problem, running, replaced, int(message.num_replies))
         return message
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error

@@ -265,6 +265,7 @@ def _work(connection: Connection, program: Program) -> None:
             session.tool_seconds,
             problem,
             bool(RUNNING),
+            session.overridden,
             session.num_replies,
         )
         connection.send_bytes(to_bytes(ended))

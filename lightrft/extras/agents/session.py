@@ -2,12 +2,16 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
 from lightrft.extras.agents.history import TurnHistory, clean_message
 from lightrft.extras.agents.messages import (
+    COUNTED,
     Message,
     Observation,
     Refused,
@@ -29,13 +33,17 @@ class Session:
 
     def __init__(self, connection: Connection):
         self.connection = connection
-        self._one_at_a_time = asyncio.Lock()
         self._over = False
-        self._unwanted = 0
-        """Number of replies that are still to come for cancelled requests."""
+        self._numbers = count()
+        self._waiting: dict[int, tuple[asyncio.Future[Turn], dict[str, Any]]] = {}
+        """Number of a request -> the turn to come, and what of the request the history keeps."""
         self.turns: list[Turn] = []
         """Turns so far."""
         self.history = TurnHistory()
+        self.stored: dict[str, list[Message]] = {}
+        """Id of a response -> the messages up to it, for clients that send the id back."""
+        self.overridden: Counter[str] = Counter()
+        """Sampling parameter of a client with its value -> how often the run's was used instead."""
         self.limited = False
         """True if a limit of the episode left no room for the latest turn."""
         self.num_replies = 0
@@ -50,6 +58,8 @@ class Session:
         Raises EpisodeOver if a limit was reached before (Turn.is_last), and ValueError for an
         observation that cannot be read.
         """
+        if self._waiting:  # a turn that was not waited for is an earlier one
+            await asyncio.wait([turn for turn, _ in self._waiting.values()])
         if self._over:
             raise EpisodeOver
         turn = await self.request(TurnRequest(observation))
@@ -113,51 +123,57 @@ class Session:
     async def request(self, request: TurnRequest, **sent: Any) -> Turn:
         """Return the turn of a request, and remember what was `sent` (see TurnHistory.add()).
 
-        Requests at the same time wait for each other.
+        Several requests can wait at the same time. One that is cancelled is answered all the same,
+        and its turn belongs to the episode.
         """
-        async with self._one_at_a_time:
-            content = to_bytes(request)
-            # A cancelled request has been answered all the same. Its turn belongs to the episode.
-            while self._unwanted:
-                unwanted = await self._poll()
-                self._unwanted -= 1
-                if isinstance(unwanted, Turn) and unwanted.token_ids:
-                    self.turns.append(unwanted)
-                    self.history.add(unwanted)
+        loop = asyncio.get_running_loop()
+        number = next(self._numbers)
+        content = to_bytes(replace(request, number=number))
+        if not self._waiting:
+            loop.add_reader(self.connection.fileno(), self._receive)
+        turn = loop.create_future()
+        self._waiting[number] = turn, sent
 
-            try:
-                await self._send(content)
-                reply = await self._poll()
-            except asyncio.CancelledError:
-                self._unwanted += 1
-                raise
+        await self._send(content)
+        return await asyncio.shield(turn)
 
-            if isinstance(reply, Refused):
-                raise ValueError(reply.problem)
-
-            if reply.token_ids:
-                self.turns.append(reply)
-                self.history.add(reply, **sent)
-
-            self.limited = not reply.token_ids
-
-        return reply
+    def close(self) -> None:
+        """Close the connection, whatever is still to come over it."""
+        if self._waiting:
+            self._stop_reading()
+        self.connection.close()
 
     async def _send(self, content: bytes) -> None:
         """Send a request, also if it is cancelled meanwhile."""
         self.connection.send_bytes(content)
 
-    async def _poll(self) -> Turn | Refused:
-        """Return the next message, without a thread that waits for it."""
-        loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        loop.add_reader(self.connection.fileno(), ready.set)
+    def _receive(self) -> None:
+        """Give the next reply to the request that waits for it."""
         try:
-            await ready.wait()
-        finally:
-            loop.remove_reader(self.connection.fileno())
+            number, reply = self.connection.recv()
+        except (EOFError, OSError) as error:
+            self._stop_reading()
+            for turn, _ in self._waiting.values():
+                turn.set_exception(error)
+            self._waiting.clear()
+            return
+
         self.num_replies += 1
-        return self.connection.recv()
+        turn, sent = self._waiting.pop(number)
+        if not self._waiting:
+            self._stop_reading()
+        if isinstance(reply, Refused):
+            turn.set_exception(ValueError(reply.problem))
+            return
+
+        if reply.token_ids:
+            self.turns.append(reply)
+            self.history.add(reply, **sent)
+        self.limited = not (reply.token_ids or reply.finish_reason == COUNTED)
+        turn.set_result(reply)
+
+    def _stop_reading(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.connection.fileno())
 
     def reward(self, value: float) -> None:
         """Give a reward for the latest turn; the rewards of an episode add up."""

@@ -108,7 +108,7 @@ async def other_routes(client, row):
 
 async def refused(client, row):
     messages = [{"role": "user", "content": "p"}]
-    wrong = {"temperature": 0.5, "top_p": 0.9, "n": 2, "stop": ["x"], "max_tokens": 0, "presence_penalty": 1.0}
+    wrong = {"temperature": 0.5, "top_p": 0.9, "n": 2, "stop": [5], "max_tokens": 0, "presence_penalty": 1.0}
     told = []
     for name, value in wrong.items():
         try:
@@ -301,7 +301,7 @@ def test_completions_and_token_ids(file):
 
 
 def test_sampling_settings_unlike_those_of_the_run_are_refused(play):
-    sample = play("refused", ["a$"])
+    sample = play("refused", ["a$"], refuses=True)
     assert sample.episode.problem == "" and sample.token_ids == ids("a$")
 
 
@@ -324,7 +324,7 @@ def test_requests_at_the_same_time_are_branches(play):
 
 
 def test_a_meaningless_request_is_refused(play):
-    sample = play("malformed", ["a$"])
+    sample = play("malformed", ["a$"], refuses=True)
     assert sample.episode.problem == "" and sample.token_ids == ids("a$")
 
 
@@ -383,6 +383,6 @@ def test_an_agent_that_raises_loses_only_its_sample(play):
 @pytest.mark.parametrize(("ended", "says"), [("stop", "tool_calls"), ("length", "length")])
 def test_a_turn_that_was_cut_after_a_call_says_so(ended, says):
     turn = Turn("", [1], ended, tool_calls=[ToolCall("add", {})], logprobs=[0.0])
-    reply = chat_reply(turn, 0, EndpointModel("any", 99, {}), {"tools": [{}]})
+    reply = chat_reply(turn, EndpointModel("any", 99, {}), {"tools": [{}]})
     (choice,) = reply["choices"]
     assert choice["message"]["tool_calls"] and choice["finish_reason"] == says

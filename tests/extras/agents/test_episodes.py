@@ -428,7 +428,7 @@ def test_an_aborted_episode_leaves_no_process(player):
     play.begin(sample, 0, 0)
     while not (ready := play.poll(0.05)):
         pass
-    process = ready[0].worker.process
+    process = ready[0].state.worker.process
     play.abort()
     assert not os.path.exists(f"/proc/{process}")
     assert play.running == [] and play.take_ended() == []

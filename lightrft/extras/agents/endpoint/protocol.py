@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 from lightrft.config.values import check_text
 from lightrft.extras.agents.history import good_calls
-from lightrft.extras.agents.messages import RANGES, Turn, check_sampling
+from lightrft.extras.agents.messages import RANGES, Turn, check_sampling, check_stop
 
 Body = dict[str, Any]
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -23,7 +23,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "stop": ([], ""),
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "echo": (False,),
@@ -36,6 +35,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True, False),
 }
 """Parameter of a request -> values, beside null, that leave sampling as the run sets it."""
+SHAPES = ("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+"""Further parameters that change what is sampled, and that a run decides."""
 REQUEST_BYTES_PER_TOKEN = 16
 """Largest size of a request for each token of prompt and response.
 
@@ -53,11 +54,11 @@ class EndpointModel:
     max_length: int
     """Number of tokens of prompt and response together."""
     fixed: Mapping[str, float]
-    """The run's temperature, top_p, top_k and min_p if the model learns.
-
-    A request with others is refused. Empty: requests choose.
-    """
+    """The run's temperature, top_p, top_k and min_p if the model learns. Empty: requests choose."""
     end_token_ids: frozenset[int] = frozenset()
+    refuses: bool = False
+    """True if a request with other sampling parameters is refused, rather than sampled as the run
+    says."""
 
     @property
     def max_request_bytes(self) -> int:
@@ -70,18 +71,41 @@ class Options(TypedDict):
 
     max_tokens: int | None
     sampling: dict[str, float]
+    stop: list[str]
 
 
 def read_body(content: bytes) -> Body:
     """Return the object of a request.
 
-    Raises ValueError if it is none, or has text that no tokenizer reads.
+    Raises ValueError if it is none, has text that no tokenizer reads, or a parameter of another
+    type.
     """
     body = json.loads(content)
     if not isinstance(body, dict):
         raise ValueError("the request is not a JSON object")
     check_text(json.dumps(body, ensure_ascii=False))
+    for name, kinds in PARAMETER_TYPES.items():
+        if body.get(name) is not None and not isinstance(body[name], kinds):
+            raise ValueError(
+                f"{name} is of the type {' or '.join(kind.__name__ for kind in kinds)}, not"
+                f" {body[name]!r:.100}"
+            )
     return body
+
+
+def overridden(body: Body, served: EndpointModel) -> Body:
+    """Return the parameters of a request in whose place the run's are used.
+
+    Raises ValueError for values that are none.
+    """
+    if not served.fixed or served.refuses:
+        return {}
+    check_sampling({name: body[name] for name in RANGES if body.get(name) is not None})
+    return {
+        name: body[name]
+        for name in (*served.fixed, *SHAPES)
+        if body.get(name) not in (None, served.fixed.get(name), *NEUTRAL_VALUES.get(name, ()))
+    }
 
 
 def read_options(body: Body, served: EndpointModel) -> Options:
@@ -106,7 +130,7 @@ def read_options(body: Body, served: EndpointModel) -> Options:
         ):
             raise ValueError(f"{name} {body[name]!r:.100} is not possible: {reason}; omit it")
 
-    _check_kinds(body)
+    _check_tools(body)
     if (
         ends := set(_token_ids(body.get("stop_token_ids") or [], "stop_token_ids"))
         - served.end_token_ids
@@ -116,6 +140,9 @@ def read_options(body: Body, served: EndpointModel) -> Options:
             where = "in this run: add them to --stop_token_ids"
         raise ValueError(f"stop_token_ids {sorted(ends)} do not end a turn {where}")
 
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    check_stop(stop)
     limits = [
         body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None
     ]
@@ -134,7 +161,7 @@ def read_options(body: Body, served: EndpointModel) -> Options:
     if "top_k" in chosen:
         chosen["top_k"] = max(chosen["top_k"], 0)  # others write -1 for all tokens
 
-    return Options(max_tokens=min(limits, default=None), sampling=chosen)
+    return Options(max_tokens=min(limits, default=None), sampling=chosen, stop=stop)
 
 
 PARAMETER_TYPES: Mapping[str, tuple[type, ...]] = {
@@ -145,18 +172,19 @@ PARAMETER_TYPES: Mapping[str, tuple[type, ...]] = {
     "tools": (list,),
     "messages": (list,),
     "model": (str,),
+    "system": (str, list),
+    "stop_sequences": (list,),
+    "tool_choice": (str, dict),
+    "input": (str, list),
+    "instructions": (str, list),
+    "text": (dict,),
+    "previous_response_id": (str,),
+    "background": (bool,),
 }
 """Parameter of a request -> the types that it may have, beside null."""
 
 
-def _check_kinds(body: Body) -> None:
-    for name, kinds in PARAMETER_TYPES.items():
-        if body.get(name) is not None and not isinstance(body[name], kinds):
-            raise ValueError(
-                f"{name} is of the type {' or '.join(kind.__name__ for kind in kinds)}, not"
-                f" {body[name]!r:.100}"
-            )
-
+def _check_tools(body: Body) -> None:
     for tool in body.get("tools") or ():
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -200,19 +228,24 @@ def models(served: EndpointModel) -> Body:
     return {"object": "list", "data": [model]}
 
 
-def chat_reply(turn: Turn, number: int, served: EndpointModel, body: Body) -> Body:
-    """Return the reply to a chat completion. Tool calls are part of it if the request has tools."""
+def written_calls(turn: Turn, body: Body) -> list[Body]:
+    """Return the calls of a turn as a chat completion has them, if the request has tools."""
     calls = good_calls(turn) if body.get("tools") and body.get("tool_choice") != "none" else []
-    written = [
+    return [
         {
-            "id": f"call_{number}_{index}",
+            "id": f"call_{turn.number}_{index}",
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
         for index, call in enumerate(calls)
     ]
+
+
+def chat_reply(turn: Turn, served: EndpointModel, body: Body) -> Body:
+    """Return the reply to a chat completion. Tool calls are part of it if the request has tools."""
+    calls = written_calls(turn, body)
     message = {"role": "assistant", "content": turn.content if calls else turn.text} | (
-        {"tool_calls": written} if calls else {}
+        {"tool_calls": calls} if calls else {}
     )
     # A turn that was cut after a call says so, as it does to clients of other servers.
     ended = turn.finish_reason == "stop"
@@ -223,10 +256,10 @@ def chat_reply(turn: Turn, number: int, served: EndpointModel, body: Body) -> Bo
         "logprobs": {"content": _logprobs(turn)} if body.get("logprobs") else None,
     }
 
-    return _reply("chat.completion", "chatcmpl", turn, number, served, body, choice)
+    return _reply("chat.completion", "chatcmpl", turn, served, body, choice)
 
 
-def completion_reply(turn: Turn, number: int, served: EndpointModel, body: Body) -> Body:
+def completion_reply(turn: Turn, served: EndpointModel, body: Body) -> Body:
     """Return the reply to a completion."""
     logprobs = None
     if body.get("logprobs") is not None:
@@ -243,10 +276,10 @@ def completion_reply(turn: Turn, number: int, served: EndpointModel, body: Body)
         "finish_reason": turn.finish_reason,
         "logprobs": logprobs,
     }
-    return _reply("text_completion", "cmpl", turn, number, served, body, choice)
+    return _reply("text_completion", "cmpl", turn, served, body, choice)
 
 
-def generate_reply(turn: Turn, number: int) -> Body:
+def generate_reply(turn: Turn) -> Body:
     """Return the reply to a request of token ids."""
     choice = {
         "index": 0,
@@ -254,11 +287,11 @@ def generate_reply(turn: Turn, number: int) -> Body:
         "finish_reason": turn.finish_reason,
         "logprobs": {"content": _logprobs(turn)},
     }
-    return {"request_id": f"gen-{number}", "choices": [choice]}
+    return {"request_id": f"gen-{turn.number}", "choices": [choice]}
 
 
 def _reply(
-    kind: str, prefix: str, turn: Turn, number: int, served: EndpointModel, body: Body, choice: Body
+    kind: str, prefix: str, turn: Turn, served: EndpointModel, body: Body, choice: Body
 ) -> Body:
     exact = {}
     if body.get("return_token_ids"):
@@ -270,7 +303,7 @@ def _reply(
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     return {
-        "id": f"{prefix}-{number}",
+        "id": f"{prefix}-{turn.number}",
         "object": kind,
         "created": int(time.time()),
         "model": served.name,

@@ -5,9 +5,10 @@ import hmac
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import uvicorn
@@ -17,9 +18,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lightrft.extras.agents.endpoint import protocol
+from lightrft.extras.agents.endpoint import messages_api, protocol, responses_api
 from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel
-from lightrft.extras.agents.messages import Turn
+from lightrft.extras.agents.history import reply
+from lightrft.extras.agents.messages import COUNTED, Turn
 from lightrft.extras.agents.session import Session
 
 T = TypeVar("T")
@@ -31,9 +33,14 @@ Take = Callable[[Session, Body], Awaitable[tuple[Turn, Body]]]
 """Function that asks for the turn of a request, and returns it with the reply."""
 Stream = Callable[[Session, Body], AsyncIterator[str]]
 """Function that yields the events of a turn while it grows."""
+Events = Callable[[Body, Body], Iterator[str]]
+"""Function that yields the events of a complete reply to a request."""
+Problem = Callable[[str, str], Body]
+"""Function from a message and a code to the body of an error."""
 Log = Callable[[Request, int, str], None]
 HEAD_SECONDS = 30.0
 """Time limit for the head of a request, from the connection or from the first byte."""
+CLOSED = {"connection": "close"}
 BODY_SECONDS = 60.0
 """Time limit for the body of a request."""
 
@@ -43,6 +50,10 @@ class Address(NamedTuple):
 
     url: str
     key: str
+
+
+class Refusal(Exception):
+    """Raised with status, message, code and headers of the answer to a request without a turn."""
 
 
 class RequestTooLarge(Exception):
@@ -69,8 +80,13 @@ def application(
     posts = {
         "/v1/chat/completions": routes.handler(routes.chat, grow=routes.growing_chat),
         "/v1/completions": routes.handler(routes.complete),
-        "/inference/v1/generate": routes.handler(routes.generate, streams=False),
+        "/inference/v1/generate": routes.handler(routes.generate, events=None),
+        "/v1/responses": routes.handler(routes.respond, events=responses_api.events),
     }
+    for path, take in (("", routes.answer_messages), ("/count_tokens", routes.count_tokens)):
+        posts[f"/v1/messages{path}"] = routes.handler(
+            take, events=messages_api.events, problem=messages_api.problem
+        )
 
     return Starlette(
         routes=[
@@ -90,23 +106,34 @@ class _Routes:
     key: str
     log: Log | None
 
-    def handler(self, take: Take, *, streams: bool = True, grow: Stream | None = None) -> Handler:
+    def handler(
+        self,
+        take: Take,
+        *,
+        events: Events | None = protocol.events,
+        grow: Stream | None = None,
+        problem: Problem = protocol.problem,
+    ) -> Handler:
         """Return a handler that answers with the turn that `take` asks for, and logs it.
 
-        A stream comes from `grow`, or has the whole turn in one event.
+        A stream comes from `grow`, or has the `events` of the whole reply.
         """
 
         async def handle(request: Request) -> Response:
             began = time.monotonic()
             about = ""
             try:
-                response = await self._answer(request, take, streams, grow)
+                response = await self._answer(request, take, events, grow)
+            except Refusal as refusal:
+                status, message, code, headers = refusal.args
+                response = JSONResponse(problem(message, code), status, headers)
             except ClientDisconnect:
                 about = ": the client has left"
                 response = Response(status_code=400)
             except Exception as error:  # a mistake in the server costs one request
                 about = f": {type(error).__name__}: {error}"[:500]
-                response = _refusal(500, "the server failed at this request", "internal_error")
+                content = problem("the server failed at this request", "internal_error")
+                response = JSONResponse(content, 500)
 
             if self.log is not None:
                 seconds = time.monotonic() - began
@@ -117,13 +144,14 @@ class _Routes:
         return handle
 
     async def _answer(
-        self, request: Request, take: Take, streams: bool, grow: Stream | None
+        self, request: Request, take: Take, events: Events | None, grow: Stream | None
     ) -> Response:
-        """Return the turn that a request asks for, or the reason why there is none."""
+        """Return the turn that a request asks for. Raises Refusal if there is none."""
         presented = request.headers.get("authorization", "").removeprefix("Bearer ")
+        presented = presented or request.headers.get("x-api-key", "")
         if self.key and not hmac.compare_digest(presented.encode(), self.key.encode()):
             message = "the key is not that of this server, or that of an earlier episode"
-            return _refusal(401, message, "invalid_api_key")
+            raise Refusal(401, message, "invalid_api_key", None)
 
         # A mistake in a request costs that request alone: others go on.
         try:
@@ -133,62 +161,92 @@ class _Routes:
                     self.sessions(request.headers.get("x-session-id", ""))
                 )
                 if grow is not None and body.get("stream"):
-                    events = grow(session, body)
+                    growing = grow(session, body)
                     first = await _unless_left(
-                        request, anext(events)
+                        request, anext(growing)
                     )  # a refusal still has a status of its own
-                    return _event_stream(_all_events(first, events, context.pop_all()))
+                    return _event_stream(_all_events(first, growing, context.pop_all()))
 
-                turn, reply = await _unless_left(request, take(session, body))
-                if not turn.token_ids:
+                turn, content = await _unless_left(request, take(session, body))
+                if not (turn.token_ids or turn.finish_reason == COUNTED):
                     raise NoRoom
         except RequestTooSlow as error:
-            return _refusal(408, str(error), "request_timeout", {"connection": "close"})
+            raise Refusal(408, str(error), "request_timeout", CLOSED) from error
         except RequestTooLarge as error:
-            return _refusal(413, str(error), "request_too_large", {"connection": "close"})
-        except NoRoom:
+            raise Refusal(413, str(error), "request_too_large", CLOSED) from error
+        except NoRoom as error:
             message = (
                 "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len,"
                 " --episode_minutes)"
             )
-            return _refusal(400, message, "context_length_exceeded")
+            raise Refusal(400, message, "context_length_exceeded", None) from error
         except ValueError as error:
-            return _refusal(400, str(error))
-        except RecursionError:
-            return _refusal(400, "the request is JSON of too many brackets")
+            raise Refusal(400, str(error), "invalid_request", None) from error
+        except RecursionError as error:
+            message = "the request is JSON of too many brackets"
+            raise Refusal(400, message, "invalid_request", None) from error
 
-        if streams and body.get("stream"):
-            return _event_stream(protocol.events(reply, body))
-        return JSONResponse(reply)
+        if events is not None and body.get("stream"):
+            return _event_stream(events(content, body))
+        return JSONResponse(content)
 
     async def chat(self, session: Session, body: Body) -> tuple[Turn, Body]:
-        messages, options = self._read_chat(body)
-        turn = await session.chat(messages, **options)
-        return turn, protocol.chat_reply(turn, len(session.turns), self.served, body)
+        turn = await self._chat(session, body)
+        return turn, protocol.chat_reply(turn, self.served, body)
+
+    async def _chat(self, session: Session, body: Body) -> Turn:
+        messages, options = self._read_chat(session, body)
+        return await session.chat(messages, **options)
+
+    async def answer_messages(self, session: Session, body: Body) -> tuple[Turn, Body]:
+        chat = messages_api.chat_body(body)
+        turn = await self._chat(session, chat)
+        return turn, messages_api.reply(turn, self.served, chat)
+
+    async def count_tokens(self, session: Session, body: Body) -> tuple[Turn, Body]:
+        messages, options = self._read_chat(session, messages_api.chat_body(body))
+        turn = await session.chat(messages, **options, counts=True)
+        return turn, {"input_tokens": len(turn.context_ids)}
+
+    async def respond(self, session: Session, body: Body) -> tuple[Turn, Body]:
+        chat = responses_api.chat_body(body, session.stored)
+        turn = await self._chat(session, chat)
+        response = responses_api.reply(turn, self.served, chat)
+        # Instructions hold for one response.
+        messages = chat["messages"][bool(body.get("instructions")) :]
+        session.stored[response["id"]] = [*messages, reply(turn)]
+        return turn, response
 
     async def growing_chat(self, session: Session, body: Body) -> AsyncIterator[str]:
         """Yield the events of a chat's turn: its text as it grows, then the rest of the reply."""
-        messages, options = self._read_chat(body)
+        messages, options = self._read_chat(session, body)
         sent = ""
-        number = 0
+        number = None
         # What the reply has for each token is sent with the complete turn.
         needs_tokens = body.get("logprobs") or body.get("return_token_ids")
 
         async for turn in session.growing_chat(messages, **options):
             if not turn.token_ids:
                 raise NoRoom
-            number = number or len(session.turns)
+            number = turn.number if number is None else number
             if turn.finish_reason:
-                reply = protocol.chat_reply(turn, number, self.served, body)
-                for event in protocol.events(reply, body, sent):
+                whole = protocol.chat_reply(replace(turn, number=number), self.served, body)
+                for event in protocol.events(whole, body, sent):
                     yield event
             elif not needs_tokens and len(turn.content) > len(sent):
                 yield protocol.growth(turn.content[len(sent) :], number, self.served)
                 sent = turn.content
 
-    def _read_chat(self, body: Body) -> tuple[list[Any], dict[str, Any]]:
+    def _options(self, session: Session, body: Body) -> protocol.Options:
+        """Return the sampling options of a request, without those that the run overrides."""
+        replaced = protocol.overridden(body, self.served)
+        session.overridden += Counter(f"{name} {value!r:.40}" for name, value in replaced.items())
+        kept = {name: value for name, value in body.items() if name not in replaced}
+        return protocol.read_options(kept, self.served)
+
+    def _read_chat(self, session: Session, body: Body) -> tuple[list[Any], dict[str, Any]]:
         """Return the messages of a request, and the options of Session.chat()."""
-        options = protocol.read_options(body, self.served)
+        options = self._options(session, body)
         messages = body.get("messages")
         if not isinstance(messages, list):
             raise ValueError("the request needs a list of messages")
@@ -196,19 +254,19 @@ class _Routes:
         return messages, {**options, "tools": tools or None}
 
     async def complete(self, session: Session, body: Body) -> tuple[Turn, Body]:
-        options = protocol.read_options(body, self.served)
+        options = self._options(session, body)
         prompt = protocol.read_prompt(body.get("prompt"))
         take = session.complete if isinstance(prompt, str) else session.generate
         turn = await take(prompt, **options)
-        return turn, protocol.completion_reply(turn, len(session.turns), self.served, body)
+        return turn, protocol.completion_reply(turn, self.served, body)
 
     async def generate(self, session: Session, body: Body) -> tuple[Turn, Body]:
         parameters = body.get("sampling_params") or {}
         if not isinstance(parameters, dict):
             raise ValueError("sampling_params is an object")
-        options = protocol.read_options(parameters, self.served)
+        options = self._options(session, parameters)
         turn = await session.generate(protocol.read_token_ids(body.get("token_ids")), **options)
-        return turn, protocol.generate_reply(turn, len(session.turns))
+        return turn, protocol.generate_reply(turn)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse(protocol.models(self.served))
@@ -252,12 +310,6 @@ async def _all_events(
                 yield event
     except ValueError as error:
         yield protocol.event(protocol.problem(str(error)))
-
-
-def _refusal(
-    status: int, message: str, code: str = "invalid_request", headers: dict[str, str] | None = None
-) -> Response:
-    return JSONResponse(protocol.problem(message, code), status, headers)
 
 
 async def content_of(request: Request, longest: int) -> bytes:

@@ -1,0 +1,173 @@
+"""OpenAI's Responses API, in terms of a chat completion.
+
+Requests: https://platform.openai.com/docs/api-reference/responses. The server keeps the messages of
+each response for `previous_response_id`, as long as the episode lasts.
+"""
+
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel, written_calls
+from lightrft.extras.agents.history import clean_message, split_thoughts
+from lightrft.extras.agents.messages import LENGTH, Message, Turn
+
+COPIED = ("temperature", "top_p", "tool_choice", "stream", "top_logprobs")
+"""Parameters that have the same meaning in a chat completion."""
+DELTAS = {
+    "output_text": ("response.output_text", "text"),
+    "reasoning_text": ("response.reasoning_text", "text"),
+    "function_call": ("response.function_call_arguments", "arguments"),
+}
+"""Type of a part, or of an item -> beginning of the names of its events, and its text."""
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+def chat_body(body: Body, stored: dict[str, list[Message]]) -> Body:
+    """Return the chat completion that a request asks for; `stored` has earlier responses' messages.
+
+    Raises ValueError for what has no counterpart there.
+    """
+    before = []
+    if (name := body.get("previous_response_id")) is not None:
+        if name not in stored:
+            raise ValueError(f"previous_response_id {name!r:.100} is no response of this episode")
+        before = stored[name]
+    if body.get("background"):
+        raise ValueError("background is not possible: omit it")
+
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not items or not all(isinstance(item, dict) for item in items):
+        raise ValueError(f"input is a text or a list of items, not {given!r:.100}")
+    messages = [*before, *map(_message, items)]
+    if body.get("instructions"):
+        messages.insert(0, {"role": "system", "content": body["instructions"]})
+
+    return {name: body[name] for name in COPIED if name in body} | {
+        "messages": _joined(messages),
+        "tools": [_tool(tool) for tool in body.get("tools") or ()],
+        "max_tokens": body.get("max_output_tokens"),
+        "response_format": (body.get("text") or {}).get("format"),
+    }
+
+
+def _message(item: Body) -> Message:
+    """Return an item as a message of a chat; a turn of the assistant may have several items."""
+    match item.get("type", "message"):
+        case "message":
+            role = item.get("role")
+            return {
+                "role": "system" if role == "developer" else role,
+                "content": item.get("content"),
+            }
+        case "function_call":
+            call = {"id": item.get("call_id"), "function": item}
+            return {"role": "assistant", "tool_calls": [call]}
+        case "function_call_output":
+            answer = {"role": "tool", "tool_call_id": item.get("call_id")}
+            return answer | {"content": item.get("output")}
+        case "reasoning":
+            thoughts = clean_message({"role": "assistant", "content": item.get("content") or ""})
+            return {"role": "assistant", "content": "", "reasoning_content": thoughts["content"]}
+        case other:
+            raise ValueError(f"an item of the type {other!r:.100} is not possible here")
+
+
+def _joined(messages: list[Message]) -> list[Message]:
+    """Return messages with the items of each turn of the assistant in one."""
+    joined: list[Message] = []
+    for message in messages:
+        if not joined or message["role"] != "assistant" or joined[-1]["role"] != "assistant":
+            joined.append(message)
+            continue
+        given = {name: value for name, value in message.items() if value}
+        calls = [*joined[-1].get("tool_calls", ()), *given.pop("tool_calls", ())]
+        joined[-1] = joined[-1] | given | ({"tool_calls": calls} if calls else {})
+    return joined
+
+
+def _tool(tool: Any) -> Body:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise ValueError(f"a tool is an object of the type function, not {tool!r:.100}")
+    described = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
+    return {"type": "function", "function": described}
+
+
+def reply(turn: Turn, served: EndpointModel, chat: Body) -> Body:
+    """Return the reply to a request for a chat completion."""
+    calls = written_calls(turn, chat)
+    thoughts, text = split_thoughts(turn.content if calls else turn.text)
+    output: list[Body] = []
+    if thoughts:
+        content = [{"type": "reasoning_text", "text": thoughts}]
+        output.append({"type": "reasoning", "summary": [], "content": content})
+    if text.strip() or not calls:
+        content = [{"type": "output_text", "text": text, "annotations": []}]
+        output.append({"type": "message", "role": "assistant", "content": content})
+    output += [
+        {"type": "function_call", "call_id": call["id"], **call["function"]} for call in calls
+    ]
+    cut = turn.finish_reason == LENGTH
+    status = "incomplete" if cut else "completed"
+    for index, item in enumerate(output):
+        item |= {"id": f"item_{turn.number}_{index}", "status": status}
+
+    read, sampled = len(turn.context_ids), len(turn.token_ids)
+    response = {
+        "id": f"resp_{turn.number}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "model": served.name,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": chat.get("tool_choice") or "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + sampled,
+        },
+    }
+    return Response.model_validate(response).model_dump(mode="json", exclude_unset=True)
+
+
+def events(response: Body, body: Body) -> Iterator[str]:
+    """Yield the server-sent events of a reply, each item in one piece."""
+    numbers = count()
+
+    def event(kind: str, **content: Any) -> str:
+        content |= {"type": kind, "sequence_number": next(numbers)}
+        written = EVENT.validate_python(content).model_dump_json(exclude_unset=True)
+        return f"event: {kind}\ndata: {written}\n\n"
+
+    begun = response | {"status": "in_progress", "output": [], "usage": None}
+    yield event("response.created", response=begun)
+    yield event("response.in_progress", response=begun)
+    for index, item in enumerate(response["output"]):
+        place: Body = {"output_index": index}
+        emptied: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield event("response.output_item.added", item=item | emptied, **place)
+
+        place["item_id"] = item["id"]
+        for number, part in enumerate(item.get("content", [item])):
+            kind, name = DELTAS[part["type"]]
+            parts = place if part is item else place | {"content_index": number}
+            more: Body = {"name": item["name"]} if part is item else {}
+            if part["type"] == "output_text":
+                more = {"logprobs": []}
+                yield event("response.content_part.added", part=part | {"text": ""}, **parts)
+            yield event(f"{kind}.delta", delta=part[name], **parts, **more)
+            yield event(f"{kind}.done", **{name: part[name]}, **parts, **more)
+            if part["type"] == "output_text":
+                yield event("response.content_part.done", part=part, **parts)
+        yield event("response.output_item.done", item=item, output_index=index)
+    yield event(f"response.{response['status']}", response=response)

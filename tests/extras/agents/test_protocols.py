@@ -1,0 +1,259 @@
+"""Why: agents speak Anthropic's Messages and OpenAI's Responses, and start sub-agents in parallel.
+
+Their SDKs, unmodified, get what the model has sampled, and exactly that is learned.
+"""
+
+import asyncio
+import json
+from contextlib import nullcontext
+
+import pytest
+
+from lightrft.extras.agents.endpoint.protocol import EndpointModel
+from lightrft.extras.agents.messages import Turn
+from lightrft.extras.agents.session import Session
+from lightrft.rewards.functions import environment
+from malformed import NO_JSON, bodies_of
+from player import Player, ids
+
+pytest.importorskip("openai", reason="openai is not installed")
+pytest.importorskip("anthropic", reason="anthropic is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+
+CALL = f"so<tool_call>{json.dumps({'name': 'add', 'arguments': {'a': 1}})}</tool_call>"
+
+AGENTS = '''
+import asyncio
+
+from anthropic import APIStatusError, AsyncAnthropic
+
+ADD = {"name": "add", "description": "Add.", "input_schema": {"type": "object", "properties": {}}}
+ADD_FUNCTION = {"type": "function", "name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+
+
+def claude(client):
+    return AsyncAnthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key=client.api_key, max_retries=0)
+
+
+async def messages(client, row):
+    """Thinking, two tools in parallel, a result, and a stream; all of it is sent back as it came."""
+    asked = [{"role": "user", "content": "p"}]
+    async with claude(client) as api:
+        first = await api.messages.create(model="m", max_tokens=300, system="s", messages=asked, tools=[ADD])
+        assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
+        thought, text, call, again = first.content
+        assert thought.thinking == "well" and text.text == "so" and call.input == {"a": 1}
+        assert first.stop_reason == "tool_use" and call.id != again.id
+        assert first.usage.output_tokens > 20
+
+        results = [{"type": "tool_result", "tool_use_id": each.id, "content": [{"type": "text", "text": "2"}]} for each in (call, again)]
+        asked += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+        counted = await api.messages.count_tokens(model="m", system="s", messages=asked, tools=[ADD])
+        async with api.messages.stream(model="m", max_tokens=3, system="s", messages=asked, tools=[ADD]) as stream:
+            pieces = [piece async for piece in stream.text_stream]
+            last = await stream.get_final_message()
+    assert "".join(pieces) == last.content[0].text == "abc"
+    assert last.stop_reason == "max_tokens" and last.usage.output_tokens == 3
+    assert last.usage.input_tokens == counted.input_tokens
+    return 1.0
+
+
+async def streamed_calls(client, row):
+    async with claude(client) as api:
+        async with api.messages.stream(model="m", max_tokens=300, messages=[{"role": "user", "content": "p"}], tools=[ADD]) as stream:
+            kinds = [event.type async for event in stream]
+            message = await stream.get_final_message()
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert message.content[2].input == {"a": 1} and message.content[0].thinking == "well"
+    return 1.0
+
+
+async def responses(client, row):
+    """The items are sent back; then the id of a response stands for them."""
+    first = await client.responses.create(model="m", instructions="s", input="p", tools=[ADD_FUNCTION])
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert first.output_text == "so" and first.status == "completed"
+    assert first.output[0].content[0].text == "well" and first.output[2].arguments == '{"a": 1}'
+    results = [{"type": "function_call_output", "call_id": item.call_id, "output": "2"} for item in first.output[2:]]
+    more = {"model": "m", "instructions": "s", "tools": [ADD_FUNCTION], "max_output_tokens": 3}
+    stream = await client.responses.create(input=[{"role": "user", "content": "p"}, *first.output, *results], stream=True, **more)
+    events = [event async for event in stream]
+    assert [events[0].type, events[-1].type] == ["response.created", "response.incomplete"]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == events[-1].response.output_text == "abc"
+    assert events[-1].response.usage.output_tokens == 3
+    last = await client.responses.create(input="q", previous_response_id=events[-1].response.id, **more)
+    assert last.output_text == "xyz"
+    return 1.0
+
+
+async def streamed_items(client, row):
+    async with client.responses.stream(model="m", input="p", tools=[ADD_FUNCTION]) as stream:
+        async for event in stream:
+            pass
+        response = await stream.get_final_response()
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert response.output[3].arguments == '{"a": 1}' and response.output_text == "so"
+    return 1.0
+
+
+async def eight(client, row):
+    """A parent, eight sub-agents at once that each take two turns, and the parent again."""
+    asked = [{"role": "user", "content": "p"}]
+    parent = (await client.chat.completions.create(model="m", messages=asked)).choices[0].message
+
+    async def sub(number):
+        said = [{"role": "user", "content": f"{number}"}]
+        for _ in range(2):
+            reply = (await client.chat.completions.create(model="m", messages=said)).choices[0].message
+            said += [reply, {"role": "user", "content": "?"}]
+
+    await asyncio.gather(*map(sub, range(8)))
+    asked += [parent, {"role": "user", "content": "done"}]
+    await client.chat.completions.create(model="m", messages=asked)
+    return 1.0
+
+
+async def continued_twice(client, row):
+    """Two requests continue the same turn at the same time."""
+    asked = [{"role": "user", "content": "p"}]
+    first = (await client.chat.completions.create(model="m", messages=asked)).choices[0].message
+    asked += [first, {"role": "user", "content": "x"}]
+    await asyncio.gather(*(client.chat.completions.create(model="m", messages=asked) for _ in range(2)))
+    return 1.0
+
+
+async def too_many(client, row):
+    told = []
+    for number in range(4):
+        try:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": f"{number}"}])
+        except Exception as error:
+            told.append(str(error))
+    assert len(told) == 1 and "--agent_branches" in told[0], told
+    return 1.0
+
+
+async def own_sampling(client, row):
+    more = {"temperature": 0.2, "seed": 5, "frequency_penalty": 0.5}
+    reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "p"}], stop=["\\n", "!"], **more)
+    assert reply.choices[0].message.content == "one" and reply.choices[0].finish_reason == "stop"
+    async with claude(client) as api:
+        said = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "one"}, {"role": "user", "content": "x"}]
+        message = await api.messages.create(model="m", max_tokens=9, messages=said, stop_sequences=["!"], extra_body={"temperature": 0.2})
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "!")
+        for bad in ({"temperature": "hot"}, {"temperature": -1}):
+            try:
+                await api.messages.create(model="m", max_tokens=9, messages=said, extra_body=bad)
+            except APIStatusError as error:
+                assert error.status_code == 400 and error.body["error"]["type"] == "invalid_request_error"
+            else:
+                raise AssertionError(bad)
+    return 1.0
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("agents") / "agents.py"
+    path.write_text(AGENTS)
+    return path
+
+
+@pytest.fixture
+def play(file):
+    players = []
+
+    def run(name, turns, **options):
+        options = {"longest": 400, "prompt_max_len": 200, **options}
+        players.append(Player(agent=f"{file}:{name}", chat=True, **options))
+        return players[-1].play([turns])[0]
+
+    yield run
+    for player in players:
+        player.episodes.close()
+
+
+TURN = f"<think>\nwell\n</think>\n\n{CALL}{CALL.removeprefix('so')}$"
+
+
+def test_messages_are_learned_as_they_were_sampled(play):
+    sample = play("messages", [TURN, "abcde"])
+    assert sample.episode.problem == "" and environment([sample]) == [1.0]
+    assert sample.prompt.token_ids == ids("add;s:s$\nu:p$\na:") and sample.episode.branches == []
+    assert sample.token_ids == ids(f"{TURN}\nt:2$\nt:2$\na:abc") and sample.episode.drift == 0
+
+
+def test_responses_are_learned_as_they_were_sampled(play):
+    sample = play("responses", [TURN, "abc", "xyz"])
+    assert sample.episode.problem == "" and environment([sample]) == [1.0]
+    assert sample.prompt.token_ids == ids("add;s:s$\nu:p$\na:") and sample.episode.branches == []
+    read = "\nt:2$\nt:2$\na:abc$\nu:q$\na:xyz"
+    assert sample.token_ids == ids(f"{TURN}{read}") and sample.episode.drift == 0
+
+
+@pytest.mark.parametrize("name", ["streamed_calls", "streamed_items"])
+def test_streams_have_all_parts_of_a_turn(play, name):
+    sample = play(name, [TURN])
+    assert sample.episode.problem == "" and sample.token_ids == ids(TURN)
+
+
+def test_eight_branches_at_once(play):
+    sample = play("eight", [f"{letter}$" for letter in "abcdefghijklmnopqr"], max_turns=18)
+    assert sample.episode.problem == "" and sample.episode.drift == 0
+    assert sample.token_ids == ids("a$\nu:done$\na:r$")
+    assert len(sample.episode.branches) == 8
+    for branch in sample.episode.branches:
+        assert branch.episode.num_turns == 2 and sum(branch.episode.sampled) == 4
+
+
+def test_a_turn_that_is_continued_twice_at_once(play):
+    sample = play("continued_twice", ["a$", "b$", "c$"])
+    assert sample.episode.problem == "" and sample.episode.drift == 0
+    (branch,) = sample.episode.branches
+    assert sample.token_ids == ids("a$\nu:x$\na:b$") and branch.token_ids == ids("a$\nu:x$\na:c$")
+    assert sum(branch.episode.sampled) == 2
+
+
+def test_more_branches_than_allowed_are_refused(play):
+    sample = play("too_many", ["a$", "b$", "c$"], agent_branches=2)
+    assert sample.episode.problem == "" and len(sample.episode.branches) == 2
+
+
+def test_sampling_belongs_to_the_run(play):
+    sample = play("own_sampling", ["one!$", "two!$"])
+    assert sample.episode.problem == "" and sample.episode.branches == []
+    assert sample.token_ids == ids("one!$\nu:x$\na:two!$")
+    assert sample.episode.overridden == {"temperature": 2, "seed": 1, "frequency_penalty": 1}
+
+
+class Answering(Session):
+    """Session whose turns are always the same."""
+
+    async def request(self, request, **sent):
+        return Turn("ab", [1, 2], "stop", content="ab", logprobs=[0.0, 0.0], context_ids=[1])
+
+
+@pytest.mark.parametrize(
+    ("route", "form"), [("/v1/messages", "error"), ("/v1/responses", "invalid_request_error")]
+)
+def test_malformed_bodies_get_the_error_of_the_api(route, form):
+    model = EndpointModel("m", 264, {"temperature": 1.0, "top_p": 1.0})
+    from lightrft.extras.agents.endpoint.server import application
+
+    app = application(lambda _: nullcontext(Answering(None)), model)
+
+    async def answers():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            bodies = [*bodies_of(route), *NO_JSON]
+            contents = [body if isinstance(body, bytes) else json.dumps(body) for body in bodies]
+            return [await client.post(route, content=content) for content in contents]
+
+    replies = asyncio.run(answers())
+    assert len(replies) > 100 and {reply.status_code for reply in replies} == {400}
+    for reply in replies:
+        body = reply.json()
+        assert body["error"]["type"] == "invalid_request_error" and body["error"]["message"]
+        assert form in (body.get("type"), body["error"]["type"])
