@@ -12,35 +12,9 @@ from types import ModuleType
 from lightrft import __version__
 from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.extras import MODULES, extra
+from lightrft.config.tables import table
 
-SUMMARIES = {
-    "quickstart": "watch a tiny model learn by GRPO on this machine, in a few minutes",
-    "train_ppo": "train a policy against a reward",
-    "train_sft": "train a model on answers (supervised fine-tuning)",
-    "train_rm": "train a reward model on pairs of answers",
-    "train_prm": "train a process reward model on answers whose steps are judged",
-    "train_dpo": "train a policy on pairs of answers (direct preference optimisation)",
-    "train_kto": "train a policy on single answers that are good or bad (KTO)",
-    "serve": "serve a model over HTTP, as agents see it in training",
-    "chat": "talk to a model, or to the one of a run, in the terminal",
-    "serve_reward": "serve reward models over HTTP",
-    "tinker": "train and sample a model at the requests of Tinker clients",
-    "evaluate": "evaluate a model, a run or a checkpoint on held-out prompts and benchmarks",
-    "migrate": "translate a script or a configuration of another tool into one of this program",
-    "check": "check the data, the rewards and the plan of a run before it starts",
-    "export": "write a checkpoint or an adapter as a Hugging Face folder",
-    "bench": "run ten steps of train_ppo, and say how fast they are and what limits them",
-    "plan": "plan a run: memory, seconds and layout on any number of devices, without weights",
-    "report": "write the report of a run, or compare runs",
-    "bisect": "find the first step and phase in which two runs differ",
-    "bundle": "write what one step of a run needs into one file",
-    "replay": "repeat the step of a bundle without an engine, and explain its samples",
-    "diagnose": "name what goes wrong in a run, with the flag to change",
-    "forecast": "forecast the reward of a run, and the hours and the cost to a target",
-    "test_rewards": "test a reward function on rows of data before it is trained against",
-    "doctor": "check this machine, and compare engine and trainer on a model",
-    "selfcheck": "the same, with a model: lightrft selfcheck MODEL --config FILE",
-}
+SUMMARIES: dict[str, str] = table("commands")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -45,7 +45,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.rewards.verifiers.reasoning_gym": "reasoning_gym",
     "lightrft.rewards.judge": "httpx",
     "lightrft.rewards.remote": "httpx",
-    "lightrft.extras.listener": "uvicorn",
+    "lightrft.extras.http_server": "uvicorn",
     "lightrft.extras.model_server": "starlette",
     "lightrft.extras.reward_server": "starlette",
     "lightrft.extras.tinker.frontend": "starlette",

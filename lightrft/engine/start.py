@@ -27,14 +27,6 @@ from lightrft.engine.model_info import (
 from lightrft.models.qwen_omni import load_config
 from lightrft.versions import ENGINE_VERSIONS
 
-TENSOR_PARALLEL = "ranks share an engine by --engine_tp_size alone"
-RESERVED = {
-    "trust_remote_code": "use --trust_remote_code",
-    "dtype": "use --bf16",
-    "load_format": "the weights are those of --pretrain or of the weight stream",
-    "skip_tokenizer_init": "prompts and responses are token ids",
-}
-"""Arguments that --engine_args may not set in any library -> what to do instead."""
 MEMORY_ADVICE = (
     "If memory is the cause: --engine_mem_util is the engine's share of an accelerator,"
     " --engine_kv_cache_gb its cache on a CPU, --prompt_max_len + --generate_max_len its longest"

@@ -42,7 +42,7 @@ from lightrft.extras.agents.session import Session
 from lightrft.extras.agents.tool_calls import before_calls, hermes
 from lightrft.extras.agents.turn_format import TurnFormat
 from lightrft.extras.episode_sampler import EpisodeSampler
-from lightrft.extras.listener import listener_of_rank_0, start_answering
+from lightrft.extras.http_server import listener_of_rank_0, start_answering
 from lightrft.strategy.strategy import StrategyBase
 
 T = TypeVar("T")

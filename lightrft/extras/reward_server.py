@@ -6,7 +6,6 @@ what is waiting, and sends it to the others.
 
 import asyncio
 import base64
-import hmac
 import json
 import math
 import os
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 from loguru import logger
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
@@ -34,8 +33,13 @@ from lightrft.data.conversations import flat_columns
 from lightrft.data.loader import share_of
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
-from lightrft.extras.agents.endpoint.server import RequestTooLarge, RequestTooSlow, content_of
-from lightrft.extras.listener import listener_of_rank_0, start_answering
+from lightrft.extras.http_server import (
+    answered,
+    check_key,
+    content_of,
+    listener_of_rank_0,
+    start_answering,
+)
 from lightrft.rewards.steps import StepRewards
 from lightrft.strategy.strategy import StrategyBase
 
@@ -164,30 +168,19 @@ class RewardServer:
     async def _ready(self, _: Request) -> JSONResponse:
         return JSONResponse({"status": "ready"})
 
-    async def _answer(self, request: Request) -> JSONResponse:
+    async def _answer(self, request: Request) -> Response:
         """Return the rewards of the texts in a request, or what is wrong with it."""
-        presented = request.headers.get("authorization", "")
-        # In constant time, so that a key cannot be guessed letter by letter.
-        if self._authorization and not hmac.compare_digest(
-            presented.encode(errors="replace"), self._authorization.encode()
-        ):
-            return _refusal(401, f"the request needs the key of the server's {REWARD_KEY}")
-        try:
-            texts = _texts(json.loads(await content_of(request, MAX_REQUEST)))
-            job = await asyncio.to_thread(self._tokens, texts)
-        except ClientDisconnect:
-            return _refusal(400, "the client has left")
-        except RequestTooSlow as error:
-            return _refusal(408, str(error))
-        except RequestTooLarge:
-            return _refusal(
-                413, f"the request has more than {MAX_REQUEST} bytes: send fewer texts at once"
-            )
-        except RecursionError:
-            return _refusal(400, "the request is JSON of too many brackets")
-        except ValueError as error:
-            return _refusal(400, str(error))
+        response, _ = await answered(
+            self._rewarded(request),
+            lambda refusal: JSONResponse({"error": refusal.message}, refusal.status),
+        )
+        return response
 
+    async def _rewarded(self, request: Request) -> Response:
+        presented = request.headers.get("authorization", "")
+        check_key(presented, self._authorization, f"that of the server's {REWARD_KEY}")
+        texts = _texts(json.loads(await content_of(request, MAX_REQUEST)))
+        job = await asyncio.to_thread(self._tokens, texts)
         answer: Future[list[Reward]] = Future()
         self._waiting.put((job, answer))
         return JSONResponse({"rewards": await asyncio.wrap_future(answer) if texts else []})
@@ -240,10 +233,6 @@ class RewardServer:
 def _size(job: Job) -> int:
     """Return the number of texts of a request."""
     return len(next(iter(job.values())))
-
-
-def _refusal(status: int, problem: str) -> JSONResponse:
-    return JSONResponse({"error": problem}, status)
 
 
 def authorization(key: str) -> str:

@@ -20,38 +20,12 @@ from rich.text import Text
 
 from lightrft.app.observe.sinks import Settings, Sink
 from lightrft.app.observe.text import duration, short, visible
+from lightrft.config.tables import table
 
-HEADLINES = {
-    "rollout/reward": "reward",
-    "rollout/groups_without_signal": "no signal",
-    "rollout/response_length": "length",
-    "rollout/truncated": "truncated",
-    "train/loss": "loss",
-    "train/accuracy": "accuracy",
-    "train/margin": "margin",
-    "train/reward_chosen": "chosen",
-    "train/reward_rejected": "rejected",
-    "train/reward_desirable": "good",
-    "train/reward_undesirable": "bad",
-    "train/probability_right": "p right",
-    "train/probability_wrong": "p wrong",
-    "train/kl": "kl",
-    "train/entropy": "entropy",
-    "critic/loss": "value loss",
-    "critic/explained_variance": "explained",
-    "train/grad_norm": "grad",
-    "engine/logprob_mismatch": "mismatch",
-    "perf/tokens_per_second": "tokens/s",
-    "time/step": "seconds",
-}
+HEADLINES = table("app/observe/labels")["headlines"]
 """Metrics of a step that the terminal shows, in this order, if a run has them."""
 
-HELD_OUT = {
-    "eval/accuracy": "accuracy",
-    "eval/reward": "reward",
-    "eval/loss": "loss",
-    "eval/margin": "margin",
-}
+HELD_OUT = table("app/observe/labels")["held_out"]
 """Metrics of an evaluation that the terminal shows. The same metrics of named sets follow."""
 
 NARROWEST = 6

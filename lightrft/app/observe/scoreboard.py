@@ -6,31 +6,10 @@ from statistics import median
 from typing import Any
 
 from lightrft.app.observe.text import percent, short
+from lightrft.config.tables import table
 from lightrft.models.parallel.peaks import DEVICES, known_device
 
-PHASE_ADVICE = {
-    "generate": (
-        "more sequences at once (--engine_mem_util), a smaller --engine_tp_size, or --speculative"
-        " group"
-    ),
-    "generate, weight sync": "a larger --weight_sync_bucket_mb",
-    "generate, waiting for other ranks": (
-        "--rollout_schedule longest_first, or tail_rounds with --over_sampling"
-    ),
-    "reward": "more --reward_workers, or a reward that takes less time",
-    "experience": "a larger --max_tokens_per_logprob_microbatch, or --overlap",
-    "train": (
-        "a larger --max_tokens_per_microbatch, --fused_kernels liger, or no"
-        " --gradient_checkpointing if there is room"
-    ),
-    "critic": "a larger --max_tokens_per_microbatch, or an estimator without a critic",
-    "draft": "a smaller model in --draft_pretrain, or --draft_learning_rate 0",
-    "evaluate": "a larger --eval_steps",
-    "checkpoint": (
-        "a larger --save_steps; without --no_async_save, twice the copies must fit into host memory"
-    ),
-    "data": "--data_cache",
-}
+PHASE_ADVICE = table("app/observe/labels")["phase_advice"]
 """Phase -> flags that make it faster."""
 NESTED = {
     "time/generate/weight_sync": "generate, weight sync",

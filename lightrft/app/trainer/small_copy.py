@@ -6,7 +6,7 @@ shrink too, so that short sequences and random weights notice them.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from lightrft.config.tables import table
 from lightrft.models.empty import real_parameters
 from lightrft.models.load import Scores, new_model
 
 HEAD_DIM = 8
-SMALL_WINDOW = 4
 MAX_LAYERS = 4
 MAX_PARAMETERS = 30_000_000
 """A copy with more has sizes under unknown names, and would cost seconds and memory."""
@@ -28,31 +28,14 @@ SMALL_VOCABULARY = 64
 FIRST_TOKEN = 8
 """Token ids of a small vocabulary below this one have a meaning, such as padding."""
 
-SMALL_SIZES = {
-    name: size
-    for size, names in (
-        (48, "intermediate_size ffn_hidden_size intermediate_size_mlp dense_intermediate_size"),
-        (16, "shared_intermediate_size moe_intermediate_size shared_expert_intermediate_size"),
-        (16, "moe_shared_expert_intermediate_size expert_ffn_hidden_size query_pre_attn_scalar"),
-        (8, "hidden_size_per_layer_input laurel_rank kv_lora_rank q_lora_rank o_lora_rank"),
-        (8, "mamba_d_state ssm_state_size mamba_chunk_size chunk_size"),
-        (4, "adapter_rank num_experts num_local_experts n_routed_experts moe_num_experts"),
-        (HEAD_DIM, "qk_rope_head_dim qk_nope_head_dim v_head_dim head_dim rotary_dim"),
-        (HEAD_DIM, "global_head_dim swa_head_dim swa_v_head_dim linear_head_dim"),
-        (HEAD_DIM, "linear_key_head_dim linear_value_head_dim"),
-        (HEAD_DIM, "mamba_d_head mamba_headdim mamba_head_dim index_head_dim"),
-        (2, "mamba_n_groups mamba_ngroups n_groups zero_expert_num num_experts_per_tok"),
-        (2, "num_experts_per_token moe_topk moe_k top_k_experts n_group index_n_heads"),
-        (1, "topk_group n_shared_experts moe_num_shared_experts first_k_dense_replace"),
-        (1, "num_dense_layers moe_layer_start_index max_window_layers"),
-        (SMALL_WINDOW, "sliding_window sliding_window_size attention_window_size window_size"),
-        (SMALL_WINDOW, "attention_chunk_size index_topk"),
-        (2 * SMALL_WINDOW, "local_attention"),
-        (1.5, "attn_logit_softcapping attn_soft_cap"),
-        (3.0, "final_logit_softcapping logits_soft_cap output_logit_soft_cap"),
-    )
-    for name in names.split()
-}
+
+def _by_name(part: str, sizes: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Return name -> size of a part of small_sizes.yaml, whose keys may be names of `sizes`."""
+    names = table("app/trainer/small_sizes")[part]
+    return {name: sizes[size] if sizes else size for size in names for name in names[size].split()}
+
+
+SMALL_SIZES = _by_name("largest")
 """Largest values of a small configuration, under the names of transformers.
 
 Names with dependencies are in _heads().
@@ -62,14 +45,7 @@ DERIVED = tuple(
     qk_head_dim""".split()
 )
 """Values that a configuration computes from others."""
-TOWER = {
-    **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers", "num_layers"), 1),
-    **dict.fromkeys(("num_blocks", "global_layers", "num_global_layers"), 1),
-    **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "out_hidden_size"), 32),
-    **dict.fromkeys(("num_heads", "num_attention_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "ext_pw_out_channel"), 48),
-    "head_dim": HEAD_DIM,
-}
+TOWER = _by_name("tower")
 """Largest sizes of a tower."""
 INDEX_LISTS = ("attn_layer_indices", "mlp_only_layers", "dense_layers", "full_attn_idxs")
 """Lists of numbers of layers."""
@@ -213,25 +189,17 @@ def _heads(config: PretrainedConfig, values: dict[str, Any], multiple: int) -> d
     value_heads = values.get("linear_num_value_heads")
     value_small = 4 * multiple
     per_key = min(4, value_heads // key_heads) if key_heads and value_heads else 1
-    sizes = {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_small,
-        "num_global_key_value_heads": kv_small,
-        "swa_num_attention_heads": heads,
-        "swa_num_key_value_heads": kv_small,
-        "mamba_n_heads": ssm_heads,
-        "n_mamba_heads": ssm_heads,
-        "mamba_num_heads": ssm_heads,
-        "mamba_d_ssm": int(expand * hidden),
-        "linear_num_heads": value_small,
-        "linear_num_value_heads": value_small,
-        "linear_num_key_heads": value_small // per_key,
-        "num_sliding_attention_heads": heads,
-        "embedding_size": hidden,
-        "vocab_size": SMALL_VOCABULARY * multiple,
-        "vocab_size_per_layer_input": SMALL_VOCABULARY * multiple,
+    numbers = {
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_small,
+        "ssm_heads": ssm_heads,
+        "ssm_hidden": int(expand * hidden),
+        "linear_heads": value_small,
+        "linear_key_heads": value_small // per_key,
+        "vocabulary": SMALL_VOCABULARY * multiple,
     }
+    sizes = _by_name("computed", numbers)
     # With latent attention some families mean a slice of a head, and others the whole.
     dims = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
     if None not in dims and getattr(config, "head_dim", None) == sum(dims):

@@ -16,6 +16,7 @@ from typing import Any
 from loguru import logger
 
 from lightrft.config.sections import DataSection, PreferenceSection, media_columns
+from lightrft.config.tables import table
 from lightrft.data.rendering.messages import (
     Message,
     as_messages,
@@ -94,25 +95,7 @@ ENDS_WITH_ANSWER = (
     " that message"
 )
 
-FORMS = {
-    ("instruction", "output"): "Alpaca",
-    ("instruction", "response"): "Dolly",
-    ("question", "response"): "OpenOrca",
-    ("question", "answer"): "GSM8K",
-    ("problem", "solution"): "MATH",
-    ("problem", "answer"): "MATH",
-    ("problem", "generated_solution"): "OpenMathInstruct",
-    ("problem", "expected_answer"): "OpenMathInstruct",
-    ("prompt", "completion"): "TRL",
-    ("prompt", "response"): "HelpSteer",
-    ("prompt", "reward_model"): "verl",
-    ("prompt", "chosen"): "TRL",
-    ("", "chosen"): "HH-RLHF",
-    ("query", "response"): "ms-swift",
-    ("inputs", "targets"): "FLAN",
-    ("conversations", ""): "ShareGPT",
-    ("messages", ""): "chat messages",
-}
+FORMS = {(prompt, answer): form for prompt, answer, form in table("data/rendering/forms")}
 """Columns of prompt and answer -> name of the form in the log."""
 LAST_TURN = "the last turn"
 

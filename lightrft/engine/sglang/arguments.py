@@ -8,30 +8,12 @@ from sglang.srt.server_args import ServerArgs
 from transformers import PretrainedConfig
 
 from lightrft.config.errors import ConfigError
+from lightrft.config.tables import table
 from lightrft.engine.base import EngineSetup
-from lightrft.engine.start import RESERVED, TENSOR_PARALLEL, with_users_arguments
+from lightrft.engine.start import with_users_arguments
 from lightrft.models.parallel.device import free_memory
 
-NO_DRAFTS = "drafts need --engine_type vllm and --speculative"
-SGLANG_RESERVED = RESERVED | {
-    "model_path": "use --pretrain",
-    "context_length": "use --prompt_max_len and --generate_max_len",
-    "tp_size": "use --engine_tp_size",
-    "pp_size": TENSOR_PARALLEL,
-    "dp_size": TENSOR_PARALLEL,
-    "nnodes": TENSOR_PARALLEL,
-    "base_gpu_id": "an engine is on the devices of its ranks",
-    "device": "an engine is on the devices of its ranks",
-    "random_seed": "use --seed",
-    "mem_fraction_static": "use --engine_mem_util",
-    "disable_cuda_graph": "use --engine_enforce_eager",
-    "enable_memory_saver": "use --enable_engine_sleep",
-    "enable_weights_cpu_backup": "use --engine_sleep_level",
-    "sampling_backend": "no other one draws from the seed of a sample",
-    "enable_custom_logit_processor": "banned tokens need it",
-    "speculative_algorithm": NO_DRAFTS,
-    "speculative_draft_model_path": NO_DRAFTS,
-}
+SGLANG_RESERVED: dict[str, str] = table("engine/reserved_arguments")["sglang"]
 """Arguments that --engine_args may not set -> what to do instead."""
 SPARE_TOKENS = 8
 """Tokens added to the context length, because SGLang rejects prompts within 6 tokens of it."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from lightrft.config.tables import table
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks share the cores
@@ -24,47 +26,6 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 """Defaults of environment variables that vLLM reads at import. What the user has set is kept."""
-EXPECTED = {
-    "vllm.engine.arg_utils": (
-        "The global random seed is set to",  # the process's generators are restored
-        # See arguments.py; vLLM's scheduler supports it.
-        "This model does not officially support disabling chunked prefill",
-    ),
-    # See text_drafter.py.
-    "vllm.config.speculative": ("Using a custom class-based proposer backend",),
-    "vllm.config.vllm": (
-        "Async scheduling not supported with custom_class",
-        "max_num_scheduled_tokens is set to",
-        "Model Runner V2 does not yet support speculative method 'custom_class'",
-    ),
-    # Banned tokens are bad words then.
-    "vllm.v1.sample.logits_processor": ("min_p and logit_bias parameters won't work",),
-    # It comes once for each kernel.
-    "vllm.utils.jit_monitor": ("Triton kernel JIT compilation during inference",),
-    # The renderer receives token ids and end tokens.
-    "vllm.renderers.base": ("Using None for EOS token id", "Chat template warmup failed"),
-}
-"""Logger -> prefixes of warnings about choices made here. These are suppressed, others shown."""
-EXPECTED_ON_CPU = {
-    "vllm.config.vllm": (
-        *EXPECTED["vllm.config.vllm"],
-        "Enforce eager set",
-        "Inductor compilation was disabled",
-        "Model Runner V2 requires Triton",
-    ),
-    "vllm.platforms.cpu": ("Triton is not installed", "CPU MLA backend requires block_size=16"),
-    # A second engine of a process finds the kernels of the first one.
-    "vllm.triton_utils.dispatcher": ("Kernel vllm.",),
-    # It counts files that the kernel keeps in memory and gives up for an allocation.
-    "vllm.utils.cpu_resource_utils": ("Cgroup memory preflight",),
-    "vllm.v1.worker.cpu_worker": (
-        "libtcmalloc is not found",
-        "libiomp is not found",
-        "Speculative decoding on CPU without",
-        "CPU backend doesn't allow to use",
-    ),
-}
-"""Further suppressed warnings on CPUs, where nothing is compiled by default."""
 
 
 def _without(beginnings: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]:
@@ -77,10 +38,10 @@ for variable, default in ENVIRONMENT.items():
 if os.environ["VLLM_LOGGING_LEVEL"] == ENVIRONMENT["VLLM_LOGGING_LEVEL"]:
     # This is for the import; the engine sets the level at its start.
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    for name, beginnings in (
-        EXPECTED if torch.accelerator.is_available() else EXPECTED | EXPECTED_ON_CPU
-    ).items():
-        logging.getLogger(name).addFilter(_without(beginnings))
+    expected = table("engine/vllm/expected_warnings")
+    for place in ("anywhere",) if torch.accelerator.is_available() else ("anywhere", "cpu"):
+        for name, beginnings in expected[place].items():
+            logging.getLogger(name).addFilter(_without(tuple(beginnings)))
 
 from lightrft.engine.vllm.adapter import VLLMEngine  # noqa: E402  after its environment
 

@@ -10,46 +10,20 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import EngineArgs
 from vllm.triton_utils import HAS_TRITON
 
+from lightrft.config.tables import table
 from lightrft.core.engine import MEDIA_NAMES
 from lightrft.engine.base import EngineSetup
 from lightrft.engine.model_info import has_recurrent_state
-from lightrft.engine.start import RESERVED, TENSOR_PARALLEL, with_users_arguments
+from lightrft.engine.start import with_users_arguments
 from lightrft.models.parallel.device import compute_capability
 from lightrft.models.qwen_omni import OmniThinkerConfig
 
 TEXT_DRAFTER = "lightrft.engine.vllm.text_drafter.TextDrafter"
 EXACT_MODEL = "LightrftExactForCausalLM"
 """Name of the model of --exact in vLLM's registry; its adapter registers it."""
-SPECULATION = "use --speculative, --num_draft_tokens and --draft_pretrain"
 RANKS = get_args(MaxLoRARanks)
 """Ranks of the slots for adapters that vLLM has kernels for."""
-VLLM_RESERVED = RESERVED | {
-    "model": "use --pretrain",
-    "max_model_len": "use --prompt_max_len and --generate_max_len",
-    "tensor_parallel_size": "use --engine_tp_size",
-    "pipeline_parallel_size": TENSOR_PARALLEL,
-    "data_parallel_size": TENSOR_PARALLEL,
-    "distributed_executor_backend": "the engine runs in the processes of the trainer",
-    "seed": "use --seed",
-    "gpu_memory_utilization": "use --engine_mem_util",
-    "enforce_eager": "use --engine_enforce_eager",
-    "enable_sleep_mode": "use --enable_engine_sleep",
-    "logprobs_mode": "log-probs must be those of the distribution that is sampled from",
-    "generation_config": "use --temperature, --top_p and --top_k",
-    "override_generation_config": "use --temperature, --top_p and --top_k",
-    "speculative_config": SPECULATION,
-    "spec_method": SPECULATION,
-    "spec_model": SPECULATION,
-    "spec_tokens": SPECULATION,
-    "per_request_spec_decode_metrics": SPECULATION,
-    "limit_mm_per_prompt": "use --limit_mm_image_per_prompt and similar flags",
-    "mm_device_do_normalize": "no weight stream brings the constants of it",
-    "enable_lora": "use --lora_rank and --lora_sync",
-    "max_loras": "use --max_staleness",
-    "max_lora_rank": "use --lora_rank",
-    "lora_target_modules": "use --target_modules",
-    "enable_return_routed_experts": "use --router_replay",
-}
+VLLM_RESERVED: dict[str, str] = table("engine/reserved_arguments")["vllm"]
 """Arguments that --engine_args may not set -> what to do instead."""
 
 

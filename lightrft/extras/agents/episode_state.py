@@ -91,7 +91,7 @@ class EpisodeState:
         return conversation
 
     def read(self, turn: PlayedTurn, token_ids: list[int], messages: list[Message]) -> Sample:
-        """Return the conversation in which the model reads an observation after a turn.
+        """Return the conversation where the model reads an observation after a turn.
 
         If other turns have followed that turn, or are being sampled, it is a new branch.
         """
@@ -141,6 +141,7 @@ class EpisodeState:
             (max((end for number, end in ends if number <= turn), default=-1), reward)
             for turn, reward in ended.rewards
         ]
+
         episode.tool_calls = ended.tool_calls
         episode.tool_errors = ended.tool_errors
         episode.tool_seconds = ended.tool_seconds

@@ -33,13 +33,14 @@ class Session:
 
     def __init__(self, connection: Connection):
         self.connection = connection
+        self.turns: list[Turn] = []
+        """Turns so far."""
+        self.history = TurnHistory()
         self._over = False
         self._numbers = count()
         self._waiting: dict[int, tuple[asyncio.Future[Turn], dict[str, Any]]] = {}
         """Number of a request -> the turn to come, and what of the request the history keeps."""
-        self.turns: list[Turn] = []
-        """Turns so far."""
-        self.history = TurnHistory()
+
         self.stored: dict[str, list[Message]] = {}
         """Id of a response -> the messages up to it, for clients that send the id back."""
         self.overridden: Counter[str] = Counter()

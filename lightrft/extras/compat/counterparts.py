@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
+
+from lightrft.config import tables
 
 Entry = str | dict[str, Any]
 NO_COUNTERPART = "no flag has this meaning"
@@ -22,8 +23,7 @@ Numbers = dict[str, Any]
 @cache
 def table(tool: str) -> dict[str, Any]:
     """Return the table of a tool; `names` holds those of the tool that it is like, too."""
-    file = Path(__file__).with_name("tables") / f"{tool}.yaml"
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    content = tables.table(f"extras/compat/tables/{tool}")
     if like := content.get("like"):
         content = table(like) | content | {"names": table(like)["names"] | content["names"]}
     return content

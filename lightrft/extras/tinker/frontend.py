@@ -1,6 +1,5 @@
 """The routes of the server: requests are checked here, and wait in a queue for all ranks."""
 
-import hmac
 import json
 import shutil
 import time
@@ -15,15 +14,15 @@ from typing import Any, TypeVar
 from loguru import logger
 from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
 
 from lightrft.core.engine import derived_seed
-from lightrft.extras.agents.endpoint.server import RequestTooLarge, RequestTooSlow, content_of
+from lightrft.extras.http_server import Refusal, answered, check_key, content_of
 from lightrft.extras.tinker import protocol
-from lightrft.extras.tinker.promises import Busy, Jobs, Promises
+from lightrft.extras.tinker.promises import Jobs, Promises
 from lightrft.extras.tinker.protocol import RequestLimits
 from lightrft.extras.tinker.records import SamplePrompt
 from lightrft.strategy.checkpoint.atomic import OLD, TEMPORARY
@@ -48,10 +47,6 @@ CLIENT_CONFIG = {
     "custom_loss_server_side": False,
 }
 """What the SDK is told to do: plain HTTP, and one question for each result."""
-
-
-class NotThere(Exception):
-    """Raised for a model, a session or a checkpoint that the server does not have."""
 
 
 @dataclass(slots=True)
@@ -155,30 +150,14 @@ class Frontend:
     ) -> Callable[[Request], Awaitable[Response]]:
         """Return a handler that checks the key, and says what is wrong with a request."""
 
-        async def handle(request: Request) -> Response:
+        async def checked(request: Request) -> Response:
             presented = request.headers.get("x-api-key", "")
-            key = self.served.key
-            if key and not hmac.compare_digest(presented.encode(), key.encode()):
-                return _refusal(401, "the API key is not the key of this server")
+            check_key(presented, self.served.key, "the key of this server")
+            return await answer(request)
 
-            try:
-                return await answer(request)
-            except ClientDisconnect:
-                return Response(status_code=400)
-            # Not 400, which the SDK takes for a fault of a proxy and sends again.
-            except RequestTooSlow as error:
-                return _refusal(422, str(error))
-            except RequestTooLarge:
-                return _refusal(413, f"the request has more than {MAX_BYTES} bytes")
-            except NotThere as error:
-                return _refusal(404, str(error))
-            except Busy as error:
-                return _refusal(429, str(error))
-            except (ValueError, RecursionError) as error:
-                return _refusal(422, str(error)[:2000])
-            except Exception as error:  # a mistake in the server costs one request
-                logger.exception("{}", request.url.path)
-                return _refusal(500, f"the server failed at this request: {type(error).__name__}")
+        async def handle(request: Request) -> Response:
+            response, _ = await answered(checked(request), _refuse)
+            return response
 
         return handle
 
@@ -218,7 +197,9 @@ class Frontend:
 
     def _check_session(self, session: str) -> None:
         if session not in self._sessions:
-            raise NotThere(f"there is no session {session!r:.100}: it began before this server did")
+            raise Refusal(
+                404, f"there is no session {session!r:.100}: it began before this server did"
+            )
         self._sessions[session] = time.monotonic()
 
     # -- models
@@ -320,7 +301,7 @@ class Frontend:
 
     def _model(self, name: str) -> TrainedName:
         if name not in self._models:
-            raise NotThere(f"there is no model {name!r:.100}: it was not created, or made room")
+            raise Refusal(404, f"there is no model {name!r:.100}: it was not created, or made room")
         model = self._models[name]
         model.last_request = time.time()
         self._sessions[model.session] = time.monotonic()
@@ -443,7 +424,7 @@ class Frontend:
         """Return the folder of a checkpoint that is there."""
         tag = protocol.tag_of(path)
         if not (self.served.folder / tag).is_dir():
-            raise NotThere(f"there is no checkpoint {path!r:.200} in {self.served.folder}")
+            raise Refusal(404, f"there is no checkpoint {path!r:.200} in {self.served.folder}")
         return tag
 
     def _about(self, folder: Path) -> dict[str, Any]:
@@ -513,7 +494,7 @@ class Frontend:
 
     def _sampler(self, name: str) -> tuple[str | None, Any]:
         if name not in self._samplers:
-            raise NotThere(f"there is no sampling session {name!r:.100}")
+            raise Refusal(404, f"there is no sampling session {name!r:.100}")
         return self._samplers[name]
 
     # -- what there is
@@ -549,7 +530,7 @@ class Frontend:
         name = request.path_params["model"]
         folder = self.served.folder / protocol.folder_of(name)
         if not (folder / ABOUT).exists():
-            raise NotThere(f"there is no training run {name!r:.100}")
+            raise Refusal(404, f"there is no training run {name!r:.100}")
         return folder
 
     def _run(self, folder: Path) -> dict[str, Any]:
@@ -599,5 +580,8 @@ def _request_id(owner: str, seq_id: int | None) -> str:
     return f"{owner}:{seq_id}"
 
 
-def _refusal(status: int, message: str) -> Response:
+def _refuse(refusal: Refusal) -> Response:
+    """Return the answer of a refusal; the SDK takes 400 and 408 for faults of a proxy, and repeats."""
+    status = 422 if refusal.status in (400, 408) else refusal.status
+    message = refusal.message
     return JSONResponse({"detail": message, "error": message, "category": "user"}, status)

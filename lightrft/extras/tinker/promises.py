@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from lightrft.extras.http_server import Refusal
 from lightrft.extras.tinker.records import RequestRefused, SamplePrompt
 
 KEPT_SECONDS = 900.0
@@ -20,10 +21,6 @@ LONG_POLL_SECONDS = 25.0
 MOST_WAITING = 4096
 """Requests that wait at the same time; others are asked to come again."""
 PROTOBUF = "application/x-protobuf"
-
-
-class Busy(Exception):
-    """Raised for a request when too many others wait."""
 
 
 @dataclass(slots=True)
@@ -47,7 +44,7 @@ class Jobs:
         job = Job(verb, arguments)
         with self._changed:
             if len(self._waiting) >= MOST_WAITING:
-                raise Busy(f"{MOST_WAITING} requests wait already")
+                raise Refusal(429, f"{MOST_WAITING} requests wait already")
             self._waiting.append(job)
             self._changed.notify()
         return job.result

@@ -9,7 +9,7 @@ from loguru import logger
 
 from lightrft.app.run.interruption import SERVER_STOPS, Interruption
 from lightrft.config.sections import ServerSection
-from lightrft.extras.listener import listener_of_rank_0, start_answering
+from lightrft.extras.http_server import listener_of_rank_0, start_answering
 from lightrft.extras.tinker.frontend import Frontend
 from lightrft.extras.tinker.promises import Job
 from lightrft.extras.tinker.records import RequestRefused, SamplePrompt

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.config.sections import Config
+from lightrft.config.tables import table
 from lightrft.core.engine import Request
 from lightrft.core.samples import Completion
 from lightrft.engine.model_info import never_sampled
@@ -46,41 +47,7 @@ ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 It grows with the root of the depth.
 """
 
-ADVICE = {
-    "embed_tokens": (
-        "the embeddings: other weights or another vocabulary, or a scale of the embeddings on one"
-        " side only"
-    ),
-    "input_layernorm": (
-        "the norm before attention: rms_norm_eps, the order of norms, 1 + weight, or the residual"
-        " before it"
-    ),
-    "qkv_proj": (
-        "the projections of queries, keys and values: a bias, or weights fused in another order"
-    ),
-    "q_norm": "the norm of queries: rms_norm_eps, or its order relative to the rotation",
-    "k_norm": "the norm of keys: rms_norm_eps, or its order relative to the rotation",
-    "heads": (
-        "attention, although its queries, keys and values agree: rope_theta or the scaling of rope,"
-        " the scale of the scores, a sliding window or a soft cap"
-    ),
-    "o_proj": "the output projection of attention: its weight or a bias",
-    "post_attention_layernorm": (
-        "the norm after attention: rms_norm_eps, the order of norms, or a scaled residual"
-    ),
-    "pre_feedforward_layernorm": (
-        "the norm before the feed-forward layer: rms_norm_eps, or the order of norms"
-    ),
-    "post_feedforward_layernorm": (
-        "the norm after the feed-forward layer: rms_norm_eps, or the order of norms"
-    ),
-    "mlp": "the feed-forward layer: hidden_act, or gate and up in another order",
-    "norm": "the last norm: rms_norm_eps, or the residual before it",
-    LOGITS: (
-        "the head: its dtype (bfloat16 or float32), a head that is tied on one side only, a scale"
-        " or soft cap of logits"
-    ),
-}
+ADVICE = table("extras/tools/module_advice")
 
 
 @dataclass(frozen=True, slots=True)

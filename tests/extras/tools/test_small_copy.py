@@ -5,7 +5,7 @@ from transformers import AutoConfig
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniConfig
 
 from lightrft.app.trainer.selfcheck import compare_small_copy
-from lightrft.app.trainer.small_copy import SMALL_WINDOW, small_config, small_model
+from lightrft.app.trainer.small_copy import small_config, small_model
 from lightrft.models.qwen_omni import trained_config
 
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
@@ -40,7 +40,7 @@ def test_the_thinker():
 def test_there_is_a_layer_of_each_type():
     gemma = small_config(AutoConfig.for_model("gemma3_text", num_hidden_layers=62))
     assert gemma.layer_types == ["sliding_attention", "full_attention"]
-    assert (gemma.num_hidden_layers, gemma.sliding_window) == (2, SMALL_WINDOW)
+    assert (gemma.num_hidden_layers, gemma.sliding_window) == (2, 4)
     deepseek = small_config(AutoConfig.for_model("deepseek_v3", num_hidden_layers=61))
     assert (deepseek.num_hidden_layers, deepseek.first_k_dense_replace) == (2, 1)
     smollm = small_config(AutoConfig.for_model("smollm3", num_hidden_layers=36))

@@ -15,7 +15,7 @@ from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel, writte
 from lightrft.extras.agents.history import split_thoughts
 from lightrft.extras.agents.messages import LENGTH, Turn
 
-COPIED = ("max_tokens", "temperature", "top_p", "top_k", "stream")
+MESSAGES_PARAMETERS = ("max_tokens", "temperature", "top_p", "top_k", "stream")
 """Parameters that have the same meaning in a chat completion."""
 ERROR_TYPES = {
     "invalid_api_key": "authentication_error",
@@ -24,7 +24,7 @@ ERROR_TYPES = {
     "internal_error": "api_error",
 }
 """Code of a problem -> the type of the error; of others it is invalid_request_error."""
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+MESSAGES_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 def chat_body(body: Body) -> Body:
@@ -39,7 +39,7 @@ def chat_body(body: Body) -> Body:
     if not isinstance(choice, dict) or "type" not in choice:
         raise ValueError(f"tool_choice is an object with a type, not {choice!r:.100}")
 
-    return {name: body[name] for name in COPIED if name in body} | {
+    return {name: body[name] for name in MESSAGES_PARAMETERS if name in body} | {
         "messages": as_messages(messages) or messages,
         "tools": as_tools(body.get("tools"), written=True),
         "tool_choice": choice["type"],
@@ -111,7 +111,7 @@ def _pieces(block: Body) -> tuple[Body, list[Body]]:
 
 
 def _event(**content: Any) -> str:
-    written = EVENT.validate_python(content).model_dump_json(exclude_unset=True)
+    written = MESSAGES_EVENT.validate_python(content).model_dump_json(exclude_unset=True)
     return f"event: {content['type']}\ndata: {written}\n\n"
 
 

@@ -35,7 +35,13 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True, False),
 }
 """Parameter of a request -> values, beside null, that leave sampling as the run sets it."""
-SHAPES = ("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+DECIDED_BY_RUN = (
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
 """Further parameters that change what is sampled, and that a run decides."""
 REQUEST_BYTES_PER_TOKEN = 16
 """Largest size of a request for each token of prompt and response.
@@ -103,7 +109,7 @@ def overridden(body: Body, served: EndpointModel) -> Body:
     check_sampling({name: body[name] for name in RANGES if body.get(name) is not None})
     return {
         name: body[name]
-        for name in (*served.fixed, *SHAPES)
+        for name in (*served.fixed, *DECIDED_BY_RUN)
         if body.get(name) not in (None, served.fixed.get(name), *NEUTRAL_VALUES.get(name, ()))
     }
 

@@ -16,7 +16,7 @@ from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel, writte
 from lightrft.extras.agents.history import clean_message, split_thoughts
 from lightrft.extras.agents.messages import LENGTH, Message, Turn
 
-COPIED = ("temperature", "top_p", "tool_choice", "stream", "top_logprobs")
+RESPONSES_PARAMETERS = ("temperature", "top_p", "tool_choice", "stream", "top_logprobs")
 """Parameters that have the same meaning in a chat completion."""
 DELTAS = {
     "output_text": ("response.output_text", "text"),
@@ -24,7 +24,7 @@ DELTAS = {
     "function_call": ("response.function_call_arguments", "arguments"),
 }
 """Type of a part, or of an item -> beginning of the names of its events, and its text."""
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+RESPONSES_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
 def chat_body(body: Body, stored: dict[str, list[Message]]) -> Body:
@@ -48,7 +48,7 @@ def chat_body(body: Body, stored: dict[str, list[Message]]) -> Body:
     if body.get("instructions"):
         messages.insert(0, {"role": "system", "content": body["instructions"]})
 
-    return {name: body[name] for name in COPIED if name in body} | {
+    return {name: body[name] for name in RESPONSES_PARAMETERS if name in body} | {
         "messages": _joined(messages),
         "tools": [_tool(tool) for tool in body.get("tools") or ()],
         "max_tokens": body.get("max_output_tokens"),
@@ -68,9 +68,11 @@ def _message(item: Body) -> Message:
         case "function_call":
             call = {"id": item.get("call_id"), "function": item}
             return {"role": "assistant", "tool_calls": [call]}
+
         case "function_call_output":
             answer = {"role": "tool", "tool_call_id": item.get("call_id")}
             return answer | {"content": item.get("output")}
+
         case "reasoning":
             thoughts = clean_message({"role": "assistant", "content": item.get("content") or ""})
             return {"role": "assistant", "content": "", "reasoning_content": thoughts["content"]}
@@ -146,7 +148,7 @@ def events(response: Body, body: Body) -> Iterator[str]:
 
     def event(kind: str, **content: Any) -> str:
         content |= {"type": kind, "sequence_number": next(numbers)}
-        written = EVENT.validate_python(content).model_dump_json(exclude_unset=True)
+        written = RESPONSES_EVENT.validate_python(content).model_dump_json(exclude_unset=True)
         return f"event: {kind}\ndata: {written}\n\n"
 
     begun = response | {"status": "in_progress", "output": [], "usage": None}

@@ -1,9 +1,7 @@
 """The routes of the server, and the server of one episode on a loopback port."""
 
 import asyncio
-import hmac
 import secrets
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -16,13 +14,20 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lightrft.extras.agents.endpoint import messages_api, protocol, responses_api
 from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel
 from lightrft.extras.agents.history import reply
 from lightrft.extras.agents.messages import COUNTED, Turn
 from lightrft.extras.agents.session import Session
+from lightrft.extras.http_server import (
+    Refusal,
+    answered,
+    check_key,
+    content_of,
+    listening,
+    server_settings,
+)
 
 T = TypeVar("T")
 Sessions = Callable[[str], AbstractContextManager[Session]]
@@ -38,11 +43,12 @@ Events = Callable[[Body, Body], Iterator[str]]
 Problem = Callable[[str, str], Body]
 """Function from a message and a code to the body of an error."""
 Log = Callable[[Request, int, str], None]
-HEAD_SECONDS = 30.0
-"""Time limit for the head of a request, from the connection or from the first byte."""
-CLOSED = {"connection": "close"}
-BODY_SECONDS = 60.0
-"""Time limit for the body of a request."""
+NO_ROOM = Refusal(
+    400,
+    "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len,"
+    " --episode_minutes)",
+    "context_length_exceeded",
+)
 
 
 class Address(NamedTuple):
@@ -50,22 +56,6 @@ class Address(NamedTuple):
 
     url: str
     key: str
-
-
-class Refusal(Exception):
-    """Raised with status, message, code and headers of the answer to a request without a turn."""
-
-
-class RequestTooLarge(Exception):
-    """Raised for a request with more bytes than a prompt of the model can have."""
-
-
-class NoRoom(Exception):
-    """Raised if a limit of the episode leaves no room for a turn."""
-
-
-class RequestTooSlow(Exception):
-    """Raised for a request that does not arrive in time."""
 
 
 def application(
@@ -119,22 +109,13 @@ class _Routes:
         A stream comes from `grow`, or has the `events` of the whole reply.
         """
 
+        def refuse(refusal: Refusal) -> Response:
+            content = problem(refusal.message, refusal.code)
+            return JSONResponse(content, refusal.status, refusal.headers)
+
         async def handle(request: Request) -> Response:
             began = time.monotonic()
-            about = ""
-            try:
-                response = await self._answer(request, take, events, grow)
-            except Refusal as refusal:
-                status, message, code, headers = refusal.args
-                response = JSONResponse(problem(message, code), status, headers)
-            except ClientDisconnect:
-                about = ": the client has left"
-                response = Response(status_code=400)
-            except Exception as error:  # a mistake in the server costs one request
-                about = f": {type(error).__name__}: {error}"[:500]
-                content = problem("the server failed at this request", "internal_error")
-                response = JSONResponse(content, 500)
-
+            response, about = await answered(self._answer(request, take, events, grow), refuse)
             if self.log is not None:
                 seconds = time.monotonic() - began
                 self.log(request, response.status_code, f"{seconds:.2f} s{about}")
@@ -149,42 +130,22 @@ class _Routes:
         """Return the turn that a request asks for. Raises Refusal if there is none."""
         presented = request.headers.get("authorization", "").removeprefix("Bearer ")
         presented = presented or request.headers.get("x-api-key", "")
-        if self.key and not hmac.compare_digest(presented.encode(), self.key.encode()):
-            message = "the key is not that of this server, or that of an earlier episode"
-            raise Refusal(401, message, "invalid_api_key", None)
+        check_key(presented, self.key, "that of this server, or that of an earlier episode")
 
         # A mistake in a request costs that request alone: others go on.
-        try:
-            body = protocol.read_body(await content_of(request, self.served.max_request_bytes))
-            with ExitStack() as context:
-                session = context.enter_context(
-                    self.sessions(request.headers.get("x-session-id", ""))
-                )
-                if grow is not None and body.get("stream"):
-                    growing = grow(session, body)
-                    first = await _unless_left(
-                        request, anext(growing)
-                    )  # a refusal still has a status of its own
-                    return _event_stream(_all_events(first, growing, context.pop_all()))
+        body = protocol.read_body(await content_of(request, self.served.max_request_bytes))
+        with ExitStack() as context:
+            session = context.enter_context(self.sessions(request.headers.get("x-session-id", "")))
+            if grow is not None and body.get("stream"):
+                growing = grow(session, body)
+                first = await _unless_left(
+                    request, anext(growing)
+                )  # a refusal still has a status of its own
+                return _event_stream(_all_events(first, growing, context.pop_all()))
 
-                turn, content = await _unless_left(request, take(session, body))
-                if not (turn.token_ids or turn.finish_reason == COUNTED):
-                    raise NoRoom
-        except RequestTooSlow as error:
-            raise Refusal(408, str(error), "request_timeout", CLOSED) from error
-        except RequestTooLarge as error:
-            raise Refusal(413, str(error), "request_too_large", CLOSED) from error
-        except NoRoom as error:
-            message = (
-                "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len,"
-                " --episode_minutes)"
-            )
-            raise Refusal(400, message, "context_length_exceeded", None) from error
-        except ValueError as error:
-            raise Refusal(400, str(error), "invalid_request", None) from error
-        except RecursionError as error:
-            message = "the request is JSON of too many brackets"
-            raise Refusal(400, message, "invalid_request", None) from error
+            turn, content = await _unless_left(request, take(session, body))
+            if not (turn.token_ids or turn.finish_reason == COUNTED):
+                raise NO_ROOM
 
         if events is not None and body.get("stream"):
             return _event_stream(events(content, body))
@@ -227,7 +188,7 @@ class _Routes:
 
         async for turn in session.growing_chat(messages, **options):
             if not turn.token_ids:
-                raise NoRoom
+                raise NO_ROOM
             number = turn.number if number is None else number
             if turn.finish_reason:
                 whole = protocol.chat_reply(replace(turn, number=number), self.served, body)
@@ -310,73 +271,6 @@ async def _all_events(
                 yield event
     except ValueError as error:
         yield protocol.event(protocol.problem(str(error)))
-
-
-async def content_of(request: Request, longest: int) -> bytes:
-    """Return the body of a request, and keep at most `longest` bytes of it.
-
-    The rest is read all the same, because many clients read no answer before they have sent
-    everything.
-    """
-    content = bytearray()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                if len(content) <= longest:
-                    content += chunk
-            if len(content) <= longest:
-                return bytes(content)
-
-    if len(content) <= longest:
-        raise RequestTooSlow(f"the request was not complete after {BODY_SECONDS:g} s")
-
-    raise RequestTooLarge(
-        f"the request has more than {longest} bytes, which are more tokens than the model reads"
-    )
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; 0: at any free port.
-
-    Raises OSError for an address that is in use.
-    """
-    listener = socket.create_server((host, port))
-    # Otherwise the body of a reply waits 40 ms for the client.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
-
-
-class ClientConnection(H11Protocol):
-    """Connection of a client.
-
-    It is closed if a request does not begin, or the head is not complete, in time.
-    """
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._deadline = self.loop.call_later(HEAD_SECONDS, transport.close)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        waits = self.cycle is None or self.cycle.response_complete
-        if self._deadline is not None and not waits:
-            self._deadline.cancel()
-            self._deadline = None
-        elif self._deadline is None and waits:
-            self._deadline = self.loop.call_later(HEAD_SECONDS, self.transport.close)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        super().connection_lost(exc)
-
-
-def server_settings(app: Starlette) -> uvicorn.Config:
-    return uvicorn.Config(
-        app, http=ClientConnection, ws="none", log_level="error", access_log=False, lifespan="off"
-    )
 
 
 @asynccontextmanager
