@@ -103,7 +103,7 @@ class EpisodeLoop(RolloutLoop):
                 yield self.groups[number]
 
     def _next(self) -> list[RequestedTurn]:
-        """Return the turns that begin now, with their numbers."""
+        """Return the turns that begin now."""
         if self.session.running:
             self._asked += self.episodes.poll(0)
         elif self.episodes.busy or not self.sampler.together:
@@ -114,11 +114,9 @@ class EpisodeLoop(RolloutLoop):
             self.session.running or self.session.on_any_rank(self.episodes.busy)
         ):
             return []
-        asked = sorted(self._asked, key=lambda turn: turn.order)
+        # Programs ask in an order that depends on time.
+        asked = sorted(self._asked, key=lambda turn: turn.seed_numbers)
         self._asked = []
-        for turn in asked:
-            turn.number = turn.state.num_begun
-            turn.state.num_begun += 1
         return asked
 
     def finish(self) -> Iterator[Group]:
@@ -212,9 +210,7 @@ class EpisodeSampler(RunSampler):
             sampling = greedy_sampling(self.section, max_tokens=most)
             return replace(self.request(sample, sampling, ()), group=None)
 
-        # An episode of one turn draws exactly what a plain response would draw.
-        number = [turn.number] if turn.number else []
-        seeds = (derived_seed(seed, *turn.state.seed_numbers, *number),)
+        seeds = (derived_seed(seed, *turn.seed_numbers),)
         stop = (*self.sampling.stop, *wanted.stop)
         sampling = replace(self.sampling, n=1, stop=stop, **wanted.sampling)
         request = self.request(sample, replace(sampling, max_tokens=most), seeds)

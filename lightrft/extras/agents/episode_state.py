@@ -1,9 +1,11 @@
 """The state of an episode: turns, and the conversations that they belong to."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from operator import ne
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from lightrft.core.engine import derived_seed
 from lightrft.core.samples import Completion, Episode, Prompt, Sample
 from lightrft.extras.agents.messages import BEGINNING, Ended, Message, TurnRequest
 from lightrft.rewards.forks import Mailbox, Worker
@@ -28,15 +30,8 @@ class RequestedTurn:
     conversation: Sample
     """Sample that the turn belongs to."""
     request: TurnRequest
-    number: int = 0
-    """Number of the turn in the episode, in the order in which turns began."""
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Return what turns are sorted by before they begin: programs ask in an order of time."""
-        several = len(self.state.sampling) > 1
-        prompt = self.conversation.prompt.token_ids
-        return self.state.seed_numbers, prompt + self.conversation.token_ids if several else []
+    seed_numbers: tuple[int, ...]
+    """Numbers that the seed is derived from, whatever the order of requests at the same time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +53,10 @@ class EpisodeState:
     turns: list[PlayedTurn] = field(default_factory=list)
     sampling: list[Sample] = field(default_factory=list)
     """Conversations whose next turn the model samples."""
-    num_begun: int = 0
-    """Number of turns that have begun."""
+    contexts: Counter[int] = field(default_factory=Counter)
+    """Digest of the tokens before a turn -> how many turns have followed these tokens."""
+    row: int = field(init=False)
+    """Digest of the prompt of the row."""
     num_replies: int = 0
     """Number of replies that were sent to the program."""
     until: float = 0.0
@@ -69,6 +66,23 @@ class EpisodeState:
     """
     last_turn_after: float = float("inf")
     """No turn begins after this time, in seconds of time.monotonic()."""
+
+    def __post_init__(self) -> None:
+        self.row = _digest(self.sample)
+
+    def requested(self, conversation: Sample, request: TurnRequest) -> RequestedTurn:
+        """Return the next turn of a conversation, which the model samples from now on.
+
+        An episode of one turn draws exactly what a plain response would draw.
+        """
+        context = _digest(conversation)
+        repeated = self.contexts[context]
+        self.contexts[context] += 1
+        first = context == self.row and not repeated
+        numbers = self.seed_numbers if first else (*self.seed_numbers, context, repeated)
+        self.sampling.append(conversation)
+        self.until = float("inf")
+        return RequestedTurn(self, conversation, request, numbers)
 
     @property
     def episode(self) -> Episode:
@@ -170,3 +184,8 @@ class EpisodeState:
         )
         self.episode.branches.append(branch)
         return branch
+
+
+def _digest(sample: Sample) -> int:
+    """Return a number that the tokens of a sample determine."""
+    return derived_seed(repr(sample.prompt.token_ids + sample.token_ids))

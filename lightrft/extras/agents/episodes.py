@@ -298,9 +298,7 @@ class Episodes:
         else:
             conversation = state.read(before, token_ids, messages)
 
-        state.sampling.append(conversation)
-        state.until = float("inf")
-        return RequestedTurn(state, conversation, request)
+        return state.requested(conversation, request)
 
     def _end(self, state: EpisodeState, ended: Ended) -> None:
         if self.other_rewards and any(reward for _, reward in ended.rewards):

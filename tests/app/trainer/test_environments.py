@@ -36,6 +36,11 @@ class Letters:
         return f"<{self.turns}>", good / 3, self.turns == 2 + int(self.label) % 3
 '''
 AGENT = '''
+import asyncio
+
+from anthropic import AsyncAnthropic
+
+
 class Game:
     """Three turns, and one reward at the end."""
 
@@ -59,6 +64,23 @@ async def game(client, row):
         observation, reward, done = played.step(reply.choices[0].message.content)
         messages += [reply.choices[0].message, {"role": "user", "content": observation}]
     return reward
+
+
+async def delegates(client, row):
+    """A turn, three sub-agents at the same time, of which two get the same task, and a last turn."""
+    async with AsyncAnthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key=client.api_key) as claude:
+        async def ask(*said):
+            roles = ["user", "assistant"] * len(said)
+            messages = [{"role": role, "content": text} for role, text in zip(roles, said)]
+            reply = await claude.messages.create(model="tiny", max_tokens=8, messages=messages)
+            return "".join(block.text for block in reply.content)
+
+        plan = await ask(row["prompt"])
+        parts = await asyncio.gather(*(ask(task) for task in "xxy"))
+        more = await asyncio.gather(*(ask("x", part, "?") for part in parts[:2]))
+        last = await ask(row["prompt"], plan, "z")
+    said = last + "".join(more)
+    return sum(32 <= ord(letter) < 127 for letter in said) / max(len(said), 1)
 
 
 async def forgets(client, row):
@@ -251,10 +273,19 @@ def test_an_agent_learns_what_a_game_learns(chats, tmp_path):
 
 def test_branches_are_learned_alike_in_every_layout(chats, tmp_path):
     folder, flags = chats
-    flags = [*flags, f"--agent={folder}/agent.py:forgets", "--train_batch_size=16", "--max_steps=2"]
+    flags = [*flags, "--train_batch_size=16", "--max_steps=2"]
+    runs = [
+        (
+            [*flags, f"--agent={folder}/agent.py:{agent}", *layout],
+            tmp_path / f"{agent}{len(layout)}",
+        )
+        for agent in ("forgets", "delegates")
+        for layout in ([], ["--sp_size=2"])
+    ]
 
-    runs = [(flags, tmp_path / "plain"), ([*flags, "--sp_size=2"], tmp_path / "sp")]
-    rows, others = train_in_turn("train_ppo", 2, runs)
+    plain, divided, plain_too, divided_too = train_in_turn("train_ppo", 2, runs)
+    assert all(row["episodes/branches"] > 2.5 for row in plain_too)
+    rows, others = [*plain, *plain_too], [*divided, *divided_too]
     for row, other in zip(repeatable(rows), repeatable(others), strict=True):
         assert (
             row["episodes/branches"] > 0.9

@@ -46,7 +46,8 @@ async def messages(client, row):
         assert first.stop_reason == "tool_use" and call.id != again.id
         assert first.usage.output_tokens > 20
 
-        results = [{"type": "tool_result", "tool_use_id": each.id, "content": [{"type": "text", "text": "2"}]} for each in (call, again)]
+        content = [{"type": "text", "text": "2"}]
+        results = [{"type": "tool_result", "tool_use_id": each.id, "content": content} for each in (call, again)]
         asked += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
         counted = await api.messages.count_tokens(model="m", system="s", messages=asked, tools=[ADD])
         async with api.messages.stream(model="m", max_tokens=3, system="s", messages=asked, tools=[ADD]) as stream:
@@ -60,7 +61,8 @@ async def messages(client, row):
 
 async def streamed_calls(client, row):
     async with claude(client) as api:
-        async with api.messages.stream(model="m", max_tokens=300, messages=[{"role": "user", "content": "p"}], tools=[ADD]) as stream:
+        asked = [{"role": "user", "content": "p"}]
+        async with api.messages.stream(model="m", max_tokens=300, messages=asked, tools=[ADD]) as stream:
             kinds = [event.type async for event in stream]
             message = await stream.get_final_message()
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
@@ -126,7 +128,7 @@ async def continued_twice(client, row):
 
 async def too_many(client, row):
     told = []
-    for number in range(4):
+    for number in range(10):
         try:
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": f"{number}"}])
         except Exception as error:
@@ -135,13 +137,19 @@ async def too_many(client, row):
     return 1.0
 
 
+async def named(client, row):
+    return await globals()[row["agent"]](client, row)
+
+
 async def own_sampling(client, row):
-    more = {"temperature": 0.2, "seed": 5, "frequency_penalty": 0.5}
-    reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "p"}], stop=["\\n", "!"], **more)
+    more = {"temperature": 0.2, "seed": 5, "frequency_penalty": 0.5, "stop": ["\\n", "!"]}
+    asked = [{"role": "user", "content": "p"}]
+    reply = await client.chat.completions.create(model="m", messages=asked, **more)
     assert reply.choices[0].message.content == "one" and reply.choices[0].finish_reason == "stop"
     async with claude(client) as api:
-        said = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "one"}, {"role": "user", "content": "x"}]
-        message = await api.messages.create(model="m", max_tokens=9, messages=said, stop_sequences=["!"], extra_body={"temperature": 0.2})
+        said = [*asked, {"role": "assistant", "content": "one"}, {"role": "user", "content": "x"}]
+        own = {"stop_sequences": ["!"], "extra_body": {"temperature": 0.2}}
+        message = await api.messages.create(model="m", max_tokens=9, messages=said, **own)
         assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "!")
         for bad in ({"temperature": "hot"}, {"temperature": -1}):
             try:
@@ -155,24 +163,15 @@ async def own_sampling(client, row):
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory):
+def play(tmp_path_factory):
+    """Plays an episode of one of AGENTS; all run in the same process, one after another."""
     path = tmp_path_factory.mktemp("agents") / "agents.py"
     path.write_text(AGENTS)
-    return path
+    limits = {"longest": 400, "prompt_max_len": 200, "max_turns": 18, "agent_branches": 8}
+    player = Player(agent=f"{path}:named", chat=True, **limits)
 
-
-@pytest.fixture
-def play(file):
-    players = []
-
-    def run(name, turns, **options):
-        options = {"longest": 400, "prompt_max_len": 200, **options}
-        players.append(Player(agent=f"{file}:{name}", chat=True, **options))
-        return players[-1].play([turns])[0]
-
-    yield run
-    for player in players:
-        player.episodes.close()
+    yield lambda name, turns: player.play([turns], rows=[{"agent": name}])[0]
+    player.episodes.close()
 
 
 TURN = f"<think>\nwell\n</think>\n\n{CALL}{CALL.removeprefix('so')}$"
@@ -200,7 +199,7 @@ def test_streams_have_all_parts_of_a_turn(play, name):
 
 
 def test_eight_branches_at_once(play):
-    sample = play("eight", [f"{letter}$" for letter in "abcdefghijklmnopqr"], max_turns=18)
+    sample = play("eight", [f"{letter}$" for letter in "abcdefghijklmnopqr"])
     assert sample.episode.problem == "" and sample.episode.drift == 0
     assert sample.token_ids == ids("a$\nu:done$\na:r$")
     assert len(sample.episode.branches) == 8
@@ -217,8 +216,8 @@ def test_a_turn_that_is_continued_twice_at_once(play):
 
 
 def test_more_branches_than_allowed_are_refused(play):
-    sample = play("too_many", ["a$", "b$", "c$"], agent_branches=2)
-    assert sample.episode.problem == "" and len(sample.episode.branches) == 2
+    sample = play("too_many", ["a$"] * 9)
+    assert sample.episode.problem == "" and len(sample.episode.branches) == 8
 
 
 def test_sampling_belongs_to_the_run(play):
