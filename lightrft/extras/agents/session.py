@@ -155,7 +155,7 @@ class Session:
         except (EOFError, OSError) as error:
             self._stop_reading()
             for turn, _ in self._waiting.values():
-                turn.set_exception(error)
+                _fail(turn, error)
             self._waiting.clear()
             return
 
@@ -164,7 +164,7 @@ class Session:
         if not self._waiting:
             self._stop_reading()
         if isinstance(reply, Refused):
-            turn.set_exception(ValueError(reply.problem))
+            _fail(turn, ValueError(reply.problem))
             return
 
         if reply.token_ids:
@@ -185,3 +185,8 @@ class Session:
         self.tool_calls += 1
         self.tool_errors += failed
         self.tool_seconds += time.perf_counter() - began
+
+
+def _fail(turn: asyncio.Future[Turn], error: Exception) -> None:
+    turn.set_exception(error)
+    turn.exception()  # the request may have been given up, and asyncio would log that

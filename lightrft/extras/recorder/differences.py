@@ -21,22 +21,12 @@ from lightrft.app.observe.sinks import read_rows
 from lightrft.app.run.digests import FILE, OF_SEQUENCES, PHASES, read_digests
 from lightrft.app.run.resume_check import NO_EFFECT_ON_NUMBERS
 from lightrft.app.run.run_folder import DESCRIPTION, checkpoints_of
+from lightrft.config.tables import table
 from lightrft.extras.tools.comparison import read_settings
 from lightrft.strategy.checkpoint.manifest import checkpoints
 from lightrft.strategy.checkpoint.reader import CheckpointReader
 
-MEANINGS = {
-    "prompts": "the prompts of the step",
-    "samples": "the sampled tokens",
-    "logprobs": "the engine's log-probs of the sampled tokens",
-    "rewards": "the rewards",
-    "outputs": "what models compute before the update: old and reference log-probs, values",
-    "advantages": "the advantages, or which tokens are learned",
-    "plan": "how ranks and micro-batches divide the sequences",
-    "loss": "the loss",
-    "gradient": "the gradient",
-    "weights": "the weights after the update",
-}
+MEANINGS: dict[str, str] = table("extras/recorder/meanings")
 REWARD_FIELDS = ("reward", "reward_components", "token_rewards", "masked")
 FIELDS_OF_PHASES = {"samples": ("token_ids",), "logprobs": ("logprobs",), "rewards": REWARD_FIELDS}
 """Phase -> fields of a recorded sample that it is the first to have."""

@@ -16,6 +16,7 @@ from statistics import fmean, median
 
 from lightrft.config.errors import ConfigError, DataError
 from lightrft.config.sections import DataSection, RewardSection
+from lightrft.config.tables import table
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.prompts import reward_columns
 from lightrft.data.readers import BadRows, read_rows
@@ -23,29 +24,9 @@ from lightrft.data.rendering.forms import scored
 from lightrft.rewards.functions import right_answers
 from lightrft.rewards.runner import RewardRunner
 
-RESPONSE_FORMS = (
-    "{}",
-    "The answer is {}.",
-    r"The answer is \boxed{{{}}}.",
-    "<think>\nLet me see.\n</think>\n<answer>{}</answer>",
-    "```json\n{}\n```",
-    "```python\n{}\n```",
-)
+RESPONSE_FORMS: list[str] = table("extras/tools/responses")["with_label"]
 """Forms of a response with a label."""
-ODD_RESPONSES = (
-    " ",
-    "\n\n",
-    "\0",
-    "\ud7ff\u200b\U0001f600",
-    "{" * 500,
-    r"\boxed{",
-    "<answer>",
-    "```python\n",
-    "-" * 20_000,
-    "1" * 20_000,
-    "NaN",
-    "inf",
-)
+ODD_RESPONSES = [text * times for text, times in table("extras/tools/responses")["odd"]]
 """Responses that sampling brings sooner or later."""
 AGREEMENT = 0.95
 """Share of rows where the right answer must get more than the wrong one."""

@@ -192,8 +192,10 @@ def test_a_client_that_vanishes_while_it_sends_leaves_its_answer_to_nobody():
 
     def answer() -> None:
         for _ in range(2):
-            asked = from_bytes(others.recv_bytes()).observation
-            others.send(Turn(f"after {len(asked)} tokens", [1], "stop", context_ids=asked))
+            request = from_bytes(others.recv_bytes())
+            asked = request.observation
+            turn = Turn(f"after {len(asked)} tokens", [1], "stop", context_ids=asked)
+            others.send((request.number, turn))
 
     async def course() -> Turn:
         with ThreadPoolExecutor(1) as tokenizing:

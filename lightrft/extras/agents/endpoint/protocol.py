@@ -10,30 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from lightrft.config.tables import table
 from lightrft.config.values import check_text
 from lightrft.extras.agents.history import good_calls
 from lightrft.extras.agents.messages import RANGES, Turn, check_sampling, check_stop
 
 Body = dict[str, Any]
-NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tool_choice": ("auto", "none"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "bad_words": ([],),
-    "prompt_logprobs": (0,),
-    "skip_special_tokens": (True, False),
-}
+NEUTRAL_VALUES: Mapping[str, list[Any]] = table("extras/agents/endpoint/neutral")
 """Parameter of a request -> values, beside null, that leave sampling as the run sets it."""
 DECIDED_BY_RUN = (
     "seed",
