@@ -282,7 +282,7 @@ class TrainPpoFlags(TypedDict, total=False):
     environment: str | Path
     """Class or async function that makes a response an episode of several turns: file.py:Class, file.py:function or module:object; verifiers:NAME is an environment of verifiers, openenv:URL an OpenEnv server, and harbor:FOLDER a folder with tasks of Harbor. --reward environment takes the rewards from it. Empty: a response is one turn."""
     agent: str | Path
-    """Async function (client, row) that makes a response an episode, and returns the reward: file.py:function or module:function. The client is openai.AsyncOpenAI, connected to a server in the same process that answers with turns of the trained model."""
+    """Async function (client, row) that makes a response an episode, and returns the reward: file.py:function or module:function. The client is openai.AsyncOpenAI, connected to a server in the same process that answers with turns of the trained model, also to Anthropic's Messages."""
     tools: list[str] | str
     """Functions that the model may call: file.py, file.py:function, module:function, calculator or python. The chat template describes them from types and docstrings. mcp:COMMAND and mcp:http://host:8000/mcp are the tools of an MCP server; each episode has a connection of its own, and with a command a server process of its own."""
     tool_parser: str | Path
@@ -1973,7 +1973,7 @@ class EvaluateFlags(TypedDict, total=False):
     environment: str | Path
     """Class or async function that makes a response an episode of several turns: file.py:Class, file.py:function or module:object; verifiers:NAME is an environment of verifiers, openenv:URL an OpenEnv server, and harbor:FOLDER a folder with tasks of Harbor. --reward environment takes the rewards from it. Empty: a response is one turn."""
     agent: str | Path
-    """Async function (client, row) that makes a response an episode, and returns the reward: file.py:function or module:function. The client is openai.AsyncOpenAI, connected to a server in the same process that answers with turns of the trained model."""
+    """Async function (client, row) that makes a response an episode, and returns the reward: file.py:function or module:function. The client is openai.AsyncOpenAI, connected to a server in the same process that answers with turns of the trained model, also to Anthropic's Messages."""
     tools: list[str] | str
     """Functions that the model may call: file.py, file.py:function, module:function, calculator or python. The chat template describes them from types and docstrings. mcp:COMMAND and mcp:http://host:8000/mcp are the tools of an MCP server; each episode has a connection of its own, and with a command a server process of its own."""
     tool_parser: str | Path

@@ -44,6 +44,8 @@ TRACKER_VERSIONS = {
 }
 """Trackers of --report_to."""
 
+SERVER = {"starlette": ">=0.40", "uvicorn": ">=0.30"}
+AGENTS = {"openai": ">=2.0", "anthropic": ">=2.0"}
 EXTRAS = {
     **{name: {name: tested} for name, tested in ENGINE_VERSIONS.items()},
     "deepspeed": {"deepspeed": ">=0.19.8"},
@@ -51,12 +53,12 @@ EXTRAS = {
     "qlora": {"bitsandbytes": ">=0.50,<0.51"},
     "fp8": {"torchao": ">=0.18,<0.19"},
     "gguf": {"gguf": ">=0.19"},
-    "agents": {"openai": ">=2.0", "starlette": ">=0.40", "uvicorn": ">=0.30"},
+    "agents": AGENTS | SERVER,
     "openenv": {"websockets": ">=14.0"},
-    "verifiers": {"verifiers": ">=0.4,<0.5", "starlette": ">=0.40", "uvicorn": ">=0.30"},
+    "verifiers": {"verifiers": ">=0.4,<0.5"} | AGENTS | SERVER,
     "mcp": {"mcp": ">=2.0,<3"},
-    "harbor": {"starlette": ">=0.40", "uvicorn": ">=0.30"},  # Harbor has its own interpreter
-    "tinker": {"tinker": ">=0.38,<0.39", "starlette": ">=0.40", "uvicorn": ">=0.30"},
+    "harbor": AGENTS | SERVER,  # Harbor has its own interpreter
+    "tinker": {"tinker": ">=0.38,<0.39"} | SERVER,
     "http": {"httpx": ">=0.27", "tenacity": ">=9.0"},
     **{name.removesuffix("_ml"): {name: versions} for name, versions in TRACKER_VERSIONS.items()},
     "media": {"av": ">=14"},

@@ -23,6 +23,8 @@ from lightrft import __version__, versions
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_AN_EXTRA = {
     "lightrft.extras.agents.endpoint.client": "openai",
+    "lightrft.extras.agents.endpoint.messages_api": "anthropic",
+    "lightrft.extras.agents.endpoint.responses_api": "openai",
     "lightrft.extras.agents.endpoint.server": "uvicorn",
     "lightrft.extras.agents.adapters.openenv": "websockets",
     "lightrft.extras.agents.adapters.verifiers": "verifiers",

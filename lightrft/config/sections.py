@@ -604,7 +604,7 @@ class EnvironmentSection(Section, commands=SAMPLING):
     agent: str = ""
     """Async function (client, row) that makes a response an episode, and returns the reward:
     file.py:function or module:function. The client is openai.AsyncOpenAI, connected to a server in
-    the same process that answers with turns of the trained model."""
+    the same process that answers with turns of the trained model, also to Anthropic's Messages."""
     tools: list[str] = option([])
     """Functions that the model may call: file.py, file.py:function, module:function, calculator or
     python. The chat template describes them from types and docstrings. mcp:COMMAND and

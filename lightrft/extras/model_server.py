@@ -146,8 +146,17 @@ class ServedSession(Session):
         await asyncio.shield(asyncio.to_thread(self._write, content))
 
     def _write(self, content: bytes) -> None:
-        with self._writing:  # of another thread's request
+        # If the session has ended, who waits for the reply gets the end of the connection.
+        with self._writing, suppress(OSError):
             self.connection.send_bytes(content)
+
+    def _close(self) -> None:
+        # A thread may still write: its descriptor must not become that of another file.
+        asyncio.get_running_loop().run_in_executor(None, self._close_after_writing)
+
+    def _close_after_writing(self) -> None:
+        with self._writing:
+            self.connection.close()
 
     def _token_ids(self, request: TurnRequest) -> list[int]:
         if request.after is None or request.after == BEGINNING:

@@ -142,6 +142,9 @@ class Session:
         """Close the connection, whatever is still to come over it."""
         if self._waiting:
             self._stop_reading()
+        self._close()
+
+    def _close(self) -> None:
         self.connection.close()
 
     async def _send(self, content: bytes) -> None:

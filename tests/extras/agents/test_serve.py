@@ -382,3 +382,69 @@ def test_no_client_keeps_others_waiting(started):
 
     for opened in sockets:
         opened.close()
+
+
+def test_the_three_apis_answer_alike(server):
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
+    asked = [{"role": "user", "content": "p"}]
+    with openai.OpenAI(base_url=server, api_key="secret") as client:
+        chat = client.chat.completions.create(
+            model="any", messages=asked, max_tokens=6, temperature=0
+        )
+        response = client.responses.create(
+            model="any", input="p", max_output_tokens=6, temperature=0
+        )
+    root = server.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=root, api_key="secret") as client:
+        greedy = {"max_tokens": 6, "extra_body": {"temperature": 0}}
+        message = client.messages.create(model="any", messages=asked, **greedy)
+        counted = client.messages.count_tokens(model="any", messages=asked)
+        with pytest.raises(anthropic.AuthenticationError):
+            other = client.with_options(api_key="of another episode")
+            other.messages.create(model="any", messages=asked, **greedy)
+
+    text = chat.choices[0].message.content
+    assert text == message.content[0].text == response.output_text
+    assert chat.usage.prompt_tokens == counted.input_tokens == message.usage.input_tokens
+    assert response.usage.input_tokens == counted.input_tokens
+
+
+def test_memory_stays_the_same_under_load(started):
+    """64 clients at once: every third stream is left, and one body in eight is half."""
+    process = started.inspected()
+    host, port = started.address.split("//")[1].split("/")[0].split(":")
+    key = {"Authorization": "Bearer secret"}
+    body = {"messages": [{"role": "user", "content": "p"}], "temperature": 0, "max_tokens": 2}
+    routes = ("/chat/completions", "/messages", "/responses")
+
+    async def ask(client, number):
+        route = routes[number % 3]
+        content = body | {"input": "p"} if route == "/responses" else body
+        if number % 8 == 7:
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/messages HTTP/1.1\r\nHost: a\r\nContent-Length: 50\r\n\r\n{")
+            await writer.drain()
+            writer.close()
+        if number % 3 == 2:
+            long = content | {"max_tokens": 3000, "stream": True}
+            with suppress(httpx.ReadTimeout):
+                await client.post(route, json=long, timeout=httpx.Timeout(60, read=0.05))
+            return 200
+        return (await client.post(route, json=content)).status_code
+
+    async def rounds(count):
+        limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
+        async with httpx.AsyncClient(
+            base_url=started.address, headers=key, timeout=60, limits=limits
+        ) as client:
+            for _ in range(count):
+                yield {*await asyncio.gather(*(ask(client, number) for number in range(64)))}
+
+    async def memory_after(count):
+        async for statuses in rounds(count):
+            assert statuses == {200}
+        return process.memory_info().rss
+
+    before = asyncio.run(memory_after(8))
+    after = asyncio.run(memory_after(24))
+    assert after - before < 30 << 20, (after - before) / 2**20
