@@ -44,8 +44,8 @@ TRACKER_VERSIONS = {
 }
 """Trackers of --report_to."""
 
-SERVER = {"starlette": ">=0.40", "uvicorn": ">=0.30"}
-AGENTS = {"openai": ">=2.0", "anthropic": ">=2.0"}
+SERVER_PACKAGES = {"starlette": ">=0.40", "uvicorn": ">=0.30"}
+AGENT_PACKAGES = {"openai": ">=2.0", "anthropic": ">=2.0"}
 EXTRAS = {
     **{name: {name: tested} for name, tested in ENGINE_VERSIONS.items()},
     "deepspeed": {"deepspeed": ">=0.19.8"},
@@ -53,12 +53,12 @@ EXTRAS = {
     "qlora": {"bitsandbytes": ">=0.50,<0.51"},
     "fp8": {"torchao": ">=0.18,<0.19"},
     "gguf": {"gguf": ">=0.19"},
-    "agents": AGENTS | SERVER,
+    "agents": AGENT_PACKAGES | SERVER_PACKAGES,
     "openenv": {"websockets": ">=14.0"},
-    "verifiers": {"verifiers": ">=0.4,<0.5"} | AGENTS | SERVER,
+    "verifiers": {"verifiers": ">=0.4,<0.5"} | AGENT_PACKAGES | SERVER_PACKAGES,
     "mcp": {"mcp": ">=2.0,<3"},
-    "harbor": AGENTS | SERVER,  # Harbor has its own interpreter
-    "tinker": {"tinker": ">=0.38,<0.39"} | SERVER,
+    "harbor": AGENT_PACKAGES | SERVER_PACKAGES,  # Harbor has its own interpreter
+    "tinker": {"tinker": ">=0.38,<0.39"} | SERVER_PACKAGES,
     "http": {"httpx": ">=0.27", "tenacity": ">=9.0"},
     **{name.removesuffix("_ml"): {name: versions} for name, versions in TRACKER_VERSIONS.items()},
     "media": {"av": ">=14"},

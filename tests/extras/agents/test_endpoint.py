@@ -341,10 +341,11 @@ HALF_SENT = {
 
 @pytest.mark.parametrize("case", HALF_SENT)
 def test_a_connection_with_half_a_request_is_closed(case, monkeypatch):
+    from lightrft.extras import http_server
     from lightrft.extras.agents.endpoint import server
 
-    monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
-    monkeypatch.setattr(server, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(http_server, "BODY_SECONDS", 0.3)
 
     async def closed():
         program, rank = Pipe()
