@@ -11,7 +11,10 @@ Each variant runs in a process of its own. On a CPU: float32, one thread, `secon
 an accelerator (the default where there is one, see --device): bfloat16, seconds that pass, and the
 device memory that was allocated above what it was before. Seconds are the median of the
 repetitions; the memory includes the gradients. `lightrft` knows the gradient of its objective in
-the forward pass, `sequences` after every 512 tokens, and `four_products` does not.
+the forward pass, `sequences` after every 512 tokens, and `four_products` does not. The entropy of
+each token is added to the objective with the coefficient --entropy. `vocabulary_blocks` is not what
+lightrft does: it computes the logits in blocks of the vocabulary and reads each while it is in the
+cache.
 
 One JSON line per variant; the last one has, for the first case, `time_ratio` and
 `peak_memory_ratio`, lightrft / full logits, and the latter without the weight's gradient,
@@ -27,47 +30,129 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from lightrft.models.logits.logprobs import chunk_rows, token_logprobs
 from lightrft.models.logits.truncation import ALL, Truncation
+from lightrft.models.logits.vocab_parallel import HOST_BLOCK
+from lightrft.models.parallel.device import exponentials
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import parser_of
 
 truncation = ALL
 """Part of the vocabulary to take log-probs over; --top_p."""
+coefficient = 0.0
+"""Coefficient of the entropy in the objective; --entropy."""
 
 
 def lightrft(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The gradient of the sum is 1 for every token."""
-    upstream = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
-    return token_logprobs(
-        hidden, weight, targets, truncation=truncation, entropy=False, upstream=upstream
-    )[0]
+    return _objective(hidden, weight, targets, upstream=_ones)
 
 
 def four_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return token_logprobs(hidden, weight, targets, truncation=truncation, entropy=False)[0]
+    return _objective(hidden, weight, targets)
 
 
 def sequences(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The gradient is known after all tokens of a sequence of 512, as in GSPO and DPO."""
-    upstream = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
-    return token_logprobs(
-        hidden,
-        weight,
-        targets,
-        truncation=truncation,
-        entropy=False,
-        upstream=upstream,
-        units=[len(part) for part in targets.split(512)],
-    )[0]
+    units = [len(part) for part in targets.split(512)]
+    return _objective(hidden, weight, targets, upstream=_ones, units=units)
+
+
+def _objective(hidden: Tensor, weight: Tensor, targets: Tensor, **known: Any) -> Tensor:
+    """Return the log-prob of each token, and its entropy times the coefficient."""
+    options = {"truncation": truncation, "entropy": coefficient != 0}
+    values, entropy = token_logprobs(hidden, weight, targets, **options, **known)
+    return values if entropy is None else values + coefficient * entropy
+
+
+def _ones(rows: slice, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of _objective()'s sum."""
+    of_entropy = None if entropy is None else torch.full_like(entropy, coefficient)
+    return torch.ones_like(logprobs), of_entropy
+
+
+def vocabulary_blocks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Read each block of logits while it is in the cache, without truncation and entropy."""
+    return _InBlocks.apply(hidden, weight, targets)
+
+
+class _InBlocks(torch.autograd.Function):
+    """Treat blocks of the vocabulary as the shards that ranks have.
+
+    The gradient of the sum is computed in the forward pass, from exponentials relative to each
+    block's own maximum.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        size = chunk_rows(hidden, len(weight))
+        memory = torch.empty(min(size, len(hidden)) * len(weight))
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        values = [
+            _chunk_in_blocks(*chunk, weight, grad_weight, memory)
+            for chunk in zip(
+                hidden.split(size), targets.split(size), grad_hidden.split(size), strict=True
+            )
+        ]
+        ctx.gradients = grad_hidden, grad_weight
+        return torch.cat(values)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.gradients, None
+
+
+def _chunk_in_blocks(
+    hidden: Tensor,
+    targets: Tensor,
+    grad_hidden: Tensor,
+    weight: Tensor,
+    grad_weight: Tensor,
+    memory: Tensor,
+) -> Tensor:
+    """Return the log-probs of a chunk, and add to the gradients."""
+    picked = torch.zeros(len(targets))
+    found = []
+    for part, own, first in zip(
+        weight.split(COLUMNS),
+        memory.split(COLUMNS * len(hidden)),
+        range(0, len(weight), COLUMNS),
+        strict=False,
+    ):
+        block = own[: len(hidden) * len(part)].view(len(hidden), len(part))
+        torch.mm(hidden, part.T, out=block)
+        rows = ((targets >= first) & (targets < first + len(part))).nonzero()[:, 0]
+        columns = targets[rows] - first
+        picked[rows] = block[rows, columns]
+
+        sums = []
+        for piece in block.split(HOST_BLOCK // COLUMNS):  # fits into a smaller cache
+            top = piece.amax(-1)
+            sums.append((top, exponentials(piece.sub_(top[:, None]), out=piece).sum(-1)))
+        found.append((block, rows, columns, *map(torch.cat, zip(*sums, strict=True))))
+
+    tops = torch.stack([top for *_, top, _ in found])
+    factors = (tops - tops.amax(0)).exp_()
+    total = (torch.stack([total for *_, total in found]) * factors).sum(0)
+
+    for (block, rows, columns, *_), factor, part, grad in zip(
+        found, factors / total, weight.split(COLUMNS), grad_weight.split(COLUMNS), strict=True
+    ):
+        block.mul_(-factor[:, None])
+        block[rows, columns] += 1.0
+        grad_hidden.addmm_(block, part)
+        grad.addmm_(block.T, hidden)
+    return picked - tops.amax(0) - total.log()
 
 
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -83,7 +168,9 @@ def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
                 -1, order, sizes.cumsum(-1) - sizes >= truncation.top_p
             )
         logits = logits.masked_fill(outside, -torch.inf)
-    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    logprobs = logits.log_softmax(-1)
+    values = logprobs.gather(-1, targets[:, None])[:, 0]
+    return values - coefficient * (logprobs.exp() * logprobs).sum(-1) if coefficient else values
 
 
 def checkpointed(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -109,8 +196,18 @@ def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     f.__name__: f
-    for f in (lightrft, sequences, full_logits, four_products, checkpointed, torch_chunked)
+    for f in (
+        lightrft,
+        sequences,
+        full_logits,
+        four_products,
+        checkpointed,
+        vocabulary_blocks,
+        torch_chunked,
+    )
 }
+COLUMNS = 2048
+"""Tokens of the vocabulary in a block of vocabulary_blocks."""
 
 
 def measure(
@@ -139,8 +236,9 @@ def measure(
         with torch.no_grad():
             targets = torch.cat([(part @ weight.T).argmax(-1) for part in hidden.split(16)])
 
-    global truncation
+    global truncation, coefficient
     truncation = Truncation(top_p=args.top_p)
+    coefficient = args.entropy
     VARIANTS[variant](*few, targets[:2] % 64).sum().backward()  # loads what is loaded once
 
     if device.type != "cpu":  # compiles and chooses what is compiled and chosen once
@@ -191,7 +289,9 @@ def _peak(device: torch.device) -> int:
 
 
 def in_process(variant: str, vocabulary: int, width: int, args: argparse.Namespace) -> dict:
-    settings = {name: getattr(args, name) for name in ("device", "tokens", "repeat", "top_p")}
+    settings = {
+        name: getattr(args, name) for name in ("device", "tokens", "repeat", "top_p", "entropy")
+    }
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     case = ["--one", variant, str(vocabulary), str(width)]
 
@@ -239,7 +339,8 @@ def main(argv: list[str] | None = None) -> None:
         ),
         "--tokens": 2048,
         "--repeat": 3,
-        "--top_p": (1.0, "of the most likely tokens; for all but torch_chunked"),
+        "--top_p": (1.0, "of the most likely tokens; not for the last two variants"),
+        "--entropy": (0.0, "coefficient of the entropy; not for the last two variants"),
         "--device": str(torch.accelerator.current_accelerator() or "cpu"),
     }
     parser = parser_of(__doc__, flags)

@@ -6,7 +6,8 @@ It measures the sampler alone, and generation for prompts that several samples s
     python scripts/bench/sampling.py generation --model runs/laptop/model --pairs 3
 
 `sampler` draws tokens with their log-probs from random logits and compares with vLLM's own
-functions. `generation` compares with vLLM's defaults: blocks of 128 tokens, of which a prompt is
+functions, and with exponentials and sums of blocks of rows that are still in the cache (`in_blocks`,
+which lightrft does not do). `generation` compares with vLLM's defaults: blocks of 128 tokens, of which a prompt is
 shared by whole ones only, and vLLM's sampler. The two run one after the other in processes of their
 own. All seconds are CPU seconds of one thread.
 """
@@ -21,6 +22,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightrft.models.logits.truncation import HOST_BLOCK
+from lightrft.models.parallel.device import exponentials
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.harness import parser_of
@@ -41,12 +48,32 @@ def seconds(function: Callable[[], object], repeats: int) -> float:
     return min(found)
 
 
+def in_blocks(logits: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw tokens [R] of logits [R, V] with their log-probs, as lightrft does.
+
+    Some rows at a time become exponentials, whose sums are taken before the next rows come. Nothing
+    divides them: only what is drawn needs the sum of its row. V is a multiple of TOKEN_BLOCK.
+    """
+    from lightrft.engine.vllm.on_cpu import TOKEN_BLOCK
+
+    gumbel_max = torch.ops._C.fused_gumbel_argmax
+    found = []
+    for rows in logits.split(max(1, HOST_BLOCK // logits.shape[1])):
+        exponentials(rows.sub_(rows.amax(-1, keepdim=True)), out=rows)
+        found.append(rows.unflatten(1, (-1, TOKEN_BLOCK)).sum(2))
+
+    sums = torch.cat(found)
+    tokens = TOKEN_BLOCK * gumbel_max(sums.log(), seeds[0])[:, None] + torch.arange(TOKEN_BLOCK)
+    inside = logits.gather(1, tokens)
+    chosen = gumbel_max(inside.log(), seeds[1])[:, None]
+    return tokens.gather(1, chosen), (inside.gather(1, chosen) / sums.sum(1, keepdim=True)).log()
+
+
 def sampler() -> None:
     """Print a line for each case."""
-    import torch
     from vllm.v1.sample.sampler import Sampler
 
-    from lightrft.engine.vllm.on_cpu import use_fast_sampling
+    from lightrft.engine.vllm.on_cpu import NUM_SEEDS, TOKEN_BLOCK, use_fast_sampling
 
     torch.set_num_threads(1)
 
@@ -68,6 +95,9 @@ def sampler() -> None:
                 name: seconds(lambda each=each: sample(each), 6)
                 for name, each in zip(VERSIONS, (own, fast), strict=True)
             }
+        if vocabulary % TOKEN_BLOCK == 0:
+            seeds = torch.randint(NUM_SEEDS, (2, rows))
+            times["in_blocks"] = seconds(lambda x=logits, s=seeds: in_blocks(x.clone(), s), 6)
 
         print(
             json.dumps(
@@ -80,7 +110,6 @@ def sampler() -> None:
 
 def generate(arguments: argparse.Namespace, version: str) -> None:
     """Print the CPU seconds of one generation after another one that warms up."""
-    import torch
     import torch.distributed as dist
     from transformers import AutoConfig
 

@@ -273,12 +273,16 @@ def flags(args: argparse.Namespace, folder: Path) -> list[str]:
         f"--max_steps={args.steps}",
         f"--save_path={folder / 'run'}",
         "--report_to=jsonl",
+        *args.more.split(),
     ]
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     flags = {"--ranks": 1, "--steps": 20, "--prompts": 8, "--samples": 8, "--micro": 16}
-    own = {"--engine_args": ("", "of the trainer's flag, such as '{\"enforce_eager\": false}'")}
+    own = {
+        "--engine_args": ("", "of the trainer's flag, such as '{\"enforce_eager\": false}'"),
+        "--more": ("", "other flags of the trainer, such as --more='--entropy_coef=0.01'"),
+    }
     parser = parser_of(__doc__, flags | {"--max-new": 64} | own)
     parser.add_argument("--preset", choices=PRESETS, default="small", help="of a fresh model")
     parser.add_argument("--engine", choices=("hf", "vllm"), default="vllm")

@@ -164,7 +164,9 @@ def top_logprobs(
         for start, end in runs(banned):
             logits[:, max(start - vocab.first, 0) : max(end - vocab.first, 0)] = -torch.inf
         values[rows, :local_k], ids[rows, :local_k] = logits.topk(local_k)
-        sums[rows] = logits.logsumexp(-1)
+        nothing = LocalTargets(ids[rows, :0], vocab)  # torch's logsumexp() takes five times as long
+        top, total, *_ = vocab_parallel.local_sums(logits, nothing, masked=True, entropy=False)
+        sums[rows] = top + total.log()
 
     axis = vocab.axis
     if axis.size > 1:

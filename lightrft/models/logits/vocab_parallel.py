@@ -17,6 +17,8 @@ from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.device import exponentials
 from lightrft.models.parallel.sequence_parallel import all_gather_tensor
 
+SMALLEST = torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True, slots=True)
 class VocabularyRange:
@@ -260,10 +262,9 @@ def _block_gradient(
         weights.mul_(-asked_for / total)
         return
 
-    through_entropy = (
-        finite(below).add_(distribution.entropy[:, None] - total.log()).mul_(grad_entropy[:, None])
-    )
-    weights.div_(total).mul_(through_entropy.add_(asked_for).neg_())
+    slope = -grad_entropy[:, None] / total
+    factor = slope * (distribution.entropy[:, None] - total.log()) - asked_for / total
+    weights.mul_(finite(below).mul_(slope).add_(factor))
 
 
 def gradient_of_exponentials(
@@ -282,15 +283,16 @@ def gradient_of_exponentials(
     if grad_entropy is None:
         return exponentials.mul_(-asked_for * scale)
 
-    slope = grad_entropy[:, None] * scale
-    factor = asked_for * scale + slope * (finite(scale.log()) + distribution.entropy[:, None])
+    slope = -grad_entropy[:, None] * scale
+    factor = slope * (finite(scale.log()) + distribution.entropy[:, None]) - asked_for * scale
     in_blocks = blocks(exponentials)
     scratch = torch.empty_like(in_blocks[0])
     start = 0
     for block in in_blocks:
         rows = slice(start, start + len(block))
-        moments = torch.xlogy(block, block, out=scratch[: len(block)]).mul_(slope[rows])
-        block.mul_(factor[rows]).add_(moments).neg_()
+        # xlogy() takes three times as long. The logarithm of 0 must not be infinite.
+        logs = torch.clamp(block, min=SMALLEST, out=scratch[: len(block)]).log_()
+        block.mul_(logs.mul_(slope[rows]).add_(factor[rows]))
         start = rows.stop
 
     return exponentials
