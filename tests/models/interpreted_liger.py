@@ -13,7 +13,7 @@ from flat_models import MIXTURES, MODELS, gradients_of, make_batch, make_model, 
 from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.heads import Actor
 from lightrft.models.logits.liger_kernel import LIGER_FAMILIES, fuse
-from lightrft.models.recompute import recompute
+from lightrft.models.parallel.recompute import recompute
 from ranks import run_ranks, whole
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def sharded() -> tuple[Tensor, dict[str, Tensor]]:
     """
     model = make_model("qwen3", ATTENTION)
     fuse(model, CPU)
-    recompute(model, selective=False)
+    recompute(model, "full")
     actor = Actor(model).train()
     for block in model.get_decoder().layers:
         fully_shard(block)

@@ -9,6 +9,7 @@ tokens are copied on a CPU.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightrft.models.attention.prefix_attention import (
     window_mask,
 )
 from lightrft.models.parallel.device import has_flash_attention
+from lightrft.models.parallel.recompute import kept_attention
 
 ATTENTION = "lightrft"
 
@@ -59,6 +61,18 @@ def _flash(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def flat_attention(
+    module: nn.Module, *inputs: Any, dropout: float = 0.0, **options: Any
+) -> tuple[Tensor, None]:
+    """Compute attention over this rank's tokens of a flat batch, as compute_attention() does.
+
+    Selective recomputation does not repeat it, unless there is dropout: it would not draw again, so
+    all later draws would differ.
+    """
+    compute = partial(compute_attention, module, *inputs, dropout=dropout, **options)
+    return (compute() if dropout else kept_attention(compute)), None
+
+
+def compute_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -72,10 +86,10 @@ def flat_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """Compute attention over this rank's tokens of a flat batch.
 
-    query [1, H, t, D], key and value [1, H_kv, t, D] -> ([1, t, H, D], None). A token attends to
+    query [1, H, t, D], key and value [1, H_kv, t, D] -> [1, t, H, D]. A token attends to
     `sliding_window` tokens, itself included. `softcap` c replaces a score s by c tanh(s / c).
     `s_aux` [H] are sinks: scores of one more key for each head, without a value (gpt-oss, arXiv
     2508.10925). Raise ValueError for a family that does not pass the layout on.
@@ -124,7 +138,7 @@ def flat_attention(
         kernel = attention_kernel(query.device, query.dtype)
         output = kernel(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
 
-    return layout.sequence.after_attention(output).unsqueeze(0), None
+    return layout.sequence.after_attention(output).unsqueeze(0)
 
 
 def configured_window(module: nn.Module) -> int | None:

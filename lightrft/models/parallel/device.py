@@ -121,8 +121,33 @@ def ahead(
 
 @cache
 def _side_stream(device: torch.device) -> torch.Stream:
-    """Return the stream of ahead(); torch keeps freed memory for the stream that it was made on."""
+    """Return the second stream; torch keeps freed memory for the stream that it was made on."""
     return torch.Stream(device)
+
+
+def begin_copy(target: Tensor, source: Tensor) -> torch.Event | None:
+    """Copy between a device and pinned memory, beside what the device is given from now on.
+
+    Returns what end_copy() waits for.
+    """
+    on_device = target if source.device.type == "cpu" else source
+    if on_device.device.type == "cpu":
+        target.copy_(source)
+        return None
+
+    side = _side_stream(on_device.device)
+    side.wait_stream(torch.accelerator.current_stream(on_device.device))
+    with side:
+        target.copy_(source, non_blocking=True)
+    # If an error frees the tensor, nothing else gets its memory before the copy has ended.
+    on_device.record_stream(side)
+    return side.record_event()
+
+
+def end_copy(copied: torch.Event | None, device: torch.device) -> None:
+    """Let the device wait for a copy; the host does not."""
+    if copied is not None:
+        torch.accelerator.current_stream(device).wait_event(copied)
 
 
 def has_flash_attention(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ apply this before fully_shard, which then shards the experts of a rank over the 
 same ones.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from math import ceil
 from typing import NamedTuple
@@ -21,15 +21,19 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from lightrft.models.parallel.collectives import Axis, same, with_gradient
+from lightrft.models.parallel.recompute import once
 from lightrft.models.parallel.tensor_parallel import LocalParameters, distribute, outermost_models
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Forward pass of a layer's experts: tokens [t, H], chosen experts [t, k], weights [t, k]."""
+NUM_PARTS = 4
+"""Number of parts of the tokens whose results are summed one after the other."""
 
 
 def divide_experts(
@@ -133,6 +137,18 @@ def depart(num_local: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Depart
     `chosen` [T, k] has expert ids over all ranks, each of which has `num_local`. All ranks must
     call this together; a rank may have no token.
     """
+    order, received, sizes = once(partial(_plan_visit, num_local, axis, chosen))
+    exchange = Exchange(*sizes, axis)
+    visitors = _start(hidden[order // chosen.shape[1]], exchange)
+    return Departed(visitors, exchange, order, received)
+
+
+def _plan_visit(num_local: int, axis: Axis, chosen: Tensor) -> tuple[Tensor, Tensor, list]:
+    """Return `order` and `received` of Departed, and how many tokens go to and come from each rank.
+
+    A recomputed layer does not ask for it again: the host would wait once more, and the device,
+    which has nothing to do meanwhile.
+    """
     ids, order = chosen.flatten().sort(stable=True)
     # Unlike bincount, this does not wait for the device.
     ends = torch.searchsorted(
@@ -144,9 +160,7 @@ def depart(num_local: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Depart
 
     # The host waits here, and nowhere else: a collective has to know the sizes of the chunks.
     counts = torch.stack([sent, received]).unflatten(1, (axis.size, num_local)).sum(-1)
-    exchange = Exchange(*counts.tolist(), axis)
-    visitors = _start(hidden[order // chosen.shape[1]], exchange)
-    return Departed(visitors, exchange, order, received)
+    return order, received, counts.tolist()
 
 
 def visit(
@@ -172,9 +186,43 @@ def visit(
     returned = _finish(_start(computed, back), back)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    results = returned[inverse].unflatten(0, chosen.shape)
+    return _WeightedSum.apply(returned, inverse.view(chosen.shape), weights)
 
-    return (results * weights[..., None]).sum(1).to(hidden.dtype)
+
+class _WeightedSum(torch.autograd.Function):
+    """Sum of the k rows of each token with its weights: rows [n, H], places and weights [T, k].
+
+    Rows in the order of tokens would take as much memory as the rows do, and so would products with
+    weights. They exist for a part of the tokens at a time.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, places, weights)
+        sums = rows.new_empty(len(places), rows.shape[1])
+        for of_part, its_places, its_weights in _parts(sums, places, weights):
+            of_part.copy_((rows[its_places] * its_weights[..., None]).sum(1))
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+        rows, places, weights = ctx.saved_tensors
+        of_rows, of_weights = torch.empty_like(rows), torch.empty_like(weights)
+        gradient = gradient.to(torch.result_type(rows, weights))[:, None]
+        for of_sums, its_places, its_weights, of_part in _parts(
+            gradient, places, weights, of_weights
+        ):
+            of_part.copy_((of_sums * rows[its_places]).sum(-1))
+            # Each row has one place.
+            of_rows[its_places] = (of_sums * its_weights[..., None]).to(rows.dtype)
+        return of_rows, None, of_weights
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors over the same tokens [T, ...] into a few parts."""
+    size = max(1, ceil(len(tensors[0]) / NUM_PARTS))
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def _blocks_with_shared_expert(model: PreTrainedModel) -> list[nn.Module]:

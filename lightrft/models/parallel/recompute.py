@@ -1,0 +1,153 @@
+"""Activation checkpointing: activations are recomputed in the backward pass instead of stored.
+
+A block keeps its input, on the device or in host memory, and what it must not compute twice.
+"""
+
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from lightrft.models.parallel.device import begin_copy, end_copy
+
+Result = TypeVar("Result")
+
+
+def recompute(module: nn.Module, policy: str) -> None:
+    """Enable activation checkpointing for the blocks of every transformers model inside `module`.
+
+    A block keeps only its input. With the policy `selective` it also keeps attention and what its
+    backward pass needs, and with `offload` the input is in host memory.
+    """
+    if isinstance(module, PreTrainedModel):
+        passes = partial(_passes, keeps_attention=policy == "selective")
+        options = {"use_reentrant": False, "context_fn": passes}
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        if policy == "offload":
+            on_host = partial(InputsOnHost(), partial(checkpoint, **options))
+            module._set_gradient_checkpointing(gradient_checkpointing_func=on_host)
+        return
+
+    for child in module.children():
+        recompute(child, policy)
+
+
+class _Pass:
+    """While entered, a block computes for the first time, or again.
+
+    The first pass writes its results to a list, and each later one reads them from its beginning.
+    """
+
+    def __init__(self, results: list[Any], *, again: bool, keeps_attention: bool):
+        self.results = results
+        self.again = again
+        self.keeps_attention = keeps_attention
+
+    def __enter__(self) -> None:
+        self.unread = iter(self.results)
+        self.outer = _current.set(self)
+
+    def __exit__(self, *_: Any) -> None:
+        _current.reset(self.outer)
+
+
+_current: ContextVar[_Pass | None] = ContextVar("pass", default=None)
+"""Pass of the block that computes in this thread; None if the block is not recomputed."""
+
+
+def _passes(*, keeps_attention: bool) -> tuple[_Pass, _Pass]:
+    """Return the contexts of a block's forward pass and of its recomputation."""
+    results: list[Any] = []
+    return (
+        _Pass(results, again=False, keeps_attention=keeps_attention),
+        _Pass(results, again=True, keeps_attention=keeps_attention),
+    )
+
+
+def once(compute: Callable[[], Result]) -> Result:
+    """Return `compute()`, which has no gradient; a recomputation gets the same object again."""
+    current = _current.get()
+    if current is not None and current.again:
+        return next(current.unread)
+    result = compute()
+    if current is not None:
+        current.results.append(result)
+    return result
+
+
+def kept_attention(compute: Callable[[], Tensor]) -> Tensor:
+    """Return `compute()`, which draws no random numbers.
+
+    If attention is kept, so are the tensors of its backward pass, and a recomputation only gets the
+    result.
+    """
+    current = _current.get()
+    if current is None or not current.keeps_attention:
+        return compute()
+    if current.again:
+        return next(current.unread)
+
+    # These hooks take the place of those that would leave the tensors to the recomputation.
+    with saved_tensors_hooks(Tensor.detach, lambda kept: kept):
+        result = compute()
+    current.results.append(result.detach().requires_grad_(result.requires_grad))
+    return result
+
+
+class InputsOnHost:
+    """Calls a checkpoint function whose inputs are to be in host memory until the backward pass."""
+
+    def __init__(self) -> None:
+        self.newest: Callable[[], HostTensor | None] = lambda: None
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        with saved_tensors_hooks(self._leave, HostTensor.back):
+            return function(*args)
+
+    def _leave(self, tensor: Tensor) -> "HostTensor":
+        left = HostTensor(tensor, self.newest)
+        # The graph owns it; with its predecessors it would never be freed.
+        self.newest = weakref.ref(left)
+        return left
+
+
+class HostTensor:
+    """Tensor that is copied to host memory while a block computes, and back one block ahead."""
+
+    def __init__(self, tensor: Tensor, before: Callable[[], "HostTensor | None"]):
+        """Begin to copy the tensor; the device has the one `before` no longer."""
+        if (previous := before()) is not None:
+            previous.take()
+        self.before = before
+        self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+        self.on_device: Tensor | None = tensor
+        self.copied = begin_copy(self.host, tensor)
+        self.device = tensor.device
+
+    def take(self) -> Tensor | None:
+        """Return the tensor on the device, if there is one, and keep it no longer."""
+        tensor, self.on_device = self.on_device, None
+        if tensor is not None:
+            end_copy(self.copied, self.device)
+        return tensor
+
+    def fetch(self) -> None:
+        """Begin to copy the values back, unless they are on the device."""
+        if self.on_device is None:
+            self.on_device = torch.empty_like(self.host, device=self.device)
+            self.copied = begin_copy(self.on_device, self.host)
+
+    def back(self) -> Tensor:
+        """Return the tensor on the device, and begin to fetch the one before."""
+        self.fetch()
+        tensor = self.take()
+        if (previous := self.before()) is not None:
+            previous.fetch()
+        return tensor
