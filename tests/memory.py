@@ -16,10 +16,11 @@ __all__ = ["Storages", "larger_mixture", "larger_model", "peak_of"]
 
 
 class Storages(TorchDispatchMode):
-    """While entered, counts the bytes that operations allocate, also on the meta device."""
+    """While entered, counts the bytes that operations allocate: on all devices, or on one."""
 
-    def __init__(self, uncounted: Iterable[Tensor] = ()):
+    def __init__(self, uncounted: Iterable[Tensor] = (), device: str = ""):
         super().__init__()
+        self.device = device
         self.uncounted = [tensor.untyped_storage() for tensor in uncounted]
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
@@ -27,7 +28,7 @@ class Storages(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for each in tree_iter(result):
-            if isinstance(each, Tensor):
+            if isinstance(each, Tensor) and self.device in ("", each.device.type):
                 storage = each.untyped_storage()
                 self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, self.kept())
@@ -35,9 +36,7 @@ class Storages(TorchDispatchMode):
 
     def kept(self) -> int:
         """Return the bytes that are still in use."""
-        self.made = {
-            address: made for address, made in self.made.items() if not made[0].expired()
-        }
+        self.made = {address: made for address, made in self.made.items() if not made[0].expired()}
         uncounted = {storage._cdata for storage in self.uncounted}
         return sum(size for address, (_, size) in self.made.items() if address not in uncounted)
 

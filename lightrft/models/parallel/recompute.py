@@ -6,6 +6,7 @@ A block keeps its input, on the device or in host memory, and what it must not c
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,16 +40,16 @@ def recompute(module: nn.Module, policy: str) -> None:
         recompute(child, policy)
 
 
+@dataclass
 class _Pass:
     """While entered, a block computes for the first time, or again.
 
     The first pass writes its results to a list, and each later one reads them from its beginning.
     """
 
-    def __init__(self, results: list[Any], *, again: bool, keeps_attention: bool):
-        self.results = results
-        self.again = again
-        self.keeps_attention = keeps_attention
+    results: list[Any]
+    again: bool
+    keeps_attention: bool
 
     def __enter__(self) -> None:
         self.unread = iter(self.results)
@@ -62,13 +63,10 @@ _current: ContextVar[_Pass | None] = ContextVar("pass", default=None)
 """Pass of the block that computes in this thread; None if the block is not recomputed."""
 
 
-def _passes(*, keeps_attention: bool) -> tuple[_Pass, _Pass]:
+def _passes(*, keeps_attention: bool) -> list[_Pass]:
     """Return the contexts of a block's forward pass and of its recomputation."""
     results: list[Any] = []
-    return (
-        _Pass(results, again=False, keeps_attention=keeps_attention),
-        _Pass(results, again=True, keeps_attention=keeps_attention),
-    )
+    return [_Pass(results, again, keeps_attention) for again in (False, True)]
 
 
 def once(compute: Callable[[], Result]) -> Result:
@@ -126,8 +124,9 @@ class HostTensor:
         if (previous := before()) is not None:
             previous.take()
         self.before = before
-        self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
-        self.on_device: Tensor | None = tensor
+        pinned = tensor.device.type not in ("cpu", "meta")
+        self.host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        self.on_device: Tensor | None = tensor.detach()
         self.copied = begin_copy(self.host, tensor)
         self.device = tensor.device
 

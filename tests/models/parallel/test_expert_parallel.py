@@ -13,7 +13,6 @@ from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.expert_parallel import (
     Exchange,
     _WeightedSum,
-
     divide_experts,
     expert_layers,
     visit,
