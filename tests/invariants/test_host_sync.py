@@ -29,8 +29,8 @@ from lightrft.models.heads import Actor, Scorer
 from lightrft.models.logits.logprobs import Truncation, logprobs_of_logits, token_logprobs
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.expert_parallel import expert_layers, visit
-from lightrft.models.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL
 from lightrft.models.parallel.recompute import recompute
+from lightrft.models.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL
 from lightrft.models.routers import RouterChoices
 from lightrft.strategy.batching.micro_batches import find_shared_prefixes
 from models.parallel.families import family_config

@@ -27,8 +27,8 @@ from lightrft.models.lora import (
     merge_adapters,
     split_adapters,
 )
-from lightrft.models.peft import merge
 from lightrft.models.parallel.recompute import recompute
+from lightrft.models.peft import merge
 from lightrft.models.weight_sync.adapters import Adapters, names_of
 from tiny import tiny_model
 

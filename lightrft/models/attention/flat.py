@@ -25,7 +25,7 @@ from lightrft.models.attention.prefix_attention import (
     window_mask,
 )
 from lightrft.models.parallel.device import has_flash_attention
-from lightrft.models.parallel.recompute import kept_attention
+from lightrft.models.parallel.recompute import once
 
 ATTENTION = "lightrft"
 
@@ -69,7 +69,7 @@ def flat_attention(
     all later draws would differ.
     """
     compute = partial(compute_attention, module, *inputs, dropout=dropout, **options)
-    return (compute() if dropout else kept_attention(compute)), None
+    return (compute() if dropout else once(compute, is_attention=True)), None
 
 
 def compute_attention(

@@ -199,10 +199,8 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, places, weights)
-        sums = rows.new_empty(len(places), rows.shape[1])
-        for of_part, its_places, its_weights in _parts(sums, places, weights):
-            of_part.copy_((rows[its_places] * its_weights[..., None]).sum(1))
-        return sums
+        parts = _parts(places, weights)
+        return torch.cat([(rows[at] * of[..., None]).sum(1).to(rows.dtype) for at, of in parts])
 
     @staticmethod
     @once_differentiable
@@ -210,12 +208,10 @@ class _WeightedSum(torch.autograd.Function):
         rows, places, weights = ctx.saved_tensors
         of_rows, of_weights = torch.empty_like(rows), torch.empty_like(weights)
         gradient = gradient.to(torch.result_type(rows, weights))[:, None]
-        for of_sums, its_places, its_weights, of_part in _parts(
-            gradient, places, weights, of_weights
-        ):
-            of_part.copy_((of_sums * rows[its_places]).sum(-1))
+        for of_sum, at, of, of_part in _parts(gradient, places, weights, of_weights):
+            of_part.copy_((of_sum * rows[at]).sum(-1))
             # Each row has one place.
-            of_rows[its_places] = (of_sums * its_weights[..., None]).to(rows.dtype)
+            of_rows[at] = (of_sum * of[..., None]).to(rows.dtype)
         return of_rows, None, of_weights
 
 
@@ -271,14 +267,9 @@ class Exchange:
         self._pending: tuple[dist.Work, Tensor, Tensor] | None = None
         """What to wait for, and the rows that leave and arrive until then."""
 
-    def start(self, rows: Tensor) -> Tensor:
+    def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
         """Return the buffer that the rows of all ranks arrive in."""
-        return self._start(rows, self.sent, self.received)
-
-    def start_back(self, gradient: Tensor) -> None:
-        self._start(gradient, self.received, self.sent)
-
-    def _start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
         leaving = rows.contiguous()
         arriving = rows.new_empty(sum(received), *rows.shape[1:])
         work = dist.all_to_all_single(
@@ -308,7 +299,7 @@ def _finish(rows: Tensor, exchange: Exchange) -> Tensor:
         return same(rows)
 
     def start_back(gradient: Tensor) -> Tensor:
-        exchange.start_back(gradient)
+        exchange.start(gradient, back=True)
         # _start returns the gradient that arrives. This only has the shape that autograd wants.
         return gradient
 

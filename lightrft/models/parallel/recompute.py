@@ -69,25 +69,14 @@ def _passes(*, keeps_attention: bool) -> list[_Pass]:
     return [_Pass(results, again, keeps_attention) for again in (False, True)]
 
 
-def once(compute: Callable[[], Result]) -> Result:
-    """Return `compute()`, which has no gradient; a recomputation gets the same object again."""
-    current = _current.get()
-    if current is not None and current.again:
-        return next(current.unread)
-    result = compute()
-    if current is not None:
-        current.results.append(result)
-    return result
+def once(compute: Callable[[], Result], *, is_attention: bool = False) -> Result:
+    """Return `compute()`, which draws no random numbers; a recomputation gets the same result.
 
-
-def kept_attention(compute: Callable[[], Tensor]) -> Tensor:
-    """Return `compute()`, which draws no random numbers.
-
-    If attention is kept, so are the tensors of its backward pass, and a recomputation only gets the
-    result.
+    All tensors that its backward pass needs are kept. Attention is computed again, unless the
+    policy keeps it.
     """
     current = _current.get()
-    if current is None or not current.keeps_attention:
+    if current is None or (is_attention and not current.keeps_attention):
         return compute()
     if current.again:
         return next(current.unread)
@@ -95,7 +84,8 @@ def kept_attention(compute: Callable[[], Tensor]) -> Tensor:
     # These hooks take the place of those that would leave the tensors to the recomputation.
     with saved_tensors_hooks(Tensor.detach, lambda kept: kept):
         result = compute()
-    current.results.append(result.detach().requires_grad_(result.requires_grad))
+    is_leaf = is_attention and result.requires_grad
+    current.results.append(result.detach().requires_grad_() if is_leaf else result)
     return result
 
 

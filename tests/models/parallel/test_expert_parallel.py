@@ -185,9 +185,9 @@ def order_of_work(family: str) -> list[str]:
     events: list[str] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             events.append(name)
-            return function(*args)
+            return function(*args, **options)
 
         return call
 
@@ -197,7 +197,7 @@ def order_of_work(family: str) -> list[str]:
         projection.weight.register_hook(lambda _: events.append("shared back"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Exchange, "_start", noted("start", Exchange._start))
+        patch.setattr(Exchange, "start", noted("start", Exchange.start))
         patch.setattr(Exchange, "finish", noted("finish", Exchange.finish))
         block(torch.randn(1, 5, 32, requires_grad=True)).sum().backward()
     return events

@@ -27,8 +27,8 @@ from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.lora import freeze_parameters, keep_adapters_apart
 from lightrft.models.parallel.collectives import Axis
-from lightrft.models.parallel.tensor_parallel import model_problems, parallelize, plan_problems
 from lightrft.models.parallel.recompute import recompute
+from lightrft.models.parallel.tensor_parallel import model_problems, parallelize, plan_problems
 from lightrft.strategy import FSDPStrategy
 from lightrft.versions import TENSOR_PARALLEL_VERSIONS
 from models.parallel.families import FAMILIES, OTHERS, family_config, family_model
