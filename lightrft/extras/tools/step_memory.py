@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -25,13 +26,17 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from lightrft.algorithms.roles.operations import count_parameters
 from lightrft.config.facts import EXPERTS
 from lightrft.config.sections import ModelSection
-from lightrft.engine.model_info import has_recurrent_state
+from lightrft.engine.model_info import has_recurrent_state, num_attention_layers
+from lightrft.extras.tools.step_time import head_size, kv_bytes
 from lightrft.models.attention.recurrent import only_memory
 from lightrft.models.logits.logprobs import DEVICE_CHUNK
 from lightrft.models.lora import add_adapters
 from lightrft.models.parallel.mesh import Mesh
 from lightrft.strategy.fsdp import FSDPStrategy
 
+VISITORS = 1.5
+"""Tokens that visit the rank of the most popular experts, relative to the mean, in the worst layer
+of a micro-batch. A few more may end a run, so this is above the mean of many layers."""
 TRACED_LAYERS = (3, 4)
 """Numbers of layers that are traced.
 
@@ -250,7 +255,7 @@ def of_tensor_parallel(shape: PretrainedConfig, tp: int) -> PretrainedConfig:
     """Return a model with the layer shapes of one of `tp` tensor-parallel ranks."""
     shape = deepcopy(shape)
     text = shape.get_text_config()
-    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    text.head_dim = head_size(text)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         setattr(text, name, getattr(text, name) // tp)
     text.vocab_size = -(-text.vocab_size // tp)
@@ -259,12 +264,30 @@ def of_tensor_parallel(shape: PretrainedConfig, tp: int) -> PretrainedConfig:
 
 
 def of_expert_parallel(shape: PretrainedConfig, ep: int) -> PretrainedConfig:
-    """Return a model with the experts of one of `ep` ranks, and some more if a token needs them."""
+    """Return a model with the experts of one of `ep` ranks, and some more if a token needs them.
+
+    They compute the tokens of the most popular experts.
+    """
     shape = deepcopy(shape)
     text = shape.get_text_config()
     name = next(name for name in EXPERTS if hasattr(text, name))
     setattr(text, name, max(getattr(text, name) // ep, 2 * text.num_experts_per_tok))
+    text.num_experts_per_tok = ceil(VISITORS * text.num_experts_per_tok)
     return shape
+
+
+def kept_bytes(shape: PretrainedConfig, policy: str, tokens: int, width: int) -> float:
+    """Return the bytes that `policy` of the recomputation adds to a trace of the blocks' inputs.
+
+    Of attention these are queries, keys, values and results, and a number for each head. Inputs on
+    the host are none on the device, except for the one or two that are traced beside them.
+    """
+    text = shape.get_text_config()
+    if policy == "offload":
+        return -text.num_hidden_layers * tokens * width * text.hidden_size
+    heads = text.num_attention_heads * num_attention_layers(shape)
+    kept = kv_bytes(shape, width) + (2 * width * head_size(text) + 4) * heads
+    return tokens * kept if policy == "selective" else 0
 
 
 def parameter_counts(shape: PretrainedConfig) -> tuple[int, int]:
