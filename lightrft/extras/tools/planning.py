@@ -28,7 +28,6 @@ from lightrft.extras.tools.shapes import model_config
 from lightrft.extras.tools.step_memory import (
     StepBytes,
     head_bytes,
-    kept_bytes,
     num_parameters,
     of_expert_parallel,
     of_tensor_parallel,
@@ -176,10 +175,11 @@ class Planner:
         options = {name: getattr(self.config, name) for name in STEP_FLAGS} | {"fsdp": True}
         tokens = -(-tokens // self.sp)
         step = step_bytes(self.visited, options, world=self.shards, tokens=tokens)
-        if model.gradient_checkpointing:
-            policy = model.gradient_checkpointing_policy
-            kept = kept_bytes(self.local, policy, tokens, self.width)
-            step = step.plus(1, StepBytes(0, 0, 0, kept, kept, kept))
+        if model.gradient_checkpointing_policy == "offload":
+            # A trace counts the copies on the host too.
+            text = self.shape.get_text_config()
+            inputs = tokens * text.num_hidden_layers * text.hidden_size * self.width
+            step = step.plus(-inputs, StepBytes(0, 0, 0, 1, 1, 1))
         if self.ep == 1:
             return step
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -21,17 +22,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lightrft.algorithms.roles.operations import count_parameters
 from lightrft.config.facts import EXPERTS
 from lightrft.config.sections import ModelSection
-from lightrft.engine.model_info import has_recurrent_state, num_attention_layers
-from lightrft.extras.tools.step_time import head_size, kv_bytes
+from lightrft.engine.model_info import has_recurrent_state
+from lightrft.extras.tools.step_time import head_size
 from lightrft.models.attention.recurrent import only_memory
 from lightrft.models.logits.logprobs import DEVICE_CHUNK
 from lightrft.models.lora import add_adapters
 from lightrft.models.parallel.mesh import Mesh
+from lightrft.models.parallel.recompute import once
 from lightrft.strategy.fsdp import FSDPStrategy
 
 VISITORS = 1.5
@@ -42,6 +44,7 @@ TRACED_LAYERS = (3, 4)
 
 With fewer, not everything that a peak holds exists at the same time.
 """
+TRACED_ATTENTION = "traced"
 _known: dict[tuple[str, str, int, int], "StepBytes"] = {}
 """Results of step_bytes() by argument.
 
@@ -85,6 +88,15 @@ class LearningModel(nn.Module):
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         return hidden, F.linear(hidden[:1], self.model.get_output_embeddings().weight)
+
+
+def _attention(_: nn.Module, *qkv: Tensor | None, **__: Any) -> tuple[Tensor, None]:
+    """Keep what attention of flat batches keeps; the mask of others has tokens^2 elements."""
+    product = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    return once(partial(product, *qkv[:3]), is_attention=True).transpose(1, 2), None
+
+
+AttentionInterface.register(TRACED_ATTENTION, _attention)
 
 
 class FakeRankStrategy(FSDPStrategy):
@@ -199,7 +211,9 @@ def empty_model(shape: PretrainedConfig, section: ModelSection) -> PreTrainedMod
     All other parameters are on the meta device.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            shape, dtype=torch.float32, attn_implementation=TRACED_ATTENTION
+        )
     if section.lora_rank:
         add_adapters(model, section)
     return model
@@ -274,20 +288,6 @@ def of_expert_parallel(shape: PretrainedConfig, ep: int) -> PretrainedConfig:
     setattr(text, name, max(getattr(text, name) // ep, 2 * text.num_experts_per_tok))
     text.num_experts_per_tok = ceil(VISITORS * text.num_experts_per_tok)
     return shape
-
-
-def kept_bytes(shape: PretrainedConfig, policy: str, tokens: int, width: int) -> float:
-    """Return the bytes that `policy` of the recomputation adds to a trace of the blocks' inputs.
-
-    Of attention these are queries, keys, values and results, and a number for each head. Inputs on
-    the host are none on the device, except for the one or two that are traced beside them.
-    """
-    text = shape.get_text_config()
-    if policy == "offload":
-        return -text.num_hidden_layers * tokens * width * text.hidden_size
-    heads = text.num_attention_heads * num_attention_layers(shape)
-    kept = kv_bytes(shape, width) + (2 * width * head_size(text) + 4) * heads
-    return tokens * kept if policy == "selective" else 0
 
 
 def parameter_counts(shape: PretrainedConfig) -> tuple[int, int]:
