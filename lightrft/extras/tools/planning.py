@@ -404,8 +404,6 @@ class Planner:
         if self.ep > 1:
             for phase, visits in self.visit_seconds(work).items():
                 found[phase] += visits
-        if config.model.gradient_checkpointing_policy == "offload":
-            found["train"] = max(found["train"], self.input_seconds(work))
 
         return found
 
@@ -416,13 +414,6 @@ class Planner:
         if model.gradient_checkpointing_policy == "selective":
             return 2 * self.active / token_flops(self.shape, self.active, length)
         return float(model.gradient_checkpointing)
-
-    def input_seconds(self, work: StepWork) -> float:
-        """Return the seconds in which the inputs of all blocks go to the host and come back."""
-        text = self.shape.get_text_config()
-        tokens = work.epochs * work.samples * (work.prompt + work.response) * self.tp
-        moved = 2 * tokens * text.num_hidden_layers * text.hidden_size * self.width
-        return moved / HOST_LINK * self.ranks_per_node / self.training
 
     def received(self, parameters: int) -> float:
         """Return how many of these parameters FSDP2 moves for a rank, as if all ranks shared them.

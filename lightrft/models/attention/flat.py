@@ -60,15 +60,13 @@ def _flash(device: torch.device, dtype: torch.dtype) -> bool:
     return has_flash_attention(device) and dtype in (torch.bfloat16, torch.float16)
 
 
-def flat_attention(
-    module: nn.Module, *inputs: Any, dropout: float = 0.0, **options: Any
-) -> tuple[Tensor, None]:
+def flat_attention(*inputs: Any, dropout: float = 0.0, **options: Any) -> tuple[Tensor, None]:
     """Compute attention over this rank's tokens of a flat batch, as compute_attention() does.
 
     Selective recomputation does not repeat it, unless there is dropout: it would not draw again, so
     all later draws would differ.
     """
-    compute = partial(compute_attention, module, *inputs, dropout=dropout, **options)
+    compute = partial(compute_attention, *inputs, dropout=dropout, **options)
     return (compute() if dropout else once(compute, is_attention=True)), None
 
 

@@ -152,11 +152,7 @@ def end_copy(copied: torch.Event | None, device: torch.device) -> None:
 
 def has_flash_attention(device: torch.device) -> bool:
     """Return True if the device can run flash attention kernels: NVIDIA Ampere and later."""
-    return (
-        device.type == "cuda"
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    return device.type == "cuda" and torch.version.cuda is not None and has_bf16()
 
 
 def is_hopper() -> bool:

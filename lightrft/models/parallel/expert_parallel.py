@@ -58,9 +58,10 @@ def divide_experts(
             experts.forward = partial(visit, experts.forward, experts.num_experts, axis)
             divided.append(experts)
 
-        for block in _blocks_with_shared_expert(model):
-            leave = partial(depart, block.experts.num_experts, axis)
-            block.forward = partial(mixture_forward, block, leave)
+        for block in model.modules():
+            if {"experts", "gate"} < set(block._modules) and _shared_expert(block) is not None:
+                leave = partial(depart, block.experts.num_experts, axis)
+                block.forward = partial(mixture_forward, block, leave)
 
     return divided
 
@@ -219,14 +220,6 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split tensors over the same tokens [T, ...] into a few parts."""
     size = max(1, ceil(len(tensors[0]) / NUM_PARTS))
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
-
-
-def _blocks_with_shared_expert(model: PreTrainedModel) -> list[nn.Module]:
-    return [
-        submodule
-        for submodule in model.modules()
-        if {"experts", "gate"} < set(submodule._modules) and _shared_expert(submodule) is not None
-    ]
 
 
 def _shared_expert(block: nn.Module) -> nn.Module | None:

@@ -32,7 +32,7 @@ def recompute(module: nn.Module, policy: str) -> None:
         options = {"use_reentrant": False, "context_fn": passes}
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         if policy == "offload":
-            on_host = partial(InputsOnHost(), partial(checkpoint, **options))
+            on_host = partial(_with_inputs_on_host, partial(checkpoint, **options))
             module._set_gradient_checkpointing(gradient_checkpointing_func=on_host)
         return
 
@@ -89,31 +89,24 @@ def once(compute: Callable[[], Result], *, is_attention: bool = False) -> Result
     return result
 
 
-class InputsOnHost:
-    """Calls a checkpoint function whose inputs are to be in host memory until the backward pass."""
-
-    def __init__(self) -> None:
-        self.newest: Callable[[], HostTensor | None] = lambda: None
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        with saved_tensors_hooks(self._leave, HostTensor.back):
-            return function(*args)
-
-    def _leave(self, tensor: Tensor) -> "HostTensor":
-        left = HostTensor(tensor, self.newest)
-        # The graph owns it; with its predecessors it would never be freed.
-        self.newest = weakref.ref(left)
-        return left
+def _with_inputs_on_host(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a checkpoint function, whose inputs are in host memory until the backward pass."""
+    with saved_tensors_hooks(HostTensor, HostTensor.back):
+        return function(*args)
 
 
 class HostTensor:
     """Tensor that is copied to host memory while a block computes, and back one block ahead."""
 
-    def __init__(self, tensor: Tensor, before: Callable[[], "HostTensor | None"]):
-        """Begin to copy the tensor; the device has the one `before` no longer."""
-        if (previous := before()) is not None:
+    newest: "Callable[[], HostTensor | None]" = staticmethod(lambda: None)
+    """The one that left last. A graph owns it; with its predecessors it would never be freed."""
+
+    def __init__(self, tensor: Tensor):
+        """Begin to copy the tensor; the device has the one before no longer."""
+        self.before = HostTensor.newest
+        HostTensor.newest = weakref.ref(self)
+        if (previous := self.before()) is not None:
             previous.take()
-        self.before = before
         pinned = tensor.device.type not in ("cpu", "meta")
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         self.on_device: Tensor | None = tensor.detach()
