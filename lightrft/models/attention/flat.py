@@ -61,13 +61,15 @@ def _flash(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def flat_attention(*inputs: Any, dropout: float = 0.0, **options: Any) -> tuple[Tensor, None]:
-    """Compute attention over this rank's tokens of a flat batch, as compute_attention() does.
+    """Compute attention over this rank's tokens of a flat batch: ([1, t, H, D], None).
 
-    Selective recomputation does not repeat it, unless there is dropout: it would not draw again, so
-    all later draws would differ.
+    The arguments are those of compute_attention(). Selective recomputation repeats only the last
+    exchange between ranks. With dropout it repeats all: it would not draw again otherwise, so all
+    later draws would differ.
     """
     compute = partial(compute_attention, *inputs, dropout=dropout, **options)
-    return (compute() if dropout else once(compute, is_attention=True)), None
+    output = compute() if dropout else once(compute, is_attention=True)
+    return options["layout"].sequence.after_attention(output).unsqueeze(0), None
 
 
 def compute_attention(
@@ -85,9 +87,9 @@ def compute_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Compute attention over this rank's tokens of a flat batch.
+    """Compute attention over this rank's tokens of a flat batch, before their last exchange.
 
-    query [1, H, t, D], key and value [1, H_kv, t, D] -> [1, t, H, D]. A token attends to
+    query [1, H, t, D], key and value [1, H_kv, t, D] -> what after_attention() takes. A token attends to
     `sliding_window` tokens, itself included. `softcap` c replaces a score s by c tanh(s / c).
     `s_aux` [H] are sinks: scores of one more key for each head, without a value (gpt-oss, arXiv
     2508.10925). Raise ValueError for a family that does not pass the layout on.
@@ -136,7 +138,7 @@ def compute_attention(
         kernel = attention_kernel(query.device, query.dtype)
         output = kernel(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
 
-    return layout.sequence.after_attention(output).unsqueeze(0)
+    return output
 
 
 def configured_window(module: nn.Module) -> int | None:
