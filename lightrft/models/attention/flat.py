@@ -108,6 +108,8 @@ def compute_attention(
     )
     sinks = None if s_aux is None else layout.sequence.local_heads(s_aux)
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
+    inputs = query, key, value, layout
+    options = {"scaling": scaling, "window": window}
     # Merging the calls needs log-sum-exps, and dropout needs the probabilities over all keys at
     # once.
     if layout.needs_several_calls or softcap is not None or sinks is not None:
@@ -115,30 +117,15 @@ def compute_attention(
         # Copies in another dtype would round the gradient of a prefix once for each copy.
         copies = query.dtype == torch.float32 and layout.copies_are_faster(query[0].numel())
         if kernel is CPU_KERNEL and window is None and copies and sinks is None:
-            output = block_attention(
-                query, key, value, layout, scaling=scaling, window=None, dropout=0.0
+            return block_attention(*inputs, scaling=scaling, window=None, dropout=0.0)
+        if kernel is None:
+            return copied_attention(
+                *inputs, **options, dropout=dropout, softcap=softcap, sinks=sinks
             )
-        elif kernel is None:
-            output = copied_attention(
-                query,
-                key,
-                value,
-                layout,
-                scaling=scaling,
-                window=window,
-                dropout=dropout,
-                softcap=softcap,
-                sinks=sinks,
-            )
-        else:
-            output = prefix_attention(
-                kernel, query, key, value, layout, scaling=scaling, window=window, sinks=sinks
-            )
-    else:
-        kernel = attention_kernel(query.device, query.dtype)
-        output = kernel(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
+        return prefix_attention(kernel, *inputs, **options, sinks=sinks)
 
-    return output
+    kernel = attention_kernel(query.device, query.dtype)
+    return kernel(*inputs, **options, dropout=dropout)
 
 
 def configured_window(module: nn.Module) -> int | None:
@@ -190,20 +177,18 @@ def copied_attention(
         mask = window_mask(len(q), call.window, q.device, num_keys=len(k), run_ids=runs)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         if softcap is None and sinks is None:
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                scale=scaling,
-                dropout_p=dropout,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            out = _torch_attention(q, k, v, attn_mask=mask, scale=scaling, dropout_p=dropout)
         else:
             out = _dense_attention(q, k, v, mask, scaling, dropout, softcap, sinks)
         outputs.append(out[0].transpose(0, 1))
 
     return torch.cat(outputs)
+
+
+def _torch_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Compute torch's attention of grouped heads: [B, H, q, D], keys and values [B, H_kv, k, D]."""
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
 
 
 def _dense_attention(
@@ -256,16 +241,8 @@ def block_attention(
         q, k, v = (x.view(size, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         # Without a mask torch may choose a faster causal kernel.
         mask = window_mask(width, window, query.device) if window and width > window else None
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            dropout_p=dropout,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        causal = {"attn_mask": mask, "is_causal": mask is None}
+        out = _torch_attention(q, k, v, **causal, scale=scaling, dropout_p=dropout)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
 
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]

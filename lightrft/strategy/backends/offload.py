@@ -104,20 +104,12 @@ class OffloadedTensors:
         copied = _with_storage(tensors)
         dropped = _with_storage(scratch)
         # Views share storages, and a storage must be copied and emptied only once.
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
-            for tensor in (*copied, *dropped)
-        }
+        storages = {_address(tensor): tensor.untyped_storage() for tensor in (*copied, *dropped)}
         self.sizes = {key: storage.nbytes() for key, storage in storages.items()}
 
-        self.kept_keys = list(
-            dict.fromkeys(tensor.untyped_storage().data_ptr() for tensor in copied)
-        )
+        self.kept_keys = list(dict.fromkeys(map(_address, copied)))
         self.copies = HostCopies(_bytes(storages[key]) for key in self.kept_keys)
-        self.views = [
-            (tensor, tensor.untyped_storage().data_ptr(), _geometry(tensor))
-            for tensor in (*copied, *dropped)
-        ]
+        self.views = [(each, _address(each), _geometry(each)) for each in (*copied, *dropped)]
         synchronize(device)
         for tensor, _, _ in self.views:
             tensor.data = tensor.data.new_empty(0)
@@ -259,6 +251,10 @@ def _with_storage(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _geometry(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
