@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.config.errors import ConfigError
 from lightrft.strategy import get_strategy
 from lightrft.strategy.backends import torchao as float8
-from lightrft.strategy.backends.torchao import MOST_GRAPHS, compile_layers, use_float8
+from lightrft.strategy.backends.torchao import compile_layers, use_float8
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, train
 from tiny import tiny_experts, tiny_model
@@ -211,4 +211,4 @@ def test_a_layer_is_compiled_without_breaks_and_for_all_shapes(folder: str) -> N
     assert all(map(torch.equal, *results))
     shapes = {(layer.in_features, layer.out_features) for layer in layers}
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] <= 2 * len(shapes) <= MOST_GRAPHS
+    assert counters["stats"]["unique_graphs"] <= 2 * len(shapes)

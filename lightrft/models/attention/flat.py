@@ -89,10 +89,10 @@ def compute_attention(
 ) -> Tensor:
     """Compute attention over this rank's tokens of a flat batch, before their last exchange.
 
-    query [1, H, t, D], key and value [1, H_kv, t, D] -> what after_attention() takes. A token attends to
-    `sliding_window` tokens, itself included. `softcap` c replaces a score s by c tanh(s / c).
-    `s_aux` [H] are sinks: scores of one more key for each head, without a value (gpt-oss, arXiv
-    2508.10925). Raise ValueError for a family that does not pass the layout on.
+    query [1, H, t, D], key and value [1, H_kv, t, D] -> what after_attention() takes. A token
+    attends to `sliding_window` tokens, itself included. `softcap` c replaces a score s by
+    c tanh(s / c). `s_aux` [H] are sinks: scores of one more key for each head, without a value
+    (gpt-oss, arXiv 2508.10925). Raise ValueError for a family that does not pass the layout on.
     """
     if layout is None:
         raise ValueError(

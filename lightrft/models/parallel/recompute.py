@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lightrft.models.parallel.device import begin_copy, end_copy
-
-Result = TypeVar("Result")
 
 
 def recompute(module: nn.Module, policy: str) -> None:
@@ -69,7 +67,7 @@ def _passes(*, keeps_attention: bool) -> list[_Pass]:
     return [_Pass(results, again, keeps_attention) for again in (False, True)]
 
 
-def once(compute: Callable[[], Result], *, is_attention: bool = False) -> Result:
+def once(compute: Callable[[], Any], *, is_attention: bool = False) -> Any:
     """Return `compute()`, which draws no random numbers; a recomputation gets the same result.
 
     All tensors that its backward pass needs are kept. Attention is computed again, unless the

@@ -18,8 +18,6 @@ from lightrft.models.parallel.device import compute_capability
 
 MULTIPLE = 16
 """Both sizes of a weight are divisible by this, or kernels of FP8 cannot multiply with it."""
-MOST_GRAPHS = 64
-"""Times that a layer's code may be compiled."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Layers that choose experts; a small error there chooses others."""
 
@@ -73,7 +71,7 @@ def compile_layers(block: nn.Module, **options: Any) -> None:
     All layers have the same code, which is compiled once for each shape, with and without
     gradients. torch would stop after eight times.
     """
-    dynamo.config.recompile_limit = MOST_GRAPHS
+    dynamo.config.recompile_limit = 64
     for layer in block.modules():
         if type(layer).__name__ == "Float8Linear":
             layer.compile(dynamic=True, **options)
