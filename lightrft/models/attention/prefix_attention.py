@@ -82,23 +82,17 @@ class _MergedCalls(torch.autograd.Function):
         scaling: float | None,
     ) -> Tensor:
         inner, *prefixes = calls
-        output, lse = kernel.forward(
-            query, inner.keys.of(key), inner.keys.of(value), inner, scaling
-        )
-        # Copies, because recomputation may keep what a kernel returned.
+        pairs = inner.keys.of(key), inner.keys.of(value)
+        output, lse = kernel.forward(query, *pairs, inner, scaling)
         if prefixes or sinks is not None:
-            output = output.to(torch.float32, copy=True)
-            lse = lse.clone()
+            output = output.float()
 
         for call in prefixes:
-            more, its_lse = kernel.forward(
-                call.queries.of(query), call.keys.of(key), call.keys.of(value), call, scaling
-            )
+            pairs = call.keys.of(key), call.keys.of(value)
+            more, its_lse = kernel.forward(call.queries.of(query), *pairs, call, scaling)
             before = call.queries.of(lse)
-            call.queries.add_to(
-                output,
-                (more - call.queries.of(output)) * (its_lse - before).sigmoid().unsqueeze(-1),
-            )
+            change = more - call.queries.of(output)
+            call.queries.add_to(output, change * (its_lse - before).sigmoid().unsqueeze(-1))
             call.queries.add_to(lse, F.softplus(its_lse - before))
 
         if sinks is not None:

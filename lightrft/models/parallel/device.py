@@ -3,9 +3,9 @@
 import math
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import psutil
@@ -125,29 +125,23 @@ def _side_stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
-def begin_copy(target: Tensor, source: Tensor) -> torch.Event | None:
+def begin_copy(target: Tensor, source: Tensor) -> Callable[[], None]:
     """Copy between a device and pinned memory, beside what the device is given from now on.
 
-    Returns what end_copy() waits for.
+    Returns a function that lets the device wait for the copy; the host does not.
     """
     on_device = target if source.device.type == "cpu" else source
     if on_device.device.type == "cpu":
         target.copy_(source)
-        return None
+        return lambda: None
 
-    side = _side_stream(on_device.device)
-    side.wait_stream(torch.accelerator.current_stream(on_device.device))
+    side, main = _side_stream(on_device.device), torch.accelerator.current_stream(on_device.device)
+    side.wait_stream(main)
     with side:
         target.copy_(source, non_blocking=True)
     # If an error frees the tensor, nothing else gets its memory before the copy has ended.
     on_device.record_stream(side)
-    return side.record_event()
-
-
-def end_copy(copied: torch.Event | None, device: torch.device) -> None:
-    """Let the device wait for a copy; the host does not."""
-    if copied is not None:
-        torch.accelerator.current_stream(device).wait_event(copied)
+    return partial(main.wait_event, side.record_event())
 
 
 def has_flash_attention(device: torch.device) -> bool:

@@ -32,8 +32,6 @@ from lightrft.models.parallel.tensor_parallel import LocalParameters, distribute
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Forward pass of a layer's experts: tokens [t, H], chosen experts [t, k], weights [t, k]."""
-NUM_PARTS = 4
-"""Number of parts of the tokens whose results are summed one after the other."""
 
 
 def divide_experts(
@@ -217,8 +215,8 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors over the same tokens [T, ...] into a few parts."""
-    size = max(1, ceil(len(tensors[0]) / NUM_PARTS))
+    """Split tensors over the same tokens [T, ...] into four parts."""
+    size = max(1, ceil(len(tensors[0]) / 4))
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from lightrft.models.parallel.device import begin_copy, end_copy
+from lightrft.models.parallel.device import begin_copy
 
 
 def recompute(module: nn.Module, policy: str) -> None:
@@ -26,8 +26,7 @@ def recompute(module: nn.Module, policy: str) -> None:
     backward pass needs, and with `offload` the input is in host memory.
     """
     if isinstance(module, PreTrainedModel):
-        passes = partial(_passes, keeps_attention=policy == "selective")
-        options = {"use_reentrant": False, "context_fn": passes}
+        options = {"use_reentrant": False, "context_fn": partial(_passes, policy == "selective")}
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         if policy == "offload":
             on_host = partial(_with_inputs_on_host, partial(checkpoint, **options))
@@ -61,7 +60,7 @@ _current: ContextVar[_Pass | None] = ContextVar("pass", default=None)
 """Pass of the block that computes in this thread; None if the block is not recomputed."""
 
 
-def _passes(*, keeps_attention: bool) -> list[_Pass]:
+def _passes(keeps_attention: bool) -> list[_Pass]:
     """Return the contexts of a block's forward pass and of its recomputation."""
     results: list[Any] = []
     return [_Pass(results, again, keeps_attention) for again in (False, True)]
@@ -108,21 +107,21 @@ class HostTensor:
         pinned = tensor.device.type not in ("cpu", "meta")
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         self.on_device: Tensor | None = tensor.detach()
-        self.copied = begin_copy(self.host, tensor)
+        self.wait = begin_copy(self.host, tensor)
         self.device = tensor.device
 
     def take(self) -> Tensor | None:
         """Return the tensor on the device, if there is one, and keep it no longer."""
         tensor, self.on_device = self.on_device, None
         if tensor is not None:
-            end_copy(self.copied, self.device)
+            self.wait()
         return tensor
 
     def fetch(self) -> None:
         """Begin to copy the values back, unless they are on the device."""
         if self.on_device is None:
             self.on_device = torch.empty_like(self.host, device=self.device)
-            self.copied = begin_copy(self.on_device, self.host)
+            self.wait = begin_copy(self.on_device, self.host)
 
     def back(self) -> Tensor:
         """Return the tensor on the device, and begin to fetch the one before."""
