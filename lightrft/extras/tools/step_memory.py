@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 from typing import Any
 
@@ -33,7 +32,7 @@ from lightrft.models.attention.recurrent import only_memory
 from lightrft.models.logits.logprobs import DEVICE_CHUNK
 from lightrft.models.lora import add_adapters
 from lightrft.models.parallel.mesh import Mesh
-from lightrft.models.parallel.recompute import once
+from lightrft.models.parallel.recompute import KEPT, once
 from lightrft.strategy.fsdp import FSDPStrategy
 
 VISITORS = 1.5
@@ -92,11 +91,16 @@ class LearningModel(nn.Module):
 
 def _attention(_: nn.Module, *qkv: Tensor | None, **__: Any) -> tuple[Tensor, None]:
     """Keep what attention of flat batches keeps; the mask of others has tokens^2 elements."""
-    product = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    return once(partial(product, *qkv[:3]), is_attention=True).transpose(1, 2), None
+    product = F.scaled_dot_product_attention(*qkv[:3], is_causal=True, enable_gqa=True)
+    return product.transpose(1, 2), None
+
+
+def _kept_attention(*inputs: Any, **options: Any) -> tuple[Tensor, None]:
+    return once(lambda: _attention(*inputs, **options)[0]), None
 
 
 AttentionInterface.register(TRACED_ATTENTION, _attention)
+AttentionInterface.register(KEPT + TRACED_ATTENTION, _kept_attention)
 
 
 class FakeRankStrategy(FSDPStrategy):

@@ -9,7 +9,6 @@ tokens are copied on a CPU.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from lightrft.models.attention.prefix_attention import (
     window_mask,
 )
 from lightrft.models.parallel.device import has_flash_attention
-from lightrft.models.parallel.recompute import once
+from lightrft.models.parallel.recompute import KEPT, once
 
 ATTENTION = "lightrft"
 
@@ -60,19 +59,7 @@ def _flash(device: torch.device, dtype: torch.dtype) -> bool:
     return has_flash_attention(device) and dtype in (torch.bfloat16, torch.float16)
 
 
-def flat_attention(*inputs: Any, dropout: float = 0.0, **options: Any) -> tuple[Tensor, None]:
-    """Compute attention over this rank's tokens of a flat batch: ([1, t, H, D], None).
-
-    The arguments are those of compute_attention(). Selective recomputation repeats only the last
-    exchange between ranks. With dropout it repeats all: it would not draw again otherwise, so all
-    later draws would differ.
-    """
-    compute = partial(compute_attention, *inputs, dropout=dropout, **options)
-    output = compute() if dropout else once(compute, is_attention=True)
-    return options["layout"].sequence.after_attention(output).unsqueeze(0), None
-
-
-def compute_attention(
+def flat_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -85,14 +72,16 @@ def compute_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    exchanges: bool = True,
     **_: Any,
-) -> Tensor:
-    """Compute attention over this rank's tokens of a flat batch, before their last exchange.
+) -> tuple[Tensor, None]:
+    """Compute attention over this rank's tokens of a flat batch.
 
-    query [1, H, t, D], key and value [1, H_kv, t, D] -> what after_attention() takes. A token
-    attends to `sliding_window` tokens, itself included. `softcap` c replaces a score s by
-    c tanh(s / c). `s_aux` [H] are sinks: scores of one more key for each head, without a value
-    (gpt-oss, arXiv 2508.10925). Raise ValueError for a family that does not pass the layout on.
+    query [1, H, t, D], key and value [1, H_kv, t, D] -> ([1, t, H, D], None), or without the last
+    exchange between ranks what after_attention() takes. A token attends to `sliding_window` tokens,
+    itself included. `softcap` c replaces a score s by c tanh(s / c). `s_aux` [H] are sinks: scores
+    of one more key for each head, without a value (gpt-oss, arXiv 2508.10925). Raise ValueError for
+    a family that does not pass the layout on.
     """
     if layout is None:
         raise ValueError(
@@ -117,15 +106,29 @@ def compute_attention(
         # Copies in another dtype would round the gradient of a prefix once for each copy.
         copies = query.dtype == torch.float32 and layout.copies_are_faster(query[0].numel())
         if kernel is CPU_KERNEL and window is None and copies and sinks is None:
-            return block_attention(*inputs, scaling=scaling, window=None, dropout=0.0)
-        if kernel is None:
-            return copied_attention(
-                *inputs, **options, dropout=dropout, softcap=softcap, sinks=sinks
-            )
-        return prefix_attention(kernel, *inputs, **options, sinks=sinks)
+            output = block_attention(*inputs, scaling=scaling, window=None, dropout=0.0)
+        elif kernel is None:
+            of_fallback = {"dropout": dropout, "softcap": softcap, "sinks": sinks}
+            output = copied_attention(*inputs, **options, **of_fallback)
+        else:
+            output = prefix_attention(kernel, *inputs, **options, sinks=sinks)
+    else:
+        kernel = attention_kernel(query.device, query.dtype)
+        output = kernel(*inputs, **options, dropout=dropout)
 
-    kernel = attention_kernel(query.device, query.dtype)
-    return kernel(*inputs, **options, dropout=dropout)
+    return layout.sequence.after_attention(output).unsqueeze(0) if exchanges else output, None
+
+
+def kept_attention(*inputs: Any, dropout: float = 0.0, **options: Any) -> tuple[Tensor, None]:
+    """Compute flat_attention(), and keep what it needs if a block is recomputed.
+
+    Only the last exchange between ranks is repeated. With dropout all is: it would not draw again
+    otherwise, so all later draws would differ.
+    """
+    if dropout:
+        return flat_attention(*inputs, dropout=dropout, **options)
+    output = once(lambda: flat_attention(*inputs, exchanges=False, **options)[0])
+    return options["layout"].sequence.after_attention(output).unsqueeze(0), None
 
 
 def configured_window(module: nn.Module) -> int | None:
@@ -177,18 +180,15 @@ def copied_attention(
         mask = window_mask(len(q), call.window, q.device, num_keys=len(k), run_ids=runs)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         if softcap is None and sinks is None:
-            out = _torch_attention(q, k, v, attn_mask=mask, scale=scaling, dropout_p=dropout)
+            grouped = {"attn_mask": mask, "enable_gqa": q.shape[1] != k.shape[1]}
+            out = F.scaled_dot_product_attention(
+                q, k, v, **grouped, scale=scaling, dropout_p=dropout
+            )
         else:
             out = _dense_attention(q, k, v, mask, scaling, dropout, softcap, sinks)
         outputs.append(out[0].transpose(0, 1))
 
     return torch.cat(outputs)
-
-
-def _torch_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Compute torch's attention of grouped heads: [B, H, q, D], keys and values [B, H_kv, k, D]."""
-    grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
 
 
 def _dense_attention(
@@ -241,8 +241,9 @@ def block_attention(
         q, k, v = (x.view(size, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         # Without a mask torch may choose a faster causal kernel.
         mask = window_mask(width, window, query.device) if window and width > window else None
+        options = {"scale": scaling, "dropout_p": dropout, "enable_gqa": q.shape[1] != k.shape[1]}
         causal = {"attn_mask": mask, "is_causal": mask is None}
-        out = _torch_attention(q, k, v, **causal, scale=scaling, dropout_p=dropout)
+        out = F.scaled_dot_product_attention(q, k, v, **causal, **options)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
 
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -250,3 +251,4 @@ def block_attention(
 
 
 AttentionInterface.register(ATTENTION, flat_attention)
+AttentionInterface.register(KEPT + ATTENTION, kept_attention)

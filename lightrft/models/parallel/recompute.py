@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightrft.models.parallel.device import begin_copy
+
+KEPT = "kept, "
+"""Beginning of the name of an attention that selective recomputation keeps, before its own name."""
 
 
 def recompute(module: nn.Module, policy: str) -> None:
@@ -26,11 +30,15 @@ def recompute(module: nn.Module, policy: str) -> None:
     backward pass needs, and with `offload` the input is in host memory.
     """
     if isinstance(module, PreTrainedModel):
-        options = {"use_reentrant": False, "context_fn": partial(_passes, policy == "selective")}
+        options = {"use_reentrant": False, "context_fn": _passes}
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         if policy == "offload":
             on_host = partial(_with_inputs_on_host, partial(checkpoint, **options))
             module._set_gradient_checkpointing(gradient_checkpointing_func=on_host)
+        for model in module.modules() if policy == "selective" else ():
+            name = isinstance(model, PreTrainedModel) and model.config._attn_implementation
+            if name and KEPT + name in ALL_ATTENTION_FUNCTIONS:
+                model.config._attn_implementation = {"": KEPT + name}
         return
 
     for child in module.children():
@@ -46,7 +54,6 @@ class _Pass:
 
     results: list[Any]
     again: bool
-    keeps_attention: bool
 
     def __enter__(self) -> None:
         self.unread = iter(self.results)
@@ -60,20 +67,19 @@ _current: ContextVar[_Pass | None] = ContextVar("pass", default=None)
 """Pass of the block that computes in this thread; None if the block is not recomputed."""
 
 
-def _passes(keeps_attention: bool) -> list[_Pass]:
+def _passes() -> list[_Pass]:
     """Return the contexts of a block's forward pass and of its recomputation."""
     results: list[Any] = []
-    return [_Pass(results, again, keeps_attention) for again in (False, True)]
+    return [_Pass(results, again) for again in (False, True)]
 
 
-def once(compute: Callable[[], Any], *, is_attention: bool = False) -> Any:
+def once(compute: Callable[[], Any]) -> Any:
     """Return `compute()`, which draws no random numbers; a recomputation gets the same result.
 
-    All tensors that its backward pass needs are kept. Attention is computed again, unless the
-    policy keeps it.
+    All tensors that its backward pass needs are kept. Only a tensor can have a gradient.
     """
     current = _current.get()
-    if current is None or (is_attention and not current.keeps_attention):
+    if current is None:
         return compute()
     if current.again:
         return next(current.unread)
@@ -81,7 +87,7 @@ def once(compute: Callable[[], Any], *, is_attention: bool = False) -> Any:
     # These hooks take the place of those that would leave the tensors to the recomputation.
     with saved_tensors_hooks(Tensor.detach, lambda kept: kept):
         result = compute()
-    is_leaf = is_attention and result.requires_grad
+    is_leaf = isinstance(result, Tensor) and result.requires_grad
     current.results.append(result.detach().requires_grad_() if is_leaf else result)
     return result
 
