@@ -114,34 +114,19 @@ class _MergedCalls(torch.autograd.Function):
         query, key, value, sinks, output, lse = ctx.saved_tensors
         totals: list[Tensor] = []
         for call in ctx.calls:
-            call_gradient, call_query, call_output, call_lse = (
-                call.queries.of(x) for x in (gradient, query, output, lse)
-            )
-            gradients = ctx.kernel.backward(
-                call_gradient,
-                call_query,
-                call.keys.of(key),
-                call.keys.of(value),
-                call_output,
-                call_lse,
-                call,
-                ctx.scaling,
-            )
+            pairs = call.keys.of(key), call.keys.of(value)
+            above, its_query, *results = map(call.queries.of, (gradient, query, output, lse))
+            gradients = ctx.kernel.backward(above, its_query, *pairs, *results, call, ctx.scaling)
 
             selections = (call.queries, call.keys, call.keys)
             # The first call has each query once, so its gradients are where the sums start.
             if not totals:
                 columns = zip(selections, gradients, (query, key, value), strict=True)
-                totals = [
-                    selection.spread(columns_gradient, x)
-                    for selection, columns_gradient, x in columns
-                ]
+                totals = [selection.spread(each, x) for selection, each, x in columns]
                 continue
 
-            for total, selection, columns_gradient in zip(
-                totals, selections, gradients, strict=True
-            ):
-                selection.add_to(total, columns_gradient)
+            for total, selection, each in zip(totals, selections, gradients, strict=True):
+                selection.add_to(total, each)
 
         of_sinks = None
         if sinks is not None:

@@ -35,10 +35,12 @@ def recompute(module: nn.Module, policy: str) -> None:
         if policy == "offload":
             on_host = partial(_with_inputs_on_host, partial(checkpoint, **options))
             module._set_gradient_checkpointing(gradient_checkpointing_func=on_host)
-        for model in module.modules() if policy == "selective" else ():
-            name = isinstance(model, PreTrainedModel) and model.config._attn_implementation
-            if name and KEPT + name in ALL_ATTENTION_FUNCTIONS:
-                model.config._attn_implementation = {"": KEPT + name}
+        text = module.config.get_text_config()
+        if (
+            policy == "selective"
+            and f"{KEPT}{text._attn_implementation}" in ALL_ATTENTION_FUNCTIONS
+        ):
+            text._attn_implementation = {"": KEPT + text._attn_implementation}
         return
 
     for child in module.children():
