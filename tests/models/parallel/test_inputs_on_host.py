@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from flat_models import TEMPERATURE, make_batch
+from flat_models import TEMPERATURE, gradients_of, make_batch, make_model
 from lightrft.core.batch import Batch
 from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.heads import Actor
@@ -159,6 +159,27 @@ def test_a_block_waits_for_a_slow_copy() -> None:
     ends = [stop for kind, _, stop in device.copies if kind == "meta"]
     recomputed = [begin for name, begin, _ in device.blocks if name.startswith("forward")][LAYERS:]
     assert all(begin >= stop for begin, stop in zip(recomputed[1:], ends, strict=True))
+
+
+def gradients(policy: str) -> dict[str, Tensor]:
+    """Return the gradients of four batches on the accelerator, where free memory is overwritten."""
+    device = torch.device(torch.accelerator.current_accelerator())
+    actor = Actor(make_model("llama", ATTENTION).to(device, torch.bfloat16)).train()
+    recompute(actor, policy)
+    for block in actor.hf_model.get_decoder().layers:
+        block.register_forward_hook(
+            lambda _, __, output: [torch.full_like(output, 7.0) for _ in range(4)] and None
+        )
+    for _ in range(4):
+        logprobs, _ = actor(make_batch([16] * 4).to(device), TEMPERATURE)
+        logprobs.sum().backward()
+    return gradients_of(actor)
+
+
+@pytest.mark.gpu
+def test_gradients_on_a_device_are_those_of_full_recomputation() -> None:
+    found, expected = gradients("offload"), gradients("full")
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 def bytes_after_forward(layers: int, device: str) -> int:
