@@ -33,8 +33,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32. On a GPU with fast bfloat16 (NVIDIA from A100 and L4 on) this is the default; --no_bf16 turns it off."""
     gradient_checkpointing: bool
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    gradient_checkpointing_policy: Literal['full', 'selective']
-    """Activations to keep of each block: full keeps only the input; selective also keeps the results of attention and matrix products."""
+    gradient_checkpointing_policy: Literal['full', 'selective', 'offload']
+    """Activations to keep of each block: full keeps only the input; selective also keeps attention; offload keeps the input in host memory."""
     fused_kernels: Literal['none', 'liger']
     """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In float32, log-probs and gradients change by at most 1e-5."""
     fp8_training: bool
@@ -571,8 +571,8 @@ class TrainSftFlags(TypedDict, total=False):
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32. On a GPU with fast bfloat16 (NVIDIA from A100 and L4 on) this is the default; --no_bf16 turns it off."""
     gradient_checkpointing: bool
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    gradient_checkpointing_policy: Literal['full', 'selective']
-    """Activations to keep of each block: full keeps only the input; selective also keeps the results of attention and matrix products."""
+    gradient_checkpointing_policy: Literal['full', 'selective', 'offload']
+    """Activations to keep of each block: full keeps only the input; selective also keeps attention; offload keeps the input in host memory."""
     fused_kernels: Literal['none', 'liger']
     """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In float32, log-probs and gradients change by at most 1e-5."""
     fp8_training: bool
@@ -808,8 +808,8 @@ class TrainRmFlags(TypedDict, total=False):
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32. On a GPU with fast bfloat16 (NVIDIA from A100 and L4 on) this is the default; --no_bf16 turns it off."""
     gradient_checkpointing: bool
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    gradient_checkpointing_policy: Literal['full', 'selective']
-    """Activations to keep of each block: full keeps only the input; selective also keeps the results of attention and matrix products."""
+    gradient_checkpointing_policy: Literal['full', 'selective', 'offload']
+    """Activations to keep of each block: full keeps only the input; selective also keeps attention; offload keeps the input in host memory."""
     fused_kernels: Literal['none', 'liger']
     """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In float32, log-probs and gradients change by at most 1e-5."""
     fp8_training: bool
@@ -1055,8 +1055,8 @@ class TrainPrmFlags(TypedDict, total=False):
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32. On a GPU with fast bfloat16 (NVIDIA from A100 and L4 on) this is the default; --no_bf16 turns it off."""
     gradient_checkpointing: bool
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    gradient_checkpointing_policy: Literal['full', 'selective']
-    """Activations to keep of each block: full keeps only the input; selective also keeps the results of attention and matrix products."""
+    gradient_checkpointing_policy: Literal['full', 'selective', 'offload']
+    """Activations to keep of each block: full keeps only the input; selective also keeps attention; offload keeps the input in host memory."""
     fused_kernels: Literal['none', 'liger']
     """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In float32, log-probs and gradients change by at most 1e-5."""
     fp8_training: bool
@@ -1292,8 +1292,8 @@ class TrainDpoFlags(TypedDict, total=False):
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32. On a GPU with fast bfloat16 (NVIDIA from A100 and L4 on) this is the default; --no_bf16 turns it off."""
     gradient_checkpointing: bool
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    gradient_checkpointing_policy: Literal['full', 'selective']
-    """Activations to keep of each block: full keeps only the input; selective also keeps the results of attention and matrix products."""
+    gradient_checkpointing_policy: Literal['full', 'selective', 'offload']
+    """Activations to keep of each block: full keeps only the input; selective also keeps attention; offload keeps the input in host memory."""
     fused_kernels: Literal['none', 'liger']
     """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In float32, log-probs and gradients change by at most 1e-5."""
     fp8_training: bool
@@ -1541,8 +1541,8 @@ class TrainKtoFlags(TypedDict, total=False):
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32. On a GPU with fast bfloat16 (NVIDIA from A100 and L4 on) this is the default; --no_bf16 turns it off."""
     gradient_checkpointing: bool
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    gradient_checkpointing_policy: Literal['full', 'selective']
-    """Activations to keep of each block: full keeps only the input; selective also keeps the results of attention and matrix products."""
+    gradient_checkpointing_policy: Literal['full', 'selective', 'offload']
+    """Activations to keep of each block: full keeps only the input; selective also keeps attention; offload keeps the input in host memory."""
     fused_kernels: Literal['none', 'liger']
     """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In float32, log-probs and gradients change by at most 1e-5."""
     fp8_training: bool
@@ -1790,8 +1790,8 @@ class EvaluateFlags(TypedDict, total=False):
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32. On a GPU with fast bfloat16 (NVIDIA from A100 and L4 on) this is the default; --no_bf16 turns it off."""
     gradient_checkpointing: bool
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    gradient_checkpointing_policy: Literal['full', 'selective']
-    """Activations to keep of each block: full keeps only the input; selective also keeps the results of attention and matrix products."""
+    gradient_checkpointing_policy: Literal['full', 'selective', 'offload']
+    """Activations to keep of each block: full keeps only the input; selective also keeps attention; offload keeps the input in host memory."""
     fused_kernels: Literal['none', 'liger']
     """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In float32, log-probs and gradients change by at most 1e-5."""
     trust_remote_code: bool

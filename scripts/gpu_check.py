@@ -297,6 +297,13 @@ CHECKS = [
         only_gpu=True,
     ),
     Check(
+        "1.5B, inputs of blocks on the host",
+        "training_options",
+        measured("training", "offload", "none"),
+        (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")),
+        150,
+    ),
+    Check(
         "1.5B, deterministic",
         "training_options",
         measured("deterministic"),
@@ -356,7 +363,9 @@ CHECKS = [
     Check(
         "buckets ahead: bits",
         "streams",
-        tests("tests/models/parallel/test_device.py"),
+        tests(
+            "tests/models/parallel/test_device.py", "tests/models/parallel/test_inputs_on_host.py"
+        ),
         NONE_FAILS,
         120,
     ),

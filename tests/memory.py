@@ -1,13 +1,44 @@
 """Measure how much memory something takes, on a model that is large enough to show it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from scripts.bench.harness import peak_of
 
-__all__ = ["larger_mixture", "larger_model", "peak_of"]
+__all__ = ["Storages", "larger_mixture", "larger_model", "peak_of"]
+
+
+class Storages(TorchDispatchMode):
+    """While entered, counts the bytes that operations allocate: on all devices, or on one."""
+
+    def __init__(self, uncounted: Iterable[Tensor] = (), device: str = ""):
+        super().__init__()
+        self.device = device
+        self.uncounted = [tensor.untyped_storage() for tensor in uncounted]
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in tree_iter(result):
+            if isinstance(each, Tensor) and self.device in ("", each.device.type):
+                storage = each.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.kept())
+        return result
+
+    def kept(self) -> int:
+        """Return the bytes that are still in use."""
+        self.made = {address: made for address, made in self.made.items() if not made[0].expired()}
+        uncounted = {storage._cdata for storage in self.uncounted}
+        return sum(size for address, (_, size) in self.made.items() if address not in uncounted)
 
 
 def larger_model(tiny: str, folder: Path) -> int:

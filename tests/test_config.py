@@ -224,8 +224,9 @@ def test_the_shipped_files_can_run(path):
     command = next(
         (name for name in COMMANDS if path.stem.endswith(name.removeprefix("train"))), "train_ppo"
     )
-    # A layer's experts are divided over the eight ranks of a node.
-    for world_size in (8,) if path.stem == "grpo_qwen3_30b_a3b" else (2, 8):
+    # Layers of experts, or sequences, are divided over the eight ranks of a node.
+    divided = path.stem in ("grpo_qwen3_30b_a3b", "grpo_128k_llama3.1_8b")
+    for world_size in (8,) if divided else (2, 8):
         assert (
             check(
                 "--config",

@@ -592,14 +592,6 @@ def _against_cp_size(run: RunFacts) -> str:
     return " ".join(wrong) if run.cp_size > 1 else ""
 
 
-def _overwritten(run: RunFacts) -> bool:
-    """Return whether the rotary kernel would overwrite results of products that selective
-    recomputation uses once more.
-    """
-    selective = run.gradient_checkpointing_policy == "selective"
-    return run.fused_kernels != "none" and run.gradient_checkpointing and selective
-
-
 def _unusual_layers(run: RunFacts, experts: str, kinds: str) -> str:
     """Return the layers of the model beside attention and feed-forward, with what is said of
     `experts` or of other `kinds`; empty if there are none.
@@ -657,8 +649,6 @@ STRATEGY: Rules = {
             "whose kernels read the matrices",
         )
     ),
-    "--fused_kernels {fused_kernels} needs --gradient_checkpointing_policy full: it writes into"
-    " results that selective would keep": _overwritten,
     "--offload_idle with --fsdp_cpu_offload, which leaves nothing to move: set only one of"
     " them": STATED,
 }

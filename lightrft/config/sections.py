@@ -132,11 +132,11 @@ class ModelSection(Section, commands=LEARNING):
     with fast bfloat16 (NVIDIA from A100 and L4 on) this is the default; --no_bf16 turns it off."""
     gradient_checkpointing: bool = option(False, commands=(*EVALUATED, *TINKER))
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    gradient_checkpointing_policy: Literal["full", "selective"] = option(
+    gradient_checkpointing_policy: Literal["full", "selective", "offload"] = option(
         "full", needs="--gradient_checkpointing", commands=(*EVALUATED, *TINKER)
     )
-    """Activations to keep of each block: full keeps only the input; selective also keeps the
-    results of attention and matrix products."""
+    """Activations to keep of each block: full keeps only the input; selective also keeps
+    attention; offload keeps the input in host memory."""
     fused_kernels: Literal["none", "liger"] = option("none", commands=(*EVALUATED, *TINKER))
     """liger: compute norms, rotary embeddings and feed-forward layers of Llama, Qwen, Gemma, OLMo
     and similar models with fused kernels, on an accelerator; requires the package liger-kernel. In

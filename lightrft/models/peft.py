@@ -124,7 +124,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
         return triton.merge(weight, a, b, scaling)
 
-    # The product is added in place: recomputation policies keep the results of other products.
+    # The product is added in place, which saves a matrix.
     merged = weight.to(torch.float32, copy=True).addmm_(b.float(), a.float(), alpha=scaling)
     if weight.dtype != torch.bfloat16:
         return merged.to(weight.dtype)

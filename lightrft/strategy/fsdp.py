@@ -205,9 +205,8 @@ def _gather_ahead(units: list[Any]) -> None:
     """Let each block gather the next one, with its experts, while it computes; and back.
 
     FSDP2 gathers ahead as far as the host is ahead, but that waits in each layer for the numbers of
-    tokens that are exchanged. In the backward pass a block's own experts come first: selective
-    recomputation cannot gather what the forward pass has gathered ahead. `units` come from
-    blocks().
+    tokens that are exchanged. In the backward pass a block's own experts come first, because
+    a recomputed block needs them at once. `units` come from blocks().
     """
     units_of = {
         block: [unit for unit in block.modules() if isinstance(unit, FSDPModule)] for block in units

@@ -7,6 +7,7 @@ depends on values) fails on them.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ from lightrft.models.heads import Actor, Scorer
 from lightrft.models.logits.logprobs import Truncation, logprobs_of_logits, token_logprobs
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.expert_parallel import expert_layers, visit
+from lightrft.models.parallel.recompute import recompute
 from lightrft.models.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL
-from lightrft.models.recompute import recompute
 from lightrft.models.routers import RouterChoices
 from lightrft.strategy.batching.micro_batches import find_shared_prefixes
 from models.parallel.families import family_config
@@ -159,22 +160,48 @@ def test_replayed_and_counted_experts_never_wait(family: str) -> None:
         assert choices.load(NO_SEQUENCE_PARALLEL).is_meta
 
 
-def test_divided_experts_wait_once_in_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collective has to know how many tokens each rank sends, and nothing else is read."""
-    counts = [[T + 2, T - 2], [7, 4]]
+@pytest.mark.parametrize("policy", ["", "full", "selective"])
+def test_divided_experts_wait_once_in_a_layer(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective has to know how many tokens each rank sends, and nothing else is read.
+
+    What was read in the forward pass is not read again when a layer is recomputed.
+    """
+    batch = make_batch([T])
+    sent = 2 * T
     reads: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda read: reads.append(read) or counts)
+    counts = [[sent - 5, 5], [7, 4]]
+    read = torch.Tensor.tolist
+    monkeypatch.setattr(
+        torch.Tensor,
+        "tolist",
+        lambda tensor: (reads.append(tensor) or counts) if tensor.is_meta else read(tensor),
+    )
+    collectives: list[str] = []
+    exchange = dist.all_to_all_single
+    monkeypatch.setattr(
+        dist,
+        "all_to_all_single",
+        lambda *args, **options: collectives.append(args[0].dtype) or exchange(*args, **options),
+    )
+    model = family_of("qwen3_moe")
+    actor = Actor(model.to("meta", torch.bfloat16)).train()
+    if policy:
+        recompute(actor, policy)
     with fake_group(2):
         axis = Axis("ep", 2, 0, dist.group.WORLD)
-        experts = expert_layers(family_of("qwen3_moe").to("meta", torch.bfloat16))[0]
-        experts.num_experts = 2
-        for name, parameter in list(experts.named_parameters()):
-            setattr(experts, name, torch.nn.Parameter(parameter.data[:2]))
-        hidden = on_device(T, 32, dtype=torch.bfloat16, grad=True)
-        chosen = on_device(T, 2, dtype=torch.int64)
-        weights = on_device(T, 2, dtype=torch.bfloat16)
-        visit(experts.forward, 2, axis, hidden, chosen, weights).sum().backward()
-    assert len(reads) == 1 and hidden.grad.shape == (T, 32)
+        layers = expert_layers(model)
+        for experts in layers:
+            experts.num_experts = 2
+            for name, parameter in list(experts.named_parameters()):
+                setattr(experts, name, torch.nn.Parameter(parameter.data[:2]))
+            experts.forward = partial(visit, experts.forward, 2, axis)
+        logprobs, _ = actor(to_device("meta")(batch), 0.7)
+        logprobs.sum().backward()
+    assert len(reads) == len(layers)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    # Numbers of tokens are exchanged once; tokens go and return in each pass.
+    assert collectives.count(torch.int64) == len(layers)
+    assert collectives.count(torch.bfloat16) == len(layers) * (4 if not policy else 6)
 
 
 def test_truncated_log_probs_and_those_of_logits_never_wait():
@@ -209,7 +236,7 @@ def forward_and_backward(family: str, recomputes: str, device: torch.device, dty
     actor = Actor(make_model(family, ATTENTION).to(device, dtype)).train()
     batch = make_batch(alike=2)
     if recomputes:
-        recompute(actor, selective=recomputes == "selective")
+        recompute(actor, recomputes)
     hidden, weight = (
         torch.zeros(rows, 16, device=device, dtype=dtype, requires_grad=True) for rows in (T, V)
     )
@@ -235,6 +262,7 @@ FLASH = [
     ("gemma3", ""),
     ("experts", ""),
     ("experts", "selective"),
+    ("llama", "offload"),
 ]
 """Families with heads of eight columns, as flash attention takes them, and what is recomputed."""
 

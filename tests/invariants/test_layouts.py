@@ -120,7 +120,7 @@ class Layout:
     sequences: int | None = None
     # between attention and feed-forward each of the tp ranks keeps a part of the tokens
     sequence: bool = False
-    checkpointing: str = ""  # full or selective
+    checkpointing: str = ""  # policy of the recomputation
     memory: str = ""  # fsdp_cpu_offload or offload_idle
     zero: int | None = None  # DeepSpeed's stage, in place of FSDP
     chunk: int = 2**25  # logits at a time; the vocabulary has 384
@@ -130,7 +130,7 @@ SMALL_ON_FOUR = Layout(4, tokens=30, batching="dynamic", checkpointing="full")
 LAYOUTS = [
     Layout(),
     Layout(sequences=1),
-    Layout(sequences=2, batching="plain", checkpointing="full"),
+    Layout(sequences=2, batching="plain", checkpointing="offload"),
     Layout(tokens=40, batching="dynamic", chunk=7 * 384),
     Layout(sequences=3, checkpointing="selective", memory="offload_idle"),
     Layout(2, sequences=4, batching="plain", chunk=1),

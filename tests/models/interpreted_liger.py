@@ -13,7 +13,7 @@ from flat_models import MIXTURES, MODELS, gradients_of, make_batch, make_model, 
 from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.heads import Actor
 from lightrft.models.logits.liger_kernel import LIGER_FAMILIES, fuse
-from lightrft.models.recompute import recompute
+from lightrft.models.parallel.recompute import recompute
 from ranks import run_ranks, whole
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def deviation(found: tuple, expected: tuple) -> float:
     return max([(found[0] - expected[0]).abs().max(), *gradients]).item()
 
 
-def sharded() -> tuple[Tensor, dict[str, Tensor]]:
+def sharded(policy: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Compare two ranks with one.
 
     Both have the same batch, so the mean of their gradients is one rank's; activations are computed
@@ -72,7 +72,7 @@ def sharded() -> tuple[Tensor, dict[str, Tensor]]:
     """
     model = make_model("qwen3", ATTENTION)
     fuse(model, CPU)
-    recompute(model, selective=False)
+    recompute(model, policy)
     actor = Actor(model).train()
     for block in model.get_decoder().layers:
         fully_shard(block)
@@ -96,6 +96,7 @@ def check() -> list[tuple[str, float]]:
         assert "Liger" in patched.forward.__func__.__qualname__, family
         found.append((family, deviation(results(Actor(model).train()), expected)))
         if family == "qwen3":
-            for rank in run_ranks(2, sharded):
-                found.append(("sharded", deviation(rank, expected)))
+            for policy in ("full", "selective"):
+                for rank in run_ranks(2, sharded, policy):
+                    found.append((f"sharded, {policy}", deviation(rank, expected)))
     return found

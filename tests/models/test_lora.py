@@ -27,8 +27,8 @@ from lightrft.models.lora import (
     merge_adapters,
     split_adapters,
 )
+from lightrft.models.parallel.recompute import recompute
 from lightrft.models.peft import merge
-from lightrft.models.recompute import recompute
 from lightrft.models.weight_sync.adapters import Adapters, names_of
 from tiny import tiny_model
 
@@ -242,8 +242,8 @@ def test_dropout_is_that_of_training_alone(folder, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("selective", [False, True])
-def test_recomputation_gives_adapters_the_same_gradients(folder, selective, dtype):
+@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
+def test_recomputation_gives_adapters_the_same_gradients(folder, policy, dtype):
     """Embeddings are frozen, so the inputs of the first block need no gradient."""
     gradients = []
     for recomputed in (False, True):
@@ -251,7 +251,7 @@ def test_recomputation_gives_adapters_the_same_gradients(folder, selective, dtyp
         section = ModelSection(pretrain=folder, lora_rank=4, lora_dropout=0.3)
         actor = Actor(freeze_parameters(load_model(section), section)).train().to(dtype)
         if recomputed:
-            recompute(actor, selective=selective)
+            recompute(actor, policy)
         mask = torch.arange(12) % 7 > 0
         rows = torch.tensor([0, 1])
         batch = Batch(lengths=torch.tensor([7, 5]), input_ids=IDS[0], loss_mask=mask, rows=rows)

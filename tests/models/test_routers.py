@@ -15,7 +15,7 @@ from lightrft.models.attention.recurrent import install
 from lightrft.models.balance import routing
 from lightrft.models.heads import Actor
 from lightrft.models.parallel.expert_parallel import routers
-from lightrft.models.recompute import recompute
+from lightrft.models.parallel.recompute import recompute
 from lightrft.models.routers import RouterChoices, Routers
 from lightrft.strategy.batching.micro_batches import find_shared_prefixes
 from models.parallel.families import family_config
@@ -71,7 +71,7 @@ def test_a_router_chooses_what_was_recorded(family: str) -> None:
     for policy in ("", "full", "selective"):
         actor = mixture(family)
         if policy:
-            recompute(actor, selective=policy == "selective")
+            recompute(actor, policy)
         actor.router_choices = RouterChoices(actor.hf_model)
 
         found, of_found = learned(actor, replace(batch, experts=chosen))

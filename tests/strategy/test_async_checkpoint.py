@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightrft.strategy import checkpoints
-from lightrft.strategy.backends import staging
+from lightrft.strategy.backends import offload, staging
 from lightrft.strategy.checkpoint import manager
 from lightrft.strategy.checkpoint.atomic import CheckpointError
 from lightrft.strategy.checkpoint.zero_fragment import Fragment
@@ -177,7 +177,8 @@ class FakeDevice:
             for target, source in self.pending:
                 copy(target, source)
 
-        monkeypatch.setattr(staging, "_is_on_device", lambda tensor: tensor.numel() > 0)
+        for module in (staging, offload):
+            monkeypatch.setattr(module, "is_on_device", lambda tensor: tensor.numel() > 0)
         monkeypatch.setattr(staging, "synchronize", synchronize)
         monkeypatch.setattr(staging.torch, "empty", pinned)
         monkeypatch.setattr(torch.Tensor, "copy_", copied)
@@ -185,7 +186,7 @@ class FakeDevice:
 
 def test_the_trainer_waits_once_for_copies_that_take_no_more_memory_than_the_shards(monkeypatch):
     """Blocks end within no tensor, and a tensor may be larger than a block."""
-    monkeypatch.setattr(staging, "PINNED_BLOCK", 2**12)
+    monkeypatch.setattr(offload, "PINNED_BLOCK", 2**12)
     sizes = [3000, 700, 17, 1, 900, 250, 250, 64, 1000, 1]
     state = {
         "model": {str(n): torch.randn(size) for n, size in enumerate(sizes)},
@@ -205,11 +206,11 @@ def test_the_trainer_waits_once_for_copies_that_take_no_more_memory_than_the_sha
 
     count = len(device.blocks)
     assert device.order == ["allocate"] * count + ["copy"] * len(shards) + ["wait"]
-    gaps = staging.TENSOR_ALIGNMENT * len(shards)
+    gaps = offload.TENSOR_ALIGNMENT * len(shards)
     assert sum(device.blocks) <= staging.num_bytes(state) + gaps
     # torch allocates powers of two
     allocated = sum(1 << (size - 1).bit_length() for size in device.blocks)
-    assert allocated < staging.num_bytes(state) + gaps + staging.PINNED_BLOCK
+    assert allocated < staging.num_bytes(state) + gaps + offload.PINNED_BLOCK
     copies = [*host["model"].values(), host["optimizer"][0].values, *host["small"]]
     assert all(torch.equal(one, other) for one, other in zip(copies, expected, strict=True))
     # So torch's writer does not copy them again.

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.config.errors import ConfigError
 from lightrft.strategy import get_strategy
 from lightrft.strategy.backends import torchao as float8
-from lightrft.strategy.backends.torchao import use_float8
+from lightrft.strategy.backends.torchao import compile_layers, use_float8
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, train
 from tiny import tiny_experts, tiny_model
@@ -167,3 +167,48 @@ def test_a_run_continues_from_a_checkpoint_with_equal_bits(tmp_path) -> None:
     again = [f"--fork_from={tmp_path / 'run'}", "--at=2"]
     forked = train("train_ppo", 2, [*flags, *again], tmp_path / "fork")
     assert repeatable(forked) == repeatable(whole)
+
+
+def test_on_a_gpu_each_layer_is_compiled_alone(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda layer, **options: compiled.append(layer))
+    monkeypatch.setattr(float8, "compute_capability", lambda: (9, 0))
+    names = use_float8(model := model_of(folder), torch.device("cuda"))
+    assert len(compiled) == len(names) == len(model.model.layers) * 7
+    assert {type(layer).__name__ for layer in compiled} == {"Float8Linear"}
+    compiled.clear()
+    use_float8(model_of(folder), CPU)
+    assert compiled == []
+
+
+def test_a_layer_is_compiled_without_breaks_and_for_all_shapes(folder: str) -> None:
+    """Forward and backward, with and without gradients, and for any number of tokens."""
+    model = model_of(folder)
+    use_float8(model, CPU)
+    layers = [layer for layer in model.modules() if type(layer).__name__ == "Float8Linear"]
+    found = torch._dynamo.explain(layers[0])(torch.randn(5, layers[0].in_features))
+    assert (found.graph_count, found.graph_break_count) == (1, 0)
+
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    results: list[list[Tensor]] = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        if compiled:
+            compile_layers(model, backend="aot_eager")
+        results.append([])
+        for tokens in (40, 57, 2):
+            for layer in layers:
+                x = torch.randn(
+                    tokens, layer.in_features, generator=torch.Generator().manual_seed(tokens)
+                ).requires_grad_()
+                layer.zero_grad()
+                layer(x).sum().backward()
+                with torch.no_grad():
+                    results[-1] += [layer(x), x.grad, layer.weight.grad.clone()]
+    assert all(map(torch.equal, *results))
+    shapes = {(layer.in_features, layer.out_features) for layer in layers}
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 2 * len(shapes)

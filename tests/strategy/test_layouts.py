@@ -58,6 +58,7 @@ CASES = {
         "tied": Case(tied=True),
         "checkpointing": Case(num_micro=2, args={"gradient_checkpointing": True}),
         "selective": Case(num_micro=2, args=SELECTIVE),
+        "offload": Case(num_micro=2, args=SELECTIVE | {"gradient_checkpointing_policy": "offload"}),
         "on the host": Case(num_micro=2, args={"fsdp_cpu_offload": True}),
         "bf16": Case(num_micro=2, args={"bf16": True}),
         "sgd after prepare": Case(early=False),

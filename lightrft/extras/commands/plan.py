@@ -240,7 +240,7 @@ def _conclude(console: Console, config: Config, run_plan: "RunPlan", device: str
         console.print(
             f"about {sum(run_plan.seconds.values()):.1f} s a step: {times}", highlight=False
         )
-        shares = peak_shares(dense=dense, recomputes=config.model.gradient_checkpointing)
+        shares = peak_shares(dense=dense, recomputed=run_plan.recomputed)
         percent = " and ".join(f"{share:.0%}" for share in sorted(set(shares)))
         compute = f"{percent} of {peaks.flops / 1e12:.0f} TFLOP/s"
         memory = f"{DECODING:.0%} of {peaks.bandwidth / 1e12:.1f} TB/s"

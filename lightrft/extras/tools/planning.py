@@ -44,6 +44,7 @@ from lightrft.extras.tools.step_time import (
     kv_bytes,
     num_experts,
     seconds,
+    token_flops,
     visit_bytes,
 )
 from lightrft.models.parallel.peaks import DEVICES, Device
@@ -89,6 +90,8 @@ class RunPlan:
     """Largest --max_tokens_per_microbatch that fits; 0: none."""
     cache_tokens: float
     """Tokens in the cache of an engine; 0 without one."""
+    recomputed: float
+    """Share of a forward pass that the backward pass computes once more."""
     seconds: dict[str, float] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
 
@@ -152,6 +155,7 @@ class Planner:
             self.capacity,
             self.max_tokens(step, tokens),
             self.cache_tokens() if self.generates else 0.0,
+            self.recomputed(),
         )
         if self.generates:
             plan.seconds = self.seconds(plan.cache_tokens)
@@ -169,7 +173,13 @@ class Planner:
         """Return the bytes of a step of the model that learns, with tokens of one rank."""
         model = self.config.model
         options = {name: getattr(self.config, name) for name in STEP_FLAGS} | {"fsdp": True}
-        step = step_bytes(self.visited, options, world=self.shards, tokens=-(-tokens // self.sp))
+        tokens = -(-tokens // self.sp)
+        step = step_bytes(self.visited, options, world=self.shards, tokens=tokens)
+        if model.gradient_checkpointing_policy == "offload":
+            # A trace counts the copies on the host too.
+            text = self.shape.get_text_config()
+            inputs = tokens * text.num_hidden_layers * text.hidden_size * self.width
+            step = step.plus(-inputs, StepBytes(0, 0, 0, 1, 1, 1))
         if self.ep == 1:
             return step
 
@@ -369,7 +379,7 @@ class Planner:
             rollout.generate_max_len // 2,
             passes,
             config.train.max_epochs,
-            config.model.gradient_checkpointing,
+            self.recomputed(),
         )
         of_a_replica = self.sp * self.tp
 
@@ -397,6 +407,14 @@ class Planner:
 
         return found
 
+    def recomputed(self) -> float:
+        """Return the share of a forward pass that the backward pass computes once more."""
+        model = self.config.model
+        length = (self.config.data.prompt_max_len + self.config.rollout.generate_max_len) // 2
+        if model.gradient_checkpointing_policy == "selective":
+            return 2 * self.active / token_flops(self.shape, self.active, length)
+        return float(model.gradient_checkpointing)
+
     def received(self, parameters: int) -> float:
         """Return how many of these parameters FSDP2 moves for a rank, as if all ranks shared them.
 
@@ -415,7 +433,7 @@ class Planner:
         forward = tokens * visit_bytes(self.shape, self.width, self.ep) / (rate * LINK)
         return {
             "log-probs": work.passes * forward,
-            "train": work.epochs * forward * (3 if work.recomputes else 2),
+            "train": work.epochs * forward * (3 if work.recomputed else 2),
         }
 
     def transfer_seconds(self, work: StepWork) -> dict[str, float]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -20,23 +21,29 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lightrft.algorithms.roles.operations import count_parameters
 from lightrft.config.facts import EXPERTS
 from lightrft.config.sections import ModelSection
 from lightrft.engine.model_info import has_recurrent_state
+from lightrft.extras.tools.step_time import head_size
 from lightrft.models.attention.recurrent import only_memory
 from lightrft.models.logits.logprobs import DEVICE_CHUNK
 from lightrft.models.lora import add_adapters
 from lightrft.models.parallel.mesh import Mesh
+from lightrft.models.parallel.recompute import KEPT, once
 from lightrft.strategy.fsdp import FSDPStrategy
 
+VISITORS = 1.5
+"""Tokens that visit the rank of the most popular experts, relative to the mean, in the worst layer
+of a micro-batch. A few more may end a run, so this is above the mean of many layers."""
 TRACED_LAYERS = (3, 4)
 """Numbers of layers that are traced.
 
 With fewer, not everything that a peak holds exists at the same time.
 """
+TRACED_ATTENTION = "traced"
 _known: dict[tuple[str, str, int, int], "StepBytes"] = {}
 """Results of step_bytes() by argument.
 
@@ -80,6 +87,20 @@ class LearningModel(nn.Module):
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         return hidden, F.linear(hidden[:1], self.model.get_output_embeddings().weight)
+
+
+def _attention(_: nn.Module, *qkv: Tensor | None, **__: Any) -> tuple[Tensor, None]:
+    """Keep what attention of flat batches keeps; the mask of others has tokens^2 elements."""
+    product = F.scaled_dot_product_attention(*qkv[:3], is_causal=True, enable_gqa=True)
+    return product.transpose(1, 2), None
+
+
+def _kept_attention(*inputs: Any, **options: Any) -> tuple[Tensor, None]:
+    return once(lambda: _attention(*inputs, **options)[0]), None
+
+
+AttentionInterface.register(TRACED_ATTENTION, _attention)
+AttentionInterface.register(KEPT + TRACED_ATTENTION, _kept_attention)
 
 
 class FakeRankStrategy(FSDPStrategy):
@@ -194,7 +215,9 @@ def empty_model(shape: PretrainedConfig, section: ModelSection) -> PreTrainedMod
     All other parameters are on the meta device.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            shape, dtype=torch.float32, attn_implementation=TRACED_ATTENTION
+        )
     if section.lora_rank:
         add_adapters(model, section)
     return model
@@ -250,7 +273,7 @@ def of_tensor_parallel(shape: PretrainedConfig, tp: int) -> PretrainedConfig:
     """Return a model with the layer shapes of one of `tp` tensor-parallel ranks."""
     shape = deepcopy(shape)
     text = shape.get_text_config()
-    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    text.head_dim = head_size(text)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         setattr(text, name, getattr(text, name) // tp)
     text.vocab_size = -(-text.vocab_size // tp)
@@ -259,11 +282,15 @@ def of_tensor_parallel(shape: PretrainedConfig, tp: int) -> PretrainedConfig:
 
 
 def of_expert_parallel(shape: PretrainedConfig, ep: int) -> PretrainedConfig:
-    """Return a model with the experts of one of `ep` ranks, and some more if a token needs them."""
+    """Return a model with the experts of one of `ep` ranks, and some more if a token needs them.
+
+    They compute the tokens of the most popular experts.
+    """
     shape = deepcopy(shape)
     text = shape.get_text_config()
     name = next(name for name in EXPERTS if hasattr(text, name))
     setattr(text, name, max(getattr(text, name) // ep, 2 * text.num_experts_per_tok))
+    text.num_experts_per_tok = ceil(VISITORS * text.num_experts_per_tok)
     return shape
 
 

@@ -46,8 +46,8 @@ class StepWork:
     passes: int
     """Forward passes for log-probs, values and scores, over all samples."""
     epochs: int
-    recomputes: bool
-    """True if the backward pass computes the forward pass once more."""
+    recomputed: float
+    """Share of the forward pass that the backward pass computes once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,12 @@ def token_flops(shape: PretrainedConfig, parameters: int, length: int) -> float:
     The sequence has `length` tokens.
     """
     text = shape.get_text_config()
-    heads = text.num_attention_heads * (
-        getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    )
+    heads = text.num_attention_heads * head_size(text)
     return 2 * parameters + 2 * num_attention_layers(shape) * heads * length
+
+
+def head_size(text: PretrainedConfig) -> int:
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def seconds(
@@ -114,7 +116,7 @@ def seconds(
     length = work.prompt + work.response
     tokens = work.samples * length
     forward = token_flops(shape, active, length)
-    shares = peak_shares(dense=active == parameters, recomputes=work.recomputes)
+    shares = peak_shares(dense=active == parameters, recomputed=work.recomputed)
     compute, of_training = (device.flops * share for share in shares)
 
     of_an_engine = work.samples / engines
@@ -145,11 +147,11 @@ def seconds(
     }
 
 
-def peak_shares(*, dense: bool, recomputes: bool) -> tuple[float, float]:
+def peak_shares(*, dense: bool, recomputed: float) -> tuple[float, float]:
     """Return the shares of the peak that log-probs and training are assumed to reach."""
     if not dense:
         return MFU_EXPERTS, MFU_EXPERTS
-    return MFU, MFU_RECOMPUTED if recomputes else MFU
+    return MFU, 1 / (1 / MFU + recomputed * (1 / MFU_RECOMPUTED - 1 / MFU))
 
 
 def _read(shape: PretrainedConfig, parameters: int, active: int, num_tokens: float) -> float:
@@ -184,5 +186,5 @@ def visit_bytes(shape: PretrainedConfig, bytes_per_value: int, ep: int) -> float
 def kv_bytes(shape: PretrainedConfig, bytes_per_value: int) -> float:
     """Return the bytes of the keys and values of a token."""
     text = shape.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * num_attention_layers(shape) * text.num_key_value_heads * head * bytes_per_value
+    heads = text.num_key_value_heads * num_attention_layers(shape)
+    return 2 * heads * head_size(text) * bytes_per_value

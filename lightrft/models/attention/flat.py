@@ -24,6 +24,7 @@ from lightrft.models.attention.prefix_attention import (
     window_mask,
 )
 from lightrft.models.parallel.device import has_flash_attention
+from lightrft.models.parallel.recompute import KEPT, once
 
 ATTENTION = "lightrft"
 
@@ -71,14 +72,16 @@ def flat_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    exchanges: bool = True,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention over this rank's tokens of a flat batch.
 
-    query [1, H, t, D], key and value [1, H_kv, t, D] -> ([1, t, H, D], None). A token attends to
-    `sliding_window` tokens, itself included. `softcap` c replaces a score s by c tanh(s / c).
-    `s_aux` [H] are sinks: scores of one more key for each head, without a value (gpt-oss, arXiv
-    2508.10925). Raise ValueError for a family that does not pass the layout on.
+    query [1, H, t, D], key and value [1, H_kv, t, D] -> ([1, t, H, D], None), or without the last
+    exchange between ranks what after_attention() takes. A token attends to `sliding_window` tokens,
+    itself included. `softcap` c replaces a score s by c tanh(s / c). `s_aux` [H] are sinks: scores
+    of one more key for each head, without a value (gpt-oss, arXiv 2508.10925). Raise ValueError for
+    a family that does not pass the layout on.
     """
     if layout is None:
         raise ValueError(
@@ -94,6 +97,8 @@ def flat_attention(
     )
     sinks = None if s_aux is None else layout.sequence.local_heads(s_aux)
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
+    inputs = query, key, value, layout
+    options = {"scaling": scaling, "window": window}
     # Merging the calls needs log-sum-exps, and dropout needs the probabilities over all keys at
     # once.
     if layout.needs_several_calls or softcap is not None or sinks is not None:
@@ -101,30 +106,29 @@ def flat_attention(
         # Copies in another dtype would round the gradient of a prefix once for each copy.
         copies = query.dtype == torch.float32 and layout.copies_are_faster(query[0].numel())
         if kernel is CPU_KERNEL and window is None and copies and sinks is None:
-            output = block_attention(
-                query, key, value, layout, scaling=scaling, window=None, dropout=0.0
-            )
+            output = block_attention(*inputs, scaling=scaling, window=None, dropout=0.0)
         elif kernel is None:
-            output = copied_attention(
-                query,
-                key,
-                value,
-                layout,
-                scaling=scaling,
-                window=window,
-                dropout=dropout,
-                softcap=softcap,
-                sinks=sinks,
-            )
+            of_fallback = {"dropout": dropout, "softcap": softcap, "sinks": sinks}
+            output = copied_attention(*inputs, **options, **of_fallback)
         else:
-            output = prefix_attention(
-                kernel, query, key, value, layout, scaling=scaling, window=window, sinks=sinks
-            )
+            output = prefix_attention(kernel, *inputs, **options, sinks=sinks)
     else:
         kernel = attention_kernel(query.device, query.dtype)
-        output = kernel(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
+        output = kernel(*inputs, **options, dropout=dropout)
 
-    return layout.sequence.after_attention(output).unsqueeze(0), None
+    return layout.sequence.after_attention(output).unsqueeze(0) if exchanges else output, None
+
+
+def kept_attention(*inputs: Any, dropout: float = 0.0, **options: Any) -> tuple[Tensor, None]:
+    """Compute flat_attention(), and keep what it needs if a block is recomputed.
+
+    Only the last exchange between ranks is repeated. With dropout all is: it would not draw again
+    otherwise, so all later draws would differ.
+    """
+    if dropout:
+        return flat_attention(*inputs, dropout=dropout, **options)
+    output = once(lambda: flat_attention(*inputs, exchanges=False, **options)[0])
+    return options["layout"].sequence.after_attention(output).unsqueeze(0), None
 
 
 def configured_window(module: nn.Module) -> int | None:
@@ -176,14 +180,9 @@ def copied_attention(
         mask = window_mask(len(q), call.window, q.device, num_keys=len(k), run_ids=runs)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         if softcap is None and sinks is None:
+            grouped = {"attn_mask": mask, "enable_gqa": q.shape[1] != k.shape[1]}
             out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                scale=scaling,
-                dropout_p=dropout,
-                enable_gqa=q.shape[1] != k.shape[1],
+                q, k, v, **grouped, scale=scaling, dropout_p=dropout
             )
         else:
             out = _dense_attention(q, k, v, mask, scaling, dropout, softcap, sinks)
@@ -242,16 +241,9 @@ def block_attention(
         q, k, v = (x.view(size, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         # Without a mask torch may choose a faster causal kernel.
         mask = window_mask(width, window, query.device) if window and width > window else None
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            dropout_p=dropout,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        options = {"scale": scaling, "dropout_p": dropout, "enable_gqa": q.shape[1] != k.shape[1]}
+        causal = {"attn_mask": mask, "is_causal": mask is None}
+        out = F.scaled_dot_product_attention(q, k, v, **causal, **options)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
 
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -259,3 +251,4 @@ def block_attention(
 
 
 AttentionInterface.register(ATTENTION, flat_attention)
+AttentionInterface.register(KEPT + ATTENTION, kept_attention)

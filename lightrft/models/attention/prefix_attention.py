@@ -82,23 +82,17 @@ class _MergedCalls(torch.autograd.Function):
         scaling: float | None,
     ) -> Tensor:
         inner, *prefixes = calls
-        output, lse = kernel.forward(
-            query, inner.keys.of(key), inner.keys.of(value), inner, scaling
-        )
-        # Copies, because recomputation may keep what a kernel returned.
+        pairs = inner.keys.of(key), inner.keys.of(value)
+        output, lse = kernel.forward(query, *pairs, inner, scaling)
         if prefixes or sinks is not None:
-            output = output.to(torch.float32, copy=True)
-            lse = lse.clone()
+            output = output.float()
 
         for call in prefixes:
-            more, its_lse = kernel.forward(
-                call.queries.of(query), call.keys.of(key), call.keys.of(value), call, scaling
-            )
+            pairs = call.keys.of(key), call.keys.of(value)
+            more, its_lse = kernel.forward(call.queries.of(query), *pairs, call, scaling)
             before = call.queries.of(lse)
-            call.queries.add_to(
-                output,
-                (more - call.queries.of(output)) * (its_lse - before).sigmoid().unsqueeze(-1),
-            )
+            change = more - call.queries.of(output)
+            call.queries.add_to(output, change * (its_lse - before).sigmoid().unsqueeze(-1))
             call.queries.add_to(lse, F.softplus(its_lse - before))
 
         if sinks is not None:
@@ -120,34 +114,19 @@ class _MergedCalls(torch.autograd.Function):
         query, key, value, sinks, output, lse = ctx.saved_tensors
         totals: list[Tensor] = []
         for call in ctx.calls:
-            call_gradient, call_query, call_output, call_lse = (
-                call.queries.of(x) for x in (gradient, query, output, lse)
-            )
-            gradients = ctx.kernel.backward(
-                call_gradient,
-                call_query,
-                call.keys.of(key),
-                call.keys.of(value),
-                call_output,
-                call_lse,
-                call,
-                ctx.scaling,
-            )
+            pairs = call.keys.of(key), call.keys.of(value)
+            above, its_query, *results = map(call.queries.of, (gradient, query, output, lse))
+            gradients = ctx.kernel.backward(above, its_query, *pairs, *results, call, ctx.scaling)
 
             selections = (call.queries, call.keys, call.keys)
             # The first call has each query once, so its gradients are where the sums start.
             if not totals:
                 columns = zip(selections, gradients, (query, key, value), strict=True)
-                totals = [
-                    selection.spread(columns_gradient, x)
-                    for selection, columns_gradient, x in columns
-                ]
+                totals = [selection.spread(each, x) for selection, each, x in columns]
                 continue
 
-            for total, selection, columns_gradient in zip(
-                totals, selections, gradients, strict=True
-            ):
-                selection.add_to(total, columns_gradient)
+            for total, selection, each in zip(totals, selections, gradients, strict=True):
+                selection.add_to(total, each)
 
         of_sinks = None
         if sinks is not None:

@@ -135,10 +135,7 @@ class Axis:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         counts = received.tolist()
-        flat = torch.cat(chunks)
-        out = flat.new_empty(sum(counts), *flat.shape[1:])
-        dist.all_to_all_single(out, flat, counts, sent.tolist(), group=self.group)
-        return list(out.split(counts))
+        return list(self.all_to_all(torch.cat(chunks), sent.tolist(), counts).split(counts))
 
     def gather_rows(self, rows: Tensor, note: int = 0) -> tuple[list[Tensor], list[int]]:
         """Return the rows and the notes of all ranks, in rank order.
@@ -169,13 +166,13 @@ class Axis:
             self.largest[0] = max(counts)
 
     def all_to_all(self, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` consecutive elements of `flat` to rank r.
+        """Send `sent[r]` consecutive rows of `flat` to rank r.
 
-        Return the `received[r]` elements of all ranks, end to end.
+        Return the `received[r]` rows of all ranks, end to end.
         """
         if self.size == 1:
             return flat
-        out = flat.new_empty(sum(received))
+        out = flat.new_empty(sum(received), *flat.shape[1:])
         dist.all_to_all_single(out, flat, received, sent, group=self.group)
         return out
 

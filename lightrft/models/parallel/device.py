@@ -3,9 +3,9 @@
 import math
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import psutil
@@ -121,17 +121,32 @@ def ahead(
 
 @cache
 def _side_stream(device: torch.device) -> torch.Stream:
-    """Return the stream of ahead(); torch keeps freed memory for the stream that it was made on."""
+    """Return the second stream; torch keeps freed memory for the stream that it was made on."""
     return torch.Stream(device)
+
+
+def begin_copy(target: Tensor, source: Tensor) -> Callable[[], None]:
+    """Copy between a device and pinned memory, beside what the device is given from now on.
+
+    Returns a function that lets the device wait for the copy; the host does not.
+    """
+    on_device = target if source.device.type == "cpu" else source
+    if on_device.device.type == "cpu":
+        target.copy_(source)
+        return lambda: None
+
+    side, main = _side_stream(on_device.device), torch.accelerator.current_stream(on_device.device)
+    side.wait_stream(main)
+    with side:
+        target.copy_(source, non_blocking=True)
+    # If an error frees the tensor, nothing else gets its memory before the copy has ended.
+    on_device.record_stream(side)
+    return partial(main.wait_event, side.record_event())
 
 
 def has_flash_attention(device: torch.device) -> bool:
     """Return True if the device can run flash attention kernels: NVIDIA Ampere and later."""
-    return (
-        device.type == "cuda"
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    return device.type == "cuda" and torch.version.cuda is not None and has_bf16()
 
 
 def is_hopper() -> bool:

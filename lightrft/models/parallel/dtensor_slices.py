@@ -86,6 +86,15 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slices)
 
 
+def divided_dims(tensor: DTensor) -> list[int]:
+    """Return the mesh dims of several ranks that do not all have the same values."""
+    return [
+        dim
+        for dim, placement in enumerate(tensor.placements)
+        if not placement.is_replicate() and tensor.device_mesh.size(dim) > 1
+    ]
+
+
 def _sharding_dims(tensor: DTensor) -> list[int]:
     """Return the mesh dims that shard the tensor, in the order that they were applied in.
 
@@ -93,12 +102,7 @@ def _sharding_dims(tensor: DTensor) -> list[int]:
     shard the same dim; otherwise the order does not matter. Plain shards of one dim are applied
     from left to right. Raise ValueError for partial tensors and for more than two shardings.
     """
-    mesh = tensor.device_mesh
-    dims = [
-        dim
-        for dim, placement in enumerate(tensor.placements)
-        if not placement.is_replicate() and mesh.size(dim) > 1
-    ]
+    dims = divided_dims(tensor)
     placements = [tensor.placements[dim] for dim in dims]
     if len(dims) > 2 or any(placement.is_partial() for placement in placements):
         raise ValueError(

@@ -13,7 +13,7 @@ apply this before fully_shard, which then shards the experts of a rank over the 
 same ones.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from math import ceil
 from typing import NamedTuple
@@ -21,11 +21,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from lightrft.models.parallel.collectives import Axis, same, with_gradient
+from lightrft.models.parallel.recompute import once
 from lightrft.models.parallel.tensor_parallel import LocalParameters, distribute, outermost_models
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -54,9 +56,10 @@ def divide_experts(
             experts.forward = partial(visit, experts.forward, experts.num_experts, axis)
             divided.append(experts)
 
-        for block in _blocks_with_shared_expert(model):
-            leave = partial(depart, block.experts.num_experts, axis)
-            block.forward = partial(mixture_forward, block, leave)
+        for block in model.modules():
+            if {"experts", "gate"} < set(block._modules) and _shared_expert(block) is not None:
+                leave = partial(depart, block.experts.num_experts, axis)
+                block.forward = partial(mixture_forward, block, leave)
 
     return divided
 
@@ -133,6 +136,18 @@ def depart(num_local: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Depart
     `chosen` [T, k] has expert ids over all ranks, each of which has `num_local`. All ranks must
     call this together; a rank may have no token.
     """
+    order, received, sizes = once(partial(_plan_visit, num_local, axis, chosen))
+    exchange = Exchange(*sizes, axis)
+    visitors = _start(hidden[order // chosen.shape[1]], exchange)
+    return Departed(visitors, exchange, order, received)
+
+
+def _plan_visit(num_local: int, axis: Axis, chosen: Tensor) -> tuple[Tensor, Tensor, list]:
+    """Return `order` and `received` of Departed, and how many tokens go to and come from each rank.
+
+    A recomputed layer does not ask for it again: the host would wait once more, and the device,
+    which has nothing to do meanwhile.
+    """
     ids, order = chosen.flatten().sort(stable=True)
     # Unlike bincount, this does not wait for the device.
     ends = torch.searchsorted(
@@ -144,9 +159,7 @@ def depart(num_local: int, axis: Axis, hidden: Tensor, chosen: Tensor) -> Depart
 
     # The host waits here, and nowhere else: a collective has to know the sizes of the chunks.
     counts = torch.stack([sent, received]).unflatten(1, (axis.size, num_local)).sum(-1)
-    exchange = Exchange(*counts.tolist(), axis)
-    visitors = _start(hidden[order // chosen.shape[1]], exchange)
-    return Departed(visitors, exchange, order, received)
+    return order, received, counts.tolist()
 
 
 def visit(
@@ -172,17 +185,39 @@ def visit(
     returned = _finish(_start(computed, back), back)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    results = returned[inverse].unflatten(0, chosen.shape)
-
-    return (results * weights[..., None]).sum(1).to(hidden.dtype)
+    return _WeightedSum.apply(returned, inverse.view(chosen.shape), weights)
 
 
-def _blocks_with_shared_expert(model: PreTrainedModel) -> list[nn.Module]:
-    return [
-        submodule
-        for submodule in model.modules()
-        if {"experts", "gate"} < set(submodule._modules) and _shared_expert(submodule) is not None
-    ]
+class _WeightedSum(torch.autograd.Function):
+    """Sum of the k rows of each token with its weights: rows [n, H], places and weights [T, k].
+
+    Rows in the order of tokens would take as much memory as the rows do, and so would products with
+    weights. They exist for a part of the tokens at a time.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, places, weights)
+        parts = _parts(places, weights)
+        return torch.cat([(rows[at] * of[..., None]).sum(1).to(rows.dtype) for at, of in parts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+        rows, places, weights = ctx.saved_tensors
+        of_rows, of_weights = torch.empty_like(rows), torch.empty_like(weights)
+        gradient = gradient.to(torch.result_type(rows, weights))[:, None]
+        for of_sum, at, of, of_part in _parts(gradient, places, weights, of_weights):
+            of_part.copy_((of_sum * rows[at]).sum(-1))
+            # Each row has one place.
+            of_rows[at] = (of_sum * of[..., None]).to(rows.dtype)
+        return of_rows, None, of_weights
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors over the same tokens [T, ...] into four parts."""
+    size = max(1, ceil(len(tensors[0]) / 4))
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def _shared_expert(block: nn.Module) -> nn.Module | None:
@@ -223,14 +258,9 @@ class Exchange:
         self._pending: tuple[dist.Work, Tensor, Tensor] | None = None
         """What to wait for, and the rows that leave and arrive until then."""
 
-    def start(self, rows: Tensor) -> Tensor:
+    def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
         """Return the buffer that the rows of all ranks arrive in."""
-        return self._start(rows, self.sent, self.received)
-
-    def start_back(self, gradient: Tensor) -> None:
-        self._start(gradient, self.received, self.sent)
-
-    def _start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
         leaving = rows.contiguous()
         arriving = rows.new_empty(sum(received), *rows.shape[1:])
         work = dist.all_to_all_single(
@@ -260,7 +290,7 @@ def _finish(rows: Tensor, exchange: Exchange) -> Tensor:
         return same(rows)
 
     def start_back(gradient: Tensor) -> Tensor:
-        exchange.start_back(gradient)
+        exchange.start(gradient, back=True)
         # _start returns the gradient that arrives. This only has the shape that autograd wants.
         return gradient
 

@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -65,9 +64,6 @@ FUSED_FAMILIES = ("glm4", "phi3")
 """Families with fused layers. Ranks need equally many rows of these."""
 NORMS_OF_ALL_HEADS = ("Olmo2RMSNorm", "Olmo3RMSNorm")
 """Norms of queries and keys that may be over all heads together."""
-LIBRARY = torch.library.Library("lightrft", "FRAGMENT")
-LIBRARY.define("sum_(Tensor(a!) values, str group) -> ()")
-LIBRARY.define("reduce_scatter_(Tensor(a!) values, str group) -> ()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,24 +310,6 @@ def copy_to_parallel_region(hidden: Tensor, axis: Axis) -> Tensor:
     return hidden if axis.size == 1 else with_gradient(hidden, same, axis.sum)
 
 
-@torch.library.impl(LIBRARY, "sum_", "CompositeExplicitAutograd")
-def _sum(values: Tensor, group: str) -> None:
-    """Sum a tensor over the ranks, in place.
-
-    This and the next are operators of torch, and return nothing, for the sake of selective
-    recomputation: it keeps the product that they change, and leaves them out.
-    """
-    dist.all_reduce(values, group=_resolve_process_group(group))
-
-
-@torch.library.impl(LIBRARY, "reduce_scatter_", "CompositeExplicitAutograd")
-def _reduce_scatter(values: Tensor, group: str) -> None:
-    """Sum [T, H] over the ranks, in place, but only the T / ranks rows of this rank."""
-    ranks = _resolve_process_group(group)
-    local = values.chunk(ranks.size())[ranks.rank()]
-    dist.reduce_scatter_tensor(local, values, group=ranks)
-
-
 def _sum_in_place(values: Tensor, axis: Axis) -> Tensor:
     """Sum a new tensor over the ranks, in place.
 
@@ -339,7 +317,7 @@ def _sum_in_place(values: Tensor, axis: Axis) -> Tensor:
     not know of the sum.
     """
     if axis.size > 1:
-        torch.ops.lightrft.sum_(values.detach(), axis.group.group_name)
+        dist.all_reduce(values.detach(), group=axis.group)
     return values
 
 
@@ -350,9 +328,10 @@ def _scatter_tokens(value: Tensor, axis: Axis) -> Tensor:
     """
 
     def scatter(value: Tensor) -> Tensor:
+        local = value.chunk(axis.size, 1)[axis.rank]
         if axis.size > 1:
-            torch.ops.lightrft.reduce_scatter_(value[0], axis.group.group_name)
-        return value.chunk(axis.size, 1)[axis.rank]
+            dist.reduce_scatter_tensor(local[0], value[0], group=axis.group)
+        return local
 
     return with_gradient(
         value, scatter, lambda gradient: all_gather_tensor(gradient[0], axis)[None]

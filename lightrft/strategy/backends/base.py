@@ -17,6 +17,7 @@ from lightrft.models.lora import adopt_layers, is_adapter, keep_adapters_apart
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.mesh import Mesh
 from lightrft.models.parallel.processes import RunProcesses
+from lightrft.models.parallel.recompute import recompute
 from lightrft.models.parallel.sequence_parallel import (
     NoSequenceParallel,
     SequenceParallel,
@@ -24,7 +25,6 @@ from lightrft.models.parallel.sequence_parallel import (
 )
 from lightrft.models.parallel.ulysses import Ulysses
 from lightrft.models.parallel.zigzag import Zigzag
-from lightrft.models.recompute import recompute
 from lightrft.models.weight_sync.stream import bucket_limit, hf_parameters, stream, unwrap
 from lightrft.strategy.backends.offload import (
     Offloaded,
@@ -147,9 +147,7 @@ class Backend(Verbs, ABC):
 
             use_float8(module, self.device)
         if trained and self.config.model.gradient_checkpointing:
-            recompute(
-                module, selective=self.config.model.gradient_checkpointing_policy == "selective"
-            )
+            recompute(module, self.config.model.gradient_checkpointing_policy)
 
         sequence = self.sequence
         if sequence.multiple > 1 and not set_sequence_parallel(

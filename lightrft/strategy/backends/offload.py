@@ -20,6 +20,8 @@ from lightrft.models.parallel.device import local_tensor, release_cached_memory,
 PINNED_BLOCK = 2**28
 """Bytes of a buffer in host memory. torch rounds each pinned allocation up to a power of two, so a
 few equal buffers waste less than one large one."""
+TENSOR_ALIGNMENT = 64
+"""Bytes; each tensor in a block begins at a multiple of this."""
 
 
 class Offloaded(Protocol):
@@ -30,52 +32,58 @@ class Offloaded(Protocol):
 
 
 class HostCopies:
-    """Copies of tensors in host memory, one after the other in a few buffers.
-
-    The buffers are pinned for tensors of an accelerator. A copy may continue in the next buffer.
-    Copies are complete once the device is synchronised.
-    """
+    """Copies of tensors in host memory, which are complete once the device is synchronised."""
 
     def __init__(self, tensors: Iterable[Tensor]):
-        tensors = [tensor.detach() for tensor in tensors]
-        total = sum(tensor.nbytes for tensor in tensors)
-        pinned = any(tensor.device.type != "cpu" for tensor in tensors)
-        sizes = [min(PINNED_BLOCK, total - start) for start in range(0, total, PINNED_BLOCK)]
-        self.blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
-
-        for source, pieces in self._with_pieces(tensors):
-            for chunk, piece in zip(
-                _flat_bytes(source.contiguous()).split([len(p) for p in pieces]),
-                pieces,
-                strict=True,
-            ):
-                piece.copy_(chunk, non_blocking=True)
+        sources = [tensor.detach() for tensor in tensors]
+        self.copies = host_like(sources)
+        for copy, source in zip(self.copies, sources, strict=True):
+            copy.copy_(source, non_blocking=True)
 
     def load(self, tensors: Iterable[Tensor]) -> None:
         """Copy the values into tensors of the same shapes and types, in the same order."""
-        for target, pieces in self._with_pieces(tensors):
-            if target.is_contiguous():
-                dense = target.detach()
-            else:
-                dense = torch.empty_like(target, memory_format=torch.contiguous_format)
-            for chunk, piece in zip(
-                _flat_bytes(dense).split([len(p) for p in pieces]), pieces, strict=True
-            ):
-                chunk.copy_(piece, non_blocking=True)
-            if dense.data_ptr() != target.data_ptr():
-                target.copy_(dense)
+        for target, copy in zip(tensors, self.copies, strict=True):
+            target.detach().copy_(copy, non_blocking=True)
 
-    def _with_pieces(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield each tensor with the pieces of the buffers that hold it."""
-        start = 0
-        for tensor in tensors:
-            end = start + tensor.nbytes
-            pieces = []
-            while start < end:
-                block, offset = divmod(start, PINNED_BLOCK)
-                pieces.append(self.blocks[block][offset : offset + end - start])
-                start += len(pieces[-1])
-            yield tensor, pieces
+
+def host_like(tensors: list[Tensor]) -> list[Tensor]:
+    """Return contiguous tensors of the same shapes and types in a few blocks of host memory.
+
+    The blocks are pinned for tensors of an accelerator. torch rounds each pinned allocation up to a
+    power of two. So the largest tensors come first, each into the first block with room, and the
+    small ones fill what is left of the blocks.
+    """
+    rooms: list[int] = []
+    used: list[int] = []
+    addresses: dict[int, tuple[int, int]] = {}
+    for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].nbytes):
+        size = -(-tensors[index].nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        block = next((b for b, room in enumerate(rooms) if used[b] + size <= room), len(rooms))
+        if block == len(rooms):
+            rooms.append(max(PINNED_BLOCK, 1 << (size - 1).bit_length()))
+            used.append(0)
+        addresses[index] = block, used[block]
+        used[block] += size
+
+    # A tensor over a slice of a numpy array has a storage of its own size. torch's writer copies
+    # every view of a larger storage once more.
+    pinned = any(map(is_on_device, tensors))
+    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy() for size in used]
+    return [
+        torch.frombuffer(
+            blocks[addresses[index][0]],
+            dtype=tensor.dtype,
+            count=tensor.numel(),
+            offset=addresses[index][1],
+        ).view(tensor.shape)
+        if tensor.numel()
+        else torch.empty(tensor.shape, dtype=tensor.dtype)
+        for index, tensor in enumerate(tensors)
+    ]
+
+
+def is_on_device(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu" and tensor.numel() > 0
 
 
 class OffloadedTensors:
@@ -96,20 +104,12 @@ class OffloadedTensors:
         copied = _with_storage(tensors)
         dropped = _with_storage(scratch)
         # Views share storages, and a storage must be copied and emptied only once.
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
-            for tensor in (*copied, *dropped)
-        }
+        storages = {_address(tensor): tensor.untyped_storage() for tensor in (*copied, *dropped)}
         self.sizes = {key: storage.nbytes() for key, storage in storages.items()}
 
-        self.kept_keys = list(
-            dict.fromkeys(tensor.untyped_storage().data_ptr() for tensor in copied)
-        )
+        self.kept_keys = list(dict.fromkeys(map(_address, copied)))
         self.copies = HostCopies(_bytes(storages[key]) for key in self.kept_keys)
-        self.views = [
-            (tensor, tensor.untyped_storage().data_ptr(), _geometry(tensor))
-            for tensor in (*copied, *dropped)
-        ]
+        self.views = [(each, _address(each), _geometry(each)) for each in (*copied, *dropped)]
         synchronize(device)
         for tensor, _, _ in self.views:
             tensor.data = tensor.data.new_empty(0)
@@ -253,6 +253,10 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _geometry(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     return tensor.storage_offset(), tensor.shape, tensor.stride()
 
@@ -263,7 +267,3 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     Non-persistent buffers are included.
     """
     return map(local_tensor, (*model.parameters(), *model.buffers()))
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

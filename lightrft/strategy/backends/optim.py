@@ -20,6 +20,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightrft.models.parallel.device import current_device, local_tensor
+from lightrft.models.parallel.dtensor_slices import divided_dims
 
 Axes = frozenset[str]
 """Names of the process groups that shard a tensor; empty if every rank has the whole tensor."""
@@ -229,13 +230,8 @@ def _sum_of_powers(gradients: list[Tensor], p: float, device: torch.device) -> T
 
 def _sharding_groups(tensor: DTensor) -> list[tuple[str, dist.ProcessGroup]]:
     """Return names and groups that shard a tensor; groups of one rank do not count."""
-    mesh = tensor.device_mesh
-    dims = [
-        dim
-        for dim, placement in enumerate(tensor.placements)
-        if not placement.is_replicate() and mesh.size(dim) > 1
-    ]
-    return [(mesh.get_group(dim).group_name, mesh.get_group(dim)) for dim in dims]
+    groups = map(tensor.device_mesh.get_group, divided_dims(tensor))
+    return [(group.group_name, group) for group in groups]
 
 
 def _summed(gradient: DTensor) -> DTensor:

@@ -16,11 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from lightrft.models.parallel.device import synchronize
-from lightrft.strategy.backends.offload import PINNED_BLOCK
+from lightrft.strategy.backends.offload import HostCopies, is_on_device
 from lightrft.strategy.checkpoint.zero_fragment import Fragment
-
-TENSOR_ALIGNMENT = 64
-"""Bytes; each tensor in a block begins at a multiple of this."""
 
 
 @torch.no_grad()
@@ -34,13 +31,9 @@ def to_host(state: Any) -> Any:
     """
     leaves, structure = tree_flatten(state)
     shards = [_local(leaf) for leaf in leaves]
-    on_device = [shard for shard in shards if shard is not None and _is_on_device(shard)]
+    on_device = [shard for shard in shards if shard is not None and is_on_device(shard)]
 
-    pinned = _pinned_like(on_device)
-    for target, source in zip(pinned, on_device, strict=True):
-        target.copy_(source, non_blocking=True)
-
-    arriving = iter(pinned)
+    arriving = iter(HostCopies(on_device).copies)
     copies = [_copied(leaf, shard, arriving) for leaf, shard in zip(leaves, shards, strict=True)]
     if on_device:
         synchronize(on_device[0].device)
@@ -61,15 +54,11 @@ def _local(leaf: Any) -> Tensor | None:
     return leaf if isinstance(leaf, Tensor) else None
 
 
-def _is_on_device(tensor: Tensor) -> bool:
-    return tensor.device.type != "cpu" and tensor.numel() > 0
-
-
 def _copied(leaf: Any, shard: Tensor | None, pinned: Iterator[Tensor]) -> Any:
     """Return a leaf of the same kind in host memory, with the next pinned copy if it has one."""
     if shard is None:
         return copy.deepcopy(leaf)
-    if _is_on_device(shard):
+    if is_on_device(shard):
         host = next(pinned)
     else:
         host = torch.empty(shard.shape, dtype=shard.dtype).copy_(shard)
@@ -77,35 +66,3 @@ def _copied(leaf: Any, shard: Tensor | None, pinned: Iterator[Tensor]) -> Any:
         # DTensor.from_local() would move it back to the device of the mesh.
         return DTensor(host, leaf._spec, requires_grad=False)
     return replace(leaf, values=host) if isinstance(leaf, Fragment) else host
-
-
-def _pinned_like(tensors: list[Tensor]) -> list[Tensor]:
-    """Return contiguous tensors of the same shapes and types in a few blocks of pinned memory.
-
-    torch rounds each pinned allocation up to a power of two. So the largest tensors come first,
-    each into the first block with room, and the small ones fill what is left of the blocks.
-    """
-    rooms: list[int] = []
-    used: list[int] = []
-    addresses: dict[int, tuple[int, int]] = {}
-    for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].nbytes):
-        size = -(-tensors[index].nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
-        block = next((b for b, room in enumerate(rooms) if used[b] + size <= room), len(rooms))
-        if block == len(rooms):
-            rooms.append(max(PINNED_BLOCK, 1 << (size - 1).bit_length()))
-            used.append(0)
-        addresses[index] = block, used[block]
-        used[block] += size
-
-    # A tensor over a slice of a numpy array has a storage of its own size. torch's writer copies
-    # every view of a larger storage once more.
-    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy() for size in used]
-    return [
-        torch.frombuffer(
-            blocks[addresses[index][0]],
-            dtype=tensor.dtype,
-            count=tensor.numel(),
-            offset=addresses[index][1],
-        ).view(tensor.shape)
-        for index, tensor in enumerate(tensors)
-    ]

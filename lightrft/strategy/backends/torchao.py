@@ -1,13 +1,15 @@
 """Train the layers of the blocks with products of FP8, from torchao.
 
 Each product has its factors rounded to e4m3 with a scale for each row or column. Weights, gradients
-and the optimizer keep their precision, so that checkpoints and weight streams are the same. Without
-torch.compile the roundings are separate kernels, and they can take longer than FP8 saves.
+and the optimizer keep their precision, so that checkpoints and weight streams are the same. On a GPU
+each layer is compiled by itself: as separate kernels the roundings can take longer than FP8 saves.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch._dynamo as dynamo
 from torch import nn
 
 from lightrft.config.errors import ConfigError
@@ -53,9 +55,23 @@ def use_float8(module: nn.Module, device: torch.device) -> list[str]:
 
     for block in repeated_blocks(module):  # not embeddings and heads
         convert_to_float8_training(block, module_filter_fn=is_chosen, config=config)
+        if device.type == "cuda":
+            compile_layers(block)
     if not converted:
         raise ConfigError(
             "--fp8_training: no block of the model has a linear layer whose sizes are divisible by"
             f" {MULTIPLE}"
         )
     return converted
+
+
+def compile_layers(block: nn.Module, **options: Any) -> None:
+    """Compile each layer of FP8 by itself; hooks of FSDP2 are around the block, and stay outside.
+
+    All layers have the same code, which is compiled once for each shape, with and without
+    gradients. torch would stop after eight times.
+    """
+    dynamo.config.recompile_limit = 64
+    for layer in block.modules():
+        if type(layer).__name__ == "Float8Linear":
+            layer.compile(dynamic=True, **options)

@@ -325,7 +325,7 @@ def test_the_command(capsys, tmp_path):
                 "--pretrain",
                 wide,
                 "--offload_idle=false",
-                "--max_tokens_per_microbatch=131072",
+                "--max_tokens_per_microbatch=262144",
             ]
         )
 
@@ -347,7 +347,7 @@ def test_the_command(capsys, tmp_path):
                 "--pretrain",
                 wide,
                 "--offload_idle=false",
-                "--max_tokens_per_microbatch=131072",
+                "--max_tokens_per_microbatch=262144",
                 *flags,
             ]
         )

@@ -27,8 +27,8 @@ from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.lora import freeze_parameters, keep_adapters_apart
 from lightrft.models.parallel.collectives import Axis
+from lightrft.models.parallel.recompute import recompute
 from lightrft.models.parallel.tensor_parallel import model_problems, parallelize, plan_problems
-from lightrft.models.recompute import recompute
 from lightrft.strategy import FSDPStrategy
 from lightrft.versions import TENSOR_PARALLEL_VERSIONS
 from models.parallel.families import FAMILIES, OTHERS, family_config, family_model
@@ -350,12 +350,10 @@ def test_four_ranks_and_recomputed_activations(tmp_path):
 
 # -- what a layer costs
 
-SUM = "lightrft::sum_"
-SCATTER = "lightrft::reduce_scatter_"
-BACKWARD_SUM = "c10d::allreduce_"
-BACKWARD_SCATTER = "c10d::_reduce_scatter_base_"
+SUM = "c10d::allreduce_"
+SCATTER = "c10d::_reduce_scatter_base_"
 GATHER = "c10d::_allgather_base_"
-KINDS = SUM, SCATTER, BACKWARD_SUM, BACKWARD_SCATTER, GATHER
+KINDS = SUM, SCATTER, GATHER
 WAIT = "wait for the sum"
 
 
@@ -379,7 +377,7 @@ def decoder_pass(model: nn.Module, policy: str | None, operations: Operations) -
     Forward and backward.
     """
     if policy:
-        recompute(model.train(), selective=policy == "selective")
+        recompute(model.train(), policy)
     ids = torch.cat(sequences())[None]
     positions = torch.arange(ids.shape[1])[None]
     with operations:
@@ -410,19 +408,19 @@ def split_decoder_pass(folder: str, policy: str | None, sequence: bool) -> list:
 
 
 COLLECTIVES = {
-    # The embedding has one sum in the forward pass, and each of two layers has four.
-    (None, False): {SUM: 1 + 4, BACKWARD_SUM: 4},
-    ("selective", False): {SUM: 1 + 4, BACKWARD_SUM: 4},
-    ("full", False): {SUM: 1 + 4 + 2, BACKWARD_SUM: 4},
+    # The embedding has one sum in the forward pass, and each of two layers has four in all.
+    (None, False): {SUM: 1 + 8},
+    ("selective", False): {SUM: 1 + 8 + 2},
+    ("full", False): {SUM: 1 + 8 + 2},
     # Tokens are also gathered behind the last norm, and so are gradients of the embedding.
-    (None, True): {SCATTER: 1 + 4, BACKWARD_SCATTER: 4, GATHER: 2 + 8},
-    ("selective", True): {SCATTER: 1 + 4, BACKWARD_SCATTER: 4, GATHER: 2 + 8 + 4},
-    ("full", True): {SCATTER: 1 + 4 + 2, BACKWARD_SCATTER: 4, GATHER: 2 + 8 + 4},
+    (None, True): {SCATTER: 1 + 8, GATHER: 2 + 8},
+    ("selective", True): {SCATTER: 1 + 8 + 2, GATHER: 2 + 8 + 4},
+    ("full", True): {SCATTER: 1 + 8 + 2, GATHER: 2 + 8 + 4},
 }
 
 
 def test_collectives_and_copies_of_a_layer(folders):
-    """The sums of the forward pass are kept with selective recomputation, and nothing is copied."""
+    """Recomputation sums once more what attention adds, and nothing is copied."""
     folder = folders["qwen3"]
     found = run_cases(2, split_decoder_pass, {case: (folder, *case) for case in COLLECTIVES})
     for case, expected in COLLECTIVES.items():
@@ -439,8 +437,9 @@ def test_collectives_and_copies_of_a_layer(folders):
 
 def test_the_gradient_of_the_tokens_is_summed_beside_products_of_weights(folders):
     (seen, _) = run_ranks(2, split_decoder_pass, folders["qwen3"], None, False)
-    order = [each for each in seen if isinstance(each, tuple) or each in (BACKWARD_SUM, WAIT)]
-    begins = [index for index, each in enumerate(order) if each == BACKWARD_SUM]
+    order = [each for each in seen if isinstance(each, tuple) or each in (SUM, WAIT)]
+    # Five sums are in the forward pass.
+    begins = [index for index, each in enumerate(order) if each == SUM][5:]
     # A rank has 32 rows of q_proj, 16 of k_proj and v_proj, and 24 of gate_proj and up_proj.
     beside = [order[begin + 1 : order.index(WAIT, begin)] for begin in begins]
     assert beside == [[(24, 32)] * 2, [(32, 32), (16, 32), (16, 32)]] * 2
