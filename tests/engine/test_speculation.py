@@ -274,6 +274,27 @@ def test_samples_are_the_same_with_drafts_in_runner_v2(tmp_path: Path) -> None:
         assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
+def test_drafts_of_runner_v2_survive_a_sleep_of_level_2(tmp_path: Path) -> None:
+    """Drafts need no tensor but weights and buffers of what vLLM allocates while it loads.
+
+    Level 1 is the default with `eagle3` and `mtp` nevertheless: see vllm-project/vllm#55013, with
+    CUDA graphs.
+    """
+    model = tiny_model(tmp_path / "model", seed=1)
+    kinds = {
+        "ngram": (model, ""),
+        "draft": (model, tiny_model(tmp_path / "draft", seed=2)),
+        "eagle3": (model, eagle3_head(tmp_path / "eagle3")),
+        "mtp": (model_with_mtp(tmp_path / "mtp"), ""),
+    }
+    course = partial(run_ranks, 1, runner_v2.lost_in_a_sleep, timeout=500)
+    for kind, (folder, draft) in kinds.items():
+        flags = {"speculative": kind, "draft_pretrain": draft, "num_draft_tokens": 2}
+        ((lost, plain, accepted),) = where_triton_interprets(course, folder, flags)
+        assert lost == [] and plain > 50, kind
+        assert accepted or kind != "ngram"
+
+
 def test_runner_v2_keeps_what_is_drawn_up_to_the_first_wrong_draft() -> None:
     """Requests with three drafts, none, and two. A draft that is right after a wrong one is lost."""
     from types import SimpleNamespace
