@@ -48,15 +48,11 @@ from lightrft.engine.vllm.adapter_slots import AdapterSlots
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.device import local_rank
 from lightrft.models.weight_sync.adapters import Adapters
-from lightrft.models.weight_sync.expert_layout import (
-    is_a,
-    is_experts,
-    pack_experts,
-    unpacked_experts,
-)
+from lightrft.models.weight_sync.expert_layout import is_experts, pack_experts, unpacked_experts
 from lightrft.models.weight_sync.fused_layout import (
     CONVOLUTION_VIEW,
     FUSED_LAYERS,
+    SCALE_NAME,
     UNPACKED,
     CopyTarget,
     FusedWeights,
@@ -545,11 +541,13 @@ def _by_loader(name: str) -> str:
 def _packs(layer: torch.nn.Module) -> bool:
     """Return True if the layer multiplies with a packed copy of the weight, as on CPUs.
 
-    It mostly keeps only that copy.
+    It mostly keeps only that copy. In INT8 and FP8, every form is packed but the turned matrix.
     """
-    # An INT8 scheme has one kernel for CPUs, which packs.
-    kernel = getattr(vars(layer).get("scheme"), "kernel", None)
-    return "cpu_linear" in vars(layer) or is_a(kernel, "CPUInt8ScaledMMLinearKernel")
+    if SCALE_NAME not in layer._parameters:
+        return "cpu_linear" in vars(layer)
+    created = get_layerwise_info(layer).restore_metadata[0]["weight"]
+    sizes = zip(layer.weight.shape, reversed(created.shape), strict=False)
+    return layer.weight.stride(0) > 1 or not all(size >= before for size, before in sizes)
 
 
 def _stale_copies(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
