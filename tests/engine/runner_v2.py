@@ -152,6 +152,23 @@ def with_and_without_drafts(folder: str) -> dict[str, list[Completion]]:
     return found
 
 
+def account_of_fillers(folder: str) -> tuple[float, int, int]:
+    """Return the tokens that a draft is expected to bring after a text without repetitions, and how
+    many steps had drafts, of how many.
+
+    A draft costs half of a step, and pays as long as it is expected to bring as much.
+    """
+    engine = start_drafting(folder, {"speculative": "ngram", "num_draft_tokens": 3})
+    set_cost(engine, 0.5)
+    account = engine._speculation
+    engine.reset_cache()
+    ((sample,),) = engine.generate([Request([9, 1, 2])], Sampling(temperature=2.0, max_tokens=16))
+    expected = account._accepted / account._count
+    engine.close()
+    steps = len(sample.token_ids) - sample.drafts.num_accepted
+    return expected, sample.drafts.count, steps
+
+
 def recorded_experts(folder: str) -> dict[str, int]:
     """Count the tokens and layers of a mixture that have a record of the chosen experts, and the
     records that are what transformers chooses.

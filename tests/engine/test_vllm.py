@@ -190,6 +190,8 @@ def test_graphs_of_a_sleeping_engine_leave_the_device() -> None:
 
     assert sleeps("cuda:0") == [True, True]
     assert sleeps("cuda:0", enable_engine_sleep=False) == sleeps("cpu") == [False, False]
+    kept = json.dumps({"sleep_mode_offload_cudagraph": False})
+    assert sleeps("cuda:0", engine_args=kept) == [True, False]
 
 
 def test_arguments_of_the_user_come_last() -> None:

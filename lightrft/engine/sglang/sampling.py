@@ -65,8 +65,8 @@ class Truncate(CustomLogitProcessor):
 
     def __init__(self):
         self.of_batch: list[dict[str, Any]] = []
-        """Parameters of the rows of the last batch. A batch has many steps, in which a list of rows
-        would make the host wait for the device."""
+        """Parameters of the rows of the last batch. It has many steps, and a new list of rows in
+        each would make the host wait for the device."""
         self.groups: list[tuple[Truncation, float, Tensor | slice]] = []
         """Truncation and temperature, and the rows that have them."""
 
@@ -88,6 +88,7 @@ class Truncate(CustomLogitProcessor):
                 for same, rows in rows_of.items()
                 if same[0].active
             ]
+
         # All requests are for one model, so they have the same size.
         logits[:, self.of_batch[0]["size"] :] = -torch.inf
         for truncation, temperature, rows in self.groups:

@@ -348,12 +348,11 @@ class VLLMShim:
         can start again in this process only if nothing is left in them. The records of reloaded
         layers would keep the layers.
         """
-        _forget_reloads(self.model)
-        if self.draft_model is not None:
-            _forget_reloads(self.draft_model)
+        for model in filter(None, (self.model, self.draft_model)):
+            _forget_reloads(model)
         if CuMemAllocator.instance is not None:
             _map_memory_before_it_is_freed(CuMemAllocator.instance)
-        del self.model, self.draft_model, self.weights, self.experts, self.slots
+        del model, self.model, self.draft_model, self.weights, self.experts, self.slots
         del self._stale_copies, self.cache
         self.llm.collective_rpc("shutdown")
         destroy_model_parallel()
