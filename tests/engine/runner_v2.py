@@ -294,8 +294,8 @@ def lost_in_a_sleep(
     """Return what samples need of the memory that a sleep of level 2 loses, and counts.
 
     It is what vLLM's worker allocates while it loads, except for parameters and buffers: vLLM saves
-    buffers, and lightrft streams parameters or saves them. Numbers of all of it become NaN or huge
-    in a sleep. The counts are those of plain tensors, and of accepted drafts.
+    buffers, and lightrft streams parameters or saves them. Numbers of all of it, and of the cache,
+    become NaN or huge in a sleep. The counts are those of plain tensors, and of accepted drafts.
     """
     if planted:
         plant()
@@ -310,6 +310,7 @@ def lost_in_a_sleep(
     kept = {_storage(tensor) for model in models for tensor in model.parameters()}
     kept |= set(map(_storage, buffers))
     plain = [made for storage, made in allocations.made.items() if storage not in kept]
+    caches = engine._shim.worker.model_runner.kv_caches
     memories = [memory for memory, _ in allocations.made.values()]
     always = [memory for storage, (memory, _) in allocations.made.items() if storage in kept]
     # Otherwise log-probs that are no numbers end the engine.
@@ -324,15 +325,17 @@ def lost_in_a_sleep(
     def is_enough_without(lost: list[tuple[Tensor, str]]) -> bool:
         saved = [memory.clone() for memory in memories]
         values = [buffer.clone() for buffer in buffers]
+        engine.on_cpu = False  # vLLM's workers do nothing then, and lightrft what it does on a GPU
         engine.sleep(2)
-        with torch.no_grad():
-            for memory in always + [memory for memory, _ in lost]:
+        with torch.inference_mode():
+            for memory in always + caches + [memory for memory, _ in lost]:
                 memory.fill_(_huge(memory.dtype))
             for buffer, value in zip(buffers, values, strict=True):
                 buffer.copy_(value)
         engine.wake("weights")
         engine.load_weights(_stream(weights), 1)
         engine.wake("kv_cache")
+        engine.on_cpu = True
         found = [(sample.token_ids, sample.logprobs, sample.drafts) for sample in drawn()]
         for memory, value in zip(memories, saved, strict=True):
             memory.copy_(value)
@@ -346,7 +349,7 @@ def lost_in_a_sleep(
 
     first = drawn()
     expected = [(sample.token_ids, sample.logprobs, sample.drafts) for sample in first]
-    lost = needed(plain) if is_enough_without([]) else ["a parameter or a buffer"]
+    lost = needed(plain) if is_enough_without([]) else ["a parameter, a buffer or the cache"]
     engine.close()
     return lost, len(plain), sum(sample.drafts.num_accepted for sample in first)
 

@@ -195,10 +195,8 @@ class VLLMShim:
             for name, items in media.items()
             if items
         }
-        (prompt,) = self.llm.renderer.render_cmpl(
-            [TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=data)]
-        )
-        return prompt
+        prompt = TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=data)
+        return self.llm.renderer.render_cmpl([prompt])[0]
 
     def prepare(
         self, prompt: TokensInput | MultiModalInput, parameters: SamplingParams
@@ -307,17 +305,20 @@ class VLLMShim:
         return sample.completion
 
     @property
-    def sampler(self) -> Any:
-        """Return the sampler of the model runner; V1 and V2 have different ones."""
-        return self.worker.model_runner.sampler
-
-    @property
     def worker(self) -> Any:
         """Return vLLM's worker in this process."""
         return self.llm.llm_engine.model_executor.driver_worker.worker
 
-    def num_cached_blocks(self) -> int:
-        return len(self.cache.block_pool.cached_block_hash_to_block)
+    @torch.inference_mode()
+    def zero_cache(self) -> None:
+        """Set the cache to zeros, as at the start, after vLLM has allocated it anew.
+
+        Otherwise it has what was in that memory before, such as the trainer's float32 numbers. Read
+        as bfloat16 some of these are NaN, and a kernel may multiply what follows a sequence by 0
+        (vllm-project/vllm#45542).
+        """
+        for cache in self.worker.model_runner.kv_caches:
+            cache.zero_()
 
     def keep_draft_weights(self) -> None:
         """Copy the draft model's own weights to host memory, before a sleep that drops all weights.
