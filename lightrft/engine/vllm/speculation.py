@@ -142,8 +142,7 @@ class Speculation:
             self._text.clear()
         elif self._off and self._credit >= CREDIT:
             self._off = False
-            self._count = 1.0
-            self._accepted = 1.0
+            self._count = self._accepted = 1.0
             self._schedule()
 
     def _schedule(self) -> None:
@@ -171,12 +170,13 @@ class Speculation:
         """Measure what it costs to verify drafts, and to have a model only read.
 
         The larger cost of short and long sequences counts. Long ones are measured only where they
-        share the prompt's cache. The measurement stops at a size where drafts cannot pay. Other
-        programs may disturb it, so that a larger batch seems to cost less: the larger cost is
-        returned for both then.
+        share the cache of the prompt at once, and have room for the steps. The measurement stops at
+        a size where drafts cannot pay. Other programs may disturb it, so that a larger batch seems
+        to cost less: the larger cost is returned for both then.
         """
-        shares = self._engine.vllm_config.cache_config.enable_prefix_caching
-        lengths = [4, self._engine.model_config.max_model_len // 2][: 1 + shares]
+        model = self._engine.model_config
+        shares = self._engine.vllm_config.cache_config.enable_prefix_caching and not model.is_hybrid
+        lengths = [4, model.max_model_len // 2][: 1 + (shares and model.max_model_len >= 256)]
         drafts: dict[int, float] = {}
         reading: dict[int, float] = {}
         cost = least = 0.0
