@@ -62,6 +62,59 @@ def is_noticed(engine: Engine, model: PreTrainedModel, ending: str, change: Any)
     return False
 
 
+def with_kernel(form: str, course: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a course where vLLM has one kernel, which keeps weights in another form than on CPUs.
+
+    `turned` is that of CUTLASS, filled up: to a multiple of 48 here, of 16 there. `packed` has
+    other codes in the same tensor, and `repacked` has the codes and scales of Marlin's kernel: words
+    of four codes, and a row of scales in the model's dtype.
+    """
+    from torch.nn.functional import pad
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+        Int8ScaledMMLinearKernel,
+    )
+    from vllm.model_executor.layers.quantization.utils import replace_parameter
+
+    from lightrft.engine.vllm.int8_on_cpu import ReloadableInt8Kernel
+
+    class Kernel(Int8ScaledMMLinearKernel):
+        is_supported = classmethod(lambda *_: (True, None))
+        can_implement = classmethod(lambda *_: (True, None))
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            codes, scales = layer.weight.data, layer.weight_scale.data
+            if form == "turned":
+                more = -len(codes) % 48
+                codes = pad(codes, (0, -codes.shape[1] % 48, 0, more)).t()
+                scales = pad(scales, (0, 0, 0, more), value=1.0)
+            elif form == "packed":
+                codes = codes.flip(0, 1).contiguous()
+            else:
+                codes, scales = codes.contiguous().view(torch.int32), scales.t().bfloat16()
+            for name, tensor in (("weight", codes), ("weight_scale", scales)):
+                replace_parameter(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
+
+        def _get_layer_params(self, layer: torch.nn.Module) -> tuple:
+            codes, scales, *others = super()._get_layer_params(layer)
+            rows, columns = layer.output_size_per_partition, layer.input_size_per_partition
+            if form == "turned":
+                codes, scales = codes.t()[:rows, :columns], scales[:rows]
+            elif form == "packed":
+                codes = codes.flip(0, 1)
+            else:
+                codes, scales = codes.view(torch.int8), scales.t().float()
+            return codes, scales, *others
+
+        def apply_weights(self, *arguments: Any) -> torch.Tensor:
+            return ReloadableInt8Kernel._multiply_as_floats(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        kernels = {platform: [Kernel] for platform in linear._POSSIBLE_INT8_KERNELS}
+        patch.setattr(linear, "_POSSIBLE_INT8_KERNELS", kernels)
+        return course(*arguments)
+
+
 def as_on_amx(course: Callable[..., Any], *arguments: Any) -> Any:
     """Run a course where torch says that the processor has AMX, by which vLLM chooses kernels."""
     with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +131,7 @@ def an_engine_of_int8(folder: str, bf16: bool) -> dict[str, Any]:
     matrices = engine.quantization.matrices
     checks: dict[str, Any] = {
         "all_matrices": len(matrices) == 7 * model.config.num_hidden_layers,
-        "addresses_known": not engine._shim.weights.unknown,
+        "unknown": len(engine._shim.weights.unknown),
         "whole_size": sum(p.nbytes // p.itemsize * dtype.itemsize for p in model.parameters()),
     }
 

@@ -4,19 +4,25 @@ Accelerators have this runner, with asynchronous scheduling.
 """
 
 import os
+import traceback
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import contract
 from lightrft.core.samples import Completion
-from lightrft.engine.base import Request, Sampling
+from lightrft.engine.base import Engine, Request, Sampling
 from lightrft.engine.testing import outcome, start_engine
 from lightrft.models.parallel.expert_parallel import routers
 from lightrft.models.parallel.mesh import Mesh
@@ -102,28 +108,38 @@ def propose(self, input_batch, *args, dummy_run: bool = False, **options) -> Ten
     return self.drafts[: input_batch.num_reqs]
 
 
+def start_drafting(folder: str, flags: dict[str, Any]) -> Engine:
+    """Start an engine that measures the costs of its drafts once, for one sequence."""
+    from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+
+    from lightrft.engine.vllm import speculation
+
+    NgramGPUSpeculator.propose = propose
+    speculation.BATCH_SIZES = (1,)
+    speculation.MEASUREMENTS = 1
+    return start_engine("vllm", folder, Mesh("cpu").world, flags)
+
+
+def set_cost(engine: Engine, cost: float) -> None:
+    """Let drafts cost so much from now on; below 0 they are verified in each step."""
+    from lightrft.engine.vllm.text_drafter import Costs
+
+    engine._speculation._costs = Costs({1: cost})
+    engine._speculation._schedule()
+
+
 def with_and_without_drafts(folder: str) -> dict[str, list[Completion]]:
     """Return the samples of one engine with drafts in each step ("drafts"), and with none
     ("plain").
 
     It verifies the drafts of --speculative ngram.
     """
-    from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
-
-    from lightrft.engine.vllm import speculation
-    from lightrft.engine.vllm.text_drafter import Costs
-
     prompts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7], [9, 1, 2]]
-    NgramGPUSpeculator.propose = propose
-    speculation.BATCH_SIZES = (1,)
-    speculation.MEASUREMENTS = 1
-    flags = {"speculative": "ngram", "num_draft_tokens": 3}
-    engine = start_engine("vllm", folder, Mesh("cpu").world, flags)
+    engine = start_drafting(folder, {"speculative": "ngram", "num_draft_tokens": 3})
 
     found: dict[str, list[Completion]] = {}
     for name, cost in (("drafts", -1.0), ("plain", float("inf"))):
-        engine._speculation._costs = Costs({1: cost})
-        engine._speculation._schedule()
+        set_cost(engine, cost)
         engine.reset_cache()
         found[name] = []
         for sampling in (
@@ -134,6 +150,23 @@ def with_and_without_drafts(folder: str) -> dict[str, list[Completion]]:
 
     engine.close()
     return found
+
+
+def account_of_fillers(folder: str) -> tuple[float, int, int]:
+    """Return the tokens that a draft is expected to bring after a text without repetitions, and how
+    many steps had drafts, of how many.
+
+    A draft costs half of a step, and pays as long as it is expected to bring as much.
+    """
+    engine = start_drafting(folder, {"speculative": "ngram", "num_draft_tokens": 3})
+    set_cost(engine, 0.5)
+    account = engine._speculation
+    engine.reset_cache()
+    ((sample,),) = engine.generate([Request([9, 1, 2])], Sampling(temperature=2.0, max_tokens=16))
+    expected = account._accepted / account._count
+    engine.close()
+    steps = len(sample.token_ids) - sample.drafts.num_accepted
+    return expected, sample.drafts.count, steps
 
 
 def recorded_experts(folder: str) -> dict[str, int]:
@@ -177,3 +210,157 @@ def recorded_experts(folder: str) -> dict[str, int]:
 
     engine.close()
     return counts
+
+
+class Allocations(TorchDispatchMode):
+    """Records the memory that is allocated, with the place in vLLM that did it.
+
+    vLLM's buffers in host memory are left out: on a GPU they are not in the pool of the weights.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.made: dict[int, tuple[Tensor, str]] = {}
+        """Storage -> bytes of it as its first tensor, and where it was made."""
+
+    def __torch_dispatch__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        result = function(*args, **kwargs)
+        for tensor in _tensors(result):
+            if _storage(tensor) not in given | self.made.keys():
+                memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+                frames = traceback.extract_stack()
+                places = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if "vllm" in f[0]]
+                self.made[_storage(tensor)] = memory, " ".join(places[-2:])
+        return result
+
+    @contextmanager
+    def of_loading(self) -> Iterator[None]:
+        """Record what vLLM's worker allocates while it loads models, samplers and the rest."""
+        from vllm.v1.worker import gpu_worker
+        from vllm.v1.worker.gpu import buffer_utils
+
+        load = gpu_worker.Worker.load_model
+
+        def load_recorded(worker: Any, **options: Any) -> None:
+            with self:
+                load(worker, **options)
+
+        gpu_worker.Worker.load_model = load_recorded
+        for name in ("UvaBuffer", "NonUvaBuffer", "UvaBackedTensor"):
+            kind = getattr(buffer_utils, name)
+            kind.__init__ = _unseen(kind.__init__)
+        yield
+        gpu_worker.Worker.load_model = load
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    leaves = tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type != "meta"]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _unseen(function: Callable) -> Callable:
+    def call(*args: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **options)
+
+    return call
+
+
+def plant() -> None:
+    """Let vLLM's layer of logits compute with a tensor that is neither parameter nor buffer."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    begin, forward = LogitsProcessor.__init__, LogitsProcessor.forward
+
+    def begin_planted(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        self.planted = [torch.ones(1)]
+
+    LogitsProcessor.__init__ = begin_planted
+    LogitsProcessor.forward = lambda self, *args: forward(self, *args) * self.planted[0]
+
+
+def lost_in_a_sleep(
+    folder: str, flags: dict[str, Any], planted: bool = False
+) -> tuple[list[str], int, int]:
+    """Return what samples need of the memory that a sleep of level 2 loses, and counts.
+
+    It is what vLLM's worker allocates while it loads, except for parameters and buffers: vLLM saves
+    buffers, and lightrft streams parameters or saves them. Numbers of all of it, and of the cache,
+    become NaN or huge in a sleep. The counts are those of plain tensors, and of accepted drafts.
+    """
+    if planted:
+        plant()
+    allocations = Allocations()
+    with allocations.of_loading():
+        engine = start_drafting(folder, flags)
+    if engine._speculation:
+        set_cost(engine, -1.0)
+    weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    models = [model for model in (engine._shim.model, engine._shim.draft_model) if model]
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    kept = {_storage(tensor) for model in models for tensor in model.parameters()}
+    kept |= set(map(_storage, buffers))
+    plain = [made for storage, made in allocations.made.items() if storage not in kept]
+    caches = engine._shim.worker.model_runner.kv_caches
+    memories = [memory for memory, _ in allocations.made.values()]
+    always = [memory for storage, (memory, _) in allocations.made.items() if storage in kept]
+    # Otherwise log-probs that are no numbers end the engine.
+    engine._cut = lambda samples, stop: samples
+
+    def drawn() -> list[Completion]:
+        engine.reset_cache()
+        prompts = [Request([5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7]), Request([9, 1, 2])]
+        samplings = Sampling(temperature=0, max_tokens=8), Sampling(n=2, max_tokens=2, seed=3)
+        return list(chain(*chain(*(engine.generate(prompts, each) for each in samplings))))
+
+    def is_enough_without(lost: list[tuple[Tensor, str]]) -> bool:
+        saved = [memory.clone() for memory in memories]
+        values = [buffer.clone() for buffer in buffers]
+        engine.on_cpu = False  # vLLM's workers do nothing then, and lightrft what it does on a GPU
+        engine.sleep(2)
+        with torch.inference_mode():
+            for memory in always + caches + [memory for memory, _ in lost]:
+                memory.fill_(_huge(memory.dtype))
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
+        engine.wake("weights")
+        engine.load_weights(_stream(weights), 1)
+        engine.wake("kv_cache")
+        engine.on_cpu = True
+        found = [(sample.token_ids, sample.logprobs, sample.drafts) for sample in drawn()]
+        for memory, value in zip(memories, saved, strict=True):
+            memory.copy_(value)
+        return found == expected
+
+    def needed(part: list[tuple[Tensor, str]]) -> list[str]:
+        if is_enough_without(part):
+            return []
+        half = len(part) // 2
+        return needed(part[:half]) + needed(part[half:]) if half else [place for _, place in part]
+
+    first = drawn()
+    expected = [(sample.token_ids, sample.logprobs, sample.drafts) for sample in first]
+    lost = needed(plain) if is_enough_without([]) else ["a parameter, a buffer or the cache"]
+    engine.close()
+    return lost, len(plain), sum(sample.drafts.num_accepted for sample in first)
+
+
+def _stream(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Return the weights of a model, with the biases of routers, which are buffers."""
+    biases = (named for named in model.named_buffers() if named[0].endswith("correction_bias"))
+    return chain(model.named_parameters(), biases)
+
+
+def _huge(dtype: torch.dtype) -> float:
+    if dtype == torch.bool:
+        return True
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max

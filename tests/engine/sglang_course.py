@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, Gemma3Config
 
-from engine.contract import STREAM_ONLY_CASES, Bench
+from engine.contract import STREAM_ONLY_CASES, Bench, p_value
 from lightrft.config import ConfigError, EngineSection
 from lightrft.engine.base import EngineError, EngineSetup, Request, Sampling
 from lightrft.engine.testing import outcome, start_engine
@@ -87,6 +87,79 @@ def weights_before_a_stream() -> dict[str, float]:
     scheduler.run_scheduler_process = process
     scheduler.run_scheduler()
     return seen
+
+
+def drawn_by_noise() -> tuple[int, int, float]:
+    """Return how many tokens an accelerator's draws share with SGLang's formula in float64, how
+    many there are, and the p-value of their distribution.
+
+    Both have the same hash. Some log-probs are -inf.
+    """
+    from sglang.srt.layers import sampler
+
+    from lightrft.engine.sglang import sampling
+
+    def hashes(seed: torch.Tensor, position: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Murmur3 of seed, position and token, as SGLang's kernel computes it."""
+        seed = seed.long()[:, None]
+        bits = torch.zeros(len(seed), len(tokens), dtype=torch.int64)
+        for part in (seed & 0xFFFFFFFF, seed >> 32, position[:, None], tokens[None]):
+            part = part * 0xCC9E2D51 & 0xFFFFFFFF
+            part = (part << 15 | part >> 17) & 0xFFFFFFFF
+            bits = bits ^ part * 0x1B873593 & 0xFFFFFFFF
+            bits = ((bits << 13 | bits >> 19) & 0xFFFFFFFF) * 5 + 0xE6546B64 & 0xFFFFFFFF
+        bits = bits ^ 16
+        for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+            bits = (bits ^ bits >> shift) * factor & 0xFFFFFFFF
+        return (bits ^ bits >> 16).to(torch.uint32)
+
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(1, 400, generator=generator)
+    logits[:, ::7] = -torch.inf
+    logprobs = logits.log_softmax(-1).expand(40_000, -1)
+    seed = torch.arange(40_000) // 100 * 2**33 + 5
+    position = torch.arange(40_000) % 100
+    with pytest.MonkeyPatch.context() as patch:
+        # SGLang's draw is the largest of -log(-log(1 - u)), and ours of -log(-log1p(-u)).
+        patch.setattr(sampler, "murmur_hash32", lambda *of: 2**32 - 1 - hashes(*of).long())
+        patch.setattr(sampling, "murmur_hash32", hashes)
+        expected = sampler.multinomial_with_seed(logprobs, seed, position)
+        found = sampling.draw_by_noise(logprobs, seed, position)
+    counts = found.flatten().bincount(minlength=400)
+    p = p_value(counts, logprobs[0].exp())
+    return int((found == expected).sum()), len(found), p
+
+
+def truncated_by_groups() -> list[bool]:
+    """Return whether masks of three steps are right, and whether the rows were listed once.
+
+    In the second step the batch is the same, and in the third one it has another row. A batch
+    with one sampling needs no list.
+    """
+    from lightrft.engine.sglang.sampling import Truncate
+
+    def parameters(top_k: int, temperature: float) -> dict:
+        own = {"top_k": top_k, "top_p": 1.0, "min_p": 0.0, "banned": [3], "size": 90}
+        return own | {"temperature": temperature}
+
+    processor = Truncate()
+    generator = torch.Generator().manual_seed(1)
+    rows = [parameters(5, 0.7), parameters(2, 0.7), parameters(5, 0.7)]
+    right, groups = [], []
+    for batch in (rows, list(rows), [*rows, parameters(7, 0.1)], rows[:1] * 2):
+        logits = torch.randn(len(batch), 100, generator=generator)
+        allowed = logits.clone()
+        allowed[:, 3] = allowed[:, 90:] = -torch.inf
+        counts = (processor(logits.clone(), batch) > -torch.inf).sum(1).tolist()
+        masked = processor(logits, batch)
+        for row, own in enumerate(batch):
+            best = allowed[row].topk(own["top_k"])
+            expected = torch.full((100,), -torch.inf).scatter(0, best.indices, best.values)
+            right.append(torch.equal(masked[row], expected) and counts[row] == own["top_k"])
+        groups.append(processor.groups)
+    assert len(groups[0]) == 2 and groups[0] is groups[1]
+    assert len(groups[2]) == 3 and groups[3][0][2] == slice(None)
+    return right
 
 
 def shares_of_free_memory(utilizations: list[float]) -> list[float | str]:

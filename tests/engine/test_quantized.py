@@ -9,6 +9,7 @@ from engine.quantized_course import (
     as_on_amx,
     stale_scales,
     with_a_cache_of_fp8,
+    with_kernel,
 )
 from lightrft.config import EngineSection
 from lightrft.config.errors import ConfigError
@@ -36,7 +37,25 @@ def test_vllm_computes_with_int8_after_every_load(folder: str, ranks: int, bf16:
         # Only the inputs of layers are rounded beside the weights.
         assert max(found.pop("gaps")) < 0.02
         assert found.pop("size") < found.pop("whole_size") * (0.85 if bf16 else 0.6)
+        assert found.pop("unknown") == 0
         assert found == dict.fromkeys(found, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "ranks"), [("turned", 2), ("packed", 1), ("repacked", 1)])
+def test_no_kernel_ends_a_run_by_its_form_of_the_weights(
+    folder: str, form: str, ranks: int
+) -> None:
+    """A form that has changed codes and scales is not verified, and the other weights are."""
+    load_vllm()
+    for found in run_ranks(ranks, with_kernel, form, an_engine_of_int8, folder, True, timeout=400):
+        assert max(found.pop("gaps")) < 0.02
+        noticed = {name: found[name] for name in ("scale", "code", "norm")}
+        assert noticed == dict.fromkeys(noticed, True) | {"scale": form != "repacked"} | {
+            "code": form != "repacked"
+        }
+        assert found["unknown"] == (28 if form == "repacked" else 0)
+        assert found["all_matrices"] and found["same_after_sleep"]
 
 
 @pytest.mark.slow

@@ -14,8 +14,10 @@ from engine.sglang_course import (
     answer_to_an_image,
     arguments_of_the_user,
     course,
+    drawn_by_noise,
     reserved_arguments_without_a_refusal,
     shares_of_free_memory,
+    truncated_by_groups,
     weights_before_a_stream,
 )
 from engine.sglang_families import FAMILIES, hybrid, write
@@ -178,6 +180,16 @@ def test_the_reward_rises(run: Callable[[str], list[dict[str, float]]]) -> None:
 
 
 # -- without an engine
+
+
+def test_an_accelerator_draws_what_the_formula_says() -> None:
+    """SGLang computes it in float64; float32 has other roundings."""
+    same, drawn, p = in_sglang_environment(drawn_by_noise)
+    assert same >= drawn - 2 and p > 1e-3
+
+
+def test_rows_of_a_batch_are_listed_once() -> None:
+    assert all(in_sglang_environment(truncated_by_groups))
 
 
 def test_the_pinned_version_has_what_is_used() -> None:

@@ -274,6 +274,35 @@ def test_samples_are_the_same_with_drafts_in_runner_v2(tmp_path: Path) -> None:
         assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
+def test_fillers_of_runner_v2_end_drafts_that_cost_more(tmp_path: Path) -> None:
+    """It drafts the last token for text that repeats nothing. Such drafts count as wrong ones."""
+    ranks = partial(run_ranks, 1, runner_v2.account_of_fillers, tiny_model(tmp_path), timeout=500)
+    ((accepted, drafted, steps),) = where_triton_interprets(ranks)
+    assert accepted < 0.5
+    assert 0 < drafted < 8 < steps
+
+
+def test_drafts_of_runner_v2_survive_a_sleep_of_level_2(tmp_path: Path) -> None:
+    """Drafts need no tensor but weights and buffers of what vLLM allocates while it loads.
+
+    Level 1 is the default with `eagle3` and `mtp` nevertheless: see vllm-project/vllm#55013, with
+    CUDA graphs.
+    """
+    model = tiny_model(tmp_path / "model", seed=1)
+    kinds = {
+        "ngram": (model, ""),
+        "draft": (model, tiny_model(tmp_path / "draft", seed=2)),
+        "eagle3": (model, eagle3_head(tmp_path / "eagle3")),
+        "mtp": (model_with_mtp(tmp_path / "mtp"), ""),
+    }
+    course = partial(run_ranks, 1, runner_v2.lost_in_a_sleep, timeout=500)
+    for kind, (folder, draft) in kinds.items():
+        flags = {"speculative": kind, "draft_pretrain": draft, "num_draft_tokens": 2}
+        ((lost, plain, accepted),) = where_triton_interprets(course, folder, flags)
+        assert lost == [] and plain > 50, kind
+        assert accepted or kind != "ngram"
+
+
 def test_runner_v2_keeps_what_is_drawn_up_to_the_first_wrong_draft() -> None:
     """Requests with three drafts, none, and two. A draft that is right after a wrong one is lost."""
     from types import SimpleNamespace
@@ -464,6 +493,58 @@ def test_a_model_whose_drafts_do_not_pay_is_switched_off(drafts_of_models: tuple
     assert 0 < strange[0].count < 20 and strange[1].count == 0 and 0 < strange[2].count < 20
     assert all(drafts.count > 12 and drafts.num_accepted == drafts.num_tokens for drafts in same)
     assert len({tuple(each) for each in tokens + others}) == 1
+
+
+def _measured(folder: str) -> tuple[list[tuple[list[list[int]], list[int]]], list[float]]:
+    """Return prompts of the measurements at the start, and the tokens that each sample had when
+    steps began to be timed; and the costs, of sequences of which the long ones cost more.
+    """
+    from lightrft.engine.vllm import speculation
+
+    seen = []
+    measure = speculation.Speculation._cost
+
+    def cost(self: speculation.Speculation, size: int, length: int) -> tuple[float, float]:
+        sampled = []
+        force = self._force
+        self._force = lambda mode: (
+            sampled.append([each.num_output_tokens for each in self._scheduler.requests.values()])
+            or force(mode)
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            prompts = []
+            add = self._engine.add_request
+            patch.setattr(
+                self._engine, "add_request", lambda *new: prompts.append(new[1]) or add(*new)
+            )
+            assert measure(self, size, length)[0] < float("inf")
+        del self._force
+        seen.append(([prompt["prompt_token_ids"] for prompt in prompts], sampled[1]))
+        return (0.5 if length > 4 else 0.25), 0.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculation, "BATCH_SIZES", (1, 2))
+        patch.setattr(speculation, "MEASUREMENTS", 1)
+        patch.setattr(speculation.Speculation, "_cost", cost)
+        flags = {"speculative": "draft", "draft_pretrain": folder}
+        engine = start_engine("vllm", folder, Mesh("cpu").world, flags)
+    costs = engine._speculation._costs.measured
+    engine.close()
+    return seen, costs
+
+
+def test_costs_are_those_of_short_and_long_sequences(tmp_path: Path) -> None:
+    """Their prompts repeat nothing, and are read before a step is timed. The larger cost counts."""
+    ((seen, costs),) = run_ranks(1, _measured, tiny_model(tmp_path), timeout=300)
+    assert [[len(prompt) for prompt in prompts] for prompts, _ in seen] == [
+        [4],
+        [192],
+        [4, 4],
+        [192, 192],
+    ]
+    assert all(len({*prompt}) == len(prompt) for prompts, _ in seen for prompt in prompts)
+    assert all(len(sampled) == len(prompts) and min(sampled) > 0 for prompts, sampled in seen)
+    assert costs == [0.5, 0.5]
 
 
 def _acceptance_of_a_streamed_draft(folder: str, draft: str) -> tuple[list[Drafts], str]:

@@ -42,7 +42,7 @@ from lightrft.engine.testing import perturbed, start_engine
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.mesh import Mesh
 from ranks import run_ranks
-from tiny import byte_tokenizer, tiny_model
+from tiny import byte_tokenizer, tiny_experts, tiny_model
 from with_vllm import load_vllm
 
 pytestmark = pytest.mark.slow
@@ -190,6 +190,8 @@ def test_graphs_of_a_sleeping_engine_leave_the_device() -> None:
 
     assert sleeps("cuda:0") == [True, True]
     assert sleeps("cuda:0", enable_engine_sleep=False) == sleeps("cpu") == [False, False]
+    kept = json.dumps({"sleep_mode_offload_cudagraph": False})
+    assert sleeps("cuda:0", engine_args=kept) == [True, False]
 
 
 def test_arguments_of_the_user_come_last() -> None:
@@ -381,6 +383,22 @@ def test_model_runner_v2_keeps_the_contract(tmp_path: Path) -> None:
     assert found["tensors"] > 20 and found["left"] == [0], (
         "vLLM frees its memory pool, and starts again only if it is empty"
     )
+
+
+def test_a_sleep_of_level_2_loses_nothing_that_samples_need(tmp_path: Path) -> None:
+    """It loses all that vLLM's worker allocates while it loads, not only the weights.
+
+    Buffers are saved, and parameters come by stream. A tensor of another kind that samples need is
+    found: one is planted in the dense model.
+    """
+    dense = tiny_model(tmp_path / "dense", seed=1)
+    course = partial(run_ranks, 1, runner_v2.lost_in_a_sleep, timeout=500)
+    ((lost, plain, _),) = where_triton_interprets(course, dense, {}, True)
+    assert len(lost) == 1 and "qwen3.py" in lost[0] and plain > 50
+
+    experts = tiny_experts(tmp_path / "experts")
+    ((lost, plain, _),) = where_triton_interprets(course, experts, {"router_replay": True})
+    assert lost == [] and plain > 50
 
 
 def test_attention_of_float32_models_is_not_rounded(tmp_path: Path) -> None:

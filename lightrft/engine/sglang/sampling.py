@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.layers.sampler import murmur_hash32
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
@@ -42,6 +43,19 @@ def draw(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     return drawn_tokens(logprobs, torch.tensor(points, dtype=torch.float64))
 
 
+@torch.compile(dynamic=True)
+def draw_by_noise(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """Draw a token for each row of logprobs [R, V] on an accelerator: [R, 1] int64.
+
+    It is the one with the largest sum of log-prob and Gumbel noise, from SGLang's hash of seed,
+    position and token. SGLang computes the noise in float64, which many devices compute at a 64th
+    of the speed. Here the largest values come from numbers near 0, of which float32 has enough.
+    """
+    tokens = torch.arange(logprobs.shape[1], device=logprobs.device)
+    uniform = (murmur_hash32(seed.to(torch.uint64), position, tokens).float() + 0.5) * 2.0**-32
+    return (logprobs.float() - (-torch.log1p(-uniform)).log()).argmax(1, keepdim=True)
+
+
 class Truncate(CustomLogitProcessor):
     """Sets the logits of excluded tokens to -inf, before the division by the temperature.
 
@@ -49,28 +63,37 @@ class Truncate(CustomLogitProcessor):
     top p cover all tokens.
     """
 
+    def __init__(self):
+        self.of_batch: list[dict[str, Any]] = []
+        """Parameters of the rows of the last batch. It has many steps, and a new list of rows in
+        each would make the host wait for the device."""
+        self.groups: list[tuple[Truncation, float, Tensor | slice]] = []
+        """Truncation and temperature, and the rows that have them."""
+
     def __call__(
         self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None
     ) -> Tensor:
-        rows_of = defaultdict(list)
-        # All requests are for one model, so they have the same size.
-        logits[:, min(parameters["size"] for parameters in custom_param_list) :] = -torch.inf
-        for row, parameters in enumerate(custom_param_list):
-            rows_of[
-                parameters["top_k"],
-                parameters["top_p"],
-                parameters["min_p"],
-                tuple(parameters["banned"]),
-                parameters["temperature"],
-            ].append(row)
+        if custom_param_list != self.of_batch:
+            rows_of = defaultdict(list)
+            for row, own in enumerate(custom_param_list):
+                banned = tuple(own["banned"])
+                part = Truncation(own["top_k"], own["top_p"], banned, min_p=own["min_p"])
+                rows_of[part, own["temperature"]].append(row)
+            self.of_batch = custom_param_list
+            self.groups = [
+                (
+                    *same,
+                    torch.tensor(rows, device=logits.device) if len(rows_of) > 1 else slice(None),
+                )
+                for same, rows in rows_of.items()
+                if same[0].active
+            ]
 
-        for (top_k, top_p, min_p, banned, temperature), rows in rows_of.items():
-            truncation = Truncation(top_k, top_p, banned, min_p=min_p)
-            if not truncation.active:
-                continue
+        # All requests are for one model, so they have the same size.
+        logits[:, self.of_batch[0]["size"] :] = -torch.inf
+        for truncation, temperature, rows in self.groups:
             scaled = logits[rows].float() / (temperature or 1.0)
             logits[rows] = logits[rows].masked_fill(
                 truncation.outside(scaled, truncation.threshold(scaled)), -torch.inf
             )
-
         return logits

@@ -14,7 +14,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor, nn
 
 from lightrft.engine.probe import Probe, logits_processor
-from lightrft.engine.sglang.sampling import draw, with_seeds
+from lightrft.engine.sglang.sampling import draw, draw_by_noise, with_seeds
 from lightrft.models.parallel.gloo import share_gloo_device
 from lightrft.models.weight_sync.fused_layout import FUSED_LAYERS, FusedWeights
 from lightrft.models.weight_sync.verify import Fingerprints, destroy_weights
@@ -44,8 +44,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
         with_seeds(SamplingBatchInfo.from_schedule_batch.__func__)
     )
     loader.initialize_dummy_weights = _with_buffers_kept(loader.initialize_dummy_weights)
-    if not torch.accelerator.is_available():
-        sampler.multinomial_with_seed = draw
+    sampler.multinomial_with_seed = draw_by_noise if torch.accelerator.is_available() else draw
     run_scheduler_process(*args, **kwargs)
 
 

@@ -117,7 +117,8 @@ class VLLMEngine(LibraryEngine):
             runner_v2 = self._llm.llm_engine.vllm_config.use_v2_model_runner
             eager = self.on_cpu and self._llm.llm_engine.model_config.enforce_eager
             if self.on_cpu:
-                replace_slow_operations(self._shim.model, self._shim.sampler, eager=eager)
+                sampler = self._shim.worker.model_runner.sampler
+                replace_slow_operations(self._shim.model, sampler, eager=eager)
             # Model runner V1 draws from torch's generators even if all requests have a seed. V2
             # never does: its kernels compute random numbers from the seeds.
             self._generators_kept: Callable[[], AbstractContextManager] = (
@@ -370,7 +371,7 @@ class VLLMEngine(LibraryEngine):
         return prints.numbers(self.device)
 
     def _num_cached(self) -> int:
-        return self._shim.num_cached_blocks()
+        return len(self._shim.cache.block_pool.cached_block_hash_to_block)
 
     def _module_outputs(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
         probe = Probe(len(token_ids))
@@ -399,6 +400,8 @@ class VLLMEngine(LibraryEngine):
     def _wake(self, half: Half) -> None:
         if not self.on_cpu:
             self._llm.wake_up(tags=[half])
+            if half == "kv_cache":
+                self._shim.zero_cache()
         if half == "weights" and self._keeps_draft:
             self._shim.restore_draft_weights()
 

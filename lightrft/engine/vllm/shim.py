@@ -48,15 +48,11 @@ from lightrft.engine.vllm.adapter_slots import AdapterSlots
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.device import local_rank
 from lightrft.models.weight_sync.adapters import Adapters
-from lightrft.models.weight_sync.expert_layout import (
-    is_a,
-    is_experts,
-    pack_experts,
-    unpacked_experts,
-)
+from lightrft.models.weight_sync.expert_layout import is_experts, pack_experts, unpacked_experts
 from lightrft.models.weight_sync.fused_layout import (
     CONVOLUTION_VIEW,
     FUSED_LAYERS,
+    SCALE_NAME,
     UNPACKED,
     CopyTarget,
     FusedWeights,
@@ -199,10 +195,8 @@ class VLLMShim:
             for name, items in media.items()
             if items
         }
-        (prompt,) = self.llm.renderer.render_cmpl(
-            [TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=data)]
-        )
-        return prompt
+        prompt = TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=data)
+        return self.llm.renderer.render_cmpl([prompt])[0]
 
     def prepare(
         self, prompt: TokensInput | MultiModalInput, parameters: SamplingParams
@@ -311,17 +305,20 @@ class VLLMShim:
         return sample.completion
 
     @property
-    def sampler(self) -> Any:
-        """Return the sampler of the model runner; V1 and V2 have different ones."""
-        return self.worker.model_runner.sampler
-
-    @property
     def worker(self) -> Any:
         """Return vLLM's worker in this process."""
         return self.llm.llm_engine.model_executor.driver_worker.worker
 
-    def num_cached_blocks(self) -> int:
-        return len(self.cache.block_pool.cached_block_hash_to_block)
+    @torch.inference_mode()
+    def zero_cache(self) -> None:
+        """Set the cache to zeros, as at the start, after vLLM has allocated it anew.
+
+        Otherwise it has what was in that memory before, such as the trainer's float32 numbers. Read
+        as bfloat16 some of these are NaN, and a kernel may multiply what follows a sequence by 0
+        (vllm-project/vllm#45542).
+        """
+        for cache in self.worker.model_runner.kv_caches:
+            cache.zero_()
 
     def keep_draft_weights(self) -> None:
         """Copy the draft model's own weights to host memory, before a sleep that drops all weights.
@@ -352,12 +349,11 @@ class VLLMShim:
         can start again in this process only if nothing is left in them. The records of reloaded
         layers would keep the layers.
         """
-        _forget_reloads(self.model)
-        if self.draft_model is not None:
-            _forget_reloads(self.draft_model)
+        for model in filter(None, (self.model, self.draft_model)):
+            _forget_reloads(model)
         if CuMemAllocator.instance is not None:
             _map_memory_before_it_is_freed(CuMemAllocator.instance)
-        del self.model, self.draft_model, self.weights, self.experts, self.slots
+        del model, self.model, self.draft_model, self.weights, self.experts, self.slots
         del self._stale_copies, self.cache
         self.llm.collective_rpc("shutdown")
         destroy_model_parallel()
@@ -545,11 +541,13 @@ def _by_loader(name: str) -> str:
 def _packs(layer: torch.nn.Module) -> bool:
     """Return True if the layer multiplies with a packed copy of the weight, as on CPUs.
 
-    It mostly keeps only that copy.
+    It mostly keeps only that copy. In INT8 and FP8, every form is packed but the turned matrix.
     """
-    # An INT8 scheme has one kernel for CPUs, which packs.
-    kernel = getattr(vars(layer).get("scheme"), "kernel", None)
-    return "cpu_linear" in vars(layer) or is_a(kernel, "CPUInt8ScaledMMLinearKernel")
+    if SCALE_NAME not in layer._parameters:
+        return "cpu_linear" in vars(layer)
+    created = get_layerwise_info(layer).restore_metadata[0]["weight"]
+    sizes = zip(layer.weight.shape, reversed(created.shape), strict=False)
+    return layer.weight.stride(0) > 1 or not all(size >= before for size, before in sizes)
 
 
 def _stale_copies(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:

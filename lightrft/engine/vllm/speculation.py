@@ -22,8 +22,6 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Batch sizes where the cost of verification is measured; others cost as much as the next one."""
 MEASUREMENTS = 5
 """How often each cost is measured at a batch size; the fastest run counts."""
-PROMPT = [0, 0, 0, 0]
-"""Prompt of the measured requests."""
 WINDOW = 64
 """Verified drafts over which a model's acceptance is averaged; older ones weigh less."""
 CREDIT = 2.0
@@ -144,8 +142,7 @@ class Speculation:
             self._text.clear()
         elif self._off and self._credit >= CREDIT:
             self._off = False
-            self._count = 1.0
-            self._accepted = 1.0
+            self._count = self._accepted = 1.0
             self._schedule()
 
     def _schedule(self) -> None:
@@ -160,16 +157,10 @@ class Speculation:
         """Let vLLM's scheduler report each draft that was verified."""
         report = self._scheduler.make_spec_decoding_stats
 
-        def counted(
-            *args: Any, num_draft_tokens: int, num_accepted_tokens: int, **options: Any
-        ) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
             self._of_step[0] += 1
-            self._of_step[1] += num_accepted_tokens
-            counts = {
-                "num_draft_tokens": num_draft_tokens,
-                "num_accepted_tokens": num_accepted_tokens,
-            }
-            return report(*args, **counts, **options)
+            self._of_step[1] += options["num_accepted_tokens"]
+            return report(*args, **options)
 
         self._scheduler.make_spec_decoding_stats = counted
 
@@ -178,16 +169,21 @@ class Speculation:
     def _measure(self) -> tuple[Costs, Costs]:
         """Measure what it costs to verify drafts, and to have a model only read.
 
-        The measurement stops at a size where drafts cannot pay. Other programs may disturb it, so
-        that a larger batch seems to cost less: the larger cost is returned for both then.
+        The larger cost of short and long sequences counts. Long ones are measured only where they
+        share the cache of the prompt at once, and have room for the steps. The measurement stops at
+        a size where drafts cannot pay. Other programs may disturb it, so that a larger batch seems
+        to cost less: the larger cost is returned for both then.
         """
+        model = self._engine.model_config
+        shares = self._engine.vllm_config.cache_config.enable_prefix_caching and not model.is_hybrid
+        lengths = [4, model.max_model_len // 2][: 1 + (shares and model.max_model_len >= 256)]
         drafts: dict[int, float] = {}
         reading: dict[int, float] = {}
         cost = least = 0.0
         for size in BATCH_SIZES:
             if size > self._scheduler.max_num_running_reqs or cost >= self._most:
                 break
-            measured = self._axis.gather(self._cost(size))
+            measured = sum(self._axis.gather([self._cost(size, each) for each in lengths]), [])
             cost = drafts[size] = max(cost, *(each for each, _ in measured))
             if cost < float("inf"):
                 least = reading[size] = max(least, *(each for _, each in measured))
@@ -195,23 +191,26 @@ class Speculation:
         self._force(None)
         return Costs(drafts), Costs(reading)
 
-    def _cost(self, size: int) -> tuple[float, float]:
+    def _cost(self, size: int, length: int) -> tuple[float, float]:
         """Return how much longer steps with drafts, and steps where a model only reads, take.
 
         Both are ratios to plain steps, less 1; infinite if the batch does not fit. Drafts are
-        verified one step after the switch, so that step is not timed.
+        verified one step after the switch, so that step is not timed. The prompt of `length` tokens
+        repeats nothing, as text that does is the best case of a drafter.
         """
-        limit = self._engine.model_config.max_model_len - len(PROMPT)
-        names = [f"cost/{size}/{number}" for number in range(size)]
+        model = self._engine.model_config
+        prompt = tokens_input([token % model.get_vocab_size() for token in range(length)])
+        limit = model.max_model_len - length
+        names = [f"cost/{size}/{length}/{number}" for number in range(size)]
         for number, name in enumerate(names):
             parameters = SamplingParams(
                 seed=number, max_tokens=limit, ignore_eos=True, logprobs=0, detokenize=False
             )
-            self._engine.add_request(name, tokens_input(PROMPT), parameters)
+            self._engine.add_request(name, prompt, parameters)
 
         self._force("plain")
-        for _ in range(size):
-            if self._scheduler.waiting:
+        for _ in range(size + length // self._scheduler.max_num_scheduled_tokens):
+            if not all(each.num_output_tokens for each in self._scheduler.requests.values()):
                 self._engine.step()
 
         fastest = dict.fromkeys(

@@ -47,6 +47,8 @@ CONVOLUTION_VIEW = "conv_weights"
 """Buffer of vLLM's layer of Mamba 2: a view of the convolution, or a copy where vLLM packs it."""
 SCALE_NAME = "weight_scale"
 """Parameter of an INT8 or FP8 layer with the scale of each row of the weight."""
+CODES = (torch.int8, torch.float8_e4m3fn)
+"""Dtypes of the codes that such a layer loads."""
 UNPACKED = "_cpu_unpacked_conv_weight"
 """Attribute with the weight of a convolution as it was loaded, where vLLM packs it on a CPU.
 
@@ -92,9 +94,10 @@ class WeightSlice:
     @property
     def tensor(self) -> Tensor:
         stored = torch.atleast_1d(getattr(self.layer, self.attribute))
-        # INT8 and FP8 kernels take [columns, rows].
-        turned = self.attribute == "weight" and SCALE_NAME in self.layer._parameters
-        return (stored.t() if turned else stored)[self.index]
+        # INT8 and FP8 kernels take [columns, rows], and some fill up both; other forms are packed.
+        if self.attribute == "weight" and SCALE_NAME in self.layer._parameters:
+            stored = stored.t()[:, : self.layer.input_size_per_partition]
+        return stored[self.index]
 
     def within(self, shape: torch.Size) -> Tensor:
         """Return `tensor` without the padding beyond the full tensor of this shape."""
@@ -337,6 +340,9 @@ def _pieces(
     if attribute == "A_log" and is_a(layer, MAMBA) and CONVOLUTION_VIEW in layer._buffers:
         attribute = "A"
     if layer is None or getattr(layer, attribute, None) is None:
+        return
+    # A kernel that stores other codes has changed the scales and biases as well.
+    if SCALE_NAME in layer._parameters and layer.weight.dtype not in CODES:
         return
     if layer_name == "conv1d" and any(is_a(layers[inside], kind) for kind in DELTA_NET_LAYERS):
         regions = _of_delta_rule(layers[inside], layer)

@@ -107,6 +107,7 @@ class ColumnParallelLinear(torch.nn.Module):
         bits = torch.cat([each.view(torch.uint8) for each in codes])
         self.weight = torch.nn.Parameter(bits.view(codes[0].dtype).t(), requires_grad=False)
         self.weight_scale = torch.nn.Parameter(torch.cat(scales), requires_grad=False)
+        self.input_size_per_partition = 24
         self.output_partition_sizes = [len(each) for each in codes]
         self.tp_rank = 0
         self.tp_size = 1
