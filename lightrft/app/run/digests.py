@@ -36,7 +36,7 @@ from lightrft.strategy.backends.optim import BitSums
 FILE = "digests.jsonl"
 OF_SEQUENCES = ("prompts", "samples", "logprobs", "rewards", "outputs", "advantages")
 PHASES = (*OF_SEQUENCES, "plan", "loss", "gradient", "weights")
-"""Phases of a step, in the order in which they happen."""
+"""Phases of a step, in their order."""
 MOST_BLOCKS = 10
 """Blocks of all models with a digest each; consecutive layers share one in a deep model."""
 MOST_UPDATES = 16

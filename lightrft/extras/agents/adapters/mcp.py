@@ -34,7 +34,7 @@ PERHAPS_ENDED = (CONNECTION_CLOSED, INVALID_REQUEST)
 Servers that live send them too.
 """
 LAST_BYTES = 4096
-"""Bytes at the end of a server's log in which its last line is looked for."""
+"""Bytes at the end of a server's log where its last line is looked for."""
 
 
 class ToolServer:
