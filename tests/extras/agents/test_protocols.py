@@ -100,6 +100,49 @@ async def streamed_items(client, row):
     return 1.0
 
 
+TWENTY = [f"tool_{number}" for number in range(20)]
+
+
+async def coding_harness(client, row):
+    """The requests of a coding agent: marks for a cache, a sub-agent beside a call, and a summary."""
+    cache = {"cache_control": {"type": "ephemeral"}}
+    system = [{"type": "text", "text": "You are a coding agent. " * 20, **cache}]
+    tools = [{"name": name, "description": "A tool.", "input_schema": {"type": "object"}} for name in TWENTY]
+    more = {"model": "m", "max_tokens": 300, "metadata": {"user_id": "u"}, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    async with claude(client) as api:
+        said = [{"role": "user", "content": [{"type": "text", "text": "p", **cache}]}]
+        first = await api.messages.create(system=system, messages=said, tools=tools, **more)
+        call = first.content[-1]
+        sub = api.messages.create(system="sub", messages=[{"role": "user", "content": "look"}], **more)
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "done", "is_error": False, **cache}
+        said += [{"role": "assistant", "content": first.content}]
+        said += [{"role": "user", "content": [result, {"type": "text", "text": "<reminder>", **cache}]}]
+        main = api.messages.create(system=system, messages=said, tools=tools, **more)
+        sub, second = await asyncio.gather(sub, main)
+        summary = [{"role": "user", "content": f"Summary: {sub.content[0].text}, {second.content[0].text}"}]
+        last = await api.messages.create(system=system, messages=summary, tools=tools, **more)
+        assert last.stop_reason == "end_turn"
+    return 1.0
+
+
+async def responses_harness(client, row):
+    """The requests of an agent that stores nothing: it sends all items back, with thoughts it cannot read."""
+    schema = {"type": "function", "description": "A tool.", "parameters": {"type": "object"}, "strict": False}
+    tools = [schema | {"name": name} for name in TWENTY]
+    more = {"model": "m", "instructions": "You are an agent. " * 20, "tools": tools, "store": False, "parallel_tool_calls": False}
+    more |= {"include": ["reasoning.encrypted_content"], "reasoning": {"effort": "medium"}, "prompt_cache_key": "k"}
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "sandbox"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "p"}]},
+    ]
+    for turn in range(2):
+        response = await client.responses.create(input=items, **more)
+        items += [item.model_dump(exclude_none=True) for item in response.output]
+        calls = [item for item in response.output if item.type == "function_call"]
+        items += [{"type": "function_call_output", "call_id": each.call_id, "output": "done"} for each in calls]
+    return 1.0
+
+
 async def eight(client, row):
     """A parent, eight sub-agents at once that each take two turns, and the parent again."""
     asked = [{"role": "user", "content": "p"}]
@@ -167,7 +210,7 @@ def play(tmp_path_factory):
     """Plays an episode of one of AGENTS; all run in the same process, one after another."""
     path = tmp_path_factory.mktemp("agents") / "agents.py"
     path.write_text(AGENTS)
-    limits = {"longest": 400, "prompt_max_len": 200, "max_turns": 18, "agent_branches": 8}
+    limits = {"longest": 400, "prompt_max_len": 1000, "max_turns": 18, "agent_branches": 8}
     player = Player(agent=f"{path}:named", chat=True, **limits)
 
     yield lambda name, turns: player.play([turns], rows=[{"agent": name}])[0]
@@ -190,6 +233,28 @@ def test_responses_are_learned_as_they_were_sampled(play):
     assert sample.prompt.token_ids == ids("add;s:s$\nu:p$\na:") and sample.episode.branches == []
     read = "\nt:2$\nt:2$\na:abc$\nu:q$\na:xyz"
     assert sample.token_ids == ids(f"{TURN}{read}") and sample.episode.drift == 0
+
+
+def test_what_a_coding_harness_sends(play):
+    call = '<tool_call>{"name": "tool_3", "arguments": {}}</tool_call>$'
+    sample = play("coding_harness", [call, "b$", "c$", "d$"])
+    assert sample.episode.problem == "" and sample.episode.drift == 0
+    assert sample.episode.overridden == {} and len(sample.episode.branches) == 2
+    system = "You are a coding agent. " * 20
+    named = "".join(f"tool_{number};" for number in range(20))
+    assert sample.prompt.token_ids == ids(f"{named}s:{system}$\nu:p$\na:")
+    assert sample.token_ids in (
+        ids(f"{call}\nt:done$\nu:<reminder>$\na:b$"),
+        ids(f"{call}\nt:done$\nu:<reminder>$\na:c$"),
+    )
+    assert [sum(row.episode.sampled) for row in sample.rows] == [len(ids(call)) + 2, 2, 2]
+
+
+def test_what_a_harness_of_responses_sends(play):
+    call = '<think>well</think>so<tool_call>{"name": "tool_3", "arguments": {}}</tool_call>$'
+    sample = play("responses_harness", [call, "b$"])
+    assert sample.episode.problem == "" and sample.episode.drift == 0
+    assert sample.episode.branches == [] and sample.token_ids == ids(f"{call}\nt:done$\na:b$")
 
 
 @pytest.mark.parametrize("name", ["streamed_calls", "streamed_items"])
