@@ -14,7 +14,7 @@ from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.extras import MODULES, extra
 from lightrft.config.tables import table
 
-SUMMARIES: dict[str, str] = table("commands")
+SUMMARIES: dict[str, str] = table("commands")["summaries"]
 
 
 def main(argv: list[str] | None = None) -> None:

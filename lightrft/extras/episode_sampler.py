@@ -89,7 +89,7 @@ class EpisodeLoop(RolloutLoop):
             problem = self.sampler.strategy.engine.problem(request)
             if problem:
                 # The program gets the problem as an answer, so one long turn does not end the run.
-                self.episodes.refuse(turn.state, problem)
+                self.episodes.refuse(turn, problem)
             else:
                 turns.append((turn, request, group))
 
@@ -117,7 +117,7 @@ class EpisodeLoop(RolloutLoop):
         # Programs ask in an order that depends on time.
         asked = sorted(self._asked, key=lambda turn: turn.seed_numbers)
         self._asked = []
-        return asked
+        return [turn for turn in asked if self.episodes.is_active(turn.state)]
 
     def finish(self) -> Iterator[Group]:
         """Take over the samples of the other ranks; yield the groups that they complete."""
@@ -156,7 +156,7 @@ class EpisodeLoop(RolloutLoop):
         yield from ()
 
     def _take_turn(self, turn: RequestedTurn, completion: Completion) -> None:
-        if turn.state not in self.episodes.running:  # its program has ended without the turn
+        if not self.episodes.is_active(turn.state):  # its program has ended without the turn
             return
         sample = turn.conversation
         self.sampler.extend(sample, completion)
@@ -207,7 +207,8 @@ class EpisodeSampler(RunSampler):
             most = min(most, len(sample.token_ids) + longest)
 
         if any(turn.state.sample is each for each in group.others):
-            sampling = greedy_sampling(self.section, max_tokens=most)
+            stop = (*self.section.stop, *wanted.stop)
+            sampling = greedy_sampling(self.section, max_tokens=most, stop=stop)
             return replace(self.request(sample, sampling, ()), group=None)
 
         seeds = (derived_seed(seed, *turn.seed_numbers),)

@@ -29,7 +29,7 @@ NUM_THREADS = 256
 """Number of threads for requests that wait until a rank reads them."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Refusal(Exception):
     """Raised for a request that is not done, with the status of HTTP, a message and a code."""
 
@@ -46,7 +46,7 @@ class Refusal(Exception):
 def check_key(presented: str, key: str, owner: str) -> None:
     """Raise Refusal for another key; an empty `key` is none. Takes constant time, against guesses."""
     if key and not hmac.compare_digest(presented.encode(errors="replace"), key.encode()):
-        raise Refusal(401, f"the key is not {owner}", "invalid_api_key")
+        raise Refusal(401, f"the API key is not {owner}", "invalid_api_key")
 
 
 async def answered(

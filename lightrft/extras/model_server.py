@@ -7,6 +7,7 @@ import asyncio
 import os
 import queue
 import resource
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -74,6 +75,7 @@ class ServedSession(Session):
         self._tokenizing = tokenizing
         self._in_pieces = in_pieces
         self._writing = Lock()
+        self.name = f"{secrets.token_hex(6)}_"
 
     async def request(self, request: TurnRequest, **sent: Any) -> Turn:
         token_ids = await self._in_thread(self._token_ids, request)
@@ -92,7 +94,7 @@ class ServedSession(Session):
         Each PIECE of tokens is a request that continues the one before it, so it costs a prefill of
         what the engine's prefix cache does not have.
         """
-        if not self._in_pieces:
+        if not self._in_pieces or options.get("stop"):  # which may lie across two pieces
             yield await self.chat(messages, tools=tools, max_tokens=max_tokens, **options)
             return
 
@@ -229,7 +231,8 @@ class ClientSessions:
         Its client learns that it has ended.
         """
         for name, session in list(self._named.items()):
-            if name != asked and not self._busy[name] and session.connection.poll():
+            waits = self._busy[name] or session.waits
+            if name != asked and not waits and session.connection.poll():
                 self._forget(name, session)
 
     def _forget(self, name: str, session: ServedSession) -> None:

@@ -51,7 +51,9 @@ async def solve(client: AsyncOpenAI, row: dict[str, Any]) -> float:
         for file, content in (row.get("files") or {}).items():
             (folder / Path(file).name).write_text(content)
 
-        async with AsyncAnthropic(base_url=base_url, api_key=client.api_key) as api:
+        async with AsyncAnthropic(
+            base_url=base_url, api_key=client.api_key, timeout=None, max_retries=0
+        ) as api:
             for _ in range(MAX_TURNS):
                 reply = await api.messages.create(
                     model="policy", max_tokens=512, messages=messages, tools=TOOLS
@@ -64,7 +66,7 @@ async def solve(client: AsyncOpenAI, row: dict[str, Any]) -> float:
                 for use in uses:
                     try:
                         content = call(folder, use.name, use.input)
-                    except (OSError, KeyError, TypeError) as error:
+                    except (OSError, KeyError, TypeError, ValueError) as error:
                         content = f"Error: {error!r}"
                     result = {"type": "tool_result", "tool_use_id": use.id, "content": content}
                     results.append(result)

@@ -24,6 +24,7 @@ from lightrft.app.observe.sample_table import ENDS, excerpt, sample_table
 from lightrft.app.observe.scoreboard import scoreboard
 from lightrft.app.observe.sinks import read_ends, read_rows
 from lightrft.app.observe.text import duration, is_number, percent, short, visible
+from lightrft.config.tables import table
 from lightrft.config.values import read_object
 
 RUN_FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
@@ -45,14 +46,7 @@ FACTS = {
 RESULT_PREFIXES = ("eval", "reward", "accuracy")
 """What the names of numbers begin with that say how good the model is. They come first."""
 
-RUN_TITLES = {
-    "train_ppo": "Reinforcement fine-tuning",
-    "train_sft": "Supervised fine-tuning",
-    "train_dpo": "Direct preference optimisation",
-    "train_kto": "Learning from good and bad answers (KTO)",
-    "train_rm": "Reward model",
-    "train_prm": "Process reward model",
-}
+RUN_TITLES: dict[str, str] = table("commands")["titles"]
 """Command -> what such a run is called."""
 
 

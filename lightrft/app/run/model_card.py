@@ -15,15 +15,9 @@ from lightrft.app.observe.text import short
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import data_sources
 from lightrft.config.sections import Config, fields_read, section_of_field
+from lightrft.config.tables import table
 
-METHODS = {
-    "train_ppo": "reinforcement learning",
-    "train_sft": "supervised fine-tuning",
-    "train_dpo": "direct preference optimisation (DPO)",
-    "train_kto": "Kahneman-Tversky optimisation (KTO)",
-    "train_rm": "reward modelling on pairs of answers",
-    "train_prm": "process reward modelling",
-}
+METHODS: dict[str, str] = table("commands")["methods"]
 CARD_SETTINGS = tuple(
     """pretrain prompt_data reward advantage_estimator learning_rate train_batch_size lora_rank
     load_in_4bit seed""".split()

@@ -38,17 +38,8 @@ RESULT_FILES = ("metrics.jsonl", "samples.jsonl", *sorted(MODELS))
 """Files and folders that only a run that has trained leaves."""
 OTHER_FILES = (
     DESCRIPTION,
-    "config.yaml",
-    "digests.jsonl",
-    "report.html",
-    "trace.json",
-    "summary.json",
-    "evaluation.json",
-    "responses.jsonl",
-    "tensorboard",
-    "wandb",
-    "swanlog",
-    "comet",
+    *"config.yaml digests.jsonl report.html trace.json summary.json evaluation.json".split(),
+    *"responses.jsonl tensorboard wandb swanlog comet".split(),
     *(f"{name}_run_id" for name in TRACKERS),
 )
 """Other files and folders of a run; they are moved together with the results."""

@@ -92,17 +92,8 @@ from lightrft.strategy.checkpoint.final_model import with_merged_pretrain, with_
 from lightrft.strategy.strategy import StrategyBase
 
 SCHEDULER_INPUTS = ("sampler", "rewards", "prompts")
-SCHEDULER_OPTIONS = (
-    "section",
-    "data",
-    "seed",
-    "greedy",
-    "order",
-    "expander",
-    "trace",
-    "skips_unreadable",
-    "overlap",
-    "total_steps",
+SCHEDULER_OPTIONS = tuple(
+    "section data seed greedy order expander trace skips_unreadable overlap total_steps".split()
 )
 """Keywords that a scheduler may name, beside the fields of the rollout section."""
 

@@ -14,17 +14,7 @@ import torch
 
 from lightrft.config.tables import table
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks share the cores
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    # It samples no request with a seed, but vLLM would look for it, compile it and warn of it.
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # Attention of float32 models; Triton would round factors to 10 bits (TensorFloat32).
-    "TRITON_F32_DEFAULT": "ieee",
-    "DO_NOT_TRACK": "1",
-}
+ENVIRONMENT: dict[str, str] = table("engine/vllm/environment")
 """Defaults of environment variables that vLLM reads at import. What the user has set is kept."""
 
 

@@ -6,7 +6,7 @@ from operator import ne
 from typing import NamedTuple
 
 from lightrft.core.engine import derived_seed
-from lightrft.core.samples import Completion, Episode, Prompt, Sample
+from lightrft.core.samples import Completion, Episode, Prompt, Sample, TokenIds
 from lightrft.extras.agents.messages import BEGINNING, Ended, Message, TurnRequest
 from lightrft.rewards.forks import Mailbox, Worker
 
@@ -132,7 +132,6 @@ class EpisodeState:
 
     def add(self, sample: Sample, completion: Completion, text: str) -> None:
         """Add a turn of the model; the conversation has its tokens already."""
-        self.sampling = [each for each in self.sampling if each is not sample]
         sample.episode.sampled += [True] * len(completion.token_ids)
         sample.episode.messages.append({"role": "assistant", "content": text})
         sample.episode.num_turns += 1
@@ -188,4 +187,5 @@ class EpisodeState:
 
 def _digest(sample: Sample) -> int:
     """Return a number that the tokens of a sample determine."""
-    return derived_seed(repr(sample.prompt.token_ids + sample.token_ids))
+    token_ids = TokenIds(sample.prompt.token_ids + sample.token_ids)
+    return derived_seed(token_ids.tobytes().hex())

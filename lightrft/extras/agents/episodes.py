@@ -134,9 +134,22 @@ class Episodes:
 
         return requested
 
-    def refuse(self, state: EpisodeState, problem: str) -> None:
-        """End an episode whose turn the engine cannot sample."""
-        self._fail(state, f"the engine cannot sample its turn: {problem}")
+    def is_active(self, state: EpisodeState) -> bool:
+        """Return whether an episode has begun and has not ended."""
+        return self._active.get(state.worker) is state
+
+    def refuse(self, requested: RequestedTurn, problem: str) -> None:
+        """Tell a program that the engine cannot sample the turn that it asks for."""
+        self._sampled(requested)
+        refused = Refused(f"the engine cannot sample this turn: {problem}")
+        self._reply(requested.request, requested.state, refused)
+
+    def _sampled(self, requested: RequestedTurn) -> None:
+        """Note that a turn is not sampled any more; the program's time begins with the last one."""
+        state = requested.state
+        state.sampling = [each for each in state.sampling if each is not requested.conversation]
+        if not state.sampling:
+            state.until = time.monotonic() + 60 * self.section.environment_minutes
 
     def generated(self, requested: RequestedTurn, completion: Completion, text: str) -> None:
         """Give the program of an episode a turn of the model and its decoded text.
@@ -144,17 +157,16 @@ class Episodes:
         The conversation has the turn already. It is lost if the program has ended since it asked.
         """
         state = requested.state
-        if self._active.get(state.worker) is not state:
+        if not self.is_active(state):
             return
 
+        self._sampled(requested)
         sample = requested.conversation
         text, stopped = before_stop(text, requested.request.stop)
         state.add(sample, completion, text)
         end = -len(completion.token_ids)
         last = len(sample.token_ids) >= self.longest or not self._has_turns_left(state)
         state.episode.finish_reason = LENGTH if last else "stop"
-        if not state.sampling:
-            state.until = time.monotonic() + 60 * self.section.environment_minutes
         context = TokenIds([*sample.prompt.token_ids, *sample.token_ids[:end]])
         content, calls = self.format.read_calls(self.parse, completion.token_ids, context)
         turn = Turn(
@@ -246,13 +258,13 @@ class Episodes:
         # A message may end the episode. Later ones then belong to nobody.
         requested = []
         for message in messages:
-            if self._active.get(state.worker) is not state:
+            if not self.is_active(state):
                 return []
             if isinstance(message, Ended):
                 self._end(state, message)
             elif turn := self._requested(state, message):
                 requested.append(turn)
-        return requested if self._active.get(state.worker) is state else []
+        return requested if self.is_active(state) else []
 
     def _requested(self, state: EpisodeState, request: TurnRequest) -> RequestedTurn | None:
         """Return the turn that a program asks for; None if it gets another reply."""

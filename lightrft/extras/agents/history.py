@@ -23,6 +23,7 @@ class TurnHistory:
     def __init__(self) -> None:
         self._chats: list[tuple[str, list[Key]]] = []
         self._texts: list[str] = []
+        self._stopped: list[str] = []
         self._token_ids: list[list[int]] = []
 
     def add(
@@ -38,6 +39,7 @@ class TurnHistory:
         if messages is not None:
             self.set_chat(-1, turn, messages, tools)
         self._texts.append(text + turn.text if text is not None else "")
+        self._stopped.append(turn.stopped)
         self._token_ids.append([*turn.context_ids, *turn.token_ids])
 
     def set_chat(self, number: int, turn: Turn, messages: list[Message], tools: Any) -> None:
@@ -66,7 +68,9 @@ class TurnHistory:
 
         The number is BEGINNING if it continues none.
         """
-        return _longest(self._texts, text)
+        turn, rest = _longest(self._texts, text)
+        # Clients put the text behind a turn that has ended it, and the turn's tokens have it too.
+        return turn, rest.removeprefix(self._stopped[turn] if turn != BEGINNING else "")
 
     def of_token_ids(self, token_ids: list[int]) -> tuple[int, list[int]]:
         """Return the number of the turn that the tokens continue, and the tokens after it.
@@ -145,4 +149,11 @@ def split_thoughts(text: str) -> tuple[str, str]:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value or None, sort_keys=True)
+    """Return JSON with 30 in place of 30.0: JavaScript knows no difference."""
+    read = json.loads(json.dumps(value or None), parse_float=_number)
+    return json.dumps(read, sort_keys=True)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() else number

@@ -62,6 +62,8 @@ class Turn:
     """Text of the request that has ended the turn. The text and the content are without it."""
     number: int = 0
     """Number of the turn in the episode, from 0."""
+    id: str = ""
+    """What names the turn to clients."""
 
 
 @dataclass(frozen=True, slots=True)

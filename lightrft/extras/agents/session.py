@@ -33,11 +33,15 @@ class Session:
 
     def __init__(self, connection: Connection):
         self.connection = connection
+        self.name = ""
+        """Beginning of the ids of turns, where several sessions have the same clients."""
         self.turns: list[Turn] = []
         """Turns so far."""
         self.history = TurnHistory()
         self._over = False
         self._numbers = count()
+        self._refused = -1
+        """Number of a request that follows the latest one without a turn."""
         self._waiting: dict[int, tuple[asyncio.Future[Turn], dict[str, Any]]] = {}
         """Number of a request -> the turn to come, and what of the request the history keeps."""
 
@@ -59,7 +63,7 @@ class Session:
         Raises EpisodeOver if a limit was reached before (Turn.is_last), and ValueError for an
         observation that cannot be read.
         """
-        if self._waiting:  # a turn that was not waited for is an earlier one
+        while self._waiting:  # turns that were not waited for are earlier ones
             await asyncio.wait([turn for turn, _ in self._waiting.values()])
         if self._over:
             raise EpisodeOver
@@ -138,6 +142,11 @@ class Session:
         await self._send(content)
         return await asyncio.shield(turn)
 
+    @property
+    def waits(self) -> bool:
+        """Return True while a reply is still to come."""
+        return bool(self._waiting)
+
     def close(self) -> None:
         """Close the connection, whatever is still to come over it."""
         if self._waiting:
@@ -170,10 +179,14 @@ class Session:
             _fail(turn, ValueError(reply.problem))
             return
 
+        reply = replace(reply, id=f"{self.name}{reply.number}")
         if reply.token_ids:
             self.turns.append(reply)
             self.history.add(reply, **sent)
-        self.limited = not (reply.token_ids or reply.finish_reason == COUNTED)
+        if not (reply.token_ids or reply.finish_reason == COUNTED):
+            self.limited, self._refused = True, next(self._numbers)
+        elif number > self._refused:  # it was asked for after the limit was reached
+            self.limited = False
         turn.set_result(reply)
 
     def _stop_reading(self) -> None:

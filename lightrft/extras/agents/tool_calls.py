@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 
+from lightrft.config.values import check_text
 from lightrft.data.rendering.messages import THINKING
 from lightrft.extras.agents.messages import ToolCall
 
@@ -85,6 +86,7 @@ def _call(content: str) -> ToolCall:
         name = call["name"]
         arguments = call.get("arguments", call.get("parameters", {}))
         arguments = json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments
+        check_text(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return ToolCall(
             "", {}, f'the call is not of the form {{"name": ..., "arguments": {{...}}}} ({error})'

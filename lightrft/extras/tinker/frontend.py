@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
 
+from lightrft.config.tables import table
 from lightrft.core.engine import derived_seed
 from lightrft.extras.http_server import Refusal, answered, check_key, content_of
 from lightrft.extras.tinker import protocol
@@ -35,17 +36,7 @@ SILENT_SECONDS = 30.0
 """After so long without a heartbeat the models of a session make room. It comes every 10 s."""
 ABOUT = "model.json"
 """File beside the checkpoints of a model with what it is."""
-CLIENT_CONFIG = {
-    "pjwt_auth_enabled": False,
-    "use_pyqwest_transport": False,
-    "proto_compress_fwdbwd": False,
-    # Otherwise the chunks of a request arrive in any order.
-    "parallel_fwdbwd_chunks": False,
-    # A plan packs one chunk, so chunks are as large as a body may be.
-    "fwdbwd_max_chunk_bytes_count": 32_000_000,
-    "sample_use_retrieve_futures": False,
-    "custom_loss_server_side": False,
-}
+CLIENT_CONFIG: dict[str, Any] = table("extras/tinker/client_config")
 """What the SDK is told to do: plain HTTP, and one question for each result."""
 
 
@@ -152,7 +143,7 @@ class Frontend:
 
         async def checked(request: Request) -> Response:
             presented = request.headers.get("x-api-key", "")
-            check_key(presented, self.served.key, "the key of this server")
+            check_key(presented, self.served.key, "that of this server")
             return await answer(request)
 
         async def handle(request: Request) -> Response:

@@ -182,6 +182,10 @@ async def impatient(engine, row):
     return float((await engine.turn("q")).text == "2")
 
 
+async def turns_at_once(engine, row):
+    await asyncio.gather(*(engine.turn(letter) for letter in "ABC"))
+
+
 async def leaves(engine, row):
     """It ends while the model samples a turn for it."""
     try:
@@ -745,3 +749,35 @@ def test_formats_of_other_models_are_read_by_sglang():
 def test_unreadable_calls(content):
     _, (found,) = hermes(f"<tool_call>{content}</tool_call>")
     assert found.problem and replace(found, problem="") == ToolCall("", {})
+
+
+def test_turns_that_the_engine_cannot_sample_are_refused_one_by_one(tmp_path):
+    """Why: the second refusal of an episode ended the rank."""
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import asyncio\n\n\n"
+        "async def program(engine, row):\n"
+        "    asked = [[{'role': 'user', 'content': letter}] for letter in 'abc']\n"
+        "    turns = (engine.chat(messages) for messages in asked)\n"
+        "    told = await asyncio.gather(*turns, return_exceptions=True)\n"
+        "    return float(sum('cannot sample' in str(each) for each in told))\n"
+    )
+    episodes = Player(f"{path}:program", chat=True).episodes
+    sample = Sample(Prompt(0, "p", ids("p"), {"prompt": "p"}), 0, [], [], "", "")
+    episodes.begin(sample, 0, 0)
+    requested = []
+    while len(requested) < 3:
+        requested += episodes.poll(0.05)
+    for turn in requested:
+        episodes.refuse(turn, "it is too long")
+    while not (ended := episodes.take_ended()):
+        episodes.poll(0.05)
+    assert ended == [sample] and sample.episode.problem == "" and environment([sample]) == [3.0]
+    episodes.close()
+
+
+def test_turns_at_once_follow_one_another(player):
+    """turn() is for one conversation, so a second call waits for the first."""
+    (sample,) = player("turns_at_once").play([["1", "2", "3"]])
+    assert sample.episode.problem == "" and sample.episode.branches == []
+    assert sample.token_ids == ids("1B2C3")

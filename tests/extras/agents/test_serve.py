@@ -404,9 +404,26 @@ def test_the_three_apis_answer_alike(server):
             other.messages.create(model="any", messages=asked, **greedy)
 
     text = chat.choices[0].message.content
+    assert len({chat.id, message.id, response.id} & {"chatcmpl-0", "msg_0", "resp_0"}) == 0
     assert text == message.content[0].text == response.output_text
     assert chat.usage.prompt_tokens == counted.input_tokens == message.usage.input_tokens
     assert response.usage.input_tokens == counted.input_tokens
+
+
+def test_a_stream_ends_at_a_text_of_the_request(server):
+    with openai.OpenAI(base_url=server, api_key="secret") as client:
+        for letter in "abcdefghijklmnop":
+            said = [{"role": "user", "content": letter}]
+            asked = {"model": "any", "messages": said, "temperature": 0}
+            reply = client.chat.completions.create(max_tokens=90, **asked)
+            whole = reply.choices[0].message.content
+            if stop := next(
+                (each for each in whole[1:] if each.isascii() and each != whole[0]), ""
+            ):
+                break
+        pieces = client.chat.completions.create(max_tokens=90, stop=stop, stream=True, **asked)
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert stop and text == whole[: whole.index(stop)]
 
 
 def test_memory_stays_the_same_under_load(started):

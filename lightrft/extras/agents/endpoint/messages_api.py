@@ -11,7 +11,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from lightrft.data.rendering.messages import as_messages, as_tools
-from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel, written_calls
+from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel, event, written_calls
 from lightrft.extras.agents.history import split_thoughts
 from lightrft.extras.agents.messages import LENGTH, Turn
 
@@ -24,6 +24,8 @@ ERROR_TYPES = {
     "internal_error": "api_error",
 }
 """Code of a problem -> the type of the error; of others it is invalid_request_error."""
+SIGNATURE = "lightrft"
+"""Signature of thoughts: clients drop those without one."""
 MESSAGES_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
@@ -33,18 +35,33 @@ def chat_body(body: Body) -> Body:
     Raises ValueError for what has no counterpart there.
     """
     messages = body.get("messages")
-    if body.get("system"):
-        messages = [{"role": "system", "content": body["system"]}, *(messages or ())]
+    if system := body.get("system"):
+        if isinstance(system, list):
+            system = [block for block in system if not _is_billing(block)]
+        messages = [{"role": "system", "content": system}, *(messages or ())]
     choice = body.get("tool_choice") or {"type": "auto"}
     if not isinstance(choice, dict) or "type" not in choice:
         raise ValueError(f"tool_choice is an object with a type, not {choice!r:.100}")
 
     return {name: body[name] for name in MESSAGES_PARAMETERS if name in body} | {
         "messages": as_messages(messages) or messages,
-        "tools": as_tools(body.get("tools"), written=True),
+        "tools": as_tools([*map(_tool_of_client, body.get("tools") or ())], written=True),
         "tool_choice": choice["type"],
         "stop": body.get("stop_sequences"),
     }
+
+
+def _is_billing(block: Any) -> bool:
+    """Return whether a block is a header of Claude Code, with another number in each request."""
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith("x-anthropic-billing-header:")
+
+
+def _tool_of_client(tool: Any) -> Body:
+    """Return a tool without hints. Raises ValueError for one that a provider runs."""
+    if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
+        raise ValueError(f"a tool is one that the client runs, not {tool!r:.100}")
+    return {name: tool[name] for name in ("name", "description", "input_schema") if name in tool}
 
 
 def reply(turn: Turn, served: EndpointModel, chat: Body) -> Body:
@@ -53,7 +70,7 @@ def reply(turn: Turn, served: EndpointModel, chat: Body) -> Body:
     thoughts, text = split_thoughts(turn.content if calls else turn.text)
     content: list[Body] = []
     if thoughts:
-        content.append({"type": "thinking", "thinking": thoughts, "signature": ""})
+        content.append({"type": "thinking", "thinking": thoughts, "signature": SIGNATURE})
     if text.strip() or not calls:
         content.append({"type": "text", "text": text})
     content += [
@@ -68,7 +85,7 @@ def reply(turn: Turn, served: EndpointModel, chat: Body) -> Body:
 
     reason = "tool_use" if calls else "stop_sequence" if turn.stopped else "end_turn"
     message = {
-        "id": f"msg_{turn.number}",
+        "id": f"msg_{turn.id}",
         "type": "message",
         "role": "assistant",
         "model": served.name,
@@ -77,7 +94,8 @@ def reply(turn: Turn, served: EndpointModel, chat: Body) -> Body:
         "stop_sequence": turn.stopped or None,
         "usage": {"input_tokens": len(turn.context_ids), "output_tokens": len(turn.token_ids)},
     }
-    return Message.model_validate(message).model_dump(mode="json", exclude_unset=True)
+    Message.model_validate(message)
+    return message
 
 
 def events(message: Body, body: Body) -> Iterator[str]:
@@ -104,15 +122,18 @@ def _pieces(block: Body) -> tuple[Body, list[Body]]:
         case "text":
             return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
         case "thinking":
-            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-            return block | {"thinking": ""}, [delta]
+            deltas = [
+                {"type": "thinking_delta", "thinking": block["thinking"]},
+                {"type": "signature_delta", "signature": block["signature"]},
+            ]
+            return block | {"thinking": "", "signature": ""}, deltas
     written = json.dumps(block["input"])
     return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": written}]
 
 
 def _event(**content: Any) -> str:
-    written = MESSAGES_EVENT.validate_python(content).model_dump_json(exclude_unset=True)
-    return f"event: {content['type']}\ndata: {written}\n\n"
+    MESSAGES_EVENT.validate_python(content)
+    return f"event: {content['type']}\n{event(content)}"
 
 
 def problem(message: str, code: str = "invalid_request") -> Body:

@@ -16,7 +16,8 @@ from lightrft.extras.agents.history import good_calls
 from lightrft.extras.agents.messages import RANGES, Turn, check_sampling, check_stop
 
 Body = dict[str, Any]
-NEUTRAL_VALUES: Mapping[str, list[Any]] = table("extras/agents/endpoint/neutral")
+PARAMETERS = "extras/agents/endpoint/parameters"
+NEUTRAL_VALUES: Mapping[str, list[Any]] = table(PARAMETERS)["neutral"]
 """Parameter of a request -> values, beside null, that leave sampling as the run sets it."""
 DECIDED_BY_RUN = (
     "seed",
@@ -73,12 +74,9 @@ def read_body(content: bytes) -> Body:
     if not isinstance(body, dict):
         raise ValueError("the request is not a JSON object")
     check_text(json.dumps(body, ensure_ascii=False))
-    for name, kinds in PARAMETER_TYPES.items():
-        if body.get(name) is not None and not isinstance(body[name], kinds):
-            raise ValueError(
-                f"{name} is of the type {' or '.join(kind.__name__ for kind in kinds)}, not"
-                f" {body[name]!r:.100}"
-            )
+    for name, kinds in table(PARAMETERS)["types"].items():
+        if body.get(name) is not None and type(body[name]).__name__ not in kinds:
+            raise ValueError(f"{name} is of the type {' or '.join(kinds)}, not {body[name]!r:.100}")
     return body
 
 
@@ -153,26 +151,6 @@ def read_options(body: Body, served: EndpointModel) -> Options:
     return Options(max_tokens=min(limits, default=None), sampling=chosen, stop=stop)
 
 
-PARAMETER_TYPES: Mapping[str, tuple[type, ...]] = {
-    "stream": (bool,),
-    "stream_options": (dict,),
-    "return_token_ids": (bool,),
-    "logprobs": (bool, int),
-    "tools": (list,),
-    "messages": (list,),
-    "model": (str,),
-    "system": (str, list),
-    "stop_sequences": (list,),
-    "tool_choice": (str, dict),
-    "input": (str, list),
-    "instructions": (str, list),
-    "text": (dict,),
-    "previous_response_id": (str,),
-    "background": (bool,),
-}
-"""Parameter of a request -> the types that it may have, beside null."""
-
-
 def _check_tools(body: Body) -> None:
     for tool in body.get("tools") or ():
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -222,7 +200,7 @@ def written_calls(turn: Turn, body: Body) -> list[Body]:
     calls = good_calls(turn) if body.get("tools") and body.get("tool_choice") != "none" else []
     return [
         {
-            "id": f"call_{turn.number}_{index}",
+            "id": f"call_{turn.id}_{index}",
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
@@ -276,7 +254,7 @@ def generate_reply(turn: Turn) -> Body:
         "finish_reason": turn.finish_reason,
         "logprobs": {"content": _logprobs(turn)},
     }
-    return {"request_id": f"gen-{turn.number}", "choices": [choice]}
+    return {"request_id": f"gen-{turn.id}", "choices": [choice]}
 
 
 def _reply(
@@ -292,7 +270,7 @@ def _reply(
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     return {
-        "id": f"{prefix}-{turn.number}",
+        "id": f"{prefix}-{turn.id}",
         "object": kind,
         "created": int(time.time()),
         "model": served.name,
@@ -308,10 +286,10 @@ def _logprobs(turn: Turn) -> list[Body]:
     ]
 
 
-def growth(text: str, number: int, served: EndpointModel) -> str:
+def growth(text: str, turn_id: str, served: EndpointModel) -> str:
     """Return the server-sent event of the next text of a turn that still grows."""
     head = {
-        "id": f"chatcmpl-{number}",
+        "id": f"chatcmpl-{turn_id}",
         "object": "chat.completion.chunk",
         "created": int(time.time()),
         "model": served.name,

@@ -13,10 +13,13 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel, written_calls
+from lightrft.extras.agents.endpoint.protocol import event as server_event
 from lightrft.extras.agents.history import clean_message, split_thoughts
 from lightrft.extras.agents.messages import LENGTH, Message, Turn
 
-RESPONSES_PARAMETERS = ("temperature", "top_p", "tool_choice", "stream", "top_logprobs")
+RESPONSES_PARAMETERS = (
+    *("temperature", "top_p", "tool_choice", "stream", "top_logprobs", "parallel_tool_calls"),
+)
 """Parameters that have the same meaning in a chat completion."""
 DELTAS = {
     "output_text": ("response.output_text", "text"),
@@ -37,19 +40,22 @@ def chat_body(body: Body, stored: dict[str, list[Message]]) -> Body:
         if name not in stored:
             raise ValueError(f"previous_response_id {name!r:.100} is no response of this episode")
         before = stored[name]
-    if body.get("background"):
-        raise ValueError("background is not possible: omit it")
+    for name in ("background", "conversation", "prompt"):
+        if body.get(name):
+            raise ValueError(f"{name} is not possible: omit it")
 
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not items or not all(isinstance(item, dict) for item in items):
         raise ValueError(f"input is a text or a list of items, not {given!r:.100}")
-    messages = [*before, *map(_message, items)]
-    if body.get("instructions"):
-        messages.insert(0, {"role": "system", "content": body["instructions"]})
+    # Instructions hold for one response.
+    kept = [*before, *map(_message, items)]
+    instructions = body.get("instructions")
+    begin = [{"role": "system", "content": instructions}] if instructions else []
 
     return {name: body[name] for name in RESPONSES_PARAMETERS if name in body} | {
-        "messages": _joined(messages),
+        "messages": _joined([*begin, *kept]),
+        "kept": kept,
         "tools": [_tool(tool) for tool in body.get("tools") or ()],
         "max_tokens": body.get("max_output_tokens"),
         "response_format": (body.get("text") or {}).get("format"),
@@ -81,15 +87,23 @@ def _message(item: Body) -> Message:
 
 
 def _joined(messages: list[Message]) -> list[Message]:
-    """Return messages with the items of each turn of the assistant in one."""
+    """Return messages with the items of each turn of the assistant in one, and of the system."""
     joined: list[Message] = []
     for message in messages:
-        if not joined or message["role"] != "assistant" or joined[-1]["role"] != "assistant":
+        role = message["role"]
+        if not joined or role != joined[-1]["role"] or role not in ("assistant", "system"):
             joined.append(message)
             continue
-        given = {name: value for name, value in message.items() if value}
-        calls = [*joined[-1].get("tool_calls", ()), *given.pop("tool_calls", ())]
-        joined[-1] = joined[-1] | given | ({"tool_calls": calls} if calls else {})
+
+        before = clean_message(joined[-1])
+        calls = [*before.get("tool_calls", ()), *message.get("tool_calls", ())]
+        texts = clean_message(message) if "content" in message else {}
+        between = "\n\n" if role == "system" else ""
+        for name in ("content", "reasoning_content"):
+            before[name] = between.join(
+                text for text in (before.get(name), texts.get(name)) if text
+            )
+        joined[-1] = before | ({"tool_calls": calls} if calls else {})
     return joined
 
 
@@ -117,18 +131,18 @@ def reply(turn: Turn, served: EndpointModel, chat: Body) -> Body:
     cut = turn.finish_reason == LENGTH
     status = "incomplete" if cut else "completed"
     for index, item in enumerate(output):
-        item |= {"id": f"item_{turn.number}_{index}", "status": status}
+        item |= {"id": f"item_{turn.id}_{index}", "status": status}
 
     read, sampled = len(turn.context_ids), len(turn.token_ids)
     response = {
-        "id": f"resp_{turn.number}",
+        "id": f"resp_{turn.id}",
         "object": "response",
         "created_at": int(time.time()),
         "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "model": served.name,
         "output": output,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": chat.get("parallel_tool_calls") is not False,
         "tool_choice": chat.get("tool_choice") or "auto",
         "tools": [],
         "usage": {
@@ -139,7 +153,8 @@ def reply(turn: Turn, served: EndpointModel, chat: Body) -> Body:
             "total_tokens": read + sampled,
         },
     }
-    return Response.model_validate(response).model_dump(mode="json", exclude_unset=True)
+    Response.model_validate(response)
+    return response
 
 
 def events(response: Body, body: Body) -> Iterator[str]:
@@ -148,8 +163,8 @@ def events(response: Body, body: Body) -> Iterator[str]:
 
     def event(kind: str, **content: Any) -> str:
         content |= {"type": kind, "sequence_number": next(numbers)}
-        written = RESPONSES_EVENT.validate_python(content).model_dump_json(exclude_unset=True)
-        return f"event: {kind}\ndata: {written}\n\n"
+        RESPONSES_EVENT.validate_python(content)
+        return f"event: {kind}\n{server_event(content)}"
 
     begun = response | {"status": "in_progress", "output": [], "usage": None}
     yield event("response.created", response=begun)
@@ -157,7 +172,8 @@ def events(response: Body, body: Body) -> Iterator[str]:
     for index, item in enumerate(response["output"]):
         place: Body = {"output_index": index}
         emptied: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        yield event("response.output_item.added", item=item | emptied, **place)
+        added = item | emptied | {"status": "in_progress"}
+        yield event("response.output_item.added", item=added, **place)
 
         place["item_id"] = item["id"]
         for number, part in enumerate(item.get("content", [item])):

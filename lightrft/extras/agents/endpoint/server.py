@@ -43,12 +43,15 @@ Events = Callable[[Body, Body], Iterator[str]]
 Problem = Callable[[str, str], Body]
 """Function from a message and a code to the body of an error."""
 Log = Callable[[Request, int, str], None]
-NO_ROOM = Refusal(
-    400,
-    "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len,"
-    " --episode_minutes)",
-    "context_length_exceeded",
-)
+
+
+def no_room() -> Refusal:
+    """Return the refusal if a limit of the episode leaves no room for a turn."""
+    message = (
+        "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len,"
+        " --episode_minutes)"
+    )
+    return Refusal(400, message, "context_length_exceeded")
 
 
 class Address(NamedTuple):
@@ -73,9 +76,11 @@ def application(
         "/inference/v1/generate": routes.handler(routes.generate, events=None),
         "/v1/responses": routes.handler(routes.respond, events=responses_api.events),
     }
-    for path, take in (("", routes.answer_messages), ("/count_tokens", routes.count_tokens)):
+    anthropic = {"": (routes.answer_messages, messages_api.events)}
+    anthropic["/count_tokens"] = (routes.count_tokens, None)
+    for path, (take, events) in anthropic.items():
         posts[f"/v1/messages{path}"] = routes.handler(
-            take, events=messages_api.events, problem=messages_api.problem
+            take, events=events, problem=messages_api.problem
         )
 
     return Starlette(
@@ -128,8 +133,9 @@ class _Routes:
         self, request: Request, take: Take, events: Events | None, grow: Stream | None
     ) -> Response:
         """Return the turn that a request asks for. Raises Refusal if there is none."""
-        presented = request.headers.get("authorization", "").removeprefix("Bearer ")
-        presented = presented or request.headers.get("x-api-key", "")
+        presented = request.headers.get("x-api-key", "")
+        if presented != self.key:  # a client may have another key for another API, too
+            presented = request.headers.get("authorization", "").removeprefix("Bearer ")
         check_key(presented, self.key, "that of this server, or that of an earlier episode")
 
         # A mistake in a request costs that request alone: others go on.
@@ -145,7 +151,7 @@ class _Routes:
 
             turn, content = await _unless_left(request, take(session, body))
             if not (turn.token_ids or turn.finish_reason == COUNTED):
-                raise NO_ROOM
+                raise no_room()
 
         if events is not None and body.get("stream"):
             return _event_stream(events(content, body))
@@ -173,29 +179,28 @@ class _Routes:
         chat = responses_api.chat_body(body, session.stored)
         turn = await self._chat(session, chat)
         response = responses_api.reply(turn, self.served, chat)
-        # Instructions hold for one response.
-        messages = chat["messages"][bool(body.get("instructions")) :]
-        session.stored[response["id"]] = [*messages, reply(turn)]
+        if body.get("store", True):
+            session.stored[response["id"]] = [*chat["kept"], reply(turn)]
         return turn, response
 
     async def growing_chat(self, session: Session, body: Body) -> AsyncIterator[str]:
         """Yield the events of a chat's turn: its text as it grows, then the rest of the reply."""
         messages, options = self._read_chat(session, body)
         sent = ""
-        number = None
+        turn_id = ""
         # What the reply has for each token is sent with the complete turn.
         needs_tokens = body.get("logprobs") or body.get("return_token_ids")
 
         async for turn in session.growing_chat(messages, **options):
             if not turn.token_ids:
-                raise NO_ROOM
-            number = turn.number if number is None else number
+                raise no_room()
+            turn_id = turn_id or turn.id
             if turn.finish_reason:
-                whole = protocol.chat_reply(replace(turn, number=number), self.served, body)
+                whole = protocol.chat_reply(replace(turn, id=turn_id), self.served, body)
                 for event in protocol.events(whole, body, sent):
                     yield event
             elif not needs_tokens and len(turn.content) > len(sent):
-                yield protocol.growth(turn.content[len(sent) :], number, self.served)
+                yield protocol.growth(turn.content[len(sent) :], turn_id, self.served)
                 sent = turn.content
 
     def _options(self, session: Session, body: Body) -> protocol.Options:
