@@ -141,6 +141,7 @@ def test_all_of_a_sample_is_recorded_except_experts(tmp_path):
         "tool_seconds": 0.5,
         "problem": "late",
         "num_turns": 1,
+        "overridden": {"temperature": 2},
         "branches": [branch],
         "drift": 1,
     }
