@@ -108,7 +108,7 @@ class OffloadedTensors:
         self.sizes = {key: storage.nbytes() for key, storage in storages.items()}
 
         self.kept_keys = list(dict.fromkeys(map(_address, copied)))
-        self.copies = HostCopies(_bytes(storages[key]) for key in self.kept_keys)
+        self.copies = HostCopies(_pieces(storages[key] for key in self.kept_keys))
         self.views = [(each, _address(each), _geometry(each)) for each in (*copied, *dropped)]
         synchronize(device)
         for tensor, _, _ in self.views:
@@ -129,7 +129,7 @@ class OffloadedTensors:
         }
         for key, storage in storages.items():
             storage.resize_(self.sizes[key])
-        self.copies.load(_bytes(storages[key]) for key in self.kept_keys)
+        self.copies.load(_pieces(storages[key] for key in self.kept_keys))
 
         for tensor, key, geometry in self.views:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=storages[key].device).set_(
@@ -249,8 +249,11 @@ def _with_storage(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _pieces(storages: Iterable[torch.UntypedStorage]) -> Iterator[Tensor]:
+    """Yield the bytes of storages in pieces that fill blocks, as some are many times as large."""
+    for storage in storages:
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        yield from whole.split(PINNED_BLOCK // 16)
 
 
 def _address(tensor: Tensor) -> int:
