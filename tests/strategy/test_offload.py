@@ -284,7 +284,7 @@ def test_storages_take_no_more_than_their_bytes_in_host_memory(monkeypatch):
         blocks.extend(size if "pin_memory" in options else ())
         return empty(*size, **options)
 
-    flat = [torch.randn(size) for size in (4300, 4300, 4300, 600, 600, 600, 33, 1)]
+    flat = [torch.randn(size) for size in (4300, 4300, 4300, *[600] * 8, 33, 1)]
     views = [flat[0][:4000].view(40, 100), flat[0][4000:], *flat[1:]]
     expected = [view.clone() for view in views]
     num_bytes = sum(each.nbytes for each in flat)

@@ -36,11 +36,9 @@ def recompute(module: nn.Module, policy: str) -> None:
         # gradient_checkpointing_enable() would also compute gradients of the inputs of frozen towers.
         module._set_gradient_checkpointing(gradient_checkpointing_func=function)
         text = module.config.get_text_config()
-        if (
-            policy == "selective"
-            and f"{KEPT}{text._attn_implementation}" in ALL_ATTENTION_FUNCTIONS
-        ):
-            text._attn_implementation = {"": KEPT + text._attn_implementation}
+        kept = f"{KEPT}{text._attn_implementation}"
+        if policy == "selective" and kept in ALL_ATTENTION_FUNCTIONS:
+            text._attn_implementation = {"": kept}
         return
 
     for child in module.children():

@@ -55,14 +55,14 @@ def host_like(tensors: list[Tensor]) -> list[Tensor]:
     """
     rooms: list[int] = []
     used: list[int] = []
-    addresses: dict[int, tuple[int, int]] = {}
+    places = [(0, 0)] * len(tensors)
     for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].nbytes):
         size = -(-tensors[index].nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
         block = next((b for b, room in enumerate(rooms) if used[b] + size <= room), len(rooms))
         if block == len(rooms):
             rooms.append(max(PINNED_BLOCK, 1 << (size - 1).bit_length()))
             used.append(0)
-        addresses[index] = block, used[block]
+        places[index] = block, used[block]
         used[block] += size
 
     # A tensor over a slice of a numpy array has a storage of its own size. torch's writer copies
@@ -70,15 +70,10 @@ def host_like(tensors: list[Tensor]) -> list[Tensor]:
     pinned = any(map(is_on_device, tensors))
     blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy() for size in used]
     return [
-        torch.frombuffer(
-            blocks[addresses[index][0]],
-            dtype=tensor.dtype,
-            count=tensor.numel(),
-            offset=addresses[index][1],
-        ).view(tensor.shape)
-        if tensor.numel()
-        else torch.empty(tensor.shape, dtype=tensor.dtype)
-        for index, tensor in enumerate(tensors)
+        torch.from_numpy(blocks[block][at : at + tensor.nbytes])
+        .view(tensor.dtype)
+        .view(tensor.shape)
+        for tensor, (block, at) in zip(tensors, places, strict=True)
     ]
 
 
