@@ -30,11 +30,13 @@ def recompute(module: nn.Module, policy: str) -> None:
     backward pass needs, and with `offload` the input is in host memory.
     """
     if isinstance(module, PreTrainedModel):
-        function = partial(checkpoint, use_reentrant=False, context_fn=_passes)
+        options = {"use_reentrant": False, "context_fn": _passes}
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        # Otherwise gradients of the inputs of frozen towers would be computed.
+        module.disable_input_require_grads()
         if policy == "offload":
-            function = partial(_with_inputs_on_host, function)
-        # gradient_checkpointing_enable() would also compute gradients of the inputs of frozen towers.
-        module._set_gradient_checkpointing(gradient_checkpointing_func=function)
+            on_host = partial(_with_inputs_on_host, partial(checkpoint, **options))
+            module._set_gradient_checkpointing(gradient_checkpointing_func=on_host)
         text = module.config.get_text_config()
         kept = f"{KEPT}{text._attn_implementation}"
         if policy == "selective" and kept in ALL_ATTENTION_FUNCTIONS:
@@ -98,8 +100,7 @@ def _with_inputs_on_host(function: Callable[..., Any], block: Callable, *args: A
     A block without gradients, as in a frozen tower, has no backward pass, so it is called directly.
     """
     layer = (block.func if isinstance(block, partial) else block).__self__
-    tensors = filter(torch.is_tensor, (*layer.parameters(), *args))
-    if not any(tensor.requires_grad for tensor in tensors):
+    if not any(x.requires_grad for x in filter(torch.is_tensor, (*layer.parameters(), *args))):
         return block(*args)
     with saved_tensors_hooks(HostTensor, HostTensor.back):
         return function(block, *args)

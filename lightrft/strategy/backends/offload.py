@@ -147,9 +147,8 @@ class OffloadedModel:
             model.to_empty(device="meta")
 
         # FSDP holds references to the old shards, so dropping ours frees nothing
-        for storage in storages:
-            if storage.resizable():
-                storage.resize_(0)
+        for storage in filter(torch.UntypedStorage.resizable, storages):
+            storage.resize_(0)
 
         release_cached_memory(device)
 
