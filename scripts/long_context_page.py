@@ -60,7 +60,8 @@ def copies() -> str:
     """Return a sentence about the copies of `offload`, beside the time of a block."""
     config = parse(["--config", str(RECIPE)], "train_ppo")
     text = model_config(config.model.pretrain).get_text_config()
-    of_input = 2 * text.hidden_size * config.train.max_tokens_per_microbatch / RANKS
+    of_input = 2 * text.hidden_size * -(-config.train.max_tokens_per_microbatch // RANKS)
+    pinned = 1 << (of_input - 1).bit_length()  # as torch allocates it
     copying = of_input / (HOST_LINK / RANKS)
     offload = plan("offload")
     rollout = config.rollout
@@ -71,7 +72,7 @@ def copies() -> str:
     forward = offload.seconds["train"] / microbatches / text.num_hidden_layers / 4
     return (
         f"The input of a block is {of_input / 1e6:.0f} MB on each rank, {text.num_hidden_layers} of"
-        f" them {text.num_hidden_layers * of_input / 1e9:.1f} GB of pinned host memory. A copy takes"
+        f" them {text.num_hidden_layers * pinned / 1e9:.1f} GB of pinned host memory. A copy takes"
         f" {1e3 * copying:.1f} ms if all {RANKS} devices share {HOST_LINK / 1e9:.0f} GB/s, and the"
         f" forward pass of a block {1e3 * forward:.0f} ms."
     )

@@ -290,12 +290,13 @@ def plant() -> None:
 
 def lost_in_a_sleep(
     folder: str, flags: dict[str, Any], planted: bool = False
-) -> tuple[list[str], int, int]:
+) -> tuple[list[str], int, int, int]:
     """Return what samples need of the memory that a sleep of level 2 loses, and counts.
 
     It is what vLLM's worker allocates while it loads, except for parameters and buffers: vLLM saves
     buffers, and lightrft streams parameters or saves them. Numbers of all of it, and of the cache,
-    become NaN or huge in a sleep. The counts are those of plain tensors, and of accepted drafts.
+    become NaN or huge in a sleep. Samples and all tokens that are drafted must stay the same. The
+    counts are those of plain tensors, of tokens that are drafted, and of those that are accepted.
     """
     if planted:
         plant()
@@ -315,9 +316,21 @@ def lost_in_a_sleep(
     always = [memory for storage, (memory, _) in allocations.made.items() if storage in kept]
     # Otherwise log-probs that are no numbers end the engine.
     engine._cut = lambda samples, stop: samples
+    drafted: list[list[int]] = []
+    speculator = engine._shim.worker.model_runner.speculator
+    if speculator:
+        propose = speculator.propose
+
+        def propose_recorded(*args: Any, **options: Any) -> Tensor:
+            tokens = propose(*args, **options)
+            drafted.extend(tokens.tolist())
+            return tokens
+
+        speculator.propose = propose_recorded
 
     def drawn() -> list[Completion]:
         engine.reset_cache()
+        drafted.clear()
         prompts = [Request([5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7]), Request([9, 1, 2])]
         samplings = Sampling(temperature=0, max_tokens=8), Sampling(n=2, max_tokens=2, seed=3)
         return list(chain(*chain(*(engine.generate(prompts, each) for each in samplings))))
@@ -337,9 +350,10 @@ def lost_in_a_sleep(
         engine.wake("kv_cache")
         engine.on_cpu = True
         found = [(sample.token_ids, sample.logprobs, sample.drafts) for sample in drawn()]
+        same = (found, drafted) == expected
         for memory, value in zip(memories, saved, strict=True):
             memory.copy_(value)
-        return found == expected
+        return same
 
     def needed(part: list[tuple[Tensor, str]]) -> list[str]:
         if is_enough_without(part):
@@ -348,10 +362,12 @@ def lost_in_a_sleep(
         return needed(part[:half]) + needed(part[half:]) if half else [place for _, place in part]
 
     first = drawn()
-    expected = [(sample.token_ids, sample.logprobs, sample.drafts) for sample in first]
+    samples = [(sample.token_ids, sample.logprobs, sample.drafts) for sample in first]
+    expected = samples, drafted.copy()
     lost = needed(plain) if is_enough_without([]) else ["a parameter, a buffer or the cache"]
     engine.close()
-    return lost, len(plain), sum(sample.drafts.num_accepted for sample in first)
+    accepted = sum(sample.drafts.num_accepted for sample in first)
+    return lost, len(plain), sum(map(len, expected[1])), accepted
 
 
 def _stream(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

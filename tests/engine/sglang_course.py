@@ -130,6 +130,25 @@ def drawn_by_noise() -> tuple[int, int, float]:
     return int((found == expected).sum()), len(found), p
 
 
+def drawn_of_one_at_the_ends() -> list[int]:
+    """Return the tokens that are drawn where only token 2 is allowed, and all hashes are equal.
+
+    They are the smallest and the largest one.
+    """
+    from lightrft.engine.sglang import sampling
+
+    logprobs = torch.full((1, 4), -torch.inf)
+    logprobs[0, 2] = 0.0
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for number in (0, 2**32 - 1):
+            hashes = torch.full((1, 4), number, dtype=torch.uint32)
+            patch.setattr(sampling, "murmur_hash32", lambda *_, hashes=hashes: hashes)
+            draw = sampling.draw_by_noise(logprobs, torch.tensor([5]), torch.tensor([0]))
+            found.append(draw.item())
+    return found
+
+
 def truncated_by_groups() -> list[bool]:
     """Return whether masks of three steps are right, and whether the rows were listed once.
 

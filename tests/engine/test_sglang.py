@@ -15,6 +15,7 @@ from engine.sglang_course import (
     arguments_of_the_user,
     course,
     drawn_by_noise,
+    drawn_of_one_at_the_ends,
     reserved_arguments_without_a_refusal,
     shares_of_free_memory,
     truncated_by_groups,
@@ -186,6 +187,11 @@ def test_an_accelerator_draws_what_the_formula_says() -> None:
     """SGLang computes it in float64; float32 has other roundings."""
     same, drawn, p = in_sglang_environment(drawn_by_noise)
     assert same >= drawn - 2 and p > 1e-3
+
+
+def test_the_only_token_that_is_allowed_is_drawn_for_every_hash() -> None:
+    """In float32 the largest hash rounds to 2^32, whose noise would be -inf."""
+    assert in_sglang_environment(drawn_of_one_at_the_ends) == [2, 2]
 
 
 def test_rows_of_a_batch_are_listed_once() -> None:

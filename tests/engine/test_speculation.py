@@ -291,16 +291,17 @@ def test_drafts_of_runner_v2_survive_a_sleep_of_level_2(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", seed=1)
     kinds = {
         "ngram": (model, ""),
-        "draft": (model, tiny_model(tmp_path / "draft", seed=2)),
+        "draft": (model, model),
         "eagle3": (model, eagle3_head(tmp_path / "eagle3")),
         "mtp": (model_with_mtp(tmp_path / "mtp"), ""),
     }
     course = partial(run_ranks, 1, runner_v2.lost_in_a_sleep, timeout=500)
     for kind, (folder, draft) in kinds.items():
         flags = {"speculative": kind, "draft_pretrain": draft, "num_draft_tokens": 2}
-        ((lost, plain, accepted),) = where_triton_interprets(course, folder, flags)
-        assert lost == [] and plain > 50, kind
-        assert accepted or kind != "ngram"
+        ((lost, plain, drafted, accepted),) = where_triton_interprets(course, folder, flags)
+        assert lost == [] and plain > 50 and drafted > 20, kind
+        # The heads have random weights, so of their drafts only the tokens are compared.
+        assert accepted > 0 or kind in ("eagle3", "mtp")
 
 
 def test_runner_v2_keeps_what_is_drawn_up_to_the_first_wrong_draft() -> None:

@@ -393,11 +393,11 @@ def test_a_sleep_of_level_2_loses_nothing_that_samples_need(tmp_path: Path) -> N
     """
     dense = tiny_model(tmp_path / "dense", seed=1)
     course = partial(run_ranks, 1, runner_v2.lost_in_a_sleep, timeout=500)
-    ((lost, plain, _),) = where_triton_interprets(course, dense, {}, True)
+    ((lost, plain, *_),) = where_triton_interprets(course, dense, {}, True)
     assert len(lost) == 1 and "qwen3.py" in lost[0] and plain > 50
 
     experts = tiny_experts(tmp_path / "experts")
-    ((lost, plain, _),) = where_triton_interprets(course, experts, {"router_replay": True})
+    ((lost, plain, *_),) = where_triton_interprets(course, experts, {"router_replay": True})
     assert lost == [] and plain > 50
 
 

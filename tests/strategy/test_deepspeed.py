@@ -58,7 +58,7 @@ def live_bytes(made: DeepSpeedStrategy | None = None) -> int:
     gc.collect()
     offloaded = made.memory.offloaded.values() if made else ()
     waiting = {
-        copy.untyped_storage().data_ptr() for item in offloaded for copy in item.copies.blocks
+        copy.untyped_storage().data_ptr() for item in offloaded for copy in item.copies.copies
     }
 
     storages = {}

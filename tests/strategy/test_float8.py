@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from flat_models import TEMPERATURE, gradients_of, make_batch, weighted
 from lightrft.config.errors import ConfigError
+from lightrft.models.attention.flat import ATTENTION
+from lightrft.models.heads import Actor
+from lightrft.models.parallel.recompute import recompute
 from lightrft.strategy import get_strategy
 from lightrft.strategy.backends import torchao as float8
 from lightrft.strategy.backends.torchao import compile_layers, use_float8
@@ -212,3 +216,30 @@ def test_a_layer_is_compiled_without_breaks_and_for_all_shapes(folder: str) -> N
     shapes = {(layer.in_features, layer.out_features) for layer in layers}
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] <= 2 * len(shapes)
+
+
+def test_compiled_layers_of_recomputed_blocks_have_the_same_gradients(folder: str) -> None:
+    """A micro-batch is one row [1, T, H]; layers are called in the backward pass once more."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    found: dict[str, list[Tensor]] = {}
+    for policy in ("", "full", "selective", "offload"):
+        torch._dynamo.reset()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=ATTENTION
+        )
+        use_float8(model, CPU)
+        actor = Actor(model).train()
+        if policy:
+            compile_layers(model, backend="aot_eager")
+            recompute(actor, policy)
+        losses = []
+        for lengths in ([16] * 4, [9, 5], [40]):
+            losses.append(weighted(actor(make_batch(lengths), TEMPERATURE)))
+            losses[-1].backward()
+        found[policy] = [*losses, *gradients_of(actor).values()]
+        assert bool(counters["stats"]["unique_graphs"]) == bool(policy)
+
+    assert not counters["graph_break"]
+    for policy, values in found.items():
+        assert all(map(torch.equal, values, found[""])), policy

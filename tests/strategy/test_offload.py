@@ -274,6 +274,30 @@ def test_copies_in_host_memory_have_the_same_bits(monkeypatch):
         assert torch.equal(bits(target), bits(tensor))
 
 
+def test_storages_take_no_more_than_their_bytes_in_host_memory(monkeypatch):
+    """ZeRO's flat partitions are larger than a buffer. torch allocates powers of two."""
+    monkeypatch.setattr(offload, "PINNED_BLOCK", 2**12)
+    blocks: list[int] = []
+    empty = torch.empty
+
+    def recorded(*size: int, **options) -> torch.Tensor:
+        blocks.extend(size if "pin_memory" in options else ())
+        return empty(*size, **options)
+
+    flat = [torch.randn(size) for size in (4300, 4300, 4300, *[600] * 8, 33, 1)]
+    views = [flat[0][:4000].view(40, 100), flat[0][4000:], *flat[1:]]
+    expected = [view.clone() for view in views]
+    num_bytes = sum(each.nbytes for each in flat)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", recorded)
+        offloaded = offload.OffloadedTensors([*views, flat[0]], torch.device("cpu"), [])
+
+    assert all(view.numel() == 0 for view in views)
+    assert sum(1 << (size - 1).bit_length() for size in blocks) < num_bytes + offload.PINNED_BLOCK
+    offloaded.reload(torch.device("cpu"))
+    assert all(map(torch.equal, views, expected))
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 

@@ -50,10 +50,13 @@ def draw_by_noise(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     It is the one with the largest sum of log-prob and Gumbel noise, from SGLang's hash of seed,
     position and token. SGLang computes the noise in float64, which many devices compute at a 64th
     of the speed. Here the largest values come from numbers near 0, of which float32 has enough.
+    The largest hashes round to 2^32; without a bound their noise would be -inf, and a token of
+    log-prob -inf could be drawn.
     """
     tokens = torch.arange(logprobs.shape[1], device=logprobs.device)
     uniform = (murmur_hash32(seed.to(torch.uint64), position, tokens).float() + 0.5) * 2.0**-32
-    return (logprobs.float() - (-torch.log1p(-uniform)).log()).argmax(1, keepdim=True)
+    noise = -(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24))).log()
+    return (logprobs.float() + noise).argmax(1, keepdim=True)
 
 
 class Truncate(CustomLogitProcessor):

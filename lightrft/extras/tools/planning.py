@@ -175,7 +175,7 @@ class Planner:
         options = {name: getattr(self.config, name) for name in STEP_FLAGS} | {"fsdp": True}
         tokens = -(-tokens // self.sp)
         step = step_bytes(self.visited, options, world=self.shards, tokens=tokens)
-        if model.gradient_checkpointing_policy == "offload":
+        if model.gradient_checkpointing and model.gradient_checkpointing_policy == "offload":
             # A trace counts the copies on the host too.
             text = self.shape.get_text_config()
             inputs = tokens * text.num_hidden_layers * text.hidden_size * self.width
@@ -411,7 +411,7 @@ class Planner:
         """Return the share of a forward pass that the backward pass computes once more."""
         model = self.config.model
         length = (self.config.data.prompt_max_len + self.config.rollout.generate_max_len) // 2
-        if model.gradient_checkpointing_policy == "selective":
+        if model.gradient_checkpointing and model.gradient_checkpointing_policy == "selective":
             return 2 * self.active / token_flops(self.shape, self.active, length)
         return float(model.gradient_checkpointing)
 

@@ -128,7 +128,9 @@ def _side_stream(device: torch.device) -> torch.Stream:
 def begin_copy(target: Tensor, source: Tensor) -> Callable[[], None]:
     """Copy between a device and pinned memory, beside what the device is given from now on.
 
-    Returns a function that lets the device wait for the copy; the host does not.
+    Returns a function that lets the device wait for the copy; the host does not. The caller keeps
+    both tensors until it has called it, so their memory is free at once afterwards. What records a
+    stream instead is free when the host sees that the copy has ended, and a host runs ahead.
     """
     on_device = target if source.device.type == "cpu" else source
     if on_device.device.type == "cpu":
@@ -139,8 +141,6 @@ def begin_copy(target: Tensor, source: Tensor) -> Callable[[], None]:
     side.wait_stream(main)
     with side:
         target.copy_(source, non_blocking=True)
-    # If an error frees the tensor, nothing else gets its memory before the copy has ended.
-    on_device.record_stream(side)
     return partial(main.wait_event, side.record_event())
 
 

@@ -32,15 +32,15 @@ def recompute(module: nn.Module, policy: str) -> None:
     if isinstance(module, PreTrainedModel):
         options = {"use_reentrant": False, "context_fn": _passes}
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        # Otherwise gradients of the inputs of frozen towers would be computed.
+        module.disable_input_require_grads()
         if policy == "offload":
             on_host = partial(_with_inputs_on_host, partial(checkpoint, **options))
             module._set_gradient_checkpointing(gradient_checkpointing_func=on_host)
         text = module.config.get_text_config()
-        if (
-            policy == "selective"
-            and f"{KEPT}{text._attn_implementation}" in ALL_ATTENTION_FUNCTIONS
-        ):
-            text._attn_implementation = {"": KEPT + text._attn_implementation}
+        kept = f"{KEPT}{text._attn_implementation}"
+        if policy == "selective" and kept in ALL_ATTENTION_FUNCTIONS:
+            text._attn_implementation = {"": kept}
         return
 
     for child in module.children():
@@ -94,10 +94,16 @@ def once(compute: Callable[[], Any]) -> Any:
     return result
 
 
-def _with_inputs_on_host(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a checkpoint function, whose inputs are in host memory until the backward pass."""
+def _with_inputs_on_host(function: Callable[..., Any], block: Callable, *args: Any) -> Any:
+    """Call a checkpoint function, whose inputs are in host memory until the backward pass.
+
+    A block without gradients, as in a frozen tower, has no backward pass, so it is called directly.
+    """
+    layer = (block.func if isinstance(block, partial) else block).__self__
+    if not any(x.requires_grad for x in filter(torch.is_tensor, (*layer.parameters(), *args))):
+        return block(*args)
     with saved_tensors_hooks(HostTensor, HostTensor.back):
-        return function(*args)
+        return function(block, *args)
 
 
 class HostTensor:
@@ -105,6 +111,7 @@ class HostTensor:
 
     newest: "Callable[[], HostTensor | None]" = staticmethod(lambda: None)
     """The one that left last. A graph owns it; with its predecessors it would never be freed."""
+    on_device: Tensor | None = None
 
     def __init__(self, tensor: Tensor):
         """Begin to copy the tensor; the device has the one before no longer."""
@@ -114,9 +121,12 @@ class HostTensor:
             previous.take()
         pinned = tensor.device.type not in ("cpu", "meta")
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-        self.on_device: Tensor | None = tensor.detach()
         self.wait = begin_copy(self.host, tensor)
-        self.device = tensor.device
+        self.on_device, self.device = tensor.detach(), tensor.device
+
+    def __del__(self):
+        """Let the device wait, so nothing else gets memory of a graph that is dropped too early."""
+        self.take()
 
     def take(self) -> Tensor | None:
         """Return the tensor on the device, if there is one, and keep it no longer."""

@@ -55,14 +55,14 @@ def host_like(tensors: list[Tensor]) -> list[Tensor]:
     """
     rooms: list[int] = []
     used: list[int] = []
-    addresses: dict[int, tuple[int, int]] = {}
+    places = [(0, 0)] * len(tensors)
     for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].nbytes):
         size = -(-tensors[index].nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
         block = next((b for b, room in enumerate(rooms) if used[b] + size <= room), len(rooms))
         if block == len(rooms):
             rooms.append(max(PINNED_BLOCK, 1 << (size - 1).bit_length()))
             used.append(0)
-        addresses[index] = block, used[block]
+        places[index] = block, used[block]
         used[block] += size
 
     # A tensor over a slice of a numpy array has a storage of its own size. torch's writer copies
@@ -70,15 +70,10 @@ def host_like(tensors: list[Tensor]) -> list[Tensor]:
     pinned = any(map(is_on_device, tensors))
     blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy() for size in used]
     return [
-        torch.frombuffer(
-            blocks[addresses[index][0]],
-            dtype=tensor.dtype,
-            count=tensor.numel(),
-            offset=addresses[index][1],
-        ).view(tensor.shape)
-        if tensor.numel()
-        else torch.empty(tensor.shape, dtype=tensor.dtype)
-        for index, tensor in enumerate(tensors)
+        torch.from_numpy(blocks[block][at : at + tensor.nbytes])
+        .view(tensor.dtype)
+        .view(tensor.shape)
+        for tensor, (block, at) in zip(tensors, places, strict=True)
     ]
 
 
@@ -108,7 +103,7 @@ class OffloadedTensors:
         self.sizes = {key: storage.nbytes() for key, storage in storages.items()}
 
         self.kept_keys = list(dict.fromkeys(map(_address, copied)))
-        self.copies = HostCopies(_bytes(storages[key]) for key in self.kept_keys)
+        self.copies = HostCopies(_pieces(storages[key] for key in self.kept_keys))
         self.views = [(each, _address(each), _geometry(each)) for each in (*copied, *dropped)]
         synchronize(device)
         for tensor, _, _ in self.views:
@@ -129,7 +124,7 @@ class OffloadedTensors:
         }
         for key, storage in storages.items():
             storage.resize_(self.sizes[key])
-        self.copies.load(_bytes(storages[key]) for key in self.kept_keys)
+        self.copies.load(_pieces(storages[key] for key in self.kept_keys))
 
         for tensor, key, geometry in self.views:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=storages[key].device).set_(
@@ -152,9 +147,8 @@ class OffloadedModel:
             model.to_empty(device="meta")
 
         # FSDP holds references to the old shards, so dropping ours frees nothing
-        for storage in storages:
-            if storage.resizable():
-                storage.resize_(0)
+        for storage in filter(torch.UntypedStorage.resizable, storages):
+            storage.resize_(0)
 
         release_cached_memory(device)
 
@@ -249,8 +243,11 @@ def _with_storage(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _pieces(storages: Iterable[torch.UntypedStorage]) -> Iterator[Tensor]:
+    """Yield the bytes of storages in pieces that fill blocks, as some are many times as large."""
+    for storage in storages:
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        yield from whole.split(PINNED_BLOCK // 16)
 
 
 def _address(tensor: Tensor) -> int:

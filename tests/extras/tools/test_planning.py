@@ -367,6 +367,23 @@ def test_the_command(capsys, tmp_path):
     assert ended.value.code == 0 and json.loads(capsys.readouterr().out)["fits"]
 
 
+def test_a_policy_of_recomputation_counts_only_with_it() -> None:
+    """Otherwise a plan would leave out inputs that are not in host memory."""
+    found: dict[str, list] = {"true": [], "false": []}
+    shape = with_layers(known_config("Qwen/Qwen2.5-0.5B"), TRACED_LAYERS[0])
+    for recomputes, plans in found.items():
+        for policy in ("full", "selective", "offload"):
+            flags = [f"--gradient_checkpointing={recomputes}"]
+            flags += ["--gradient_checkpointing_policy", policy]
+            config = parse(["--config", CONFIG, *flags], "train_ppo")
+            planner = Planner(
+                config, "train_ppo", 8, DEVICES["h100"], ranks_per_node=8, shape=shape
+            )
+            plans.append((planner.step(4096).peak, planner.recomputed()))
+    assert found["false"] == [(found["false"][0][0], 0.0)] * 3
+    assert len(set(found["true"])) == 3
+
+
 def test_ranks_without_work_add_no_speed():
     """1,024 ranks have 512 engines and 1,024 replicas, for 128 prompts and 512 rows.
 

@@ -3,6 +3,7 @@
 A device is simulated: a clock for each of its streams says when what it was given would end.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from flat_models import TEMPERATURE, gradients_of, make_batch, make_model
@@ -47,6 +49,7 @@ class Stream:
         return self.end
 
     def wait_event(self, event: float) -> None:
+        self.device.waited.add(event)
         self.end = max(self.end, event)
 
     def __enter__(self) -> None:
@@ -66,14 +69,28 @@ class Simulation:
     blocks: list[tuple[str, float, float]] = field(default_factory=list)
     copies: list[tuple[str, float, float]] = field(default_factory=list)
     """Where to, begin and end."""
+    waited: set[float] = field(default_factory=set)
+    """Ends of copies that the main stream has waited for."""
+    used: list[tuple[StorageWeakRef, float]] = field(default_factory=list)
+    """Memory of the device that is copied, and when the copy ends."""
+    recorded: list[Tensor] = field(default_factory=list)
+    """What has recorded a stream: this host never sees that anything has ended."""
 
     def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if target.device != source.device:
             assert non_blocking, "the host would wait"
             self.copies.append((target.device.type, *self.streams[-1].work(self.copying)))
+            on_device = source if target.device.type == "cpu" else target
+            self.used.append((StorageWeakRef(on_device.untyped_storage()), self.copies[-1][2]))
+        self.check_free_memory()
         return target
 
+    def check_free_memory(self) -> None:
+        """Require that no memory is free which the main stream has not waited for."""
+        assert all(end in self.waited for storage, end in self.used if storage.expired())
+
     def compute(self, name: str, duration: float) -> None:
+        self.check_free_memory()
         self.blocks.append((name, *self.streams[-1].work(duration)))
 
 
@@ -85,7 +102,7 @@ def simulated(copying: float) -> Iterator[Simulation]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Stream", lambda _: Stream(device))
         patch.setattr(torch.accelerator, "current_stream", lambda _: device.streams[-1])
-        patch.setattr(Tensor, "record_stream", lambda *_: None)
+        patch.setattr(Tensor, "record_stream", lambda tensor, _: device.recorded.append(tensor))
         patch.setattr(Tensor, "copy_", lambda *args, **options: device.copy(*args, **options))
         yield device
     _side_stream.cache_clear()
@@ -159,6 +176,39 @@ def test_a_block_waits_for_a_slow_copy() -> None:
     ends = [stop for kind, _, stop in device.copies if kind == "meta"]
     recomputed = [begin for name, begin, _ in device.blocks if name.startswith("forward")][LAYERS:]
     assert all(begin >= stop for begin, stop in zip(recomputed[1:], ends, strict=True))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_device_waits_for_copies_of_a_graph_that_is_dropped(fails: bool) -> None:
+    """The copy of the last input may run then, or if a block fails that of the one before it."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    actor = actor_of(LAYERS)
+    with simulated(5 * FORWARD) as device:
+        outputs = actor(batch(), TEMPERATURE)
+        if fails:
+            actor.hf_model.get_decoder().layers[-2].register_forward_pre_hook(fail)
+            with pytest.raises(MemoryError):
+                outputs[0].sum().backward()
+        assert len(device.waited) == len(device.copies) - 1
+        del outputs
+        gc.collect()
+        assert all(storage.expired() for storage, _ in device.used)
+        device.check_free_memory()
+
+
+def test_inputs_of_frozen_blocks_are_not_copied() -> None:
+    """As in a frozen tower, nothing before the last two blocks has a gradient."""
+    actor = actor_of(LAYERS)
+    decoder = actor.hf_model.get_decoder()
+    for part in (decoder.embed_tokens, *decoder.layers[:-2]):
+        part.requires_grad_(False)
+    with simulated(1.0) as device:
+        actor(batch(), TEMPERATURE)[0].sum().backward()
+    assert len(device.copies) == 2 + 1
+    assert all(parameter.grad is not None for parameter in decoder.layers[-2:].parameters())
 
 
 def gradients(policy: str) -> dict[str, Tensor]:
