@@ -86,6 +86,7 @@ def _call(content: str) -> ToolCall:
         name = call["name"]
         arguments = call.get("arguments", call.get("parameters", {}))
         arguments = json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments
+        # No server of tools and no client could read half a character, or a number without a value.
         check_text(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return ToolCall(

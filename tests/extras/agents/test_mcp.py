@@ -292,7 +292,7 @@ def test_a_server_that_lives_keeps_what_it_knows(odd):
         plot == '(image: the model reads only text)\n{"a": "ä"}' and link == "prices: file:///table"
     )
     assert refused == "Error: MCPError: not today" and lost == "Error: MCPError: no table"
-    assert "surrogates not allowed" in half and "not JSON compliant" in nan
+    assert "half of a character" in half and "not JSON compliant" in nan
     assert again == "7 {}"
     assert "has ended" in fell and "the roof is gone" in fell and anew == "1 {}"
 

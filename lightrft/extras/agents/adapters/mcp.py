@@ -108,7 +108,6 @@ class ToolServer:
 
     async def _call(self, name: str, /, **arguments: Any) -> str:
         """Return what the model reads of a call. Raises RuntimeError if the tool says it failed."""
-        _check_arguments(arguments)
         client = await self._client()
         owner = self._owner
         try:
@@ -174,17 +173,6 @@ class ToolServer:
 
 def _is_url(reference: str) -> bool:
     return reference.startswith(("http://", "https://"))
-
-
-def _check_arguments(arguments: dict[str, Any]) -> None:
-    """Raise ValueError for what the package cannot send, and would end the connection, or changes.
-
-    That is half a character, as in "\\ud800", and a number that is not finite.
-    """
-    try:
-        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError as error:
-        raise ValueError(f"the arguments cannot be sent to an MCP server: {error}") from error
 
 
 async def _lives(client: Client) -> bool:
