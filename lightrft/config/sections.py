@@ -617,7 +617,7 @@ class EnvironmentSection(Section, commands=SAMPLING):
     max_turns: int = option(16, COUNT, needs=EPISODES)
     """Maximum number of turns of an episode. All tokens of turns and observations count for
     generate_max_len."""
-    agent_sampling: Literal["run", "refuse"] = option("run", needs="--agent")
+    agent_sampling: Literal["run", "refuse"] = option("run", needs=EPISODES)
     """Answer to an agent's request with other sampling parameters than the run's. run: the turn is
     sampled as the run says, and agent/overridden_NAME counts such requests. refuse: an error. Both
     honour the largest number of tokens and stop texts of a request."""

@@ -1,4 +1,4 @@
-"""What all servers of this program have in common: the address, limits of requests, and refusals."""
+"""Share the address, the limits of requests and the refusals between all servers of this program."""
 
 import asyncio
 import hmac

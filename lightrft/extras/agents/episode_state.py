@@ -101,7 +101,7 @@ class EpisodeState:
         if self.turns or self.sampling:
             conversation = self._branch(prompt, Episode())
         conversation.prompt = prompt
-        conversation.episode.messages += messages
+        conversation.episode.messages = messages
         return conversation
 
     def read(self, turn: PlayedTurn, token_ids: list[int], messages: list[Message]) -> Sample:

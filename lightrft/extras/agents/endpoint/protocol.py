@@ -20,11 +20,7 @@ PARAMETERS = "extras/agents/endpoint/parameters"
 NEUTRAL_VALUES: Mapping[str, list[Any]] = table(PARAMETERS)["neutral"]
 """Parameter of a request -> values, beside null, that leave sampling as the run sets it."""
 DECIDED_BY_RUN = (
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
+    *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
 )
 """Further parameters that change what is sampled, and that a run decides."""
 REQUEST_BYTES_PER_TOKEN = 16
