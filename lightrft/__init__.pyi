@@ -547,6 +547,24 @@ class TrainPpoFlags(TypedDict, total=False):
     """Write 16 bytes for each phase of each step to save_path/digests.jsonl, from which `lightrft bisect` finds where two runs begin to differ."""
     num_trajectories_to_save: int
     """Number of samples of each step in save_path/samples.jsonl, in the order of the prompts; 0: none."""
+    canaries: float
+    """Share of prompts in a step, such as 0.02, that are added with a reward that cannot be earned honestly: the label of another row. Nothing learns from them. If their rewards rise, the reward is being gamed, and an alarm says so (docs/canaries.md)."""
+    canary_data: str | list[str]
+    """Rows whose reward cannot be earned, in the form of --prompt_data; empty: rows of --prompt_data, each with the label of another row."""
+    canary_baseline: int
+    """Number of responses before training that measure the reward of an honest run on canaries, or how far the rewards differ (--shadow_reward)."""
+    canary_chance: float | None
+    """Largest mean reward of an honest run on canaries, as a share of the reward's range; unset: what --canary_baseline and the most frequent label leave possible."""
+    canary_alpha: float
+    """Probability that an honest run ever raises an alarm, however long it is."""
+    canary_range: list[float] | str
+    """Lowest and highest reward."""
+    shadow_reward: str | list[str]
+    """A second, stricter reward, in the form of --reward, that nothing learns from. An alarm says when the reward has risen above it."""
+    shadow_share: float
+    """Share of prompts whose samples get the reward of --shadow_reward."""
+    on_alarm: Literal['warn', 'stop', 'fork']
+    """What an alarm does: warn goes on; stop ends the run after the step; fork also keeps the last checkpoint from before the reward was gamed, for --fork_from."""
     train_dataset: Rows
     eval_dataset: Rows
     reward_funcs: Reward

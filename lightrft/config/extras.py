@@ -10,7 +10,9 @@ from types import ModuleType
 from lightrft.config.errors import ConfigError
 
 WITH_EPISODES = "--environment, --agent and --tools"
+WATCHED = "--canaries and --shadow_reward"
 MODULES = {
+    WATCHED: "canaries.watch",
     WITH_EPISODES: "build_episodes",
     "--exact": "exact.install",
     "--exact with --engine_type hf": "exact.hf",

@@ -418,7 +418,7 @@ def _against_tail_rounds(run: RunFacts) -> str:
 
 
 def _against_replay(run: RunFacts) -> list[str]:
-    others = ("eval_data", "rollout_ranks", "overlap")
+    others = ("eval_data", "rollout_ranks", "overlap", "canaries", "shadow_reward")
     return [name for name in others if run.replay_rollouts and run[name]]
 
 
@@ -489,6 +489,11 @@ ROLLOUT: Rules = {
     "--videos_key needs --limit_mm_video_per_prompt, for which the engine reserves memory:"
     " its default is 0": STATED,
     "--replay_rollouts has no engine: omit --{found}": _against_replay,
+    "--on_alarm fork needs --save_steps: it keeps a checkpoint from before the alarm": STATED,
+    "--canaries gives prompts the labels of other rows, and an environment computes its reward"
+    " without them: set --canary_data": lambda run: (
+        run.canaries and run.environment and not run.canary_data
+    ),
     "prompt_max_len {prompt_max_len} + generate_max_len {generate_max_len} = {found}": _too_small,
 }
 

@@ -69,6 +69,7 @@ UNLESS_GREEDY = {"evaluate": "--eval_n_samples"}
 CHAT_TEMPLATE = "--apply_chat_template"
 DIVERGENCE = "--init_kl_coef or --measure_kl"
 A_TEACHER = "--distill_coef"
+A_WATCH = "--canaries or --shadow_reward"
 EARLY_OUTPUTS = "--init_kl_coef, --max_epochs 2, a critic, or a reward model"
 """What several fields need."""
 
@@ -76,6 +77,7 @@ CLIP = POSITIVE.hint("; omit it to disable clipping")
 NO_EMPTY_TEXT = Bound("must not contain an empty text", bool)
 NO_NEGATIVE_ID = Bound("must not contain a negative number", NOT_NEGATIVE.holds)
 A_SHARE = SHARE.hint(", because it is a share")
+PROBABILITY = Bound("must be above 0 and below 1", lambda value: 0 < value < 1)
 BELOW_1 = Bound("must be at least 0 and below 1", lambda value: 0 <= value < 1)
 RANGE = Bound(
     "takes two numbers: the minimum and the maximum",
@@ -1109,6 +1111,37 @@ class ObserveSection(Section, commands=TRAINING):
 
 
 @dataclass
+class WatchSection(Section, commands=PPO):
+    """Canaries, which show that a reward is gamed, and the ledger of the prompts."""
+
+    canaries: float = option(0.0, BELOW_1)
+    """Share of prompts in a step, such as 0.02, that are added with a reward that cannot be earned
+    honestly: the label of another row. Nothing learns from them. If their rewards rise, the reward
+    is being gamed, and an alarm says so (docs/canaries.md)."""
+    canary_data: CommaSeparated = option(CommaSeparated(""), needs="--canaries")
+    """Rows whose reward cannot be earned, in the form of --prompt_data; empty: rows of
+    --prompt_data, each with the label of another row."""
+    canary_baseline: int = option(200, COUNT, needs=A_WATCH)
+    """Number of responses before training that measure the reward of an honest run on canaries, or
+    how far the rewards differ (--shadow_reward)."""
+    canary_chance: float | None = option(None, SHARE, needs="--canaries")
+    """Largest mean reward of an honest run on canaries, as a share of the reward's range; unset:
+    what --canary_baseline and the most frequent label leave possible."""
+    canary_alpha: float = option(0.01, PROBABILITY, needs=A_WATCH)
+    """Probability that an honest run ever raises an alarm, however long it is."""
+    canary_range: list[float] = option([0.0, 1.0], SCORES, needs=A_WATCH)
+    """Lowest and highest reward."""
+    shadow_reward: CommaSeparated = option(CommaSeparated(""))
+    """A second, stricter reward, in the form of --reward, that nothing learns from. An alarm says
+    when the reward has risen above it."""
+    shadow_share: float = option(0.1, A_SHARE, needs="--shadow_reward")
+    """Share of prompts whose samples get the reward of --shadow_reward."""
+    on_alarm: Literal["warn", "stop", "fork"] = option("warn", needs=A_WATCH)
+    """What an alarm does: warn goes on; stop ends the run after the step; fork also keeps the last
+    checkpoint from before the reward was gamed, for --fork_from."""
+
+
+@dataclass
 class Config:
     """The whole configuration of a run, one section per concern."""
 
@@ -1125,6 +1158,7 @@ class Config:
     optim: OptimSection = field(default_factory=OptimSection)
     train: TrainSection = field(default_factory=TrainSection)
     observe: ObserveSection = field(default_factory=ObserveSection)
+    watch: WatchSection = field(default_factory=WatchSection)
 
     def __post_init__(self) -> None:
         self.command = ""

@@ -32,11 +32,18 @@ class Sampler:
     sampling: Decoding
     loop: "RolloutLoop | None" = field(default=None, init=False)
     """The loop that was opened last."""
+    companions: "list[Callable[[RolloutLoop], None]]" = field(default_factory=list, init=False)
+    """What begins groups of its own in each loop that is opened."""
 
     def open(self, seed: int) -> "RolloutLoop":
         """Open a loop for groups. All ranks open it together."""
-        self.loop = RolloutLoop(self, self.strategy.open_generation(self.sampling), seed)
-        return self.loop
+        return self._begun(RolloutLoop(self, self.strategy.open_generation(self.sampling), seed))
+
+    def _begun(self, loop: "RolloutLoop") -> "RolloutLoop":
+        self.loop = loop
+        for begin in self.companions:
+            begin(loop)
+        return loop
 
     def requests(self, group: Group, slots: Sequence[int], seed: int) -> Iterator[PendingRequest]:
         """Yield the requests for these responses of a group.

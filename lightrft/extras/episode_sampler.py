@@ -189,8 +189,7 @@ class EpisodeSampler(RunSampler):
 
     def open(self, seed: int) -> EpisodeLoop:
         session = self.strategy.open_generation(self.sampling, shared=True)
-        self.loop = EpisodeLoop(self, session, seed)
-        return self.loop
+        return self._begun(EpisodeLoop(self, session, seed))
 
     def prepare(self, groups: list[GroupSlots], seed: int) -> list[PendingRequest] | None:
         """Return None: a turn is unknown until a program asks for it."""

@@ -53,7 +53,7 @@ from lightrft.app.trainer.held_out import HeldOut
 from lightrft.app.trainer.ppo import PPOTrainer
 from lightrft.app.trainer.tasks.sft import PtxLoss
 from lightrft.config.errors import ConfigError
-from lightrft.config.extras import WITH_EPISODES, extra
+from lightrft.config.extras import WATCHED, WITH_EPISODES, extra
 from lightrft.config.references import (
     ENGINE,
     JUDGE,
@@ -161,9 +161,16 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
     )
     rollout = (JudgedRollout if rewards.judge else ResumableRollout)(scheduler, rewards)
+    watch = None
+    if config.watch.canaries or config.watch.shadow_reward:
+        watching = extra(WATCHED)
+        watch = watching.watch_of(config, strategy, training_data, sampler, rewards, run_folder)
+        rollout = watching.WatchedRollout(scheduler, rewards, watch)
     items = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     if algorithm.entropy_target is not None:
         items["entropy_coefficient"] = entropy_coefficient
+    if ptx_loss is not None:
+        items["mixin"] = ptx_loss
     strategy.report_memory("models and engine are ready;")
 
     objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
@@ -179,8 +186,12 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         "learners": learners,
         "eval_sets": eval_sets,
         "measures": measures,
-        "items": items | ({"mixin": ptx_loss} if ptx_loss else {}),
+        "items": items,
     }
+    if watch is not None:
+        items["watch"] = watch
+        measures.append(watch.measure)
+        options["ends"] = watch.ends_run
     replays = bool(config.rollout.replay_rollouts)
     if has_episodes(config.environment) or config.engine.speculative != "none" or replays:
         measures.append(measure_turns_and_drafts)

@@ -61,12 +61,14 @@ class PPOTrainer(Trainer):
         eval_sets: Sequence[HeldOut] = (),
         measures: Sequence[Measure] = (),
         read: Read | None = None,
+        ends: Callable[[], bool] | None = None,
         **kwargs,
     ):
         """Set up the trainer.
 
         `learners` are the models that learn, in order; the policy is the last one. `measures` see
         the samples of each step. `read` returns those of another run, which are learned instead.
+        `ends` returns True if the step just done is the last one, on all ranks.
         """
         super().__init__(config, strategy, policy, training_data, **kwargs)
         self.policy = policy
@@ -75,6 +77,7 @@ class PPOTrainer(Trainer):
         self.learners = learners
         self.eval_sets = eval_sets
         self.read = read
+        self.ends = ends
         self.moves_reference = moves_reference(config.algorithm)
         self.has_readers = strategy.sample_store().is_outside
 
@@ -139,6 +142,9 @@ class PPOTrainer(Trainer):
             self.policy.update_reference(number, self.config.algorithm)
         if store is not None:
             store.clear(plan.experience.rows.tolist())
+
+    def enough(self) -> bool:
+        return self.ends is not None and self.ends()
 
     def progress(self) -> str:
         """Add how many responses this rank has, and how many tokens a second."""

@@ -1,0 +1,105 @@
+"""A second, stricter reward of a share of the samples, which nobody learns from.
+
+If the reward rises more than it does, the reward is being gamed.
+"""
+
+from dataclasses import replace
+from itertools import chain
+from statistics import fmean
+from typing import Any
+
+from loguru import logger
+
+from lightrft.config.sections import WatchSection
+from lightrft.core.groups import Group
+from lightrft.core.metrics import Metrics
+from lightrft.core.samples import Sample
+from lightrft.extras.canaries.monitor import Monitor, RewardRange
+from lightrft.models.parallel.collectives import Axis
+from lightrft.rewards.runner import RewardRunner
+
+
+class Shadow:
+    """Compares the reward with the shadow reward, group by group.
+
+    The groups of the first steps say how far both are apart before training.
+    """
+
+    def __init__(self, rewards: RewardRunner, section: WatchSection, data: Axis):
+        self.rewards = rewards
+        self.section = section
+        self.data = data
+        self.range = RewardRange(section.canary_range)
+        self.monitor = Monitor("shadow", section.canary_alpha)
+        self._baseline: list[float] = []
+        self._num_measured = 0
+        """Number of responses of the baseline."""
+        self._pairs: list[tuple[Group, list[Sample]]] = []
+        """This rank's groups, with the samples that have the shadow reward."""
+
+    def begin(self, groups: list[Group]) -> None:
+        """Begin to compute the shadow reward of a share of this rank's groups."""
+        share = 1.0 if self.monitor.honest is None else self.section.shadow_share
+        self._pairs = [
+            (group, [replace(sample, reward_components={}) for sample in group.samples])
+            for group in groups
+            if int(group.number * share) > int((group.number - 1) * share)
+        ]
+        for _, copies in self._pairs:
+            self.rewards.begin(copies)
+
+    def finish(self) -> None:
+        """Wait for the shadow rewards. All ranks call it together."""
+        self.rewards.finish([sample for _, copies in self._pairs for sample in copies])
+
+    def measure(self, step: int, metrics: Metrics) -> bool:
+        """Take the differences of a step; return True at the alarm. All ranks call it."""
+        shares = self.data.gather(
+            [
+                (group.number, self._difference(group.samples, copies), len(copies))
+                for group, copies in self._pairs
+            ]
+        )
+        gathered = sorted(chain.from_iterable(shares))
+        values = [value for _, value, _ in gathered]
+        if values:
+            width = self.range.high - self.range.low
+            metrics.mean("shadow/gap", (2 * fmean(values) - 1) * width)
+
+        alarm = False
+        if self.monitor.honest is not None:
+            alarm = self.monitor.add(step, values)
+        else:
+            self._baseline += values
+            self._num_measured += sum(count for *_, count in gathered)
+            if self._num_measured >= self.section.canary_baseline:
+                self.monitor.measure_baseline(self._baseline)
+        self.monitor.report(metrics)
+
+        if alarm and not self.data.rank:
+            logger.warning(
+                "the reward is being gamed, since step {}: it has risen above --shadow_reward {} by"
+                " more than both differed before training",
+                self.monitor.rises_from,
+                self.section.shadow_reward,
+            )
+        return alarm
+
+    def _difference(self, samples: list[Sample], copies: list[Sample]) -> float:
+        """Return how far the reward is above the shadow reward: 1/2 if they are equal."""
+        of_reward, of_shadow = (
+            fmean(self.range.share(sample.reward) for sample in each) for each in (samples, copies)
+        )
+        return (of_reward - of_shadow + 1) / 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "baseline": self._baseline,
+            "num_measured": self._num_measured,
+            "monitor": self.monitor.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._baseline = state["baseline"]
+        self._num_measured = state["num_measured"]
+        self.monitor.load_state_dict(state["monitor"])

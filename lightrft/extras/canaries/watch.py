@@ -1,0 +1,209 @@
+"""Watch a run for a reward that is gamed: what --canaries and --shadow_reward add to it."""
+
+import os
+import shutil
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from lightrft.algorithms.rollout.rollout import JudgedRollout
+from lightrft.algorithms.rollout.sampler import RunSampler
+from lightrft.app.run.run_folder import RunFolder
+from lightrft.app.trainer.base import TrainingData
+from lightrft.app.trainer.build import build_rewards
+from lightrft.app.trainer.build_data import load_rewarded
+from lightrft.config.sections import Config
+from lightrft.core.groups import Group
+from lightrft.core.metrics import Metrics
+from lightrft.core.samples import Sample
+from lightrft.extras.canaries.canaries import Canaries
+from lightrft.extras.canaries.monitor import Monitor
+from lightrft.extras.canaries.rows import CanaryRows
+from lightrft.extras.canaries.shadow import Shadow
+from lightrft.rewards.runner import RewardRunner
+from lightrft.strategy.checkpoint.manifest import checkpoints
+from lightrft.strategy.strategy import StrategyBase
+
+BEFORE_ALARM = "before_alarm"
+"""Folder in a run's folder with the checkpoint from before the reward was gamed."""
+
+
+@dataclass(eq=False)
+class Watch:
+    """The canaries and the shadow reward of a run, and what follows from an alarm."""
+
+    canaries: Canaries | None
+    shadow: Shadow | None
+    on_alarm: str
+    folder: Path
+    """Folder of the run."""
+    checkpoints: Path
+    is_first: bool
+    """This is the rank that writes."""
+
+    # -- generating and scoring
+
+    def joining(self, step: int) -> AbstractContextManager[None]:
+        """Return a context in which the canaries of a step are generated with other prompts."""
+        return nullcontext() if self.canaries is None else self.canaries.joining(step)
+
+    def begin(self, groups: list[Group]) -> list[Group]:
+        """Begin what is computed of the groups of a step; return the canaries to score."""
+        if self.shadow is not None:
+            self.shadow.begin(groups)
+        return [] if self.canaries is None else self.canaries.complete()
+
+    def finish(self) -> None:
+        """Wait for the shadow rewards. All ranks call it together."""
+        if self.shadow is not None:
+            self.shadow.finish()
+
+    # -- measuring
+
+    def measure(self, step: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
+        """Take the rewards of a step. It is a measure of a step, on all ranks."""
+        alarms = [each.measure(step, metrics) for each in self._parts.values()]
+        if self.on_alarm == "fork" and self.is_first:
+            self._keep_checkpoint()
+            if any(alarms):
+                self._offer_fork()
+
+    def ends_run(self) -> bool:
+        """Return True if the step just done is the last because of an alarm."""
+        return self.on_alarm != "warn" and any(each.alarm for each in self._monitors)
+
+    @property
+    def _parts(self) -> dict[str, Canaries | Shadow]:
+        both = {"canaries": self.canaries, "shadow": self.shadow}
+        return {name: each for name, each in both.items() if each is not None}
+
+    @property
+    def _monitors(self) -> list[Monitor]:
+        return [each.monitor for each in self._parts.values()]
+
+    def _keep_checkpoint(self) -> None:
+        """Keep the newest checkpoint from before the evidence begins to grow.
+
+        Otherwise --max_ckpt_num would remove it before there is enough evidence for an alarm. The
+        files are links, so they take no room while the checkpoint itself is there.
+        """
+        target = self.folder / BEFORE_ALARM / "checkpoints"
+        rises_from = min(each.rises_from for each in self._monitors)
+        both = [path for root in (target, self.checkpoints) for _, path in checkpoints(root)]
+        earlier = [path for path in both if step_of(path) < rises_from]
+        newest = max(earlier, key=step_of, default=None)
+        if newest is None or newest.parent == target:
+            return
+
+        for path in target.glob("*"):
+            shutil.rmtree(path)
+        unfinished = target / f"{newest.name}.unfinished"
+        shutil.copytree(newest, unfinished, copy_function=_link)
+        unfinished.rename(target / newest.name)
+
+    def _offer_fork(self) -> None:
+        folder = self.folder / BEFORE_ALARM
+        if not checkpoints(folder / "checkpoints"):
+            logger.warning(
+                "there is no checkpoint from before the reward was gamed: lower --save_steps"
+            )
+            return
+        for name in ("metrics.jsonl", "samples.jsonl", "digests.jsonl"):
+            if (self.folder / name).exists():
+                shutil.copyfile(self.folder / name, folder / name)
+        logger.warning("to go on from before the reward was gamed: --fork_from {}", folder)
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.state_dict() for name, each in self._parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of what the run watches; what it newly watches begins anew."""
+        for name, each in self._parts.items():
+            if name in state:
+                each.load_state_dict(state[name])
+
+
+@dataclass
+class WatchedRollout(JudgedRollout):
+    """A rollout with canaries beside the groups of a step, and with a shadow reward."""
+
+    watch: Watch
+
+    def collect(self, step: int, metrics: Metrics) -> list[Group]:
+        with self.watch.joining(step):
+            groups = super().collect(step, metrics)
+        self._further = self.watch.begin(groups)
+        for group in self._further:
+            self.rewards.begin(group.responses)
+        self.rewards.ask_judge([sample for group in self._further for sample in group.responses])
+        return groups
+
+    def score(self, groups: list[Group]) -> list[Sample]:
+        """Wait for the rewards of groups and canaries, and return the samples of the groups."""
+        scored = [*groups, *self._further]
+        self.rewards.finish([sample for group in scored for sample in group.responses])
+        self.watch.finish()
+        self.scheduler.scored(groups)
+        return [sample for group in groups for sample in group.samples]
+
+
+def watch_of(
+    config: Config,
+    strategy: StrategyBase,
+    data: TrainingData,
+    sampler: RunSampler,
+    rewards: RewardRunner,
+    run_folder: RunFolder,
+) -> Watch:
+    """Build what --canaries and --shadow_reward add to a run."""
+    section = config.watch
+    ranks = strategy.mesh.data
+    canaries = shadow = None
+    if section.canaries:
+        prompts = data.prompts
+        if section.canary_data:
+            rows = replace(config.data, prompt_data=section.canary_data)
+            prompts = load_rewarded(
+                replace(config, data=rows), data.tokenizer, data.expand, rewards
+            )
+        canaries = Canaries(
+            CanaryRows(prompts, config.train.seed, swaps=not section.canary_data),
+            sampler,
+            section,
+            data=ranks,
+            batch=config.rollout.rollout_batch_size,
+            samples=config.rollout.n_samples_per_prompt,
+        )
+
+    if section.shadow_reward:
+        scoring = replace(config.reward, reward=section.shadow_reward, reward_key=None)
+        stricter = build_rewards(replace(config, reward=scoring), strategy)
+        stricter.check(data.prompts.examples)
+        shadow = Shadow(stricter, section, ranks)
+
+    return Watch(
+        canaries,
+        shadow,
+        section.on_alarm,
+        run_folder.path,
+        run_folder.checkpoints,
+        is_first=strategy.is_rank_0(),
+    )
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint, stepN."""
+    return int(checkpoint.name.removeprefix("step"))
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file, or copy it on a file system without links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
