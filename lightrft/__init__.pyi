@@ -563,6 +563,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """A second, stricter reward, in the form of --reward, that nothing learns from. An alarm says when the reward has risen above it."""
     shadow_share: float
     """Share of prompts whose samples get the reward of --shadow_reward."""
+    ledger: bool
+    """Write what each row of the data was worth to save_path/ledger.sqlite, for `lightrft ledger`."""
     on_alarm: Literal['warn', 'stop', 'fork']
     """What an alarm does: warn goes on; stop ends the run after the step; fork also keeps the last checkpoint from before the reward was gamed, for --fork_from."""
     train_dataset: Rows

@@ -13,6 +13,7 @@ WITH_EPISODES = "--environment, --agent and --tools"
 WATCHED = "--canaries and --shadow_reward"
 MODULES = {
     WATCHED: "canaries.watch",
+    "--ledger": "ledger.install",
     WITH_EPISODES: "build_episodes",
     "--exact": "exact.install",
     "--exact with --engine_type hf": "exact.hf",
@@ -29,7 +30,7 @@ MODULES = {
     "lightrft selfcheck": "commands.doctor",
     **{
         f"lightrft {name}": f"commands.debug.{name}"
-        for name in "bisect bundle chat diagnose forecast replay report test_rewards".split()
+        for name in "bisect bundle chat diagnose forecast ledger replay report test_rewards".split()
     },
 }
 """What asks for it -> its module."""

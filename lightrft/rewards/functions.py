@@ -187,7 +187,7 @@ def number(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
     A response without a number gets 0.
     """
     return [
-        float(_last_number(sample.text) in {*map(_last_number, right_answers(right))} - {None})
+        float(last_number(sample.text) in {*map(last_number, right_answers(right))} - {None})
         for sample, right in zip(samples, label, strict=True)
     ]
 
@@ -206,7 +206,7 @@ def choice(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
     label that is no letter.
     """
     return [
-        float(_chosen_letter(sample.text) in _right_letters(right))
+        float(chosen_letter(sample.text) in _right_letters(right))
         for sample, right in zip(samples, label, strict=True)
     ]
 
@@ -265,7 +265,7 @@ def none(samples: list[Sample], **_: Any) -> list[float]:
 # -- how responses and labels are read
 
 
-def _last_number(text: str) -> Fraction | None:
+def last_number(text: str) -> Fraction | None:
     """Return the exact value of the last number of the text, or None if there is none."""
     numbers = re.findall(FRACTION, text)
     if not numbers:
@@ -296,7 +296,7 @@ def boxes(text: str) -> list[tuple[int, str]]:
     return sorted(contents)
 
 
-def _chosen_letter(text: str) -> str | None:
+def chosen_letter(text: str) -> str | None:
     """Return the letter that the text chooses last.
 
     None if it chooses none, or several at one position.

@@ -29,6 +29,8 @@ from lightrft.config.values import read_object
 
 RUN_FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
 
+LEDGER = "ledger.json"
+"""File with the table of `lightrft ledger`."""
 MOST_BARS = 60
 PAGE_TEMPLATE = Path(__file__).with_name("report.html")
 Fact = tuple[str, str]
@@ -76,6 +78,7 @@ def write_report(folder: Path) -> Path:
         "time": _time(history),
         "speed": "\n".join(board.lines) if board else "",
         "samples": sample_table(samples, config.get("rollout", {}).get("n_samples_per_prompt", 0)),
+        "ledger": read_object(folder / LEDGER) or None,
         "setup": _setup(history, config, summary),
         "config": written,
     }

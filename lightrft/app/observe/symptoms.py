@@ -18,9 +18,15 @@ COMPARED_SHARE = 5
 METRICS = tuple(
     """rollout/reward rollout/reward_min rollout/reward_max rollout/groups_without_signal
     rollout/response_length rollout/truncated rollout/staleness train/entropy train/clip_low
-    train/clip_high train/grad_norm engine/logprob_mismatch eval/reward""".split()
+    train/clip_high train/grad_norm engine/logprob_mismatch eval/reward canary/alarm_from_step
+    shadow/alarm_from_step""".split()
 )
 """Metrics that symptoms are found in."""
+GAMED = {
+    "canary/alarm_from_step": "it is earned on canaries, where it cannot be earned honestly,",
+    "shadow/alarm_from_step": "it has risen above --shadow_reward",
+}
+"""Metric of an alarm -> what it says."""
 REWARD_COMPONENT_PREFIX = "rollout/reward_of_"
 """Beginning of the names of metrics that are components of the reward."""
 
@@ -238,6 +244,17 @@ def _exploding_gradients(run: Course) -> Iterator[Symptom]:
         )
 
 
+def _gamed_reward(run: Course) -> Iterator[Symptom]:
+    for name, what in GAMED.items():
+        if name in run:
+            yield Symptom(
+                "the reward is being gamed",
+                f"{what} since step {run.last(name):.0f}",
+                "look at the responses in the warning of that step, mend the reward, and go on from"
+                " a checkpoint before that step (--fork_from, --at)",
+            )
+
+
 CHECKS: tuple[Callable[[Course], Iterator[Symptom]], ...] = (
     _entropy_collapse,
     _dead_groups,
@@ -249,4 +266,5 @@ CHECKS: tuple[Callable[[Course], Iterator[Symptom]], ...] = (
     _evaluation_stays,
     _dominating_component,
     _exploding_gradients,
+    _gamed_reward,
 )

@@ -78,11 +78,12 @@ class Health:
             number, row[MISMATCH_NAME], row.get(f"{MISMATCH_NAME}_max", row[MISMATCH_NAME])
         )
 
-    def check_end(self, *, taken: int, skipped: int) -> None:
-        """Warn of a run whose rewards never gave a signal, and of skipped steps.
+    def check_end(self, number: int, *, taken: int, skipped: int) -> None:
+        """Warn of symptoms up to the last step, of rewards without any signal, of skipped steps.
 
         Raises RuntimeError if no step was taken.
         """
+        self._tell_symptoms(number)
         if self.steps_without_signal and not self.steps_with_signal:
             self._warn(
                 f"none of the {self.steps_without_signal} reported steps had a training signal: all"

@@ -39,7 +39,7 @@ RESULT_FILES = ("metrics.jsonl", "samples.jsonl", *sorted(MODELS))
 OTHER_FILES = (
     DESCRIPTION,
     *"config.yaml digests.jsonl report.html trace.json summary.json evaluation.json".split(),
-    *"responses.jsonl tensorboard wandb swanlog comet".split(),
+    *"responses.jsonl ledger.sqlite ledger.json before_alarm tensorboard wandb swanlog comet".split(),
     *(f"{name}_run_id" for name in TRACKERS),
 )
 """Other files and folders of a run; they are moved together with the results."""

@@ -441,7 +441,7 @@ class Trainer(ABC):
 
         self.saved = 0  # an interruption writes the first checkpoint of this run
         if self.strategy.is_rank_0():
-            for name in ("metrics.jsonl", "samples.jsonl", "digests.jsonl"):
+            for name in ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "ledger.sqlite"):
                 if (origin / name).exists():
                     shutil.copyfile(origin / name, self.folder / name)
         return step
@@ -495,7 +495,9 @@ class Trainer(ABC):
     def _check_end(self) -> None:
         scheduler = self.role.scheduler
         self.health.check_end(
-            taken=scheduler.last_epoch if scheduler else 0, skipped=self.strategy.skipped_steps
+            self.done,
+            taken=scheduler.last_epoch if scheduler else 0,
+            skipped=self.strategy.skipped_steps,
         )
 
     def _describe_run(self, status: str, seconds: float) -> None:

@@ -29,6 +29,18 @@ MOST_CHARACTERS = 300
 """Characters of a prompt and of a response in a warning."""
 
 
+class CanaryGroup(Group):
+    """A group that schedulers do not get, because for them it is never complete."""
+
+    @property
+    def complete(self) -> bool:
+        return False
+
+    @property
+    def has_ended(self) -> bool:
+        return all(sample.finish_reason is not None for sample in self.responses)
+
+
 @dataclass(frozen=True, slots=True)
 class ScoredCanary:
     """What all ranks learn about a canary."""
@@ -74,11 +86,11 @@ class Canaries:
         """Numbers of canaries that earlier steps have begun, the same on all ranks."""
         self._due: list[int] = []
         """Numbers of the canaries of this step."""
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, CanaryGroup] = {}
         """Number of a canary of this rank -> its group."""
         self._loops: dict[int, RolloutLoop] = {}
         """Number -> loop that generates it."""
-        self._baseline: list[Group] = []
+        self._baseline: list[CanaryGroup] = []
         """This rank's responses before training, one for each of several rows."""
         self._best: list[ScoredCanary] = []
         """The most rewarded canaries since the evidence began to grow."""
@@ -113,7 +125,7 @@ class Canaries:
                 continue
             if (former := self._loops.get(number)) is not None:
                 running = {group for group, _ in former.running()}
-                if self._groups[number].complete or -1 - number in running:
+                if self._groups[number].has_ended or -1 - number in running:
                     continue
             # A round can end before a response does: then the canary begins anew.
             group = self._groups[number] = self._group(number, self.samples)
@@ -121,10 +133,10 @@ class Canaries:
             groups.append((group, group.slots))
         loop.add(groups)
 
-    def complete(self) -> list[Group]:
+    def ended(self) -> list[CanaryGroup]:
         """Return this rank's canaries that have ended and are not measured yet."""
         ended = [self._groups[number] for number in self._due if number in self._groups]
-        return [*self._baseline, *(group for group in ended if group.complete)]
+        return [*self._baseline, *(group for group in ended if group.has_ended)]
 
     def _answer_baseline(self) -> None:
         count = min(self.section.canary_baseline, len(self.rows.prompts))
@@ -136,9 +148,9 @@ class Canaries:
         for _ in chain(loop.steps(), loop.finish()):
             pass
 
-    def _group(self, number: int, samples: int) -> Group:
+    def _group(self, number: int, samples: int) -> CanaryGroup:
         row = self.rows[number]
-        return Group.begin(-1 - number, row.prompt.index, row.prompt, samples)
+        return CanaryGroup.begin(-1 - number, row.prompt.index, row.prompt, samples)
 
     # -- measuring
 
@@ -153,7 +165,7 @@ class Canaries:
                 [
                     self._scored(number, group)
                     for number, group in self._groups.items()
-                    if group.complete
+                    if group.has_ended
                 ],
             )
         )
@@ -179,7 +191,7 @@ class Canaries:
             self._tell_alarm()
         return alarm
 
-    def _scored(self, number: int, group: Group) -> ScoredCanary:
+    def _scored(self, number: int, group: CanaryGroup) -> ScoredCanary:
         best = max(group.samples, key=lambda sample: sample.reward)
         row = self.rows[number]
         label = best.prompt.columns.get("label")

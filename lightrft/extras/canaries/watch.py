@@ -54,7 +54,7 @@ class Watch:
         """Begin what is computed of the groups of a step; return the canaries to score."""
         if self.shadow is not None:
             self.shadow.begin(groups)
-        return [] if self.canaries is None else self.canaries.complete()
+        return [] if self.canaries is None else self.canaries.ended()
 
     def finish(self) -> None:
         """Wait for the shadow rewards. All ranks call it together."""
@@ -111,7 +111,7 @@ class Watch:
                 "there is no checkpoint from before the reward was gamed: lower --save_steps"
             )
             return
-        for name in ("metrics.jsonl", "samples.jsonl", "digests.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "ledger.sqlite"):
             if (self.folder / name).exists():
                 shutil.copyfile(self.folder / name, folder / name)
         logger.warning("to go on from before the reward was gamed: --fork_from {}", folder)

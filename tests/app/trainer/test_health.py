@@ -188,7 +188,7 @@ def test_what_counts_as_a_signal(log):
         and "step 1: all rewards of each group are equal" in log.read_text()
     )
     found.check_step(3, row(0.0, 1.0, 0.5))
-    found.check_end(taken=3, skipped=0)
+    found.check_end(3, taken=3, skipped=0)
     assert found.warnings == [] and found.steps_with_signal == 1
     taught = health(distill_coef=1.0)
     taught.check_step(1, row(0.0, 0.0, 0.5))  # what a teacher says is a signal

@@ -1,0 +1,149 @@
+"""Say what each row of the data was worth in a run of train_ppo, and which rows look wrong: wrong
+labels, leaks, duplicates, rows that teach nothing, and rows that were forgotten.
+
+lightrft ledger runs/mine
+lightrft ledger runs/mine --write cleaned.jsonl --drop wrong_label,dead --review review.csv
+
+The table is also in report.html. The file ledger.sqlite is open to other programs: its view `rows`
+has a line for each row.
+"""
+
+import argparse
+import csv
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from loguru import logger
+from rich.console import Console
+from rich.markup import escape
+
+from lightrft.app.cli import command_parser
+from lightrft.app.observe.report import LEDGER, write_report
+from lightrft.app.observe.sample_table import excerpt
+from lightrft.app.run.logs import set_up_logging
+from lightrft.config.errors import DataError
+from lightrft.config.references import data_sources
+from lightrft.data.readers import BadRows, read_rows
+from lightrft.extras.ledger.book import RowRecord, read_ledger
+from lightrft.extras.ledger.suspects import KINDS, BetaBinomial, Suspect, solve_rates, suspects
+
+SHOWN = 5
+"""Number of suspects of each kind that the terminal shows."""
+ON_PAGE = 2000
+"""Number of rows in the report; suspects come first."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    commands = parser()
+    options = commands.parse_args(argv)
+    set_up_logging()
+    dropped = set(options.drop.split(","))
+    if unknown := dropped.difference(KINDS):
+        commands.error(f"--drop {min(unknown)}: unknown; choose from {', '.join(KINDS)}")
+
+    try:
+        records, held_out = read_ledger(options.folder)
+        found = suspects(records, held_out)
+        rates = solve_rates(records)
+        _write_table(options.folder, records, found, rates)
+        _show(records, found)
+        if options.review:
+            _write_review(options.review, records, found)
+        if options.write:
+            _write_rows(options.write, options.folder, found, dropped)
+    except (OSError, ValueError, sqlite3.Error, DataError) as error:
+        commands.error(str(error))
+
+
+def _show(records: Sequence[RowRecord], found: Sequence[Suspect]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    draws = sum(len(record.draws) for record in records)
+    signals = sum(draw.has_signal for record in records for draw in record.draws)
+    console.print(
+        f"{len(records):,} rows were drawn {draws:,} times; {signals / draws:.0%} of the groups had"
+        " a signal"
+    )
+    counts = Counter(each.kind for each in found)
+    for kind in KINDS:
+        console.print(f"[bold]{kind.replace('_', ' ')}[/bold]: {counts[kind]:,} rows")
+        for each in [one for one in found if one.kind == kind][:SHOWN]:
+            sure = f" ({each.probability:.0%})" if each.probability < 1 else ""
+            console.print(f"    {escape(each.location)}: {escape(each.evidence)}{sure}")
+
+
+def _write_table(
+    folder: Path, records: Sequence[RowRecord], found: Sequence[Suspect], rates: BetaBinomial
+) -> None:
+    """Write the table of the report, and the report."""
+    reasons: dict[int, list[str]] = {}
+    for each in found:
+        reasons.setdefault(each.row, []).append(f"{each.kind.replace('_', ' ')}: {each.evidence}")
+
+    chosen = sorted(records, key=lambda record: (record.row not in reasons, record.row))[:ON_PAGE]
+    rows = []
+    for record in chosen:
+        mean, deviation = rates.posterior(record.right, record.responses)
+        signals = sum(draw.has_signal for draw in record.draws)
+        rows.append(
+            [
+                record.location,
+                excerpt(record.prompt),
+                ", ".join(record.labels),
+                len(record.draws),
+                round(mean, 3),
+                round(deviation, 3),
+                round(1000 * signals / max(record.tokens, 1), 3),
+                record.draws[-1].step,
+                "; ".join(reasons.get(record.row, [])),
+            ]
+        )
+    (folder / LEDGER).write_text(json.dumps({"rows": rows, "count": len(records)}))
+    logger.info("report: {}", write_report(folder))
+
+
+def _write_review(path: Path, records: Sequence[RowRecord], found: Sequence[Suspect]) -> None:
+    """Write the suspects as a table that a person can look through."""
+    by_row = {record.row: record for record in records}
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["location", "suspect", "probability", "evidence", "prompt", "label"])
+        for each in found:
+            record = by_row[each.row]
+            label = ", ".join(record.labels)
+            probability = f"{each.probability:.3f}"
+            writer.writerow(
+                [each.location, each.kind, probability, each.evidence, record.prompt, label]
+            )
+    logger.info("{} suspects: {}", len(found), path)
+
+
+def _write_rows(path: Path, folder: Path, found: Sequence[Suspect], dropped: set[str]) -> None:
+    """Write the rows of the run's data as they are, without those that look wrong."""
+    data: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())["data"]
+    left_out = {each.location for each in found if each.kind in dropped}
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for source in data_sources(data["prompt_data"]):
+            bad = BadRows(skip=True, flag="--prompt_data")
+            for location, row in read_rows(source.name, data["prompt_split"], bad):
+                if location not in left_out:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    count += 1
+    logger.info("{} rows without {} suspects: {}", count, len(left_out), path)
+
+
+def parser() -> argparse.ArgumentParser:
+    commands = command_parser("ledger", __doc__)
+    commands.add_argument("folder", type=Path, help="the save_path of a run of train_ppo")
+    cleaned = "write the rows of --prompt_data without the suspects to this JSONL file"
+    commands.add_argument("--write", type=Path, metavar="FILE", help=cleaned)
+    kinds = f"suspects that --write leaves out: {', '.join(KINDS)}"
+    commands.add_argument("--drop", default="wrong_label,leak,duplicate", help=kinds)
+    review = "write all suspects with their evidence to this CSV file, to be looked through"
+    commands.add_argument("--review", type=Path, metavar="FILE", help=review)
+    return commands

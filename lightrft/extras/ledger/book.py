@@ -1,0 +1,196 @@
+"""Write a record of each group into ledger.sqlite, and read what each row of the data was worth."""
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightrft.app.observe.sinks import Writer
+from lightrft.core.groups import RIGHT
+from lightrft.core.metrics import Metrics
+from lightrft.core.samples import Prompt, Sample
+from lightrft.models.parallel.mesh import Mesh
+from lightrft.rewards.functions import right_answers
+
+FILE = "ledger.sqlite"
+TABLES = """
+CREATE TABLE IF NOT EXISTS prompts (
+    row INTEGER PRIMARY KEY, location TEXT, prompt TEXT, labels TEXT);
+CREATE TABLE IF NOT EXISTS held_out (prompt TEXT);
+CREATE TABLE IF NOT EXISTS draws (
+    step INTEGER, row INTEGER, responses INTEGER, right INTEGER, reward REAL, squares REAL,
+    tokens INTEGER, truncated INTEGER, answers TEXT);
+CREATE INDEX IF NOT EXISTS draws_by_row ON draws (row);
+CREATE VIEW IF NOT EXISTS rows AS
+    SELECT row, location, prompt, labels, count(*) AS draws, sum(responses) AS responses,
+        sum(right) AS right, sum(reward) AS reward, sum(squares) AS squares,
+        sum(squares * responses - reward * reward > 1e-9 * squares * responses) AS with_signal,
+        sum(tokens) AS tokens, sum(truncated) AS truncated, max(step) AS last_step
+    FROM draws JOIN prompts USING (row) GROUP BY row;
+"""
+"""A line of `draws` is one group: sums over its responses, and how often each answer occurs."""
+
+
+class Draw(NamedTuple):
+    """One group of a row: the sums over its responses."""
+
+    step: int
+    row: int
+    responses: int
+    right: int
+    """Number of responses with a reward above 1/2."""
+    reward: float
+    squares: float
+    """Sum of the squares of the rewards."""
+    tokens: int
+    truncated: int
+    answers: str
+    """JSON object: answer -> number of responses that give it; empty if the reward reads none."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Return whether the rewards differ."""
+        return self.squares * self.responses - self.reward**2 > 1e-9 * self.squares * self.responses
+
+
+@dataclass
+class RowRecord:
+    """What a ledger knows of a row."""
+
+    row: int
+    location: str
+    prompt: str
+    labels: list[str]
+    """The right answers."""
+    draws: list[Draw] = field(default_factory=list)
+
+    @property
+    def responses(self) -> int:
+        return sum(draw.responses for draw in self.draws)
+
+    @property
+    def right(self) -> int:
+        return sum(draw.right for draw in self.draws)
+
+    @property
+    def tokens(self) -> int:
+        return sum(draw.tokens for draw in self.draws)
+
+    @property
+    def answers(self) -> Counter[str]:
+        """Return how often each answer was given."""
+        return sum((Counter(json.loads(draw.answers)) for draw in self.draws), Counter())
+
+
+def labels_of(label: Any, answer: Callable[[str], str | None] | None) -> list[str]:
+    """Return the right answers of a row in the form of `answer`; none if the label is no answer."""
+    try:
+        texts = right_answers(label)
+    except ValueError:
+        return []
+    return [(answer and answer(text)) or text for text in texts]
+
+
+class Book:
+    """Adds the groups of each step to the ledger of a run. It is a measure of a step."""
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        writer: Writer,
+        answer: Callable[[str], str | None] | None,
+        held_out: Sequence[str] = (),
+    ):
+        """Set up the ledger in a run's folder.
+
+        `answer` returns what the reward reads as the answer of a response; None if it cannot be
+        told. `held_out` are the prompts of --eval_data.
+        """
+        self.path = folder / FILE
+        self.mesh = mesh
+        self.writer = writer
+        self.answer = answer
+        self.held_out = held_out
+        self._known: set[int] = set()
+        """Rows whose prompt is in the file."""
+
+    def measure(self, step: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
+        """Let the writer of rank 0 add the groups of a step. All ranks call it together."""
+        groups: dict[int, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group, []).append(sample)
+        local = [
+            (number, self._draw(step, group), self._prompt(group[0].prompt))
+            for number, group in groups.items()
+        ]
+
+        shares = self.mesh.data.gather(local)
+        if self.mesh.world.rank == 0:
+            gathered = sorted(chain.from_iterable(shares))
+            draws = [draw for _, draw, _ in gathered]
+            prompts = [prompt for *_, prompt in gathered if prompt is not None]
+            self.writer.submit(partial(self._write, step, draws, prompts))
+
+    def _draw(self, step: int, group: list[Sample]) -> Draw:
+        answers: Counter[str] = Counter()
+        if self.answer is not None:
+            answers.update(filter(None, (self.answer(sample.text) for sample in group)))
+        return Draw(
+            step,
+            group[0].prompt.index,
+            len(group),
+            sum(sample.reward > RIGHT for sample in group),
+            sum(sample.reward for sample in group),
+            sum(sample.reward**2 for sample in group),
+            sum(len(sample.token_ids) for sample in group),
+            sum(sample.truncated for sample in group),
+            json.dumps(answers, ensure_ascii=False),
+        )
+
+    def _prompt(self, prompt: Prompt) -> tuple[int, str, str, str] | None:
+        """Return what is written once of a row; None if this process has sent it before."""
+        if prompt.index in self._known:
+            return None
+        self._known.add(prompt.index)
+        labels = labels_of(prompt.columns.get("label"), self.answer)
+        return prompt.index, prompt.location, prompt.text, json.dumps(labels, ensure_ascii=False)
+
+    def _write(self, step: int, draws: list[Draw], prompts: list[tuple[Any, ...]]) -> None:
+        with closing(sqlite3.connect(self.path)) as file, file:
+            file.executescript(TABLES)
+            # A run that was killed comes to steps again that the file already has.
+            file.execute("DELETE FROM draws WHERE step >= ?", (step,))
+            file.executemany("INSERT INTO draws VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", draws)
+            file.executemany("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?, ?)", prompts)
+            if self.held_out:
+                file.execute("DELETE FROM held_out")
+                file.executemany(
+                    "INSERT INTO held_out VALUES (?)", [(text,) for text in self.held_out]
+                )
+                self.held_out = ()
+
+
+def read_ledger(folder: Path) -> tuple[list[RowRecord], list[str]]:
+    """Return the rows of a run's ledger with their draws in order, and the held-out prompts.
+
+    Raises FileNotFoundError if there is no ledger.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no {FILE}: train_ppo writes it unless --no_ledger")
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as file:
+        records = {
+            row: RowRecord(row, location, prompt, json.loads(labels))
+            for row, location, prompt, labels in file.execute("SELECT * FROM prompts ORDER BY row")
+        }
+        for line in file.execute("SELECT * FROM draws ORDER BY step, rowid"):
+            records[line[1]].draws.append(Draw(*line))
+        held_out = [text for (text,) in file.execute("SELECT prompt FROM held_out")]
+    return [record for record in records.values() if record.draws], held_out
