@@ -224,7 +224,7 @@ class TrainPpoFlags(TypedDict, total=False):
     n_samples_per_prompt: int
     """Number of responses sampled for each prompt; they form a group."""
     scheduler: str | Path
-    """What chooses the prompts of a step: fixed_batch, rounds, or a class of your own as module:Class or file.py:Class. auto: rounds with a flag that needs them, else fixed_batch."""
+    """What chooses the prompts of a step: fixed_batch, rounds, ledger, which draws prompts in proportion to the signal that their earlier responses let expect, or a class of your own as module:Class or file.py:Class. auto: rounds with a flag that needs them, else fixed_batch."""
     generate_max_len: int
     """Maximum length of a response in tokens."""
     temperature: float

@@ -11,6 +11,7 @@ from lightrft.config.errors import ConfigError
 
 WITH_EPISODES = "--environment, --agent and --tools"
 WATCHED = "--canaries and --shadow_reward"
+LEDGER_SCHEDULER = "lightrft.extras.ledger.scheduler:DrawsBySignal"
 MODULES = {
     WATCHED: "canaries.watch",
     "--ledger": "ledger.install",

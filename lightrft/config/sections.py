@@ -476,7 +476,8 @@ class RolloutSection(Section, commands=PPO):
     n_samples_per_prompt: int = option(8, COUNT, commands=SAMPLING)
     """Number of responses sampled for each prompt; they form a group."""
     scheduler: str = "auto"
-    """What chooses the prompts of a step: fixed_batch, rounds, or a class of your own as
+    """What chooses the prompts of a step: fixed_batch, rounds, ledger, which draws prompts in
+    proportion to the signal that their earlier responses let expect, or a class of your own as
     module:Class or file.py:Class. auto: rounds with a flag that needs them, else fixed_batch."""
     generate_max_len: int = option(1024, COUNT, commands=WITH_ENGINE)
     """Maximum length of a response in tokens."""

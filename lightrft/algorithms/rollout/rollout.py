@@ -19,6 +19,7 @@ from torch import Tensor
 from lightrft.algorithms.rollout.media_expansion import Expander
 from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.config.errors import ConfigError
+from lightrft.config.extras import LEDGER_SCHEDULER
 from lightrft.config.sections import RolloutSection
 from lightrft.core.engine import derived_seed
 from lightrft.core.groups import RIGHT, Group
@@ -34,6 +35,7 @@ from lightrft.registry import Registry
 
 schedulers = Registry("scheduler", flag="--scheduler")
 schedulers.register_deferred("rounds", "lightrft.algorithms.schedulers.rounds:Rounds")
+schedulers.register_deferred("ledger", LEDGER_SCHEDULER)
 
 
 class ResumableRollout(Rollout):
