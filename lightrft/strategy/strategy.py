@@ -44,7 +44,7 @@ from lightrft.strategy.backends.base import Backend, draw_by_data_rank
 from lightrft.strategy.backends.optim import create_adamw, create_lr_scheduler, parameter_names
 from lightrft.strategy.batching.micro_batches import B, find_shared_prefixes, redistribute
 from lightrft.strategy.batching.planner import MIN_SAVING
-from lightrft.strategy.batching.sample_store import MemoryStore, SampleStore
+from lightrft.strategy.batching.sample_store import MemoryStore
 from lightrft.strategy.call_forms import as_dicts, sampling_from_dict
 from lightrft.strategy.checkpoints import Checkpoints, Trained
 from lightrft.strategy.dataloader import ResumableBatchSampler
@@ -58,26 +58,14 @@ ALONE = Axis("data", 1, 0, None)
 _ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
-class Verb:
-    """Method of a strategy that one of its aspects does, with the signature that it has there."""
+def verb(aspect: str, method: Callable[..., Any]) -> Any:
+    """Return a method of a strategy that one of its aspects does, with the aspect's signature."""
 
-    def __new__(cls, aspect: str, method: Callable[..., Any]) -> Any:
-        return super().__new__(cls)
+    @wraps(method)
+    def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(getattr(strategy, aspect), *args, **kwargs)
 
-    def __init__(self, aspect: str, method: Callable[..., Any]):
-        @wraps(method)
-        def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-            return method(getattr(strategy, aspect), *args, **kwargs)
-
-        self.aspect = aspect
-        self.method = method
-        self.call = call
-        """The method as a class has it, whose first argument is the strategy."""
-
-    def __get__(self, strategy: Any, owner: type | None = None) -> Callable[..., Any]:
-        if strategy is None:
-            return self.call
-        return self.method.__get__(getattr(strategy, self.aspect))
+    return call
 
 
 def reads(aspect: str, attribute: str) -> Any:
@@ -357,7 +345,7 @@ class StrategyBase(Backend):
         """Return the order of a run's rows: epoch after epoch, each reshuffled by the seed."""
         return Order(num_rows, self.seed)
 
-    def sample_store(self) -> SampleStore:
+    def sample_store(self) -> MemoryStore:
         """Return an empty store for the samples of a step."""
         axes = self.mesh.data, self.mesh.model_parallel
         if self.config.strategy.sample_store == "memory":
@@ -638,11 +626,11 @@ class StrategyBase(Backend):
 
     # -- device memory
 
-    enter = Verb("memory", DeviceMemory.enter)
-    offload_model = Verb("memory", DeviceMemory.offload_model)
-    reload_model = Verb("memory", DeviceMemory.reload_model)
-    maybe_offload_optimizer = Verb("memory", DeviceMemory.offload_optimizer)
-    maybe_load_optimizer = Verb("memory", DeviceMemory.reload_optimizer)
+    enter = verb("memory", DeviceMemory.enter)
+    offload_model = verb("memory", DeviceMemory.offload_model)
+    reload_model = verb("memory", DeviceMemory.reload_model)
+    maybe_offload_optimizer = verb("memory", DeviceMemory.offload_optimizer)
+    maybe_load_optimizer = verb("memory", DeviceMemory.reload_optimizer)
     phase = reads("memory", "phase")
 
     @classmethod
@@ -665,13 +653,13 @@ class StrategyBase(Backend):
 
     # -- checkpoints and Hugging Face folders
 
-    save_ckpt = Verb("checkpoints", Checkpoints.save)
-    load_ckpt = Verb("checkpoints", Checkpoints.load)
-    finish_ckpt = Verb("checkpoints", Checkpoints.finish)
-    close_checkpoints = Verb("checkpoints", Checkpoints.close)
-    save_model = Verb("checkpoints", Checkpoints.save_model)
-    save_adapter = Verb("checkpoints", Checkpoints.save_adapter)
-    rehearse_save = Verb("checkpoints", Checkpoints.rehearse_save)
+    save_ckpt = verb("checkpoints", Checkpoints.save)
+    load_ckpt = verb("checkpoints", Checkpoints.load)
+    finish_ckpt = verb("checkpoints", Checkpoints.finish)
+    close_checkpoints = verb("checkpoints", Checkpoints.close)
+    save_model = verb("checkpoints", Checkpoints.save_model)
+    save_adapter = verb("checkpoints", Checkpoints.save_adapter)
+    rehearse_save = verb("checkpoints", Checkpoints.rehearse_save)
 
     # -- engine
 
@@ -694,14 +682,14 @@ class StrategyBase(Backend):
         check_strategy(config)
         return self.host.start(config, engine_type, actor, draft=draft)
 
-    engine_awake = Verb("host", EngineHost.awake)
-    wakeup_inference_engine = Verb("host", EngineHost.wake)
-    maybe_sleep_inference_engine = Verb("host", EngineHost.sleep)
-    update_engine_weights = Verb("host", EngineHost.update_weights)
-    engine_lags = Verb("host", EngineHost.invalidate_weights)
-    open_generation = Verb("host", EngineHost.open)
-    serve_engine = Verb("host", EngineHost.serve)
-    close_engine = Verb("host", EngineHost.close)
+    engine_awake = verb("host", EngineHost.awake)
+    wakeup_inference_engine = verb("host", EngineHost.wake)
+    maybe_sleep_inference_engine = verb("host", EngineHost.sleep)
+    update_engine_weights = verb("host", EngineHost.update_weights)
+    engine_lags = verb("host", EngineHost.invalidate_weights)
+    open_generation = verb("host", EngineHost.open)
+    serve_engine = verb("host", EngineHost.serve)
+    close_engine = verb("host", EngineHost.close)
 
     engine = reads("host", "engine")
 
