@@ -88,23 +88,12 @@ class Mesh:
         self.expert_mesh: DeviceMesh | None = None
         if ep > 1:
             self._divide_experts(ep)
-        self._engine_axes: dict[int, Axis] = {}
-        self._replica_axes: dict[int, Axis] = {}
-        self._background_axis: Axis | None = None
-        self._exchange_axis: Axis | None = None
+        self._later_axes: dict[tuple[str, int], Axis] = {}
+        """Axes that are built at their first use, by name and size."""
 
-        for axis in (
-            self.world,
-            self.data,
-            self.shard,
-            self.replicate,
-            self.sp,
-            self.tp,
-            self.model_parallel,
-            self.ep,
-        ):
-            if timeout is not None and axis.group is not None:
-                _set_pg_timeout(timeout, axis.group)
+        # All other groups were created with it.
+        if timeout is not None and self.world.group is not None:
+            _set_pg_timeout(timeout, self.world.group)
 
     @classmethod
     def shared(cls, device_type: str, **sizes: Any) -> "Mesh":
@@ -157,41 +146,26 @@ class Mesh:
             raise ValueError(
                 f"--engine_tp_size {size} does not divide the {self.world.size} processes"
             )
-        if size not in self._engine_axes:
-            self._engine_axes[size] = self._new_axis("engine", self._ranks.view(-1, size))
-        return self._engine_axes[size]
+        return self._later_axis("engine", size, self._ranks.view(-1, size))
 
     def engine_replicas(self, size: int) -> Axis:
         """Return the axis of the ranks with the same index in each engine of `size` ranks.
 
         All ranks must make the first call together.
         """
-        if size not in self._replica_axes:
-            self._replica_axes[size] = self._new_axis("replicas", self._ranks.view(-1, size).T)
-        return self._replica_axes[size]
+        return self._later_axis("replicas", size, self._ranks.view(-1, size).T)
 
-    def background_axis(self) -> Axis:
-        """Return all processes with a separate gloo group.
+    def gloo_axis(self, name: str) -> Axis:
+        """Return all processes with a separate gloo group, for collectives beside others.
 
-        It is for a thread whose collectives run at the same time as others.
+        `background` is for a thread, and `exchange` for sums that are exchanged while the engines
+        decode. All ranks must make the first call for a name together.
         """
-        if self._background_axis is None:
-            self._background_axis = _axis(
-                "background", dist.new_group(backend="gloo", timeout=self._timeout)
-            )
-        return self._background_axis
-
-    def exchange_axis(self) -> Axis:
-        """Return all processes with a separate gloo group.
-
-        It is for sums that are exchanged while the engines decode. All ranks must make the first
-        call together.
-        """
-        if self._exchange_axis is None:
-            self._exchange_axis = _axis(
-                "exchange", dist.new_group(backend="gloo", timeout=self._timeout)
-            )
-        return self._exchange_axis
+        key = name, self.world.size
+        if key not in self._later_axes:
+            group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._later_axes[key] = _axis(name, group)
+        return self._later_axes[key]
 
     def _divide_experts(self, ep: int) -> None:
         """Build the axis and the mesh of experts.
@@ -224,10 +198,13 @@ class Mesh:
             self._groups[key] = self._new_group(partition, name)
         return self._groups[key]
 
-    def _new_axis(self, name: str, partition: Tensor) -> Axis:
+    def _later_axis(self, name: str, size: int, partition: Tensor) -> Axis:
+        """Return the axis of this rank's row of [groups, ranks of a group], built at first use."""
         if partition.shape[1] == 1:
             return Axis(name, 1, 0, None)
-        return _axis(name, self._new_group(partition, name))
+        if (name, size) not in self._later_axes:
+            self._later_axes[name, size] = _axis(name, self._new_group(partition, name))
+        return self._later_axes[name, size]
 
     def _new_group(self, partition: Tensor, name: str) -> dist.ProcessGroup:
         """Create the group of this rank's row of [groups, ranks of a group].

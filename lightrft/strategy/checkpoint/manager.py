@@ -62,18 +62,6 @@ class Snapshot:
     files: dict[str, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class RetentionPolicy:
-    """Limits of the checkpoints that a folder keeps: number and the total in GB.
-
-    Only a `latest` checkpoint is resumed without a tag.
-    """
-
-    max_num: int
-    max_mem: float
-    latest: bool
-
-
 def snapshot(
     contents: CheckpointState, state: dict[str, Any], *, tensors: dict[str, Any]
 ) -> Snapshot:
@@ -102,16 +90,20 @@ def write(
     snapshot: Snapshot,
     folder: Path,
     world: Axis,
-    retention: RetentionPolicy,
+    *,
+    max_num: int,
+    max_mem: float,
+    latest: bool,
     hf: Path | None = None,
 ) -> None:
-    """Write `folder` atomically, point `latest` to it, and remove checkpoints beyond the limits.
+    """Write `folder` atomically, and remove old checkpoints beyond the number and the total in GB.
 
-    `hf` is a model folder that is moved into it. Raise CheckpointError on all ranks if any of them
-    cannot write; earlier checkpoints are then untouched.
+    Only a `latest` checkpoint is resumed without a tag. `hf` is a model folder that is moved into
+    it. Raise CheckpointError on all ranks if any of them cannot write; earlier checkpoints are then
+    untouched.
     """
     root = folder.parent
-    manifest = Manifest(0, world.size, retention.latest)
+    manifest = Manifest(0, world.size, latest)
 
     def begin(path: Path) -> None:
         if world.rank == 0:
@@ -130,10 +122,10 @@ def write(
         *manifest_steps(manifest, world),
     )
     # Only now: `latest` must never name a checkpoint that is not complete.
-    if retention.latest:
+    if latest:
         update_latest(root, folder.name, world)
     if world.rank == 0:
-        rotate(root, retention.max_num, retention.max_mem)
+        rotate(root, max_num, max_mem)
     world.barrier()
 
 
@@ -302,12 +294,6 @@ def _read_small_files(contents: CheckpointState, path: Path) -> None:
         item.load_state_dict(items[name])
 
 
-def _restore_random(contents: CheckpointState, path: Path) -> None:
-    _set_random_states(
-        torch.load(path / _random_file(contents.world.rank), weights_only=True), contents.device
-    )
-
-
 def _random_states(device: torch.device) -> dict[str, Any]:
     """Return the random states as tensors and plain types.
 
@@ -321,7 +307,9 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
+def _restore_random(contents: CheckpointState, path: Path) -> None:
+    states = torch.load(path / _random_file(contents.world.rank), weights_only=True)
+    device = contents.device
     keys, *rest = states["numpy"]
     random.setstate(states["python"])
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
