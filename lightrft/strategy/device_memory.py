@@ -122,17 +122,12 @@ class DeviceMemory:
 
         if self.strategy.config.strategy.offload_idle:
             # Everything leaves before anything comes, so the device never holds both.
-            for other in self.models:
-                if other is not model:
-                    self.strategy.offload_model(other)
-            for other in self.optimizers:
-                if other is not optimizer:
-                    self.strategy.maybe_offload_optimizer(other)
+            for other in (*self.models, *self.optimizers):
+                if other is not model and other is not optimizer:
+                    self.offload(other)
 
-        if model is not None:
-            self.strategy.reload_model(model)
-        if optimizer is not None:
-            self.strategy.maybe_load_optimizer(optimizer)
+        self.reload(model)
+        self.reload(optimizer)
 
     # -- moves
 
@@ -170,6 +165,12 @@ class DeviceMemory:
         if optimizer in self.offloaded:
             self.offloaded.pop(optimizer).reload(self.strategy.device)
 
+    def offload(self, item: nn.Module | Optimizer) -> None:
+        if isinstance(item, nn.Module):
+            self.strategy.offload_model(item)
+        else:
+            self.strategy.maybe_offload_optimizer(item)
+
     def reload(self, item: nn.Module | Optimizer | None) -> None:
         if isinstance(item, nn.Module):
             self.strategy.reload_model(item)
@@ -188,17 +189,14 @@ class DeviceMemory:
 
         Yields True if any of them was offloaded.
         """
-        offloaded = [item for item in items if item in self.offloaded]
+        offloaded = [item for item in items if item is not None and item in self.offloaded]
         for item in offloaded:
             self.reload(item)
 
         yield bool(offloaded)
 
         for item in offloaded:
-            if isinstance(item, nn.Module):
-                self.strategy.offload_model(item)
-            elif item is not None:
-                self.strategy.maybe_offload_optimizer(item)
+            self.offload(item)
 
     @contextmanager
     def emptied(self) -> Generator[None]:

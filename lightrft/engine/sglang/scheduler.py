@@ -104,13 +104,6 @@ def _address(name: str, layers: Collection[str]) -> str:
     return name
 
 
-def _unknown_weights(
-    scheduler: Scheduler, addresses: dict[str, str], shapes: dict[str, torch.Size]
-) -> list[str]:
-    """Return the weights that are not found under `addresses`, published name -> engine's name."""
-    return _weights(scheduler, addresses, shapes).unknown
-
-
 def _engine_fingerprints(
     scheduler: Scheduler,
     addresses: dict[str, str],
@@ -126,11 +119,6 @@ def _engine_fingerprints(
             next(scheduler.tp_worker.model_runner.model.parameters()).device
         )
     ]
-
-
-def _num_slots(scheduler: Scheduler) -> int:
-    """Return how many requests decode at the same time."""
-    return scheduler.max_running_requests
 
 
 def _num_cached(scheduler: Scheduler) -> int:
@@ -194,9 +182,9 @@ def _seen(scheduler: Scheduler) -> dict[str, Tensor]:
 
 QUESTIONS = {
     "destroy_weights": lambda scheduler: destroy_weights(scheduler.tp_worker.model_runner.model),
-    "unknown_weights": _unknown_weights,
+    "unknown_weights": lambda scheduler, **names: _weights(scheduler, **names).unknown,
     "held": _engine_fingerprints,
-    "num_slots": _num_slots,
+    "num_slots": lambda scheduler: scheduler.max_running_requests,
     "num_cached": _num_cached,
     "forget_images": _forget_images,
     "pause": _pause,
