@@ -93,10 +93,6 @@ class Actor(SequenceParallelModule):
     def hf_model(self) -> PreTrainedModel:
         return self.language_model
 
-    def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under the Hugging Face names, tied ones once."""
-        yield from self.language_model.named_parameters()
-
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
@@ -334,10 +330,6 @@ class Scorer(SequenceParallelModule):
     @property
     def hf_model(self) -> PreTrainedModel:
         return self.scored_model
-
-    def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under the Hugging Face names, tied ones once."""
-        yield from self.scored_model.named_parameters()
 
 
 def early_and_late(truncation: Truncation, early: Tensor) -> list[tuple[Tensor, Truncation]]:

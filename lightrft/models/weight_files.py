@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -264,6 +264,12 @@ def missing_and_unexpected(
     patterns = [MASK.pattern, *(model._keys_to_ignore_on_load_unexpected or ())]
     ignored = re.compile("|".join(patterns))
     return missing, {name for name in stored.difference(*groups) if not ignored.search(name)}
+
+
+def refuse_tensors(names: Collection[str], problem: str) -> None:
+    """Raise ValueError if there are any tensors with this problem."""
+    if names:
+        raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}")
 
 
 def is_backbone(model: PreTrainedModel, name: str) -> bool:

@@ -1,6 +1,6 @@
 """Host the engine that shares the devices with the trainer: start it, refill it, let it sleep."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum

@@ -26,7 +26,7 @@ from lightrft.models.load import repeated_blocks
 from lightrft.models.lora import adapter_parameters
 from lightrft.models.parallel.device import local_tensor
 from lightrft.models.parallel.tensor_parallel import parallelize
-from lightrft.models.weight_sync.stream import hf_parameters, stream
+from lightrft.models.weight_sync.stream import hf_parameters, outermost, stream
 from lightrft.strategy.backends.materialize import materialize
 from lightrft.strategy.backends.offload import OffloadedModel
 from lightrft.strategy.backends.optim import follow, parameter_names
@@ -47,8 +47,6 @@ class FSDPStrategy(StrategyBase):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._replicas: dict[nn.Module, Replicas] = {}
-        self._has_shards = False
-        """True once a module was sharded."""
 
     def close(self) -> None:
         self._replicas.clear()
@@ -116,7 +114,6 @@ class FSDPStrategy(StrategyBase):
 
     def _shard(self, module: nn.Module, experts: Sequence[nn.Module] = ()) -> None:
         """Shard divided experts, then each block, and then the rest of the module."""
-        self._has_shards = True
         options: dict[str, Any] = {
             "mesh": self.mesh.parameters,
             # This includes the root: unsharded, its parameters are not the optimizer's.
@@ -166,7 +163,7 @@ class FSDPStrategy(StrategyBase):
             return
 
         reduce = last or not self.config.strategy.reduce_gradients_once
-        for root in roots(model) if self._has_shards else ():
+        for root in outermost(model, FSDPModule) if self._shards else ():
             root.set_requires_gradient_sync(reduce)
             root.set_requires_all_reduce(last)
             # Otherwise the inputs of reductions stay allocated until the next micro-batch.
@@ -255,15 +252,6 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return [
         block for block in reversed(candidates) if block is not module and not _shared(block, count)
     ]
-
-
-def roots(model: nn.Module) -> Iterator[FSDPModule]:
-    """Yield the outermost sharded modules of `model`."""
-    if isinstance(model, FSDPModule):
-        yield model
-    else:
-        for child in model.children():
-            yield from roots(child)
 
 
 def _shared(block: nn.Module, uses: dict[int, int]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial, wraps
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -255,10 +255,7 @@ class StrategyBase(Backend):
         """Return the group of the ranks that divide a sequence; None if none do."""
         return self.mesh.sp.group
 
-    @classmethod
-    def get_rank(cls) -> int:
-        """Return this process's rank; before there is a process group, the launcher's RANK or 0."""
-        return process_rank()
+    get_rank = staticmethod(process_rank)
 
     @classmethod
     def is_rank_0(cls) -> bool:
@@ -433,15 +430,7 @@ class StrategyBase(Backend):
             )
         return create_adamw(model, lr, (betas[0], betas[1]), weight_decay, eps)
 
-    def create_scheduler(
-        self,
-        optimizer: Optimizer,
-        kind: Literal["cosine", "constant"],
-        warmup_steps: int,
-        total_steps: int,
-    ) -> LRScheduler:
-        """Build a schedule: linear warm-up, then a cosine to 10 % of the peak, or constant."""
-        return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps)
+    create_scheduler = staticmethod(create_lr_scheduler)
 
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Distribute modules in place.
@@ -562,9 +551,7 @@ class StrategyBase(Backend):
         self.clear_gradients(model)
         return norm
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the Hugging Face model inside a role's wrapper, or the module itself."""
-        return unwrap(model)
+    unwrap_model = staticmethod(unwrap)
 
     def full_params(
         self, model: nn.Module, dtype: torch.dtype | None = None
@@ -643,13 +630,7 @@ class StrategyBase(Backend):
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
-    @classmethod
-    def report_memory(cls, prefix: str = "") -> dict[str, float]:
-        """Return the memory in use and the peak in GB, of the accelerator or of this process.
-
-        Rank 0 also logs its own. Other ranks need not call this.
-        """
-        return memory_report(prefix)
+    report_memory = staticmethod(memory_report)
 
     # -- checkpoints and Hugging Face folders
 

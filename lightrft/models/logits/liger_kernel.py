@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightrft.models.weight_sync.stream import outermost
+
 LIGER_FAMILIES = {
     **dict.fromkeys(
         (
@@ -34,32 +36,28 @@ def fuse(module: nn.Module, device: torch.device) -> None:
 
     Raise ValueError, with all reasons, for a model that the kernels do not support.
     """
-    if not isinstance(module, PreTrainedModel):
-        for child in module.children():
-            fuse(child, device)
-        return
+    for model in outermost(module, PreTrainedModel):
+        problems = model_problems(model, device)
+        if problems:
+            raise ValueError(
+                f"--fused_kernels liger cannot be used for {type(model).__name__}:"
+                f" {'; '.join(problems)}"
+            )
 
-    problems = model_problems(module, device)
-    if problems:
-        raise ValueError(
-            f"--fused_kernels liger cannot be used for {type(module).__name__}:"
-            f" {'; '.join(problems)}"
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        family = model.config.model_type
+        feed_forward = LIGER_FAMILIES[family]
+        options = {feed_forward: True} if feed_forward else {"swiglu": False}
+        # The trainer has fused log-probs of its own, so the package's losses stay off.
+        MODEL_TYPE_TO_APPLY_LIGER_FN[family](
+            rope=True,
+            rms_norm=True,
+            cross_entropy=False,
+            fused_linear_cross_entropy=False,
+            model=model,
+            **options,
         )
-
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    family = module.config.model_type
-    feed_forward = LIGER_FAMILIES[family]
-    options = {feed_forward: True} if feed_forward else {"swiglu": False}
-    # The trainer has fused log-probs of its own, so the package's losses stay off.
-    MODEL_TYPE_TO_APPLY_LIGER_FN[family](
-        rope=True,
-        rms_norm=True,
-        cross_entropy=False,
-        fused_linear_cross_entropy=False,
-        model=module,
-        **options,
-    )
 
 
 def model_problems(model: PreTrainedModel, device: torch.device) -> list[str]:

@@ -76,14 +76,14 @@ class Mesh:
         self.device_mesh = DeviceMesh.from_group(
             groups, device_type, self._ranks.flatten(1, 2), mesh_dim_names=DEVICE_AXES
         )
-        self.world = _axis("world", dist.group.WORLD)
-        self.data = _axis("data", self._group(("dp_replicate", "dp_shard")))
-        self.shard = _axis("shard", self._group(("dp_shard", "sp")))
+        self.world = Axis.of("world", dist.group.WORLD)
+        self.data = Axis.of("data", self._group(("dp_replicate", "dp_shard")))
+        self.shard = Axis.of("shard", self._group(("dp_shard", "sp")))
 
         self.replicate, self.sp, self.tp = (
-            _axis(name, self._group((name,))) for name in ("dp_replicate", "sp", "tp")
+            Axis.of(name, self._group((name,))) for name in ("dp_replicate", "sp", "tp")
         )
-        self.model_parallel = _axis("model_parallel", self._group(("sp", "tp")))
+        self.model_parallel = Axis.of("model_parallel", self._group(("sp", "tp")))
         self.ep = Axis("ep", 1, 0, None)
         self.expert_mesh: DeviceMesh | None = None
         if ep > 1:
@@ -164,7 +164,7 @@ class Mesh:
         key = name, self.world.size
         if key not in self._later_axes:
             group = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._later_axes[key] = _axis(name, group)
+            self._later_axes[key] = Axis.of(name, group)
         return self._later_axes[key]
 
     def _divide_experts(self, ep: int) -> None:
@@ -174,7 +174,7 @@ class Mesh:
         would wait behind the parameters that FSDP2 gathers ahead.
         """
         ranks = self._ranks.view(self.replicate.size, -1, ep)
-        self.ep = _axis("ep", self._new_group(ranks.flatten(0, 1), "mesh_ep"))
+        self.ep = Axis.of("ep", self._new_group(ranks.flatten(0, 1), "mesh_ep"))
         shard = self._group_in(ranks.transpose(1, 2).flatten(0, 1), "mesh_expert_shard")
         self.expert_mesh = DeviceMesh.from_group(
             [self._group(("dp_replicate",)), shard, self.ep.group],
@@ -203,7 +203,7 @@ class Mesh:
         if partition.shape[1] == 1:
             return Axis(name, 1, 0, None)
         if (name, size) not in self._later_axes:
-            self._later_axes[name, size] = _axis(name, self._new_group(partition, name))
+            self._later_axes[name, size] = Axis.of(name, self._new_group(partition, name))
         return self._later_axes[name, size]
 
     def _new_group(self, partition: Tensor, name: str) -> dist.ProcessGroup:
@@ -289,9 +289,6 @@ def process_rank() -> int:
 
 def world_axis() -> Axis:
     """Return an axis of all processes; without a process group, an axis of this process alone."""
-    return _axis("world", dist.group.WORLD) if dist.is_initialized() else Axis("world", 1, 0, None)
-
-
-def _axis(name: str, group: dist.ProcessGroup) -> Axis:
-    size = dist.get_world_size(group)
-    return Axis(name, size, dist.get_rank(group), group if size > 1 else None)
+    return (
+        Axis.of("world", dist.group.WORLD) if dist.is_initialized() else Axis("world", 1, 0, None)
+    )

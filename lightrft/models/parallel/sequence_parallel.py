@@ -4,7 +4,7 @@ Shapes: T tokens of the whole batch, t = T / ranks of one rank, H heads, D head 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import lcm
 from typing import Any
@@ -171,6 +171,10 @@ class SequenceParallelModule(nn.Module, ABC):
     @abstractmethod
     def hf_model(self) -> PreTrainedModel:
         """Return the transformers model inside."""
+
+    def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters under the Hugging Face names, tied ones once."""
+        return self.hf_model.named_parameters()
 
 
 def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> bool:

@@ -16,7 +16,7 @@ This file is the one to adapt to changes of torch or transformers that concern t
 versions.py lists the tested versions.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +46,7 @@ from lightrft.models.parallel.sequence_parallel import (
     begin_reduce_scatter,
     select_tokens,
 )
+from lightrft.models.weight_sync.stream import outermost
 
 FAMILIES = tuple(
     """arcee cohere cohere2 exaone4 gemma2 gemma3_text glm4 gpt_oss granite hunyuan_v1_dense
@@ -195,7 +196,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) 
     with all reasons, for a model that cannot be split, and for a module without a transformers
     model.
     """
-    models = list(outermost_models(module))
+    models = list(outermost(module, PreTrainedModel))
     if not models:
         raise ValueError(
             f"--tp_size {mesh.size()}: {type(module).__name__} contains no transformers model to"
@@ -295,7 +296,7 @@ def vocabulary_shard(weight: DTensor) -> VocabularyShard:
             " module's forward"
         )
 
-    axis = _axis(mesh)
+    axis = Axis.of("tp", mesh.get_group())
     rows = -(-weight.shape[0] // mesh.size())
     return VocabularyShard(
         weight.to_local(), min(axis.rank * rows, weight.shape[0]), weight.shape[0], axis
@@ -414,22 +415,13 @@ def _gather_logits(logits: Tensor, axis: Axis, size: int) -> Tensor:
     return with_gradient(logits, gather, lambda gradient: gradient[..., first : first + count])
 
 
-def outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
-    """Yield the outermost transformers models."""
-    if isinstance(module, PreTrainedModel):
-        yield module
-    else:
-        for child in module.children():
-            yield from outermost_models(child)
-
-
 def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
     """Split a model. With `sequence` the ranks divide the tokens of the residual stream [1, T, H].
 
     Where media replace embeddings between the embedding layer and the decoder, the decoder divides
     the tokens.
     """
-    axis = _axis(mesh)
+    axis = Axis.of("tp", mesh.get_group())
     decoder = model.get_decoder()
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -489,11 +481,6 @@ def _divide_tokens(
     return args, kwargs | select_tokens(
         kwargs, positions, lambda values: copy_to_parallel_region(values, axis)
     )
-
-
-def _axis(mesh: DeviceMesh) -> Axis:
-    group = mesh.get_group()
-    return Axis("tp", mesh.size(), dist.get_rank(group), group if mesh.size() > 1 else None)
 
 
 def _present(module: nn.Module, names: Collection[str]) -> list[str]:
@@ -589,7 +576,7 @@ def _with_adapter(
         distribute(matrix, mesh, weight=Shard(1) if by_rows else Replicate())
         if by_rows:
             b_gradient = Partial() if sequence else Replicate()
-            axis = _axis(mesh)
+            axis = Axis.of("tp", mesh.get_group())
             layer.split = SplitAdapter(Shard(1), b_gradient, lambda low: reduce(low, axis))
         else:
             layer.split = SplitAdapter(Partial(), Shard(0), lambda low: low, sections)
@@ -678,7 +665,7 @@ def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
 
     The bias is added to the sum.
     """
-    axis = _axis(mesh)
+    axis = Axis.of("tp", mesh.get_group())
     reduce = _scatter_tokens if sequence else _sum_in_place
     distribute(linear, mesh, weight=Shard(1), bias=Replicate())
     LocalParameters(linear, hidden=("bias",))
@@ -700,7 +687,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
 
     The outputs of other rows are zero.
     """
-    axis = _axis(mesh)
+    axis = Axis.of("tp", mesh.get_group())
     reduce = _scatter_tokens if sequence else _sum_in_place
     distribute(embedding, mesh, weight=Shard(0))
     shard = vocabulary_shard(embedding.weight)
@@ -739,7 +726,7 @@ def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
 
 def _split_norm(norm: nn.Module, mesh: DeviceMesh) -> None:
     """Keep this rank's shard of a norm of all heads; the mean of squares is that over all ranks."""
-    axis = _axis(mesh)
+    axis = Axis.of("tp", mesh.get_group())
     size = norm.weight.numel()
     distribute(norm, mesh, weight=Shard(0))
     LocalParameters(norm)

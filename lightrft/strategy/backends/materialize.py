@@ -21,6 +21,7 @@ from lightrft.models.weight_files import (
     check_finite,
     is_backbone,
     missing_and_unexpected,
+    refuse_tensors,
     stored_tensors,
     tied_names,
 )
@@ -197,12 +198,8 @@ def _locate(
     # Tensors that are not read may be missing, and heads of other models may be there.
     missing &= {name for names in groups for name in names}
     unexpected = {name for name in unexpected if is_backbone(model, name)}
-    for names, problem in (
-        (missing, "of the model are not in it"),
-        (unexpected, "in it are not of the model"),
-    ):
-        if names:
-            raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}")
+    refuse_tensors(missing, "of the model are not in it")
+    refuse_tensors(unexpected, "in it are not of the model")
 
     stored_names = {
         names[0]: next(name for name in names if name in converted.shapes) for names in groups

@@ -29,7 +29,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightrft.config.errors import ConfigError
-from lightrft.models.weight_files import check_finite, stored_tensors
+from lightrft.models.weight_files import check_finite, refuse_tensors, stored_tensors
 from lightrft.strategy.checkpoint.hf_export import export_whole
 
 GGUF_SETTINGS = {
@@ -148,11 +148,7 @@ def _check_complete(model: PreTrainedModel, missing: set[str], numbers: int) -> 
 
     It must not hold anything else.
     """
-    if missing:
-        raise ValueError(
-            f"{len(missing)} tensors of the model are not in it, the first is {min(missing)}"
-        )
-
+    refuse_tensors(missing, "of the model are not in it")
     # tied tensors once
     stored = {id(tensor): (name, tensor) for name, tensor in stored_tensors(model).items()}
     read = sum(tensor.numel() for _, tensor in stored.values())

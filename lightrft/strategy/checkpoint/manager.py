@@ -16,6 +16,7 @@ from loguru import logger
 from torch.distributed.checkpoint.stateful import Stateful
 
 from lightrft.models.parallel.collectives import Axis
+from lightrft.models.weight_files import refuse_tensors
 from lightrft.strategy.checkpoint.atomic import naming, run_on_all_ranks, write_file, write_folder
 from lightrft.strategy.checkpoint.manifest import (
     NOTHING,
@@ -246,12 +247,8 @@ def _check_tensors(
     expected = set(state)
     stored = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
     if strict:
-        for names, side in (
-            (expected - stored, "of the model are not in it"),
-            (stored - expected, "in it are not in the model"),
-        ):
-            if names:
-                raise ValueError(f"{len(names)} tensors {side}, the first is {min(names)}")
+        refuse_tensors(expected - stored, "of the model are not in it")
+        refuse_tensors(stored - expected, "in it are not in the model")
 
     for name in expected - stored:
         del state[name]

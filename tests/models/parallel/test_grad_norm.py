@@ -65,9 +65,7 @@ def mixed(mesh: Mesh, dtype: torch.dtype) -> list[nn.Parameter]:
     return parameters
 
 
-def norm_and_clipped(
-    sizes: tuple[int, int], dtype: torch.dtype
-) -> tuple[float, int, list[Tensor]]:
+def norm_and_clipped(sizes: tuple[int, int], dtype: torch.dtype) -> tuple[float, int, list[Tensor]]:
     """Return the norm, its collectives, and gradients that are clipped to half of their norm."""
     parameters = mixed(Mesh("cpu", tp=sizes[1]), dtype)
     before = global_grad_norm(parameters, CPU).item()
