@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrft.config.errors import ConfigError
+from lightrft.config.tables import table
 from lightrft.core.batch import (
     Batch,
     Features,
@@ -39,10 +40,8 @@ from lightrft.models.parallel.sequence_parallel import (
 from lightrft.models.routers import Choices, RouterChoices
 
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-MULTIPLIED = {"cohere", "cohere2", "cohere2_moe", "falcon_h1", "hyperclovax"}
-DIVIDED = set(
-    "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared minicpm3".split()
-)
+MULTIPLIED: list[str] = table("models/families")["logits_multiplied"]
+DIVIDED: list[str] = table("models/families")["logits_divided"]
 """Model types that divide logits by an entry of LOGIT_SCALES; MULTIPLIED multiply by it."""
 
 
@@ -571,7 +570,7 @@ def logit_scale(model: PreTrainedModel) -> float:
         for name in LOGIT_SCALES
         if getattr(config, name, None) is not None
     }
-    if scaled and (config.model_type not in MULTIPLIED | DIVIDED or logit_softcap(model)):
+    if scaled and (config.model_type not in MULTIPLIED + DIVIDED or logit_softcap(model)):
         problems.append(f"its logits are scaled ({', '.join(scaled)})")
     if problems:
         raise ValueError(

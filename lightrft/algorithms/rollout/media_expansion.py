@@ -14,6 +14,7 @@ from PIL import Image
 from lightrft.algorithms.rollout.tower_work import TowerWork
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
+from lightrft.config.tables import table
 from lightrft.core.engine import Request
 from lightrft.core.samples import Expanded, Prompt
 from lightrft.data.media_files import AUDIOS, IMAGES, PART_TYPES, VIDEOS, media_of
@@ -21,18 +22,9 @@ from lightrft.engine.media import Clip, MediaReader, Video
 from lightrft.engine.model_info import placeholders
 from lightrft.models.qwen_omni import load_config
 
-MEDIA_FAMILIES: Mapping[str, Collection[str]] = {
-    **dict.fromkeys(("idefics3", "smolvlm", "qwen2_vl", "llava", "internvl", "gemma3"), (IMAGES,)),
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"), (IMAGES, VIDEOS)),
-    **dict.fromkeys(("qwen2_audio", "qwen2_5_omni_thinker"), (AUDIOS,)),
-}
+MEDIA_FAMILIES: Mapping[str, Collection[str]] = table("models/families")["media"]
 """Model type -> media whose gradients and token counts were compared with transformers."""
-UNTRAINED: Mapping[str, str] = {
-    "qwen2_5_omni_thinker": (
-        "positions of its images depend on the sound of a prompt, and were not compared with"
-        " transformers'"
-    )
-}
+UNTRAINED: Mapping[str, str] = table("models/families")["untrained"]
 """Model type -> why it does not learn from some of its media."""
 UNCOUNTED = ("smolvlm",)
 """Families whose processors cannot tell how many tokens an image has; one image of each size is

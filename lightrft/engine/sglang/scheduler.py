@@ -13,24 +13,15 @@ from sglang.srt.model_loader import loader
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor, nn
 
+from lightrft.config.tables import table
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.sglang.sampling import draw, draw_by_noise, with_seeds
 from lightrft.models.parallel.gloo import share_gloo_device
 from lightrft.models.weight_sync.fused_layout import FUSED_LAYERS, FusedWeights
 from lightrft.models.weight_sync.verify import Fingerprints, destroy_weights
 
-CALLED_OTHERWISE = {
-    "model.language_model.": "model.",
-    "model.visual.": "visual.",
-    ".attn.qkv.": ".attn.qkv_proj.",
-    ".self_attn.out_proj.": ".self_attn.proj.",
-}
-"""Components of published names -> the same ones in some of SGLang's multimodal models."""
-OF_HYBRIDS = {
-    "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
-    "in_proj_ba": ["in_proj_b", "in_proj_a"],
-}
-"""Fused layers of Qwen3.5's linear attention -> layers of the Hugging Face model."""
+CALLED_OTHERWISE: dict[str, str] = table("engine/names")["sglang"]
+OF_HYBRIDS: dict[str, list[str]] = table("engine/names")["sglang_hybrids"]
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:

@@ -41,6 +41,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 
+from lightrft.config.tables import table
 from lightrft.core.engine import ABORTED
 from lightrft.core.samples import Completion, Drafts
 from lightrft.engine.media import MEDIA_NAMES, Clip, Video, metadata
@@ -63,12 +64,8 @@ from lightrft.models.weight_sync.names import NamedTensor, PublishedNames
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 """Weight methods of vLLM that leave weights as loaded, except for kernels that are handled here."""
 
-BY_LOADER = {
-    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.w13_weight",
-    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.w2_weight",
-    ".block_sparse_moe.router.layer.": ".block_sparse_moe.gate.",
-}
-"""Names that Granite's mixtures replace while they load: vLLM has no table for these models."""
+BY_LOADER: dict[str, str] = table("engine/names")["vllm"]
+"""Names that Granite's mixtures replace while they load."""
 
 
 class VLLMShim:

@@ -12,21 +12,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightrft.config.tables import table
 from lightrft.models.weight_sync.stream import outermost
 
-LIGER_FAMILIES = {
-    **dict.fromkeys(
-        (
-            "exaone4 granite hunyuan_v1_dense llama mistral olmo2 olmo3 phi3 qwen2 qwen3 smollm3"
-        ).split(),
-        "swiglu",
-    ),
-    **dict.fromkeys(("gemma", "gemma3_text"), "geglu"),
-    "qwen3_moe": "",
-}
+LIGER_FAMILIES: dict[str, str] = table("models/families")["liger"]
 """Supported values of model_type, with the kernel of the feed-forward layers.
 
-The package has one function for each family. Experts are computed by the trainer's own kernels.
+The package has one function for each family.
 """
 ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 

@@ -39,6 +39,7 @@ from torch.distributed.tensor import (
 )
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lightrft.config.tables import table
 from lightrft.models.parallel.collectives import Axis, same, with_gradient
 from lightrft.models.parallel.sequence_parallel import (
     Gather,
@@ -48,16 +49,8 @@ from lightrft.models.parallel.sequence_parallel import (
 )
 from lightrft.models.weight_sync.stream import outermost
 
-FAMILIES = tuple(
-    """arcee cohere cohere2 exaone4 gemma2 gemma3_text glm4 gpt_oss granite hunyuan_v1_dense
-    llama ministral3 mistral mixtral olmo2 olmo3 phi3 qwen2 qwen2_5_omni_text qwen2_5_vl_text
-    qwen2_vl_text qwen3 qwen3_moe qwen3_vl_text seed_oss smollm3""".split()
-)
-"""Supported values of model_type.
-
-The plan follows from the names and shapes of a block's modules, so another family with the same
-ones needs only an entry here, once the tests have compared its gradients.
-"""
+FAMILIES: list[str] = table("models/families")["tensor_parallel"]
+"""Supported values of model_type."""
 ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj")
 """Layers that read the residual stream, where a block has them."""
