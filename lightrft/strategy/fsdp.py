@@ -1,6 +1,6 @@
 """FSDP2: shard each block's parameters over the data ranks, and gather them to compute it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -52,20 +52,10 @@ class FSDPStrategy(StrategyBase):
         self._replicas.clear()
         super().close()
 
-    def create_optimizer(
-        self,
-        model: nn.Module,
-        lr: float,
-        betas: Sequence[float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        eps: float = 1e-8,
-    ) -> Optimizer:
-        """Build the optimizer of --optimizer, before or after prepare()."""
-        if self.config.optim.optimizer == "adamw":
-            return super().create_optimizer(model, lr, betas, weight_decay, eps)
+    def _muon_of(self, model: nn.Module) -> Callable[..., Optimizer]:
         from lightrft.strategy.backends.muon import create_muon
 
-        return create_muon(model, blocks(model), lr, (betas[0], betas[1]), weight_decay, eps)
+        return partial(create_muon, blocks=blocks(model))
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         """Split by tensor parallelism, shard, materialize, and let the optimizer follow."""

@@ -423,12 +423,15 @@ class StrategyBase(Backend):
 
         FSDP2 builds what --optimizer says. Raises ConfigError if this strategy cannot.
         """
-        if self.config.optim.optimizer != "adamw":
-            raise ConfigError(
-                f"--optimizer {self.config.optim.optimizer} needs FSDP2: {type(self).__name__} is"
-                " another strategy"
-            )
-        return create_adamw(model, lr, (betas[0], betas[1]), weight_decay, eps)
+        create = create_adamw if self.config.optim.optimizer == "adamw" else self._muon_of(model)
+        return create(model, lr, (betas[0], betas[1]), weight_decay, eps)
+
+    def _muon_of(self, model: nn.Module) -> Callable[..., Optimizer]:
+        """Return the function that builds Muon as create_adamw() builds AdamW, if there is one."""
+        raise ConfigError(
+            f"--optimizer {self.config.optim.optimizer} needs FSDP2: {type(self).__name__} is"
+            " another strategy"
+        )
 
     create_scheduler = staticmethod(create_lr_scheduler)
 
@@ -562,22 +565,21 @@ class StrategyBase(Backend):
         follow unchanged. A tensor is valid until the next one is requested. dtype None: bfloat16
         with --bf16, else float32. An offloaded model is loaded back first.
         """
-        self.reload_model(model)
-        unwrapped = unwrap(model)
-        stream = chain(self.stream(model, dtype or self.dtype), persistent_buffers(unwrapped))
-        if "peft_config" in vars(unwrapped):  # peft sets it when it adds adapters
-            return merge_adapters(unwrapped, stream)
-        return stream
+        return self._merged(model, dtype or self.dtype)
 
     def expert_params(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield full_params() for an engine whose ranks divide the experts as --ep_size does.
 
         Stacked experts come as DTensors with the experts of this rank.
         """
+        return self._merged(model, self.dtype, self.mesh.experts)
+
+    def _merged(self, model: nn.Module, *options: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield stream() with merged adapters, then the buffers."""
         self.reload_model(model)
         unwrapped = unwrap(model)
-        stream = self.stream(model, self.dtype, self.mesh.experts)
-        return merge_adapters(unwrapped, chain(stream, persistent_buffers(unwrapped)))
+        stream = chain(self.stream(model, *options), persistent_buffers(unwrapped))
+        return merge_adapters(unwrapped, stream)
 
     def adapter_params(self, model: nn.Module, *, base: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream of `model` for an engine that holds adapters beside the weights.

@@ -132,11 +132,12 @@ class Muon(Optimizer):
 
 def create_muon(
     model: nn.Module,
-    blocks: Collection[nn.Module],
     lr: float,
     betas: tuple[float, float],
     weight_decay: float,
     eps: float,
+    *,
+    blocks: Collection[nn.Module],
 ) -> Muon:
     """Build Muon for the matrices of a model's `blocks`; `betas` and `eps` are AdamW's.
 
