@@ -79,8 +79,7 @@ class Actor(SequenceParallelModule):
         `temperature`. With a truncation, it refers to the part of the vocabulary that was sampled
         from.
         """
-        computed = with_blank(batch, self.blank) if self.blank else batch
-        computed = pad_to_multiple(computed, self.sequence.multiple)
+        computed = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
         choices = self.router_choices and self.router_choices.begin(
             computed, self.sequence, measure=self.training
         )
@@ -311,8 +310,7 @@ class Scorer(SequenceParallelModule):
 
         It is [T] float32, or [T, K] of K heads.
         """
-        padded = with_blank(batch, self.blank) if self.blank else batch
-        padded = pad_to_multiple(padded, self.sequence.multiple)
+        padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
         hidden = self.backbone(padded, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
         scores = F.linear(
@@ -322,9 +320,8 @@ class Scorer(SequenceParallelModule):
             scores = scores * self.log_scale.float().exp()
         scores = self.sequence.gather(scores[:, 0] if scores.shape[1] == 1 else scores)
 
-        return (padded.shared.spread(scores) if padded.shared else scores)[
-            : batch.num_tokens
-        ].clone()
+        scores = padded.shared.spread(scores) if padded.shared else scores
+        return scores[: batch.num_tokens].clone()
 
     @property
     def hf_model(self) -> PreTrainedModel:

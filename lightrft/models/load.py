@@ -51,12 +51,8 @@ from lightrft.models.weight_files import (
 
 SCORE = "score"
 """Name of the only head of a reward model."""
-JSON_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "added_tokens.json",
+JSON_FILES = tuple(
+    "config.json generation_config.json tokenizer.json tokenizer_config.json added_tokens.json".split()
 )
 """Files of a model's folder that hold an object."""
 

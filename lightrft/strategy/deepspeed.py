@@ -359,14 +359,8 @@ class DeepSpeedStrategy(StrategyBase):
         num_local = max(0, min(shard.numel(), num_elements - self.mesh.world.rank * shard.numel()))
         local = shard.detach()[:num_local].to(self.device)
 
-        return DTensor.from_local(
-            local,
-            self._cut,
-            [Shard(0)],
-            run_check=False,
-            shape=torch.Size([num_elements]),
-            stride=(1,),
-        )
+        whole = {"shape": torch.Size([num_elements]), "stride": (1,)}
+        return DTensor.from_local(local, self._cut, [Shard(0)], run_check=False, **whole)
 
     def _model_tensors(self, model: nn.Module) -> list[Tensor]:
         if model in self._engines and self.config.strategy.zero_stage == 3:

@@ -109,10 +109,8 @@ class VLLMShim:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         fused_layers = FUSED_LAYERS | getattr(self.model, "packed_modules_mapping", {})
         loaded = engine_names(names)
-        if mapper:
-            loaded = {name: mapper.map_name(published) for name, published in loaded.items()}
-        else:
-            loaded = {name: _by_loader(published) for name, published in loaded.items()}
+        rename = mapper.map_name if mapper else _by_loader
+        loaded = {name: rename(published) for name, published in loaded.items()}
         self.names = names
         self._stale_copies = _stale_copies(self.model)
         self.experts = [layer for layer in self.model.modules() if is_experts(layer)]
@@ -211,14 +209,9 @@ class VLLMShim:
     def load_adapters(self, tensors: Mapping[str, Tensor]) -> None:
         """Load adapters of a new policy; those that requests still use stay."""
         core = self.llm.llm_engine.engine_core.engine_core
-        self.slots.load(
-            tensors,
-            {
-                request.lora_request.lora_int_id
-                for request in core.scheduler.requests.values()
-                if request.lora_request is not None
-            },
-        )
+        of_requests = (request.lora_request for request in core.scheduler.requests.values())
+        used = {each.lora_int_id for each in of_requests if each is not None}
+        self.slots.load(tensors, used)
 
     def submit(self, name: str, request: EngineCoreRequest, seed: int) -> None:
         """Begin a sample of a prepared request.
@@ -463,11 +456,8 @@ class _Sample:
 
 def _drafts_of(metrics: RequestSpecDecodeMetrics) -> Drafts:
     """Return the drafts that were verified for a sample; steps without a draft do not count."""
-    return Drafts(
-        sum(metrics.histogram),
-        metrics.num_draft_tokens,
-        sum(j * count for j, count in enumerate(metrics.histogram)),
-    )
+    num_accepted = sum(j * count for j, count in enumerate(metrics.histogram))
+    return Drafts(sum(metrics.histogram), metrics.num_draft_tokens, num_accepted)
 
 
 def _item(item: Image | Video | Clip) -> Image | tuple:
@@ -516,10 +506,8 @@ def _keeps(layer: torch.nn.Module, attribute: str) -> bool:
 
     Experts count too if they are packed in a known way.
     """
-    if (
-        type(getattr(layer, "quant_method", None)).__name__ not in PLAIN
-        or attribute not in layer._parameters
-    ):
+    method = type(getattr(layer, "quant_method", None)).__name__
+    if method not in PLAIN or attribute not in layer._parameters:
         return False
     created = get_layerwise_info(layer).restore_metadata[0].get(attribute)
     now = layer._parameters[attribute]

@@ -1,6 +1,7 @@
 """The mesh of all processes: axes, process groups, and this rank's index on each."""
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -68,11 +69,7 @@ class Mesh:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {
             tuple(range(world_size)): dist.group.WORLD
         }
-        groups = [
-            self._group(("dp_replicate",)),
-            self._group(("dp_shard", "sp")),
-            self._group(("tp",)),
-        ]
+        groups = [self._group(dims) for dims in (("dp_replicate",), ("dp_shard", "sp"), ("tp",))]
         self.device_mesh = DeviceMesh.from_group(
             groups, device_type, self._ranks.flatten(1, 2), mesh_dim_names=DEVICE_AXES
         )
@@ -83,6 +80,9 @@ class Mesh:
         self.replicate, self.sp, self.tp = (
             Axis.of(name, self._group((name,))) for name in ("dp_replicate", "sp", "tp")
         )
+        alone = self.replicate.size == 1
+        self._sharded = "dp_shard_sp" if alone else ("dp_replicate", "dp_shard_sp")
+        """Axes of the meshes over which parameters are divided or copied."""
         self.model_parallel = Axis.of("model_parallel", self._group(("sp", "tp")))
         self.ep = Axis("ep", 1, 0, None)
         self.expert_mesh: DeviceMesh | None = None
@@ -115,16 +115,12 @@ class Mesh:
     @property
     def parameters(self) -> DeviceMesh:
         """Return the mesh of FSDP: [shard], or [replicate, shard] for hybrid sharding."""
-        return self.device_mesh[
-            "dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")
-        ]
+        return self.device_mesh[self._sharded]
 
     @property
     def expert_parameters(self) -> DeviceMesh:
         """Return the mesh of FSDP for experts that `ep` divides, like `parameters`."""
-        return self.expert_mesh[
-            "dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")
-        ]
+        return self.expert_mesh[self._sharded]
 
     @property
     def experts(self) -> DeviceMesh:
@@ -234,23 +230,13 @@ def collectives_begun() -> dict[str, int]:
     Groups of libraries are included. A group has the same name on all the ranks, and they start the
     same collectives: a rank with a lower count is late.
     """
-    groups = [group for group in list(_world.pg_map) if group.size() > 1]
-    counts = {
-        f"{group.group_desc} #{group.group_name[:8]} ({device.type})": _num_collectives(
-            group, device
-        )
-        for group in groups
-        for device in group._device_types
-    }
-    return {name: count for name, count in counts.items() if count is not None}
-
-
-def _num_collectives(group: dist.ProcessGroup, device: torch.device) -> int | None:
-    """Return the number of collectives started in a group; None if the backend does not count."""
-    try:
-        return group._get_backend(device)._get_sequence_number_for_group()
-    except RuntimeError:
-        return None
+    counts = {}
+    for group in list(_world.pg_map):
+        for device in group._device_types if group.size() > 1 else ():
+            name = f"{group.group_desc} #{group.group_name[:8]} ({device.type})"
+            with suppress(RuntimeError):  # of a backend that does not count
+                counts[name] = group._get_backend(device)._get_sequence_number_for_group()
+    return counts
 
 
 def mesh_problems(

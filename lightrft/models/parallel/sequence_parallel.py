@@ -189,9 +189,7 @@ def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: 
     if divided:
         name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}"
 
-    submodules = [
-        submodule for submodule in module.modules() if isinstance(submodule, SequenceParallelModule)
-    ]
+    submodules = [each for each in module.modules() if isinstance(each, SequenceParallelModule)]
     for submodule in submodules:
         model = submodule.hf_model
         problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)

@@ -56,6 +56,8 @@ FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj")
 """Layers that read the residual stream, where a block has them."""
 FUSED_FAMILIES = ("glm4", "phi3")
 """Families with fused layers. Ranks need equally many rows of these."""
+Split = Callable[[nn.Module, DeviceMesh], None]
+"""Function that lets the ranks of a mesh divide a module."""
 NORMS_OF_ALL_HEADS = ("Olmo2RMSNorm", "Olmo3RMSNorm")
 """Norms of queries and keys that may be over all heads together."""
 
@@ -124,9 +126,8 @@ class Sections:
         """Return the rows that this rank stores, given those that it computes with."""
         arrived = self._sent(used, self.received, self.sent)
         rows = torch.empty_like(used)
-        for run, piece in zip(
-            self.runs, arrived.split([run.stop - run.start for run in self.runs]), strict=True
-        ):
+        sizes = [run.stop - run.start for run in self.runs]
+        for run, piece in zip(self.runs, arrived.split(sizes), strict=True):
             rows[run] = piece
         return rows
 
@@ -136,24 +137,17 @@ class Sections:
         return self.axis.all_to_all(rows.flatten(), *counts).view_as(rows)
 
 
-class _LinearOfSections(torch.autograd.Function):
+def _linear_of_sections(hidden: Tensor, stored: Tensor, sections: Sections) -> Tensor:
     """Multiply with the rows that this rank uses, given those that it stores.
 
     The backward pass exchanges them again, so that no copy stays in between. The weight gets no
     gradient here.
     """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, stored: Tensor, sections: Sections) -> Tensor:
-        ctx.sections = sections
-        ctx.save_for_backward(stored)
-        return F.linear(hidden, sections.used(stored))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (stored,) = ctx.saved_tensors
-        return gradient @ ctx.sections.used(stored), None, None
+    return with_gradient(
+        hidden,
+        lambda hidden: F.linear(hidden, sections.used(stored)),
+        lambda gradient: gradient @ sections.used(stored),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,13 +421,8 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
         if "qkv_proj" in fused:
             _count_local_heads(block.self_attn, axis)
 
-        _Branch(
-            block.self_attn,
-            _present(block.self_attn, ATTENTION_INPUTS),
-            axis,
-            fused,
-            sequence=sequence,
-        )
+        layers = _present(block.self_attn, ATTENTION_INPUTS)
+        _Branch(block.self_attn, layers, axis, fused, sequence=sequence)
         if _splits_feed_forward(block):
             layers = _present(block.mlp, FEED_FORWARD)
             _Branch(block.mlp, layers, axis, fused, sequence=sequence)
@@ -502,7 +491,7 @@ def _count_local_heads(attention: nn.Module, axis: Axis) -> None:
 
 def _block_plan(
     block: nn.Module, *, sequence: bool, fused: Mapping[str, Sections] = MappingProxyType({})
-) -> dict[str, Callable[[nn.Module, DeviceMesh], None]]:
+) -> dict[str, Split]:
     """Return how to split each module of a block that has parameters.
 
     The norms of queries and keys process this rank's heads, and with `sequence` the other norms
@@ -511,11 +500,11 @@ def _block_plan(
     columns = partial(_split_columns, detached=("weight",))
     rows = partial(_split_rows, sequence=sequence)
     attention = block.self_attn
-    linear: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
+    linear: dict[str, Split] = {
         f"self_attn.{layer}": columns for layer in _present(attention, ATTENTION_INPUTS)
     }
     linear["self_attn.o_proj"] = rows
-    plan: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {}
+    plan: dict[str, Split] = {}
     if attention._parameters:
         plan["self_attn"] = _split_heads
     for name, norm in attention.named_children():
@@ -547,12 +536,12 @@ def _block_plan(
 def _with_adapter(
     block: nn.Module,
     name: str,
-    split: Callable[[nn.Module, DeviceMesh], None],
+    split: Split,
     *,
     by_rows: bool,
     sections: Sections | None,
     sequence: bool,
-) -> dict[str, Callable[[nn.Module, DeviceMesh], None]]:
+) -> dict[str, Split]:
     """Return how to split a linear layer, and the adapter that it may have.
 
     Of a layer divided by outputs, each rank has some rows of B and a summand of A's gradient. Of
@@ -650,7 +639,7 @@ def _split_sections(linear: nn.Linear, mesh: DeviceMesh, *, sections: Sections) 
     """Keep consecutive rows of a fused layer without a bias; compute with shares of all."""
     distribute(linear, mesh, weight=Shard(0))
     LocalParameters(linear, detached=("weight",))
-    linear.forward = lambda hidden: _LinearOfSections.apply(hidden, linear.weight, sections)
+    linear.forward = lambda hidden: _linear_of_sections(hidden, linear.weight, sections)
 
 
 def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:

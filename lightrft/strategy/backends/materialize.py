@@ -105,23 +105,18 @@ class Source:
     tensor under another name."""
     quantized: dict[str, Any]
     """Name in the model -> layer whose matrix is quantized when it is read."""
+    failure: str
+    """What errors say that reading ends with."""
 
     @classmethod
     def of(cls, module: nn.Module, world: Axis) -> Self:
         """Locate the files of a module; ValueError if no folder has all the weights."""
         model = _model_inside(module)
         quantized = _quantized(model)
+        failure = f"{model.name_or_path} could not be loaded"
         located = []
-        run_on_all_ranks(
-            world,
-            f"{model.name_or_path} could not be loaded",
-            lambda: located.append(_locate(model, quantized)),
-        )
-        return cls(model, *located[0], quantized)
-
-    @property
-    def failure(self) -> str:
-        return f"{self.model.name_or_path} could not be loaded"
+        run_on_all_ranks(world, failure, lambda: located.append(_locate(model, quantized)))
+        return cls(model, *located[0], quantized, failure)
 
     def fill(self, names: Iterable[str]) -> None:
         """Load this rank's shard of each of these tensors."""

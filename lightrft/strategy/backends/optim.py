@@ -66,13 +66,8 @@ def create_adamw(
     devices = {current_device() if p.is_meta else p.device for p in trainable}
     fused = all(device.type in FUSED_ON for device in devices)
 
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=lr,
-        betas=tuple(betas),
-        eps=eps,
-        fused=fused or None,
-    )
+    groups = [group for group in groups if group["params"]]
+    return AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
 
 
 def create_lr_scheduler(

@@ -93,13 +93,9 @@ class Partitions:
         offset = 0
         for parameter in group:
             size = parameter.ds_tensor.numel()
-            yield FlatSlice(
-                parameter,
-                self.rank * size,
-                flat,
-                offset,
-                min(size, parameter.ds_numel - self.rank * size),
-            )
+            start = self.rank * size
+            length = min(size, parameter.ds_numel - start)
+            yield FlatSlice(parameter, start, flat, offset, length)
             offset += size
 
     def _cut_group(self, group: Sequence[nn.Parameter], flat: Tensor) -> Iterator[FlatSlice]:

@@ -46,9 +46,8 @@ class SampleRows:
         """Return the rows after a move, in the order of the lists of ids."""
         index_of = {row: index for index, row in enumerate(self.ids.tolist())}
         rows = self.select([index_of[row] for ids in owners for row in ids])
-        return replace(
-            rows, ranks=torch.repeat_interleave(torch.tensor([len(ids) for ids in owners]))
-        )
+        counts = torch.tensor([len(ids) for ids in owners])
+        return replace(rows, ranks=torch.repeat_interleave(counts))
 
 
 @dataclass(slots=True)
@@ -96,12 +95,7 @@ class Column:
         before = self.without(other.ids) if len(self.ids) else self
         if not len(before.ids):
             return other
-        pairs = (
-            (before.ids, other.ids),
-            (before.lengths, other.lengths),
-            (before.values, other.values),
-        )
-        return Column(self.per_token, *(torch.cat(pair) for pair in pairs))
+        return _concatenate([before, other])
 
 
 class MemoryStore:
@@ -193,16 +187,11 @@ class MemoryStore:
         """
         tags = tags or {}
         if self.leads:
-            widths = {
-                name: values[:1].numel() if len(values) else math.prod(values.shape[1:])
-                for name, values in tags.items()
-            }
-            columns = [values.reshape(len(values), widths[name]) for name, values in tags.items()]
-            columns = [
-                torch.cat([self._lengths.ids[:, None], self._lengths.values[:, None], *columns], 1)
-            ]
+            columns = [self._lengths.ids, self._lengths.values, *tags.values()]
+            columns = [each.reshape(len(each), math.prod(each.shape[1:])) for each in columns]
             # The digest travels with the rows, so that disagreement costs no extra collective.
-            gathered, notes = self.data.gather_rows(columns[0], note=_digest(self._types()))
+            digest = _digest(self._types())
+            gathered, notes = self.data.gather_rows(torch.cat(columns, 1), note=digest)
             counts = torch.tensor([len(rows) for rows in gathered])
             table = torch.cat(gathered)
             problem = self._disagreement() if len(set(notes)) > 1 else ""
