@@ -44,6 +44,7 @@ from lightrft.config.sections import (
     longest_sequence,
     media_columns,
 )
+from lightrft.config.tables import table
 from lightrft.config.values import COLDEST, nearest
 
 COMPARING = (
@@ -66,19 +67,15 @@ SGLANG_MEDIA = {
 
 
 Rules = Mapping[str, Callable[[RunFacts], Any] | None]
-"""Message for a configuration that cannot run -> its condition, or STATED.
+"""Message for a configuration that cannot run -> its condition; None if the message states it.
 
     {"--pass_k {pass_k} must be at least 1": lambda run: run.pass_k < 1}
 
 The message says what to do instead. Placeholders are attributes of RunFacts, and {found} is the
 result of the condition; with {found}, each item of a list gives a message.
 """
-STATED = None
-"""The message itself states the condition.
-
-It begins with two flags, such as `--exact needs --engine_type hf or vllm` or `--distill_top_k does
-not support --exact`; the reason follows.
-"""
+STATED: dict[str, list[str]] = table("config/rules")
+"""Group -> rules whose messages state their conditions."""
 
 
 def problems_of(rules: Rules, run: RunFacts) -> list[str]:
@@ -234,6 +231,7 @@ def _too_long(run: RunFacts) -> int:
 
 
 GENERATION_RULES: Rules = {
+    **dict.fromkeys(STATED["generation"]),
     f"--temperature, --eval_temperature and --first_token_temperature must be at least"
     f" {COLDEST:g}": lambda run: any(
         value is not None and 0 < value < COLDEST
@@ -244,38 +242,11 @@ GENERATION_RULES: Rules = {
     "--min_tokens {min_tokens} exceeds --generate_max_len {generate_max_len}": lambda run: (
         run.min_tokens > run.generate_max_len
     ),
-    "--min_tokens with --stop: tokens that end a response are excluded, and not texts; use"
-    " --stop_token_ids": STATED,
-    "--engine_args needs --engine_type vllm or sglang, whose arguments they are: omit them,"
-    " or set --engine_type": STATED,
-    "--speculative {speculative} needs --engine_type vllm; {engine_type} generates without"
-    " drafts": STATED,
-    "--min_p with --speculative: vLLM does not verify drafts with min p; use --top_p or"
-    " --top_k": STATED,
-    "--speculative draft needs --draft_pretrain, a small model with the vocabulary of"
-    " --pretrain; --speculative group needs no other model": STATED,
-    "--speculative eagle3 needs --draft_pretrain, an EAGLE-3 head for --pretrain;"
-    " --speculative group needs no other model": STATED,
-    "--draft_pretrain {draft_pretrain} needs --speculative draft or eagle3: --speculative"
-    " {speculative} does not use it": STATED,
-    "--draft_learning_rate needs --speculative draft, whose model it trains: --speculative is"
-    " {speculative}": STATED,
-    "{media_flags} does not support --draft_learning_rate: a model of text is trained, which"
-    " reads no media; omit one of them": STATED,
-    "--lora_sync adapter needs --engine_type vllm or hf: SGLang gets merged weights here": STATED,
-    "--tools needs --apply_chat_template: the chat template describes them to the model": STATED,
     "--speculative mtp: {pretrain} has no layers for it; --speculative group needs"
     " none": lambda run: run.speculative == "mtp" and run.num_mtp_layers == 0,
     "--draft_pretrain {draft_pretrain} has a vocabulary of {found}: both need the same"
     " vocabulary": _other_vocabulary,
     "{found}": _sglang_media,
-    "--rollout_quantization {rollout_quantization} does not support --engine_type hf, which"
-    " computes with transformers' layers: they have no INT8 or FP8 products; use vllm": STATED,
-    "--rollout_quantization {rollout_quantization} does not support --engine_type sglang:"
-    " SGLang packs INT8 weights when it starts, and takes no new ones; use vllm": STATED,
-    "--rollout_quantization {rollout_quantization} does not support --speculative draft or"
-    " eagle3 or mtp: the model that drafts is not quantised; use --speculative group or"
-    " ngram": STATED,
     "--reward environment is the reward of an environment or an agent: set --environment or"
     " --agent": lambda run: "environment" in run.rewards and not (run.environment or run.agent),
     "--reward {reward} names a model: a reward model is --reward_pretrain"
@@ -313,31 +284,13 @@ def _shaping(run: RunFacts, estimator: str) -> str:
 
 
 ALGORITHM: Rules = {
+    **dict.fromkeys(STATED["algorithm"]),
     "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url": lambda run: (
         run.distill_coef > 0
         and not (run.teacher_pretrain or run.teacher_url)
         and run.self_teacher == "none"
     ),
     "{found}": lambda run: unreadable(teacher_terms, run.teacher_pretrain),
-    "--advantage_estimator distill needs --distill_coef: it learns only from the teacher": STATED,
-    "--advantage_estimator turn_grpo needs --gamma 1.0: it compares sums of rewards without a"
-    " discount": STATED,
-    "--use_kl_loss does not support --kl_estimator k1, which is for rewards: as a loss its"
-    " gradient is zero on average; use k2, k3 or k3+": STATED,
-    "--teacher_pretrain with --teacher_url, which both name a teacher: set only one": STATED,
-    "--self_teacher actor needs --teacher_prompt_key: the actor agrees with itself unless it"
-    " sees another prompt": STATED,
-    "--self_teacher average needs --enable_ema, whose average it is": STATED,
-    "--teacher_prompt_key does not support {media_flags}: the teacher's prompt is text": STATED,
-    "--distill_top_k does not support --teacher_url: a server does not say the ids of its"
-    " likeliest tokens; use --teacher_pretrain or --self_teacher": STATED,
-    "--distill_top_k does not support --exact: only the log-probs of sampled tokens are"
-    " exact": STATED,
-    "--ref_refresh_steps with --ref_ema, which both move the reference: set only one": STATED,
-    "--rollout_mask with --use_engine_logprobs, which makes every ratio 1: nothing would be"
-    " masked; set only one": STATED,
-    "--rollout_correction with --use_engine_logprobs, which makes every ratio 1: nothing"
-    " would be corrected; set only one": STATED,
     "--self_teacher {self_teacher} is the teacher: omit --teacher_pretrain and"
     " --teacher_url": lambda run: (
         run.self_teacher != "none" and (run.teacher_pretrain or run.teacher_url)
@@ -447,19 +400,7 @@ def _too_small(run: RunFacts) -> list[str]:
 
 
 ROLLOUT: Rules = {
-    "--max_staleness needs --rollout_ranks: they generate later steps while others learn": STATED,
-    "--max_staleness with --partial_rollout: it begins whole groups of later steps; omit one"
-    " of them": STATED,
-    "--overlap does not support --offload_idle: the models are in device memory while the"
-    " engine generates": STATED,
-    "--overlap does not support --deterministic: log-probs are computed while the engine"
-    " samples, which needs nondeterministic algorithms": STATED,
-    "--rollout_schedule tail_rounds needs --over_sampling, such as 1.25: it starts more prompts"
-    " than a step needs": STATED,
-    "--dynamic_sampling does not support --n_samples_per_prompt 1: it compares the responses to"
-    " a prompt": STATED,
-    "--dump_rollouts with --replay_rollouts: samples that are read need not be written; omit"
-    " one of them": STATED,
+    **dict.fromkeys(STATED["rollout"]),
     "--max_staleness learns from samples of older weights: set --rollout_correction tis, or"
     " --use_engine_logprobs": lambda run: (
         run.max_staleness > 0 and run.rollout_correction is None and not run.use_engine_logprobs
@@ -484,10 +425,6 @@ ROLLOUT: Rules = {
     "rollout_batch_size {rollout_batch_size} x n_samples_per_prompt {n_samples_per_prompt} ="
     " {num_samples} samples are not a multiple of train_batch_size {train_batch_size}, but"
     " of {found}": _other_batch_size,
-    "{media_flags} does not support --router_replay: the experts of media tokens were not"
-    " tested": STATED,
-    "--videos_key needs --limit_mm_video_per_prompt, for which the engine reserves memory:"
-    " its default is 0": STATED,
     "--replay_rollouts has no engine: omit --{found}": _against_replay,
     "prompt_max_len {prompt_max_len} + generate_max_len {generate_max_len} = {found}": _too_small,
 }
@@ -512,19 +449,15 @@ PREFERENCE: Rules = {
 }
 
 REWARD_MODEL: Rules = {
-    "--margin_key needs --rm_loss sigmoid or ties: logexp has no margin": STATED,
-    "--tie_key needs --rm_loss ties: the other losses cannot learn from ties": STATED,
-    "--head_key needs --reward_heads, the names of the heads": STATED,
+    **dict.fromkeys(STATED["reward_model"]),
     "--reward_heads with several names needs --head_key, the column that names the head of a"
     " row": lambda run: len(run.reward_heads) > 1 and run.head_key is None,
 }
 
 MEDIA_RULES: Rules = {
+    **dict.fromkeys(STATED["media"]),
     "--no_freeze_vision_tower needs --images_key, --videos_key or --audios_key: only media"
     " train a tower": lambda run: not run.freeze_vision_tower and not run.media_flags,
-    "{media_flags} does not support --teacher_url: the teacher there reads only text; use"
-    " --teacher_pretrain": STATED,
-    "{media_flags} does not support --aux_loss_coef: its loss counts only text tokens": STATED,
 }
 
 
@@ -605,6 +538,7 @@ def _unusual_layers(run: RunFacts, experts: str, kinds: str) -> str:
 
 
 STRATEGY: Rules = {
+    **dict.fromkeys(STATED["strategy"]),
     "{found}": lambda run: _unknown_engine(run.config.engine.engine_type),
     "--cp_size {cp_size} is short for --sp_size {cp_size} --sp_impl zigzag and contradicts"
     " {found}: set only one": _against_cp_size,
@@ -621,20 +555,6 @@ STRATEGY: Rules = {
     " does": lambda run: (
         run.lora_rank > 0 and run.tp_size > 1 and run.bf16 and run.lora_sync == "merged"
     ),
-    "--ep_size {ep_size} needs --tp_size 1: ranks that split a layer have the same tokens, and"
-    " each would send them to the experts once more": STATED,
-    "--load_in_4bit needs --lora_rank: matrices in four bits are frozen, and adapters"
-    " learn": STATED,
-    "--load_in_4bit needs --tp_size 1: matrices in four bits are divided by FSDP2, not"
-    " split": STATED,
-    "--fp8_training needs --bf16: the products of FP8 with a scale for each row have results in"
-    " bfloat16": STATED,
-    "--fp8_training needs --lora_rank 0: it is about the gradients of whole matrices, and"
-    " adapters freeze them": STATED,
-    "--fp8_training needs --tp_size 1: its layers do not support parameters split over"
-    " ranks": STATED,
-    "--fused_kernels {fused_kernels} needs --tp_size 1: its kernels do not support parameters"
-    " split over ranks": STATED,
     "--ep_size {ep_size} does not support {found}": _undivided_experts,
     "--lora_rank with --ep_size needs --target_modules with the names of linear layers, such as"
     " those of the attention: experts have no adapters": lambda run: (
@@ -649,38 +569,14 @@ STRATEGY: Rules = {
             "whose kernels read the matrices",
         )
     ),
-    "--offload_idle with --fsdp_cpu_offload, which leaves nothing to move: set only one of"
-    " them": STATED,
 }
 """What no strategy can do, on any number of ranks."""
 
-ROUTER_RULES: Rules = {
-    "{found}": _unknown_routers,
-    "--router_replay needs --engine_type vllm or hf: the routers of SGLang were not tested": STATED,
-    "--router_replay needs --speculative none: tokens of rejected drafts choose experts too,"
-    " and that was not tested": STATED,
-    "--router_replay does not support --replay_rollouts: recorded samples have no experts": STATED,
-    "--router_bias_rate needs --lora_rank 0: the engine gets adapters alone, and the reference"
-    " is the actor without them, but with the biases": STATED,
-}
+ROUTER_RULES: Rules = {**dict.fromkeys(STATED["routers"]), "{found}": _unknown_routers}
 """What the routers of mixtures of experts cannot do."""
 
 DEEPSPEED: Rules = {
-    "--load_in_4bit needs --fsdp: with DeepSpeed all frozen parameters get the dtype of the"
-    " run": STATED,
-    "--tp_size needs --fsdp: tensor parallelism is not available with DeepSpeed": STATED,
-    "--ep_size needs --fsdp: ZeRO shards every parameter over all ranks, and the experts that"
-    " it divides itself are layers of its own, not the model's": STATED,
-    "--optimizer muon needs --fsdp: ZeRO flattens parameters before the optimizer gets them,"
-    " and matrices have to be whole to be orthogonalised": STATED,
-    "--dp_replicate needs --fsdp; with DeepSpeed, --zpg is similar": STATED,
-    "--fsdp_cpu_offload needs --fsdp; with ZeRO, use --adam_offload and --param_offload": STATED,
-    "--fp8_training needs --fsdp: it was not tested with DeepSpeed": STATED,
-    "--zero_stage 0 does not support --bf16, because it has no float32 master weights: use 1, 2"
-    " or 3": STATED,
-    "--adam_offload does not support --zero_stage 0: use 1, 2 or 3": STATED,
-    "--param_offload needs --zero_stage 3": STATED,
-    "--zpg needs --zero_stage 3": STATED,
+    **dict.fromkeys(STATED["deepspeed"]),
     "--exact needs --fsdp: it was not tested with DeepSpeed": lambda run: (
         run.exact and not run.fsdp and run.command in ("", *PPO)
     ),
@@ -689,24 +585,7 @@ DEEPSPEED: Rules = {
 
 
 EXACT_RULES: Rules = {
-    "--exact needs --engine_type hf or vllm: {engine_type} computes with kernels of its own,"
-    " whose bits differ from the trainer's; `lightrft doctor --exact` names the first part that"
-    " differs": STATED,
-    "--exact needs --engine_tp_size 1: ranks that share an engine add partial sums": STATED,
-    "--exact needs --speculative none: it was not tested with drafts, which are verified by"
-    " another sampler": STATED,
-    "--exact needs --rollout_quantization none: the trainer computes without quantisation": STATED,
-    "--exact needs --tp_size 1: ranks that split a layer add partial sums, and the engine adds"
-    " the whole sum in another order": STATED,
-    "--exact needs --rollout_ranks 0: it was not tested with engines on other ranks, whose"
-    " processors may compute other bits": STATED,
-    "--exact needs --lora_rank 0: the engine's products with adapters depend on the number of"
-    " rows": STATED,
-    "--exact does not support --fp8_training: the engine computes without FP8": STATED,
-    "--exact does not support --fused_kernels {fused_kernels}: the engine computes without"
-    " these kernels": STATED,
-    "--exact does not support {media_flags}: towers and their attention depend on the other"
-    " media of a batch": STATED,
+    **dict.fromkeys(STATED["exact"]),
     "--exact needs --sp_size 1 and --cp_size 1: ranks that split a sequence exchange heads or"
     " keys, and exact attention reads the blocks of a whole sequence on one rank": lambda run: (
         run.exact and run.sequence_ranks > 1
