@@ -94,9 +94,6 @@ def parser() -> argparse.ArgumentParser:
     """Return what reads the command line, beside the flags of the run."""
     usage = "lightrft check [COMMAND] [CONFIG.yaml] [flags]"
     flags = command_parser("check", __doc__, usage=usage, allow_abbrev=False)
-
     used = "the command that the run uses"
     flags.add_argument("--command", choices=TRAINING, default="train_ppo", help=used)
-    flags.add_argument("--ranks", type=int, default=1, help="number of processes of the run (1)")
-    flags.add_argument("--device", default="h100", help="kind of device for the plan (h100)")
     return flags

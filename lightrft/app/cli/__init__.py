@@ -18,6 +18,7 @@ import traceback  # noqa: E402
 from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 from contextlib import contextmanager  # noqa: E402
 from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 from loguru import logger  # noqa: E402
@@ -28,7 +29,10 @@ from lightrft.config.errors import USER_ERROR, ConfigError  # noqa: E402
 from lightrft.config.extras import extra, installed  # noqa: E402
 from lightrft.config.paths import check_paths  # noqa: E402
 from lightrft.config.sections import Config  # noqa: E402
+from lightrft.config.tables import table  # noqa: E402
 
+TYPES = {"int": int, "float": float, "path": Path}
+"""Names of types in arguments.yaml."""
 LONGEST_MESSAGE = 20_000
 """Number of characters of an error that are logged."""
 INTERRUPTED = 130
@@ -43,13 +47,20 @@ ms.
 
 
 def command_parser(name: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
-    """Return a parser for `lightrft NAME` that prints the description as it is written."""
-    return argparse.ArgumentParser(
+    """Return a parser for `lightrft NAME` that prints the description as it is written.
+
+    It has the arguments of arguments.yaml.
+    """
+    parser = argparse.ArgumentParser(
         f"lightrft {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **options,
     )
+    for argument, details in table("app/cli/arguments")[name].items():
+        kind = {"type": TYPES[details["type"]]} if "type" in details else {}
+        parser.add_argument(argument, **details | kind)
+    return parser
 
 
 def command(name: str, description: str | None) -> Callable[..., None]:

@@ -34,11 +34,7 @@ QUIET = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = command_parser("quickstart", __doc__)
-    default = Path("runs/quickstart")
-    parser.add_argument("--out", type=Path, default=default, help="folder to write to")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and sampling")
-    options = parser.parse_args(argv)
+    options = command_parser("quickstart", __doc__).parse_args(argv)
     began = time.monotonic()
     # The program of a phase gets Ctrl-C too, writes what it has to, and ends.
     signal.signal(signal.SIGINT, lambda *_: None)

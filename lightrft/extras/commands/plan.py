@@ -263,14 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("plan", __doc__, usage=usage, allow_abbrev=False)
     used = "the command that the run uses"
     parser.add_argument("--command", choices=TRAINING, default="train_ppo", help=used)
-    ranks = "number of devices, each with one process"
-    parser.add_argument("--ranks", type=int, required=True, help=ranks)
-    parser.add_argument("--ranks_per_node", type=int, default=8, help="devices of a node (8)")
     parser.add_argument("--device", choices=DEVICES, default="h100", help="kind of device")
-
-    config = "config.json of --pretrain, if its folder is not on this machine"
-    parser.add_argument("--model_config", default="", help=config)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

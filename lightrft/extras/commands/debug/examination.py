@@ -109,7 +109,7 @@ def _config(arguments: argparse.Namespace) -> Config:
         bf16=arguments.bf16,
         trust_remote_code=arguments.trust_remote_code,
         prompt_max_len=128,
-        strategy=arguments.strategy or "auto",
+        strategy=arguments.strategy,
         engine_type=arguments.engine_type,
         engine_enforce_eager=True,
         engine_mem_util=arguments.engine_mem_util,

@@ -90,11 +90,6 @@ def comparison(bundle: "Bundle", result: "Replay") -> list[str]:
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
     flags = command_parser("replay", __doc__)
-    flags.add_argument("bundle", type=Path, help="a file that lightrft bundle has written")
-    flags.add_argument(
-        "--stage", choices=STAGES, default="gradient", help="last stage to repeat: all are repeated"
-    )
-    flags.add_argument("--sample", type=int, help="number of the only sample to explain")
-    explain = "print the path of each sample: reward, group, advantage, ratio, clip, loss share"
-    flags.add_argument("--explain", action="store_true", help=explain)
+    last = "last stage to repeat: all are repeated"
+    flags.add_argument("--stage", choices=STAGES, default="gradient", help=last)
     return flags
