@@ -47,11 +47,7 @@ from lightrft.config.sections import (
 from lightrft.config.tables import table
 from lightrft.config.values import COLDEST, nearest
 
-COMPARING = (
-    *("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
-    *("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k"),
-    *("dppo", "dro", "gdpo", "gpg", "lite_ppo", "maxrl", "turn_grpo"),
-)
+COMPARING: list[str] = table("config/presets")["comparing"]
 """Estimators whose advantage is 0 for the only sample of a group."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of a model's configuration with the number of experts."""

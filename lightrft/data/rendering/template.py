@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.errors import DataError
 from lightrft.config.sections import DataSection
+from lightrft.config.tables import table
 from lightrft.data.readers import is_first_rank
 from lightrft.data.rendering.messages import (
     THINKING,
@@ -32,24 +33,9 @@ WORD = "\u2402word\u2403"
 THOUGHT = "\u2402thought\u2403"
 """Texts that no template contains."""
 QUESTION = {"role": "user", "content": WORD + "?"}
-ARGUMENT = "of_call"
-CALL = {
-    "id": "call12345",
-    "type": "function",
-    "function": {"name": "word_tool", "arguments": {"word": ARGUMENT}},
-}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "word_tool",
-        "description": "Return it.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "description": "A word."}},
-            "required": ["word"],
-        },
-    },
-}
+CALL, TOOL = (table("data/rendering/probes")[name] for name in ("call", "tool"))
+"""A call, and the tool that it calls."""
+ARGUMENT = CALL["function"]["arguments"]["word"]
 MAX_SHAPES = 4096
 """How many kinds of conversations are remembered as rendered completely."""
 

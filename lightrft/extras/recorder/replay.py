@@ -21,6 +21,7 @@ from lightrft.app.run.prepare import prepare_config
 from lightrft.app.run.recorded_samples import sample_of_json
 from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import moves_reference
+from lightrft.config.tables import table
 from lightrft.core.batch import Experience
 from lightrft.core.experience import flatten, numbers_of_rows
 from lightrft.core.losses import Denominator, PolicyObjective, Report
@@ -36,19 +37,8 @@ from lightrft.strategy.backends.optim import kept_settings
 from lightrft.strategy.checkpoint.manager import ITEMS_FILE
 from lightrft.strategy.strategy import StrategyBase
 
-ONE_PROCESS = {
-    **dict.fromkeys("tp_size sp_size cp_size ep_size engine_tp_size".split(), 1),
-    **dict.fromkeys("dp_replicate rollout_ranks reward_workers".split(), 0),
-    **dict.fromkeys("fsdp_cpu_offload adam_offload offload_idle load_checkpoint".split(), False),
-    # Nothing is generated, so what only another engine can do is left out.
-    **dict.fromkeys("fork_from dump_rollouts engine_args draft_pretrain".split(), ""),
-    **dict.fromkeys(("speculative", "rollout_quantization"), "none"),
-    "fsdp": True,
-    "at": None,
-    "engine_type": "hf",
-    "report_to": "jsonl",
-}
-"""Settings of a replay: one process that computes everything."""
+ONE_PROCESS: dict[str, Any] = table("extras/recorder/one_process")
+"""Settings of a replay."""
 
 
 @dataclass
