@@ -192,10 +192,6 @@ INPUTS: Rules = {
     " name": lambda run: run.command in TRAINING and not run.prompt_data,
     "--eval_data is empty: set it to a JSONL or parquet file, a folder of them, or a hub"
     " name": lambda run: run.command == "evaluate" and not run.eval_data,
-    "--overwrite with --load_checkpoint: one starts from the beginning, and the other"
-    " resumes; set only one": lambda run: (
-        run.command in TRAINING and run.overwrite and run.load_checkpoint
-    ),
 }
 
 
@@ -332,10 +328,6 @@ ALGORITHM: Rules = {
     ),
     "--policy_loss cpgd computes the logarithm of 1 - eps_clip_low: --eps_clip_low must be"
     " below 1": lambda run: run.policy_loss == "cpgd" and run.eps_clip_low >= 1,
-    "--freezing_actor_steps needs a critic, which nothing else would train: use"
-    " --advantage_estimator ppo or gae": lambda run: (
-        run.freezing_actor_steps > 0 and not run.has_critic
-    ),
     "--advantage_estimator {advantage_estimator} compares the samples of a prompt: set"
     " --n_samples_per_prompt 2 or more": lambda run: (
         run.advantage_estimator in COMPARING and run.n_samples_per_prompt == 1
@@ -358,17 +350,6 @@ def _shared_samples(run: RunFacts) -> bool:
     """Return whether several ranks share samples, or an engine."""
     shares_engine = run.engine_tp_size > 1 and not run.rollout_ranks
     return max(run.tp_size, run.sequence_ranks) > 1 or shares_engine
-
-
-def _against_tail_rounds(run: RunFacts) -> str:
-    names = ("partial_rollout", "dynamic_sampling", "curriculum")
-    others = " ".join(f"--{name}" for name in names if run[name])
-    return others if run.rollout_schedule == "tail_rounds" else ""
-
-
-def _against_replay(run: RunFacts) -> list[str]:
-    others = ("eval_data", "rollout_ranks", "overlap")
-    return [name for name in others if run.replay_rollouts and run[name]]
 
 
 def _other_batch_size(run: RunFacts) -> int:
@@ -413,15 +394,12 @@ ROLLOUT: Rules = {
     ),
     "--partial_rollout with --over_sampling continues responses, which can split a text of"
     " --stop: set only one": lambda run: run.partial_rollout and run.over_sampling > 1 and run.stop,
-    "--rollout_schedule tail_rounds begins unfinished prompts anew and learns from each once in"
-    " a pass over the data: remove {found}": _against_tail_rounds,
     "--dynamic_sampling needs rewards while the engine is awake, and reward models compute"
     " theirs while it sleeps: set only one, or serve the reward model and give the address of"
     " the server as --reward": lambda run: run.dynamic_sampling and bool(run.reward_models),
     "rollout_batch_size {rollout_batch_size} x n_samples_per_prompt {n_samples_per_prompt} ="
     " {num_samples} samples are not a multiple of train_batch_size {train_batch_size}, but"
     " of {found}": _other_batch_size,
-    "--replay_rollouts has no engine: omit --{found}": _against_replay,
     "prompt_max_len {prompt_max_len} + generate_max_len {generate_max_len} = {found}": _too_small,
 }
 
@@ -450,8 +428,8 @@ REWARD_MODEL: Rules = {
     " row": lambda run: len(run.reward_heads) > 1 and run.head_key is None,
 }
 
-MEDIA_RULES: Rules = {
-    **dict.fromkeys(STATED["media"]),
+TRAINING_RULES: Rules = {
+    **dict.fromkeys(STATED["training"]),
     "--no_freeze_vision_tower needs --images_key, --videos_key or --audios_key: only media"
     " train a tower": lambda run: not run.freeze_vision_tower and not run.media_flags,
 }
@@ -582,10 +560,6 @@ DEEPSPEED: Rules = {
 
 EXACT_RULES: Rules = {
     **dict.fromkeys(STATED["exact"]),
-    "--exact needs --sp_size 1 and --cp_size 1: ranks that split a sequence exchange heads or"
-    " keys, and exact attention reads the blocks of a whole sequence on one rank": lambda run: (
-        run.exact and run.sequence_ranks > 1
-    ),
     "--exact does not support --pretrain {pretrain}: it has {found}": lambda run: (
         run.exact
         and _unusual_layers(
@@ -631,7 +605,7 @@ RULES = (
     (PPO, EXACT_RULES),
     (SUPERVISED, PREFERENCE),
     (("train_rm",), REWARD_MODEL),
-    (TRAINING, MEDIA_RULES),
+    (TRAINING, TRAINING_RULES),
     (EVERY, STRATEGY),
     (PPO, ROUTER_RULES),
 )

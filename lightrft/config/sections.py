@@ -252,8 +252,8 @@ class DataSection(Section, commands=EVALUATED):
     system_prompt: str | None = option(None, needs=CHAT_TEMPLATE)
     """System message for the chat template. A row with a system message of its own uses that one.
     """
-    chat_template_kwargs: str | None = option(
-        None, needs=CHAT_TEMPLATE, commands=ALL_BUT_SERVE_REWARD
+    chat_template_kwargs: JSONObject = option(
+        JSONObject(""), needs=CHAT_TEMPLATE, commands=ALL_BUT_SERVE_REWARD
     )
     """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'.
     The column `chat_template_kwargs` of a row replaces them."""

@@ -19,7 +19,6 @@ from lightrft.config.tables import table
 from lightrft.config.values import JSONObject
 from lightrft.extras import check as check_of_extras
 from lightrft.extras.commands import plan
-from lightrft.extras.commands.debug import replay
 from lightrft.extras.compat import openrlhf
 from lightrft.extras.compat.command_line import parse
 from lightrft.extras.compat.counterparts import names
@@ -310,8 +309,7 @@ def options_of_tools() -> set[str]:
 
 def parser_of(command: str) -> ArgumentParser:
     """Return what reads the arguments of a command that reads no configuration."""
-    parsers = {"plan": plan._parser, "replay": replay.parser}
-    return parsers[command]() if command in parsers else command_parser(command, None)
+    return plan._parser() if command == "plan" else command_parser(command, None)
 
 
 def values_of(flag: str, values: list[str]) -> list[str]:

@@ -63,11 +63,6 @@ def command_parser(name: str, description: str | None, **options: Any) -> argpar
     return parser
 
 
-def command(name: str, description: str | None) -> Callable[..., None]:
-    """Return main() of a command that takes a configuration."""
-    return partial(run_command, name, description)
-
-
 @contextmanager
 def user_errors(*kinds: type[Exception]) -> Iterator[None]:
     """Print an error of these kinds, and exit with the code for what the user can correct."""
@@ -155,3 +150,9 @@ def _log_once(message: str) -> None:
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         cut = f" ... ({len(message)} characters)" if len(message) > LONGEST_MESSAGE else ""
         logger.error(message[:LONGEST_MESSAGE] + cut)
+
+
+MAINS: dict[str, Callable[..., None]] = {
+    name: partial(run_command, name, text) for name, text in table("app/cli/descriptions").items()
+}
+"""Command that reads a configuration -> function of a command line that runs it."""

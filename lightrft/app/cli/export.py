@@ -56,7 +56,3 @@ def _export(arguments: argparse.Namespace) -> Path:
         adapter_only=arguments.adapter_only,
         trust_remote_code=trust_remote_code,
     )
-
-
-if __name__ == "__main__":
-    main()

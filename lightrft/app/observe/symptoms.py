@@ -17,15 +17,11 @@ SYMPTOM_STEPS = 10
 """Number of steps below which a run shows no symptom."""
 COMPARED_SHARE = 5
 """The first and the last fifth of the steps are compared."""
-METRICS = tuple(
-    """rollout/reward rollout/reward_min rollout/reward_max rollout/groups_without_signal
-    rollout/response_length rollout/truncated rollout/staleness train/entropy train/clip_low
-    train/clip_high train/grad_norm engine/logprob_mismatch eval/reward""".split()
-)
+METRICS: list[str] = table("app/observe/symptoms")["metrics"]
 """Metrics that symptoms are found in."""
 REWARD_COMPONENT_PREFIX = "rollout/reward_of_"
 """Beginning of the names of metrics that are components of the reward."""
-TEXTS = table("app/observe/symptoms")
+TEXTS = table("app/observe/symptoms")["texts"]
 """Symptom -> the evidence, with places for numbers, and the advice."""
 Numbers = dict[str, Any] | None
 """Numbers of the evidence of a symptom; None without the symptom."""

@@ -40,7 +40,3 @@ def _read_recipe(arguments: argparse.Namespace) -> None:
     for name in ("engine_type", "engine_mem_util", "engine_kv_cache_gb"):
         if getattr(arguments, name) is None:
             setattr(arguments, name, getattr(recipe.engine, name))
-
-
-if __name__ == "__main__":
-    main()

@@ -265,7 +265,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--command", choices=TRAINING, default="train_ppo", help=used)
     parser.add_argument("--device", choices=DEVICES, default="h100", help="kind of device")
     return parser
-
-
-if __name__ == "__main__":
-    main()

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.algorithms.terms import policy_objective
 from lightrft.app.observe.sinks import Writer
@@ -30,13 +29,20 @@ from lightrft.core.samples import Prompt, Sample
 from lightrft.core.step import StepRecord
 from lightrft.data.prompt_set import PromptSet
 from lightrft.extras.recorder.bundle import Bundle
-from lightrft.extras.recorder.phases import STAGES, Stage
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.strategy.backends.optim import kept_settings
 from lightrft.strategy.checkpoint.manager import ITEMS_FILE
 from lightrft.strategy.strategy import StrategyBase
 
+Stage = Literal["reward", "advantage", "loss", "gradient"]
+STAGES: dict[Stage, tuple[str, ...]] = {
+    "reward": ("prompts", "samples", "logprobs", "rewards"),
+    "advantage": ("outputs", "advantages", "plan"),
+    "loss": ("loss",),
+    "gradient": ("gradient", "weights"),
+}
+"""Stage -> phases of a step that it repeats."""
 ONE_PROCESS: dict[str, Any] = table("extras/recorder/one_process")
 """Settings of a replay."""
 
@@ -223,16 +229,9 @@ class _Step:
         policy, critic, teacher = build.build_ppo_roles(config, strategy, data)
         self.policy = policy
         self.critic = critic
-        algorithm = config.algorithm
         shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
-        self.kl_coefficient = KLCoefficient(
-            algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
-        )
-
-        self.entropy_coefficient = EntropyCoefficient(
-            algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_step
-        )
-
+        coefficients = build.build_coefficients(config.algorithm)
+        self.kl_coefficient, self.entropy_coefficient = coefficients
         self.roles = {"critic": critic} if critic is not None else {}
         self.roles["actor"] = policy
         items = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.app.cli import train_ppo
+from lightrft.app.cli import MAINS
 from lightrft.config import Config, ConfigError, resolve, section_of_field
 from lightrft.extras.compat.command_line import parse
 from lightrft.extras.compat.counterparts import answer, names, table
@@ -349,7 +349,7 @@ def test_lightrfts_scripts_of_text_start(tmp_path, monkeypatch, script):
             else ["--reward=gsm8k"]
         )
         with pytest.raises(SystemExit) as end:
-            train_ppo.main(
+            MAINS["train_ppo"](
                 [
                     *script,
                     *more,
