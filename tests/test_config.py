@@ -604,7 +604,7 @@ def test_a_sequence_that_fits_no_microbatch():
         ),
         (
             ["--environment", "guess_number", "--partial_rollout", "--over_sampling", "2"],
-            "--partial_rollout continues responses",
+            "--partial_rollout does not support --environment",
         ),
         (
             ["--overlap", "--offload_idle"],
@@ -651,7 +651,7 @@ def test_a_sequence_that_fits_no_microbatch():
                 "--teacher_url=http://c",
                 "--distill_coef=1",
             ],
-            "--self_teacher average is the teacher: omit",
+            "--self_teacher average with --teacher_url, which both name a teacher",
         ),
         (["--teacher_pretrain=a/b,c/d", "--distill_coef=1"], "needs a label of its own"),
         (["--teacher_pretrain=x=a/b,x=c/d", "--distill_coef=1"], "needs a label of its own"),
@@ -670,7 +670,7 @@ def test_a_sequence_that_fits_no_microbatch():
                 "--teacher_prompt_key=hint",
                 "--environment=guess_number",
             ],
-            "--teacher_key and --teacher_prompt_key do not support episodes",
+            "--teacher_prompt_key does not support --environment",
         ),
         (
             [
@@ -779,7 +779,8 @@ def test_media_that_sglang_is_not_given_are_named():
         ]
         said = problems(*flags, "--engine_type=sglang", command=command)
         assert (
-            f"--{medium}_key needs --engine_type vllm or hf" in said and "--images_key" not in said
+            f"--{medium}_key does not support --engine_type sglang" in said
+            and "--images_key" not in said
         )
 
 
@@ -1309,8 +1310,8 @@ def test_what_exact_does_not_support(argv, message):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"num_experts": 8}, "has experts, and the number of rows"),
-        ({"layer_types": ["linear_attention"]}, "has layers of type linear_attention"),
+        ({"num_experts": 8}, "--exact does not support experts: --pretrain"),
+        ({"layer_types": ["linear_attention"]}, "does not support layers of type linear_attention"),
     ],
 )
 def test_models_that_exact_does_not_support(tmp_path, settings, reason):

@@ -40,27 +40,17 @@ from lightrft.config.sections import (
     WITH_ENGINE,
     WITH_PRETRAIN,
     fields_read,
-    has_episodes,
     longest_sequence,
-    media_columns,
 )
 from lightrft.config.tables import table
 from lightrft.config.values import COLDEST, nearest
 
 COMPARING: list[str] = table("config/presets")["comparing"]
 """Estimators whose advantage is 0 for the only sample of a group."""
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of a model's configuration with the number of experts."""
 LONGEST_NAME = 1000
 """Number of characters of the path or name of a model."""
 UNSHAPED = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
 """Fields that change the reward, which remax and gdpo compare without them."""
-SGLANG_MEDIA = {
-    "videos": "requests with videos never ended in SGLang on a CPU",
-    "audios": "sound was not tested in SGLang",
-}
-"""Media that SGLang is not given -> the reason."""
-
 
 Rules = Mapping[str, Callable[[RunFacts], Any] | None]
 """Message for a configuration that cannot run -> its condition; None if the message states it.
@@ -198,15 +188,6 @@ INPUTS: Rules = {
 # -- generation
 
 
-def _sglang_media(run: RunFacts) -> list[str]:
-    media = media_columns(run.config.data) if run.engine_type == "sglang" else {}
-    return [
-        f"--{medium}_key needs --engine_type vllm or hf: {SGLANG_MEDIA[medium]}"
-        for medium in media
-        if medium in SGLANG_MEDIA
-    ]
-
-
 def _other_vocabulary(run: RunFacts) -> str:
     draft = text_config(run.draft_pretrain).get("vocab_size")
     size = run.model_config.get("vocab_size")
@@ -238,18 +219,11 @@ GENERATION_RULES: Rules = {
     " none": lambda run: run.speculative == "mtp" and run.num_mtp_layers == 0,
     "--draft_pretrain {draft_pretrain} has a vocabulary of {found}: both need the same"
     " vocabulary": _other_vocabulary,
-    "{found}": _sglang_media,
     "--reward environment is the reward of an environment or an agent: set --environment or"
     " --agent": lambda run: "environment" in run.rewards and not (run.environment or run.agent),
     "--reward {reward} names a model: a reward model is --reward_pretrain"
     " owner/model": lambda run: any(
         re.fullmatch(r"[^:]*/[^:]*(?<!\.py)", name) for name in run.rewards
-    ),
-    "--agent has its own tools and its own environment: omit --environment and"
-    " --tools": lambda run: run.agent and (run.environment or run.tools),
-    "{media_flags}: --environment, --agent and --tools need prompts of text, since the tokens"
-    " of their turns and observations are not expanded for media": lambda run: (
-        has_episodes(run.config.environment) and run.media_flags
     ),
     "--prompt_max_len {prompt_max_len} + --generate_max_len {generate_max_len} make sequences"
     " of up to {found} tokens, and --pretrain {pretrain} has {window} positions: lower one of"
@@ -283,17 +257,9 @@ ALGORITHM: Rules = {
         and run.self_teacher == "none"
     ),
     "{found}": lambda run: unreadable(teacher_terms, run.teacher_pretrain),
-    "--self_teacher {self_teacher} is the teacher: omit --teacher_pretrain and"
-    " --teacher_url": lambda run: (
-        run.self_teacher != "none" and (run.teacher_pretrain or run.teacher_url)
-    ),
     "--teacher_key selects one of several teachers, LABEL=PATH,LABEL=PATH in"
     " --teacher_pretrain: set both, or one teacher": lambda run: (
         (run.teacher_key is not None) != (len(run.teachers) > 1)
-    ),
-    "--teacher_key and --teacher_prompt_key do not support episodes: programs begin"
-    " conversations with prompts that have no columns": lambda run: (
-        (run.teacher_key or run.teacher_prompt_key) and has_episodes(run.config.environment)
     ),
     "--distill_top_k compares whole distributions: omit {found}, which leaves out tokens that"
     " the teacher may name": lambda run: (
@@ -384,19 +350,8 @@ ROLLOUT: Rules = {
     ),
     "--overlap needs whole samples on each rank, and an engine on each: omit --tp_size,"
     " --sp_size, --cp_size and --engine_tp_size": lambda run: run.overlap and _shared_samples(run),
-    "--max_staleness begins later steps while others learn, and an episode needs its rank"
-    " between two turns: omit it": lambda run: (
-        run.max_staleness > 0 and has_episodes(run.config.environment)
-    ),
-    "--partial_rollout continues responses in later steps, but the process of an environment"
-    " ends with its step: omit it": lambda run: (
-        run.partial_rollout and has_episodes(run.config.environment)
-    ),
     "--partial_rollout with --over_sampling continues responses, which can split a text of"
     " --stop: set only one": lambda run: run.partial_rollout and run.over_sampling > 1 and run.stop,
-    "--dynamic_sampling needs rewards while the engine is awake, and reward models compute"
-    " theirs while it sleeps: set only one, or serve the reward model and give the address of"
-    " the server as --reward": lambda run: run.dynamic_sampling and bool(run.reward_models),
     "rollout_batch_size {rollout_batch_size} x n_samples_per_prompt {n_samples_per_prompt} ="
     " {num_samples} samples are not a multiple of train_batch_size {train_batch_size}, but"
     " of {found}": _other_batch_size,
@@ -407,19 +362,9 @@ ROLLOUT: Rules = {
 # -- judged answers, media
 
 
-PREFERENCE: Rules = {
-    "--save_adapter_only with --lora_rank: the trained head of the reward model would be"
-    " missing; omit the flag, and the saved model has both": lambda run: (
-        run.command in ("train_rm", "train_prm") and run.save_adapter_only and run.lora_rank > 0
-    ),
+KTO: Rules = {
     "--train_batch_size must be at least 2: KTO compares each prompt with the answer to another"
-    " one": lambda run: run.command == "train_kto" and run.train_batch_size < 2,
-    "--label_smoothing must be below 0.5: above it the rejected answers would be"
-    " preferred": lambda run: run.command == "train_dpo" and run.label_smoothing >= 0.5,
-    "--label_smoothing needs --dpo_loss sigmoid: {dpo_loss} has no probability to"
-    " smooth": lambda run: (
-        run.command == "train_dpo" and run.label_smoothing and run.dpo_loss != "sigmoid"
-    ),
+    " one": lambda run: run.train_batch_size < 2
 }
 
 REWARD_MODEL: Rules = {
@@ -499,18 +444,6 @@ def _against_cp_size(run: RunFacts) -> str:
     return " ".join(wrong) if run.cp_size > 1 else ""
 
 
-def _unusual_layers(run: RunFacts, experts: str, kinds: str) -> str:
-    """Return the layers of the model beside attention and feed-forward, with what is said of
-    `experts` or of other `kinds`; empty if there are none.
-
-    A model on the hub is checked when it is loaded.
-    """
-    found = set(run.model_config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if any(run.model_config.get(name) for name in NUM_EXPERTS):
-        return f"experts, {experts}"
-    return f"layers of type {', '.join(sorted(found))}, {kinds}" if found else ""
-
-
 STRATEGY: Rules = {
     **dict.fromkeys(STATED["strategy"]),
     "{found}": lambda run: _unknown_engine(run.config.engine.engine_type),
@@ -534,15 +467,6 @@ STRATEGY: Rules = {
     " those of the attention: experts have no adapters": lambda run: (
         run.ep_size > 1 and run.lora_rank > 0 and "all-linear" in run.target_modules
     ),
-    "--load_in_4bit does not support --pretrain {pretrain}: it has {found}; omit the"
-    " flag": lambda run: (
-        run.load_in_4bit
-        and _unusual_layers(
-            run,
-            "whose matrices are in one tensor for each layer",
-            "whose kernels read the matrices",
-        )
-    ),
 }
 """What no strategy can do, on any number of ranks."""
 
@@ -558,17 +482,7 @@ DEEPSPEED: Rules = {
 """What ZeRO cannot do."""
 
 
-EXACT_RULES: Rules = {
-    **dict.fromkeys(STATED["exact"]),
-    "--exact does not support --pretrain {pretrain}: it has {found}": lambda run: (
-        run.exact
-        and _unusual_layers(
-            run,
-            "and the number of rows of an expert's product depends on the other tokens",
-            "whose scans divide a sequence by length",
-        )
-    ),
-}
+EXACT_RULES: Rules = {**dict.fromkeys(STATED["exact"])}
 """What --exact cannot promise, or was not tested with."""
 
 LAYOUT_RULES: Rules = {
@@ -603,7 +517,9 @@ RULES = (
     (PPO, ALGORITHM),
     (PPO, ROLLOUT),
     (PPO, EXACT_RULES),
-    (SUPERVISED, PREFERENCE),
+    (("train_dpo",), dict.fromkeys(STATED["dpo"])),
+    (("train_kto",), KTO),
+    (("train_rm", "train_prm"), dict.fromkeys(STATED["scores"])),
     (("train_rm",), REWARD_MODEL),
     (TRAINING, TRAINING_RULES),
     (EVERY, STRATEGY),
