@@ -565,7 +565,7 @@ def test_a_sequence_that_fits_no_microbatch():
         (["--reward_clip", "-1"], "--reward_clip must be above 0"),
         (
             ["--advantage_estimator", "gdpo", "--overlong_buffer", "--reward_clip", "2"],
-            "normalises each reward before the sum, and --overlong_buffer --reward_clip changes",
+            "--advantage_estimator gdpo does not support --overlong_buffer --reward_clip",
         ),
         (
             ["--advantage_estimator", "turn_grpo", "--gamma", "0.9"],
@@ -573,7 +573,7 @@ def test_a_sequence_that_fits_no_microbatch():
         ),
         (
             ["--advantage_estimator", "remax", "--overlong_buffer"],
-            "of the greedy response: remove --overlong_buffer",
+            "--advantage_estimator remax does not support --overlong_buffer",
         ),
         (
             ["--rollout_mask", "geometric", "--use_engine_logprobs"],
@@ -687,7 +687,7 @@ def test_a_sequence_that_fits_no_microbatch():
         ),
         (
             ["--teacher_pretrain=a/b", "--distill_coef=1", "--distill_top_k=8", "--top_p=0.9"],
-            "--distill_top_k compares whole distributions: omit --top_p",
+            "--distill_top_k does not support --top_p",
         ),
         (
             ["--teacher_pretrain=a/b", "--distill_coef=1", "--distill_top_k=8", "--exact"],

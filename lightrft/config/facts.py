@@ -129,6 +129,23 @@ class RunFacts:
         return " ".join(f"--{name}" for name in names if getattr(self.config.environment, name))
 
     @property
+    def shaping_flags(self) -> str:
+        """Return the flags that change the reward, which remax and gdpo compare without them."""
+        names = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
+        return " ".join(f"--{name}" for name in names if self[name])
+
+    @property
+    def truncation_flags(self) -> str:
+        """Return the flags that leave tokens out when a response is sampled."""
+        used = {
+            "--top_k": self.top_k > 0,
+            "--top_p": self.top_p < 1,
+            "--min_p": self.min_p > 0,
+            "--min_tokens": self.min_tokens > 0,
+        }
+        return " ".join(flag for flag, is_used in used.items() if is_used)
+
+    @property
     def num_samples(self) -> int:
         """Return the number of samples in one step, over all ranks."""
         return self.rollout_batch_size * self.n_samples_per_prompt

@@ -24,7 +24,7 @@ from lightrft.config.rules import unusable_models
 from lightrft.config.sections import Config, fields_read
 from lightrft.config.tables import table
 
-PACKAGES = table("config/packages")
+NEEDED_PACKAGES = table("config/packages")
 
 
 def check_paths(config: Config, command: str) -> None:
@@ -110,15 +110,17 @@ def _missing_packages(config: Config, command: str) -> Iterator[str]:
         needs += [("report_to", name, name in TRACKERS and (name, name.removesuffix("_ml")))]
     for name in run.rewards:
         asks = name.startswith(SERVER) or (name == JUDGE and run.judge_url != ENGINE)
-        needs += [("reward", name, ("httpx", "http") if asks else PACKAGES["rewards"].get(name))]
+        needs += [
+            ("reward", name, ("httpx", "http") if asks else NEEDED_PACKAGES["rewards"].get(name))
+        ]
     named = [("environment", run.environment), *(("tools", name) for name in run.tools)]
     named += [("prompt_data", each.name) for each in data_sources(run.prompt_data)]
     for flag, name in named:
-        needs += [(flag, name, PACKAGES["prefixes"].get(name.partition(":")[0]))]
+        needs += [(flag, name, NEEDED_PACKAGES["prefixes"].get(name.partition(":")[0]))]
 
     for flag, value, package in needs:
         if package and flag in fields_read(command) and find_spec(package[0]) is None:
-            other = PACKAGES["other_ways"].get(package[0], "")
+            other = NEEDED_PACKAGES["other_ways"].get(package[0], "")
             yield (
                 f"{f'--{flag} {value}'.strip()} needs {package[0]}, which is not installed: pip"
                 f" install '.[{package[1]}]'{other}"

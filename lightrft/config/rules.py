@@ -49,8 +49,7 @@ COMPARING: list[str] = table("config/presets")["comparing"]
 """Estimators whose advantage is 0 for the only sample of a group."""
 LONGEST_NAME = 1000
 """Number of characters of the path or name of a model."""
-UNSHAPED = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
-"""Fields that change the reward, which remax and gdpo compare without them."""
+
 
 Rules = Mapping[str, Callable[[RunFacts], Any] | None]
 """Message for a configuration that cannot run -> its condition; None if the message states it.
@@ -234,21 +233,6 @@ GENERATION_RULES: Rules = {
 # -- PPO and similar algorithms
 
 
-def _truncations(run: RunFacts) -> list[str]:
-    used = {
-        "--top_k": run.top_k > 0,
-        "--top_p": run.top_p < 1,
-        "--min_p": run.min_p > 0,
-        "--min_tokens": run.min_tokens > 0,
-    }
-    return [flag for flag, is_used in used.items() if is_used]
-
-
-def _shaping(run: RunFacts, estimator: str) -> str:
-    shaping = " ".join(f"--{name}" for name in UNSHAPED if run[name])
-    return shaping if run.advantage_estimator == estimator else ""
-
-
 ALGORITHM: Rules = {
     **dict.fromkeys(STATED["algorithm"]),
     "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url": lambda run: (
@@ -260,10 +244,6 @@ ALGORITHM: Rules = {
     "--teacher_key selects one of several teachers, LABEL=PATH,LABEL=PATH in"
     " --teacher_pretrain: set both, or one teacher": lambda run: (
         (run.teacher_key is not None) != (len(run.teachers) > 1)
-    ),
-    "--distill_top_k compares whole distributions: omit {found}, which leaves out tokens that"
-    " the teacher may name": lambda run: (
-        " and ".join(_truncations(run)) if run.distill_top_k else ""
     ),
     "--ptx_teacher learns what one teacher says about the prompts of --pretrain_data: set"
     " --distill_top_k, and omit --teacher_key and --teacher_prompt_key": lambda run: (
@@ -302,10 +282,6 @@ ALGORITHM: Rules = {
     " --n_samples_per_prompt {n_samples_per_prompt}": lambda run: (
         run.advantage_estimator == "pass_at_k" and not 1 <= run.pass_k <= run.n_samples_per_prompt
     ),
-    "--advantage_estimator remax compares with the unshaped reward of the greedy response:"
-    " remove {found}": lambda run: _shaping(run, "remax"),
-    "--advantage_estimator gdpo normalises each reward before the sum, and {found} changes the"
-    " sum: remove it, or write it as one of --reward": lambda run: _shaping(run, "gdpo"),
 }
 
 

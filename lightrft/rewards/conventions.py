@@ -176,6 +176,7 @@ class RewardFunction:
             convention for convention in CONVENTIONS.values() if convention.recognised_by <= names
         ]
         self.convention = recognised[0] if recognised and "samples" not in names else None
+
         takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
         self.accepted = None if takes_any else names
         """Names of the accepted arguments; None for any."""

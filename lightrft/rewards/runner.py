@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from loguru import logger
 
@@ -29,10 +29,6 @@ from lightrft.rewards.conventions import RewardFunction, as_number, num_rewards
 from lightrft.rewards.functions import FAST_REWARDS, rewards
 from lightrft.rewards.pool import CallFailed, Processes, WrongCount, failure_of, out_of_time
 from lightrft.rewards.worker import Setup, location, said
-
-if TYPE_CHECKING:
-    from lightrft.rewards.engine_judge import EngineJudge
-    from lightrft.rewards.models import ModelRewards
 
 MAX_REWARD = 1e18
 """Largest absolute reward.
@@ -55,6 +51,25 @@ class Call:
 
     samples: list[Sample]
     result: "Future[Any] | DeferredCall"
+
+
+class LaterJudge(Protocol):
+    """A judge that scores in addition to the function, in the engine; see engine_judge.py."""
+
+    data: Axis
+    """Ranks with different samples."""
+
+    def ask(self, samples: Sequence[Sample]) -> None: ...
+
+    def add(self, samples: Sequence[Sample]) -> list[tuple[Sample, str]]: ...
+
+
+class ModelScores(Protocol):
+    """Reward models; see models.py."""
+
+    def __call__(self, samples: list[Sample]) -> None: ...
+
+    def compute_early(self, samples: list[Sample]) -> None: ...
 
 
 class RewardRunner:
@@ -89,11 +104,11 @@ class RewardRunner:
         self.fail = fail
         setup = Setup(name, self.section, tuple(models), chat)
         self.function = setup.function()
-        self.models: ModelRewards | None = None
+        self.models: ModelScores | None = None
         """Reward models that score in addition to the function. They run while the engine sleeps,
         because not all fit on the device at once. With --overlap they stay there, and compute
         scores earlier."""
-        self.judge: EngineJudge | None = None
+        self.judge: LaterJudge | None = None
         """The judge of --judge_url engine; it scores in addition to the function."""
         self._failures = self._in_a_row = 0
         self._begun: list[Call] = []
@@ -220,7 +235,7 @@ class RewardRunner:
         if self.judge is not None:
             self.judge.ask(samples)
 
-    def _judge(self, judge: "EngineJudge", samples: list[Sample]) -> None:
+    def _judge(self, judge: LaterJudge, samples: list[Sample]) -> None:
         """Add the judge's scores, and treat responses without one as --reward_failure requires."""
         failed = judge.add(samples)
         messages = [

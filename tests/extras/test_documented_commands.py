@@ -11,7 +11,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from lightrft.app.cli import command_parser
+from lightrft.app.cli import command_parser, read_command_line
 from lightrft.config import COMMANDS, ConfigError, resolve
 from lightrft.config.resolve import range_problems
 from lightrft.config.sections import aliases, field_types, section_of_field
@@ -20,7 +20,6 @@ from lightrft.config.values import JSONObject
 from lightrft.extras import check as check_of_extras
 from lightrft.extras.commands import plan
 from lightrft.extras.compat import openrlhf
-from lightrft.extras.compat.command_line import parse
 from lightrft.extras.compat.counterparts import names
 from lightrft.extras.compat.openrlhf import DOTTED, IGNORED
 
@@ -195,7 +194,7 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
         parser_of(command).parse_args([*arguments, *positional])
     else:
         assert command in COMMANDS
-        resolve(without_files(parse(arguments, command)), command, world_size)
+        resolve(without_files(read_command_line(arguments, command)), command, world_size)
 
 
 def without_files(config):
@@ -271,7 +270,7 @@ def test_printed_flags_and_their_values_are_accepted(page, code):
         ]
         words = [word for flag, *values in groups for word in (flag, *values_of(flag, values))]
         try:
-            config = parse(words)
+            config = read_command_line(words)
         except ConfigError as error:
             assert refused and all(flag in str(error) for flag in refused), error
             return

@@ -73,7 +73,9 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
         raise SystemExit(USER_ERROR) from None
 
 
-def read_command_line(argv: Sequence[str] | None, command: str, description: str) -> Config:
+def read_command_line(
+    argv: Sequence[str] | None = None, command: str = "train_ppo", description: str = ""
+) -> Config:
     """Return the configuration of a command line, not yet resolved.
 
     Flags of other programs are translated, or answered with the ones to write instead.

@@ -32,7 +32,7 @@ RUN_FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summa
 MOST_BARS = 60
 PAGE_TEMPLATE = Path(__file__).with_name("report.html")
 Fact = tuple[str, str]
-FORMS = {"number": short, "share": percent}
+TILE_FORMS = {"number": short, "share": percent}
 """How the values of tiles are written."""
 
 FACTS: dict[str, str] = table("app/observe/labels")["facts"]
@@ -194,7 +194,9 @@ def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
             # An evaluation counts by itself. Noisy numbers of steps are averaged over a tenth of
             # the run, at most ten steps.
             window = 1 if topic == "eval" else min(10, max(1, len(values) // 10))
-            first, last = (FORMS[form](fmean(each)) for each in (values[:window], values[-window:]))
+            first, last = (
+                TILE_FORMS[form](fmean(each)) for each in (values[:window], values[-window:])
+            )
             tiles.append((topic, label, last, f"at first {first}"))
 
     if values := finite.get("engine/logprob_mismatch_max", finite.get("engine/logprob_mismatch")):

@@ -21,7 +21,7 @@ METRICS: list[str] = table("app/observe/symptoms")["metrics"]
 """Metrics that symptoms are found in."""
 REWARD_COMPONENT_PREFIX = "rollout/reward_of_"
 """Beginning of the names of metrics that are components of the reward."""
-TEXTS = table("app/observe/symptoms")["texts"]
+SYMPTOM_TEXTS = table("app/observe/symptoms")["texts"]
 """Symptom -> the evidence, with places for numbers, and the advice."""
 Numbers = dict[str, Any] | None
 """Numbers of the evidence of a symptom; None without the symptom."""
@@ -91,7 +91,9 @@ def find_symptoms(history: History) -> list[Symptom]:
         return []
     found = {name: check(course) for name, check in CHECKS.items()}
     return [
-        Symptom(name, TEXTS[name]["evidence"].format(**numbers), TEXTS[name]["advice"])
+        Symptom(
+            name, SYMPTOM_TEXTS[name]["evidence"].format(**numbers), SYMPTOM_TEXTS[name]["advice"]
+        )
         for name, numbers in found.items()
         if numbers is not None
     ]

@@ -33,8 +33,8 @@ from lightrft.models.parallel.mesh import process_rank
 
 Row = Mapping[str, Any]
 
-NAMES = table("data/rendering/names")
-PROMPTS: dict[str, list[str]] = NAMES["prompts"]
+DATA_NAMES = table("data/rendering/names")
+PROMPTS: dict[str, list[str]] = DATA_NAMES["prompts"]
 """Columns that are the prompt -> columns that belong to it, if the row has them."""
 CONTEXTS = PROMPTS["question"]
 """Columns that follow the question in a prompt, after an empty line."""
@@ -46,7 +46,7 @@ CHOICES = re.compile(
     r"|(choice|option|opt?|ending|answer|alternative|candidate|distractor)[ _]?[1-9b-e]|\(?b[).]?"
 )
 """Names of columns without which a question cannot be answered, and that no form reads."""
-CHATS: list[str] = NAMES["chats"]
+CHATS: list[str] = DATA_NAMES["chats"]
 """Columns with whole conversations."""
 LABEL = "label"
 TRUTH = ("reward_model", "ground_truth")
@@ -105,7 +105,7 @@ def learned(section: DataSection, row: Row) -> Reading:
     chat = columns.chat if prefers_chat and not columns.has_default_columns else None
     prompt, names = columns.named(chat) if chat else columns.prompt()
 
-    answer = columns.label or columns.first(NAMES["learned"], "label_key", texts=True)
+    answer = columns.label or columns.first(DATA_NAMES["learned"], "label_key", texts=True)
     if isinstance(prompt, list) and is_answer(prompt[-1]):
         # The column of the answer is for rewards, unless the prompt is one by its name.
         if answer is None or names[0].lower() not in PROMPTS:
@@ -122,7 +122,7 @@ def scored(section: DataSection, row: Row) -> Reading:
     """Return a prompt with the right answer, which is the last turn of a conversation."""
     columns = _Columns(section, row)
     prompt, names = columns.prompt()
-    label = columns.label or columns.first(NAMES["scored"], "label_key")
+    label = columns.label or columns.first(DATA_NAMES["scored"], "label_key")
     if isinstance(prompt, list) and is_answer(prompt[-1]):
         if label and names[0].lower() not in CHATS:
             raise ValueError(ENDS_WITH_ANSWER.format(names[0]))
@@ -151,8 +151,8 @@ def pair(section: DataSection, row: Row, preference: PreferenceSection) -> Readi
     keys = (preference.chosen_key, preference.rejected_key)
     ranking = None
     if not {*keys} & row.keys():
-        ranking = columns.first([list(NAMES["ranked"])], "chosen_key")
-        others = [NAMES["ranked"][ranking.lower()]] if ranking else NAMES["pairs"]
+        ranking = columns.first([list(DATA_NAMES["ranked"])], "chosen_key")
+        others = [DATA_NAMES["ranked"][ranking.lower()]] if ranking else DATA_NAMES["pairs"]
         found = [names for names in others if columns.found.keys() >= {*names}]
         keys = tuple(columns.found[name] for name in found[0]) if found else keys
     if ranking:
@@ -175,9 +175,9 @@ def judged(section: DataSection, row: Row, preference: PreferenceSection) -> Rea
     """Return an answer that is good or bad; the prompt may be in it."""
     columns = _Columns(section, row)
     flag = "completion_key"
-    name = preference.completion_key or columns.first(NAMES["judged"], flag) or "completion"
+    name = preference.completion_key or columns.first(DATA_NAMES["judged"], flag) or "completion"
     answer = answer_value(section, column(row, name, flag))
-    judgement = section.label_key or columns.first(NAMES["judgements"], "label_key") or LABEL
+    judgement = section.label_key or columns.first(DATA_NAMES["judgements"], "label_key") or LABEL
     label = column(row, judgement, "label_key")
     prompt, names = None, ()
     if name.lower() not in CHATS:

@@ -17,26 +17,34 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import strategy_name
 from lightrft.config.sections import Config
 
+COMPARED_SETTINGS = (
+    "bf16 trust_remote_code exact engine_type engine_mem_util engine_kv_cache_gb".split()
+)
+"""Settings of a run that the comparison has, too."""
+
 
 def main(argv: list[str] | None = None) -> None:
     arguments = command_parser("doctor", __doc__).parse_args(argv)
     with user_errors(ConfigError):
-        _read_recipe(arguments)
+        config = _configuration(arguments)
 
     from lightrft.extras.commands.debug.examination import examine
 
     set_up_logging()
-    sys.exit(0 if examine(arguments) else 1)
+    sys.exit(0 if examine(config, arguments.engine_model) else 1)
 
 
-def _read_recipe(arguments: argparse.Namespace) -> None:
-    """Let the settings of --config hold where the command line has none, and MODEL be --model."""
+def _configuration(arguments: argparse.Namespace) -> Config:
+    """Return a configuration of one rank, with an engine in eager mode.
+
+    The settings of --config hold where the command line has none.
+    """
     recipe = load(arguments.config) if arguments.config else Config()
-    arguments.model = arguments.model or arguments.name or recipe.model.pretrain
-    arguments.bf16 = arguments.bf16 or recipe.model.bf16
-    arguments.trust_remote_code = arguments.trust_remote_code or recipe.model.trust_remote_code
-    arguments.strategy = arguments.strategy or strategy_name(recipe.strategy)
-    arguments.exact = arguments.exact or recipe.engine.exact
-    for name in ("engine_type", "engine_mem_util", "engine_kv_cache_gb"):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, getattr(recipe.engine, name))
+    return Config.of(
+        pretrain=arguments.model or arguments.name or recipe.model.pretrain,
+        strategy=arguments.strategy or strategy_name(recipe.strategy),
+        prompt_max_len=128,
+        generate_max_len=64,
+        engine_enforce_eager=True,
+        **{name: getattr(arguments, name) or getattr(recipe, name) for name in COMPARED_SETTINGS},
+    )

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightrft.app.cli import USER_ERROR, command_parser, user_errors
+from lightrft.app.cli import USER_ERROR, command_parser, read_command_line, user_errors
 from lightrft.app.run.logs import set_up_logging
 from lightrft.config.command_line import answer_word
 from lightrft.config.errors import ConfigError
@@ -32,7 +32,6 @@ from lightrft.config.paths import missing
 from lightrft.config.references import JUDGE, SERVER, data_sources
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import TRAINING, Config
-from lightrft.extras.compat.command_line import parse
 from lightrft.models.parallel.peaks import DEVICES, known_device
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         if min(options.ranks, options.ranks_per_node) < 1:
             raise ConfigError("--ranks and --ranks_per_node must be at least 1")
 
-        config = parse(flags, options.command)
+        config = read_command_line(flags, options.command)
         code = show_plan(
             config,
             options.command,

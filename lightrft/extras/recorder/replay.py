@@ -232,6 +232,7 @@ class _Step:
         shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
         coefficients = build.build_coefficients(config.algorithm)
         self.kl_coefficient, self.entropy_coefficient = coefficients
+
         self.roles = {"critic": critic} if critic is not None else {}
         self.roles["actor"] = policy
         items = {
