@@ -25,6 +25,10 @@ from lightrft.config.sections import Config, fields_read
 from lightrft.config.tables import table
 
 NEEDED_PACKAGES = table("config/packages")
+CODE_FLAGS = (
+    "agent scheduler engine_type advantage_estimator policy_loss rollout_correction".split()
+)
+"""Flags that may name a function or a class in a file."""
 
 
 def check_paths(config: Config, command: str) -> None:
@@ -67,14 +71,11 @@ def _missing_data(config: Config, command: str) -> Iterator[str]:
 
 def code_files(config: Config) -> list[tuple[str, str, str]]:
     """Return (flag, name, file) for the user's files of code that a configuration names."""
-    environment = config.environment
+    section = config.environment
     named = [("reward", term.name) for term in reward_terms(config.reward.reward)]
-    named += [("environment", environment.environment), ("agent", environment.agent)]
-    named += [("tools", name) for name in environment.tools if not name.startswith("mcp:")]
-    named += [("strategy", config.strategy.strategy), ("scheduler", config.rollout.scheduler)]
-    named += [("engine_type", config.engine.engine_type)]
-    of_algorithm = ("advantage_estimator", "policy_loss", "rollout_correction")
-    named += [(flag, getattr(config, flag) or "") for flag in of_algorithm]
+    named += [("environment", section.environment), ("strategy", config.strategy.strategy)]
+    named += [("tools", name) for name in section.tools if not name.startswith("mcp:")]
+    named += [(flag, getattr(config, flag) or "") for flag in CODE_FLAGS]
 
     files = [name if name.endswith(".py") else name.rpartition(":")[0] for _, name in named]
     pairs = zip(named, files, strict=True)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -91,12 +91,6 @@ class StoredPrompts(Sequence[Prompt]):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
 
     def __getitem__(self, index: Any) -> Any:
         rows = self.rows[index]
