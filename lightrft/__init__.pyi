@@ -105,7 +105,7 @@ class TrainPpoFlags(TypedDict, total=False):
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
     system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | Path | None
+    chat_template_kwargs: str | dict[str, Any]
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
@@ -659,7 +659,7 @@ class TrainSftFlags(TypedDict, total=False):
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
     system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | Path | None
+    chat_template_kwargs: str | dict[str, Any]
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
@@ -892,7 +892,7 @@ class TrainRmFlags(TypedDict, total=False):
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
     system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | Path | None
+    chat_template_kwargs: str | dict[str, Any]
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
@@ -1143,7 +1143,7 @@ class TrainPrmFlags(TypedDict, total=False):
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
     system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | Path | None
+    chat_template_kwargs: str | dict[str, Any]
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
@@ -1376,7 +1376,7 @@ class TrainDpoFlags(TypedDict, total=False):
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
     system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | Path | None
+    chat_template_kwargs: str | dict[str, Any]
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
@@ -1629,7 +1629,7 @@ class TrainKtoFlags(TypedDict, total=False):
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
     system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | Path | None
+    chat_template_kwargs: str | dict[str, Any]
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""
@@ -1862,7 +1862,7 @@ class EvaluateFlags(TypedDict, total=False):
     """Render prompts with the tokenizer's chat template. A response then also stops at the token that ends a turn of the template."""
     system_prompt: str | Path | None
     """System message for the chat template. A row with a system message of its own uses that one."""
-    chat_template_kwargs: str | Path | None
+    chat_template_kwargs: str | dict[str, Any]
     """Additional variables for the chat template as a JSON object: '{'enable_thinking': false}'. The column `chat_template_kwargs` of a row replaces them."""
     chat_template_date: str | Path
     """Date as YYYY-MM-DD for chat templates that write it; empty: the first day of the run, also after it is resumed."""

@@ -5,9 +5,9 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
-from types import ModuleType
 
 from lightrft import __version__
 from lightrft.config.errors import USER_ERROR, ConfigError
@@ -49,18 +49,25 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"there is no command {chosen.command!r}{near}. All commands: lightrft --help")
 
     try:
-        _module(chosen.command).main(chosen.arguments)
+        _main_of(chosen.command)(chosen.arguments)
     except KeyboardInterrupt:
         parser.exit(130, "interrupted by SIGINT\n")
 
 
-def _module(command: str) -> ModuleType:
+def _main_of(command: str) -> Callable[[list[str]], None]:
+    from lightrft.app.cli import MAINS
+
+    if command in MAINS:
+        return MAINS[command]
     option = f"lightrft {command}"
     try:
-        return extra(option) if option in MODULES else import_module(f"lightrft.app.cli.{command}")
+        module = (
+            extra(option) if option in MODULES else import_module(f"lightrft.app.cli.{command}")
+        )
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(USER_ERROR) from None
+    return module.main
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lightrft.app.cli import evaluate, export
+from lightrft.app.cli import MAINS, export
 from lightrft.config import DataSection
 from lightrft.config.extras import extra
 from lightrft.data.conversations import make_example
@@ -186,7 +186,7 @@ def test_evaluation(model, flags):
         "--engine_kv_cache_gb=0.2",
     ]
     with pytest.raises(SystemExit) as ended:
-        evaluate.main([*flags, *others, f"--save_path={model.parent}/evaluation"])
+        MAINS["evaluate"]([*flags, *others, f"--save_path={model.parent}/evaluation"])
     assert ended.value.code == 0
     responses = (model.parent / "evaluation" / "responses.jsonl").read_text().splitlines()
     assert len(responses) == 8 and all(json.loads(response)["response"] for response in responses)

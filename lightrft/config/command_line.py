@@ -30,14 +30,12 @@ from lightrft.config.sections import (
     fields_read,
     section_of_field,
 )
+from lightrft.config.tables import table
 from lightrft.config.values import CommaSeparated, JSONObject, Verbatim, nearest
 
 Flags = dict[str, list[str]]
 """Flag, without dashes -> the words after it."""
-ESSENTIAL = """pretrain prompt_data eval_data input_key label_key apply_chat_template reward
-advantage_estimator engine_type rollout_batch_size n_samples_per_prompt generate_max_len
-train_batch_size learning_rate num_episodes max_steps lora_rank bf16 save_path save_steps
-load_checkpoint report_to""".split()
+ESSENTIAL: list[str] = table("config/presets")["essential"]
 """Flags that most runs set; --help begins with them."""
 HELP = ("-h", "--help")
 VERSION = "--version"

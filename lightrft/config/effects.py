@@ -28,27 +28,21 @@ ESCAPE = re.compile(r"\\[nt](?!(eq?|u|abla|ot|i|ewline|ext\w*|imes|heta|au|an|op
 def flags_without_effect(config: Config, command: str) -> list[str]:
     """Return a sentence with the reason for each changed flag that nothing reads in this run."""
     run = RunFacts(config, command)
-    changed = [
-        name for name in section_of_field() if name in config.written and _changed(run, name)
-    ]
     read = fields_read(command)
-    unread = [
-        f"--{name} has no effect in {command}{OTHER_NAMES.get((command, name), '')}"
-        for name in sorted(set(changed) - read)
-    ]
+    notices = []
+    for name in section_of_field():
+        if name not in config.written or not _changed(run, name):
+            continue
+        if name not in read:
+            other = OTHER_NAMES.get((command, name), "")
+            notices.append(f"--{name} has no effect in {command}{other}")
+            continue
+        if need := _missing(run, name):
+            notices.append(f"--{name} has no effect without {need}")
+        if _holds(run, unless := options()[name].unless):
+            notices.append(f"--{name} has no effect with {unless}")
 
-    missing = [
-        f"--{name} has no effect without {need}"
-        for name in changed
-        if name in read and (need := _missing(run, name))
-    ]
-    excluded = [
-        f"--{name} has no effect with {options()[name].unless}"
-        for name in changed
-        if name in read and _holds(run, options()[name].unless)
-    ]
-
-    return unread + missing + excluded + _literal_escapes(run)
+    return notices + _literal_escapes(run)
 
 
 def _literal_escapes(run: RunFacts) -> list[str]:

@@ -1,6 +1,6 @@
 """What an option or a command takes from lightrft/extras: the only place that names that folder.
 
-Nothing else outside of it imports it, so it can be deleted; the options below are then refused.
+Nothing else outside of it imports it, so it can be deleted; the options in extras.yaml are then refused.
 """
 
 from importlib import import_module
@@ -8,32 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 from lightrft.config.errors import ConfigError
+from lightrft.config.tables import table
 
 WITH_EPISODES = "--environment, --agent and --tools"
 WATCHED = "--canaries and --shadow_reward"
 LEDGER_SCHEDULER = "lightrft.extras.ledger.scheduler:DrawsBySignal"
-MODULES = {
-    WATCHED: "canaries.watch",
-    "--ledger": "ledger.install",
-    WITH_EPISODES: "build_episodes",
-    "--exact": "exact.install",
-    "--exact with --engine_type hf": "exact.hf",
-    "--exact with --engine_type vllm": "exact.vllm",
-    "--dry_run": "commands.plan",
-    "a server of models": "build_server",
-    "flags of other programs": "compat.command_line",
-    "objects of TRL": "compat.trl_objects",
-    **{f"lightrft {name}": name for name in ("check", "migrate")},
-    **{
-        f"lightrft {name}": f"commands.{name}"
-        for name in ("bench", "doctor", "plan", "serve", "serve_reward", "tinker")
-    },
-    "lightrft selfcheck": "commands.doctor",
-    **{
-        f"lightrft {name}": f"commands.debug.{name}"
-        for name in "bisect bundle chat diagnose forecast ledger replay report test_rewards".split()
-    },
-}
+MODULES: dict[str, str] = table("config/extras")
 """What asks for it -> its module."""
 
 

@@ -37,7 +37,7 @@ tests have compared its gradients.
 """
 BIASED_FAMILIES = ("deepseek_v3", "glm4_moe", "minimax_m2")
 """Those whose routers add a bias to the scores when they choose; --router_bias_rate moves it."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of a model's configuration with the number of experts of a layer."""
 UNSCALED = ("rope_type", "rope_theta")
 """Rope parameters of a model that does not scale positions."""
@@ -123,6 +123,29 @@ class RunFacts:
         return " ".join(f"--{medium}_key" for medium in media_columns(self.config.data))
 
     @property
+    def episode_flags(self) -> str:
+        """Return the flags that give responses several turns."""
+        names = ("environment", "agent", "tools")
+        return " ".join(f"--{name}" for name in names if getattr(self.config.environment, name))
+
+    @property
+    def shaping_flags(self) -> str:
+        """Return the flags that change the reward, which remax and gdpo compare without them."""
+        names = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
+        return " ".join(f"--{name}" for name in names if self[name])
+
+    @property
+    def truncation_flags(self) -> str:
+        """Return the flags that leave tokens out when a response is sampled."""
+        used = {
+            "--top_k": self.top_k > 0,
+            "--top_p": self.top_p < 1,
+            "--min_p": self.min_p > 0,
+            "--min_tokens": self.min_tokens > 0,
+        }
+        return " ".join(flag for flag, is_used in used.items() if is_used)
+
+    @property
     def num_samples(self) -> int:
         """Return the number of samples in one step, over all ranks."""
         return self.rollout_batch_size * self.n_samples_per_prompt
@@ -167,6 +190,18 @@ class RunFacts:
     def num_experts(self) -> int:
         """Return the number of experts of a layer; 0 for a model on the hub, and without any."""
         return next((self.model_config[name] for name in EXPERTS if name in self.model_config), 0)
+
+    @property
+    def unusual_layers(self) -> str:
+        """Return the layers of the model beside attention and feed-forward; empty without any.
+
+        A model on the hub is checked when it is loaded.
+        """
+        if self.num_experts:
+            return "experts"
+        kinds = set(self.model_config.get("layer_types") or ())
+        unusual = sorted(kinds - {"full_attention", "sliding_attention"})
+        return f"layers of type {', '.join(unusual)}" if unusual else ""
 
     @property
     def window(self) -> int | None:

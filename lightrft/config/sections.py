@@ -78,6 +78,10 @@ NO_EMPTY_TEXT = Bound("must not contain an empty text", bool)
 NO_NEGATIVE_ID = Bound("must not contain a negative number", NOT_NEGATIVE.holds)
 A_SHARE = SHARE.hint(", because it is a share")
 PROBABILITY = Bound("must be above 0 and below 1", lambda value: 0 < value < 1)
+BELOW_HALF = Bound(
+    "must be at least 0 and below 0.5: above it the rejected answers would be preferred",
+    lambda value: 0 <= value < 0.5,
+)
 BELOW_1 = Bound("must be at least 0 and below 1", lambda value: 0 <= value < 1)
 RANGE = Bound(
     "takes two numbers: the minimum and the maximum",
@@ -254,8 +258,8 @@ class DataSection(Section, commands=EVALUATED):
     system_prompt: str | None = option(None, needs=CHAT_TEMPLATE)
     """System message for the chat template. A row with a system message of its own uses that one.
     """
-    chat_template_kwargs: str | None = option(
-        None, needs=CHAT_TEMPLATE, commands=ALL_BUT_SERVE_REWARD
+    chat_template_kwargs: JSONObject = option(
+        JSONObject(""), needs=CHAT_TEMPLATE, commands=ALL_BUT_SERVE_REWARD
     )
     """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'.
     The column `chat_template_kwargs` of a row replaces them."""
@@ -927,7 +931,7 @@ class PreferenceSection(Section, commands=("train_rm",)):
     beta: float = option(0.1, POSITIVE, commands=("train_dpo", "train_kto"))
     """DPO and KTO: factor of the log-ratio of policy and reference in the implicit reward; a larger
     value keeps the policy closer to the reference."""
-    label_smoothing: float = option(0.0, NOT_NEGATIVE, commands=("train_dpo",))
+    label_smoothing: float = option(0.0, BELOW_HALF, commands=("train_dpo",))
     """DPO with the loss sigmoid: assumed share of rows with a reversed preference (cDPO), below
     0.5."""
     length_normalized: bool = option(False, commands=("train_dpo",))

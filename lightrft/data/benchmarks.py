@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightrft.config.sections import DataSection
+from lightrft.config.tables import table
 from lightrft.core.samples import Prompt
 from lightrft.data.prompts import RowContext, make_prompt
 
@@ -102,18 +103,9 @@ def _gpqa(row: dict[str, Any]) -> tuple[str, str]:
     return f"{question}\n\n{listed}", LETTERS[options.index(right)]
 
 
-BOXED = "Reason step by step, and write the final answer as \\boxed{answer}."
+READERS = {"gsm8k": _gsm8k, "math500": _math500, "aime": _aime, "gpqa": _gpqa}
 benchmarks = {
-    "gsm8k": Benchmark(
-        _gsm8k, "Reason step by step, and write the final answer, a number, after ####.", "number"
-    ),
-    "math500": Benchmark(_math500, BOXED, "math"),
-    "aime": Benchmark(_aime, BOXED, "math"),
-    "gpqa": Benchmark(
-        _gpqa,
-        "Reason step by step, and end with `Answer: X`, where X is the letter of the right answer.",
-        "choice",
-    ),
+    name: Benchmark(READERS[name], **details) for name, details in table("data/benchmarks").items()
 }
 """Name of a format -> the benchmark.
 

@@ -37,7 +37,7 @@ from lightrft.data.prompt_set import LoadedSet, PromptSet
 from lightrft.data.readers import BadRows, files_of, is_first_rank, read_rows
 from lightrft.data.rendering.forms import SYSTEMS, Reading, column, scored
 from lightrft.data.rendering.messages import SYSTEM_ROLES, Message, as_object, as_tools, is_blank
-from lightrft.data.rendering.template import chat_template, template_variables
+from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import text_tokens
 from lightrft.data.stored import stored_prompts, storing_problem
 from lightrft.registry import OBJECTS
@@ -333,7 +333,6 @@ def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
     """Raise DataError for problems with templates that would affect every row."""
     if section.input_template is not None and "{}" not in section.input_template:
         raise DataError(f"--input_template {section.input_template!r} has no {{}} for the prompt")
-    template_variables(section)
     if section.apply_chat_template and not tokenizer.chat_template:
         raise DataError(
             "--apply_chat_template: the tokenizer of --pretrain has no chat template: copy the"

@@ -125,9 +125,7 @@ def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[DataRow]:
         ) from error
     if isinstance(dataset, DatasetDict):
         dataset = _split_of(dataset, split, f"{flag} {folder}")
-    yield from (
-        (f"{folder}[{split}] row {number}", row) for number, row in enumerate(_stored(dataset), 1)
-    )
+    yield from _numbered(f"{folder}[{split}]", dataset)
 
 
 def _split_of(splits: Mapping[str, Any], split: str, where: str) -> Any:
@@ -148,9 +146,11 @@ def _hub_rows(name: str, subset: str | None, split: str, flag: str) -> Iterator[
         raise DataError(
             f"{flag} {source}: the hub's data set cannot be loaded: {str(error).splitlines()[0]}"
         ) from error
-    yield from (
-        (f"{source}[{split}] row {number}", row) for number, row in enumerate(_stored(dataset), 1)
-    )
+    yield from _numbered(f"{source}[{split}]", dataset)
+
+
+def _numbered(name: str, dataset: "Dataset") -> Iterator[DataRow]:
+    return ((f"{name} row {number}", row) for number, row in enumerate(_stored(dataset), 1))
 
 
 def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:

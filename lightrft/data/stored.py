@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -91,12 +91,6 @@ class StoredPrompts(Sequence[Prompt]):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
 
     def __getitem__(self, index: Any) -> Any:
         rows = self.rows[index]
@@ -189,47 +183,28 @@ def _write(file: Path, sets: Sequence[Iterable[Prompt]], distinguishing: str | N
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
         prompts = counted()
         while batch := list(islice(prompts, ROWS_OF_BATCH)):
-            writer.write_batch(_batch(batch))
+            rows = list(map(_row, batch))
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
     return Summary(
         sizes, digests_of_pieces(StoredPrompts(file, range(sum(sizes)))), sorted(examples.values())
     )
 
 
-def _batch(prompts: list[Prompt]) -> pa.RecordBatch:
-    lengths = [len(prompt.token_ids) for prompt in prompts]
-    ids = np.concatenate([np.array(prompt.token_ids, dtype=np.int32) for prompt in prompts])
-    columns = {
-        "text": [prompt.text for prompt in prompts],
-        "token_ids": pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), ids),
-        "columns": [json.dumps(_plain_columns(prompt)) for prompt in prompts],
-        "answers": [_answers(prompt) for prompt in prompts],
-        "media": [
-            [_media(medium, item) for medium, items in prompt.multi_modal.items() for item in items]
-            for prompt in prompts
-        ],
-        "media_tokens": [prompt.media_tokens for prompt in prompts],
-        "location": [prompt.location for prompt in prompts],
+def _row(prompt: Prompt) -> dict[str, Any]:
+    """Return the columns of a prompt."""
+    columns = prompt.columns.items()
+    plain = {name: value for name, value in columns if not isinstance(value, Answer)}
+    answers = [(name, value) for name, value in columns if isinstance(value, Answer)]
+    media = [(medium, item) for medium, items in prompt.multi_modal.items() for item in items]
+    return {
+        "text": prompt.text,
+        "token_ids": np.asarray(prompt.token_ids, dtype=np.int32),
+        "columns": json.dumps(plain),
+        "answers": [{"name": name, **value._asdict()} for name, value in answers],
+        "media": [_media(medium, item) for medium, item in media],
+        "media_tokens": prompt.media_tokens,
+        "location": prompt.location,
     }
-
-    return pa.RecordBatch.from_arrays(
-        [_array(values, SCHEMA.field(name).type) for name, values in columns.items()], schema=SCHEMA
-    )
-
-
-def _array(values: Any, kind: pa.DataType) -> pa.Array:
-    return values if isinstance(values, pa.Array) else pa.array(values, type=kind)
-
-
-def _plain_columns(prompt: Prompt) -> dict[str, Any]:
-    return {name: value for name, value in prompt.columns.items() if not isinstance(value, Answer)}
-
-
-def _answers(prompt: Prompt) -> list[dict[str, Any]]:
-    return [
-        {"name": name, **value._asdict()}
-        for name, value in prompt.columns.items()
-        if isinstance(value, Answer)
-    ]
 
 
 def _media(medium: str, item: MediaFile) -> dict[str, Any]:

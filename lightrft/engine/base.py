@@ -277,9 +277,7 @@ class Engine(ABC):
 
     def problem(self, request: Request) -> str | None:
         """Return why add() would refuse a request, or None; media are not looked at."""
-        return self._problem_of(
-            request if request.seeds else replace(request, seeds=_seeds(0, 0, request))
-        )
+        return self._problem_of(_seeded(request, 0, 0))
 
     def check_media(self, media: Iterable[str]) -> None:
         """Raise ConfigError if the engine does not support one of the media of the data."""
@@ -332,16 +330,11 @@ class Engine(ABC):
         self._check_can_generate(loop)
         banned = self.vocabulary.never_sampled if self.vocabulary else ()
         ends = self.vocabulary.end_token_ids if self.vocabulary else ()
-        samplings = [cast(Sampling, request.sampling or loop.sampling) for request in requests]
-        resolved = [
-            replace(request, sampling=sampling.resolved(banned, ends))
-            for request, sampling in zip(requests, samplings, strict=True)
-        ]
-        seed = loop.sampling.seed
-        resolved = [
-            request if request.seeds else replace(request, seeds=_seeds(seed, index, request))
-            for index, request in enumerate(resolved, loop.num_requests)
-        ]
+        resolved = []
+        for index, request in enumerate(requests, loop.num_requests):
+            sampling = cast(Sampling, request.sampling or loop.sampling).resolved(banned, ends)
+            request = replace(request, sampling=sampling)
+            resolved.append(_seeded(request, loop.sampling.seed, index))
 
         return self._validated(resolved, loop.sampling)
 
@@ -689,7 +682,8 @@ class Engine(ABC):
             raise EngineError(f"{type(self).__name__}.{verb} failed: {error}") from error
 
 
-def _seeds(seed: int, index: int, request: Request) -> tuple[int, ...]:
+def _seeded(request: Request, seed: int, index: int) -> Request:
     """Derive the seeds of a request that has none."""
-    count = cast(Sampling, request.sampling).n
-    return tuple(derived_seed(seed, index, sample) for sample in range(count))
+    samples = range(cast(Sampling, request.sampling).n)
+    seeds = request.seeds or tuple(derived_seed(seed, index, sample) for sample in samples)
+    return replace(request, seeds=seeds)

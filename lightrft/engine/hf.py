@@ -131,18 +131,14 @@ class HFEngine(FolderEngine):
         keys, prompts = zip(*batch, strict=True)
         sampling = prompts[0].sampling
         # Noise in [0, 1) that depends only on the seeds, so batching changes no sample.
-        noise = _noise([seed for request in prompts for seed in request.seeds], sampling).to(
-            self.device
-        )
-        samples = self._samples = self._empty_samples(
-            sampling, keys, [len(request.prompt) for request in prompts]
-        )
+        seeds = [seed for request in prompts for seed in request.seeds]
+        noise = _noise(seeds, sampling).to(self.device)
+        lengths = [len(request.prompt) for request in prompts]
+        samples = self._samples = self._empty_samples(sampling, keys, lengths)
 
         rows, logits = self._prefill(prompts, sampling.n)
         if self.routed:
-            samples.begin_experts(
-                self.routed.newest(len(prompts)), [len(request.prompt) for request in prompts]
-            )
+            samples.begin_experts(self.routed.newest(len(prompts)), lengths)
         for step in range(sampling.max_tokens):
             tokens, logprobs = self.sample(
                 logits, sampling.temperature, noise[rows.index, step], sampling.truncation
@@ -194,11 +190,8 @@ class HFEngine(FolderEngine):
             [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)],
             device=self.device,
         )
-        mask = (
-            torch.arange(longest, device=self.device)
-            >= torch.tensor(padding, device=self.device)[:, None]
-        )
-        mask = mask.long()
+        columns = torch.arange(longest, device=self.device)
+        mask = (columns >= torch.tensor(padding, device=self.device)[:, None]).long()
         cache = DynamicCache(config=self.model.config)
 
         expanded = [request.expanded.features for request in requests if request.expanded]
@@ -215,14 +208,13 @@ class HFEngine(FolderEngine):
         prompt_of_row = torch.arange(len(prompts), device=self.device).repeat_interleave(n)
         cache.reorder_cache(prompt_of_row)
 
+        next_position = positions.view(-1, *ids.shape)[..., -1].amax(0) + 1
         rows = _Rows(
             index=torch.arange(len(prompts) * n, device=self.device),
             running=[True] * (len(prompts) * n),
             mask=mask.repeat_interleave(n, 0),
             cache=cache,
-            next_position=(positions.view(-1, *ids.shape)[..., -1].amax(0) + 1).repeat_interleave(
-                n
-            ),
+            next_position=next_position.repeat_interleave(n),
         )
         return rows, logits.repeat_interleave(n, 0)
 
@@ -304,8 +296,7 @@ class HFEngine(FolderEngine):
             return
         for name, parameter in self.model.named_parameters():
             shape = self.expected[name]
-            fits = parameter.shape == shape
-            if fits:
+            if parameter.shape == shape:
                 parameter.data = parameter.data.to(self.device)
             else:
                 parameter.data = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -412,12 +403,10 @@ class _Samples:
         self.num_aborted += 1
 
         samples = self._of(prompt)
+        limit = self.sampling.max_tokens
         # "length" is the reason from the start, so it says nothing about a short sample.
         for sample in samples:
-            if (
-                sample.finish_reason == "length"
-                and len(sample.token_ids) < self.sampling.max_tokens
-            ):
+            if sample.finish_reason == "length" and len(sample.token_ids) < limit:
                 sample.finish_reason = ABORTED
 
         return samples
@@ -483,25 +472,19 @@ def _noise(seeds: list[int], sampling: Sampling) -> Tensor:
     """Return uniform noise [seeds, max_tokens] float64 in [0, 1), one row for each sample."""
     if sampling.temperature == 0:
         return torch.zeros(1, 1, dtype=torch.float64).expand(len(seeds), sampling.max_tokens)
-    return torch.stack(
-        [
-            torch.from_numpy(np.random.default_rng(seed).random(sampling.max_tokens))
-            for seed in seeds
-        ]
-    )
+    noise = [np.random.default_rng(seed).random(sampling.max_tokens) for seed in seeds]
+    return torch.from_numpy(np.stack(noise))
 
 
 def _load(setup: EngineSetup, config: PretrainedConfig) -> PreTrainedModel:
     options = {"dtype": setup.dtype, "trust_remote_code": setup.trust_remote_code}
+    kind = generating_class(config)
     if not setup.from_stream:
-        return (
-            generating_class(config)
-            .from_pretrained(setup.model_path, config=config, **options)
-            .to(setup.device)
-        )
+        model = kind.from_pretrained(setup.model_path, config=config, **options)
+        return model.to(setup.device)
 
     with no_init_weights(), setup.device:
-        model = generating_class(config).from_config(config, **options)
+        model = kind.from_config(config, **options)
     model.tie_weights()
     return model
 

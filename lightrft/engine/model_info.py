@@ -135,18 +135,11 @@ def media_limits(section: EngineSection, config: PretrainedConfig) -> dict[str, 
     if generating_class(config) is AutoModelForCausalLM:
         return {}
 
-    flags = {
-        "images": section.limit_mm_image_per_prompt,
-        "videos": section.limit_mm_video_per_prompt,
-        "audios": section.limit_mm_audio_per_prompt,
-    }
     media_tokens = placeholders(config)
-    reads = [name for name, medium in MEDIA_NAMES.items() if media_tokens[medium]]
-
     return {
-        name: flags[name]
-        for name in reads
-        if name == "audios" or config.model_type not in HEARS_ONLY
+        name: getattr(section, f"limit_mm_{medium}_per_prompt")
+        for name, medium in MEDIA_NAMES.items()
+        if media_tokens[medium] and (name == "audios" or config.model_type not in HEARS_ONLY)
     }
 
 
@@ -174,21 +167,9 @@ def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
 
     They come from generation_config.json, or from the model's configuration if it has none.
     """
-    generation = load_generation_config(model_path)
-    ids = generation.eos_token_id if generation else None
-    if ids is None:
-        configs = config.get_text_config(), config
-        ids = next(
-            (
-                candidate.eos_token_id
-                for candidate in configs
-                if getattr(candidate, "eos_token_id", None) is not None
-            ),
-            None,
-        )
-
-    if ids is None:
-        return frozenset()
+    sources = load_generation_config(model_path), config.get_text_config(), config
+    found = (getattr(source, "eos_token_id", None) for source in sources)
+    ids = next((ids for ids in found if ids is not None), ())
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 

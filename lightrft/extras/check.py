@@ -13,13 +13,12 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from lightrft.app.cli import command_parser
+from lightrft.app.cli import command_parser, read_command_line
 from lightrft.app.run.logs import set_up_logging
 from lightrft.config.command_line import answer_word
 from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import TRAINING, Config, fields_read
-from lightrft.extras.compat.command_line import parse
 
 TRIED_ROWS = 8
 
@@ -34,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
 
     set_up_logging()
     try:
-        config = parse(flags, options.command)
+        config = read_command_line(flags, options.command)
     except ConfigError as error:
         sys.exit(_concluded([str(error)]))
     sys.exit(_concluded(problems_of_run(config, options.command, options.ranks, options.device)))
@@ -94,9 +93,6 @@ def parser() -> argparse.ArgumentParser:
     """Return what reads the command line, beside the flags of the run."""
     usage = "lightrft check [COMMAND] [CONFIG.yaml] [flags]"
     flags = command_parser("check", __doc__, usage=usage, allow_abbrev=False)
-
     used = "the command that the run uses"
     flags.add_argument("--command", choices=TRAINING, default="train_ppo", help=used)
-    flags.add_argument("--ranks", type=int, default=1, help="number of processes of the run (1)")
-    flags.add_argument("--device", default="h100", help="kind of device for the plan (h100)")
     return flags

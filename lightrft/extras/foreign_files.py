@@ -15,15 +15,11 @@ import yaml
 
 from lightrft.config.command_line import group_flags
 from lightrft.config.errors import ConfigError
-from lightrft.extras.compat.counterparts import NO_COUNTERPART, SETTING_KEY, settings, typed
+from lightrft.extras.compat.counterparts import NO_COUNTERPART, SETTING_KEY, settings, table, typed
 from lightrft.rewards.functions import ELSEWHERE, rewards
 
 KNOWN_TOOLS = "TRL, Unsloth, verl, OpenRLHF, ms-swift and axolotl"
-COMMAND_OF = {
-    **{method: f"train_{method}" for method in ("sft", "dpo", "kto", "rm", "prm")},
-    **dict.fromkeys(("grpo", "rloo", "ppo"), "train_ppo"),
-    "reward": "train_rm",
-}
+COMMAND_OF: dict[str, str] = table("scripts")["commands"]
 """What other tools call a method -> the command here."""
 CLASS = re.compile(r"(GRPO|RLOO|PPO|SFT|DPO|KTO|Reward|PRM)(Config|Trainer)")
 """Classes of TRL that name a method."""
@@ -32,14 +28,7 @@ SHELL_ARRAY = re.compile(r"^[ \t]*(\w+)=\((.*?)\)[ \t]*$", re.DOTALL | re.MULTIL
 HASH = "\x00"
 IMPORTED = re.compile(r"^(\w[\w.]*)\.(\w+)$")
 """Function that TRL's script imports, such as package.module.function."""
-POSITIONS = {
-    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), ("model", "reward_funcs", "args")),
-    **dict.fromkeys(("DPOTrainer", "KTOTrainer"), ("model", "ref_model", "args")),
-    **dict.fromkeys(("SFTTrainer", "RewardTrainer"), ("model", "args")),
-    "Config": ("output_dir",),
-    "AutoModelForCausalLM.from_pretrained": ("model_name_or_path",),
-    "from_pretrained": ("model_name",),
-}
+POSITIONS: dict[str, list[str]] = table("scripts")["positions"]
 """End of what is called -> names of its first arguments."""
 OTHER_LANGUAGE = re.compile(r"\s*%%(?!capture|time)")
 """Beginning of a cell that is not Python."""

@@ -8,7 +8,6 @@ The configuration goes to the standard output, with a comment for each name that
 counterpart. `--ranks` is the number of processes, by which batches of one device are multiplied.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Mapping
@@ -26,22 +25,12 @@ from lightrft.extras.foreign_files import ForeignFile, read
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parser().parse_args(argv)
+    arguments = command_parser("migrate", __doc__).parse_args(argv)
     try:
         sys.stdout.write(migrated(arguments.file, ranks=arguments.ranks))
     except ConfigError as error:
         sys.stderr.write(f"lightrft migrate: {error}\n")
         raise SystemExit(USER_ERROR) from None
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
-    flags = command_parser("migrate", __doc__)
-    flags.add_argument(
-        "file", type=Path, help="a Python script, a notebook, a shell script or YAML"
-    )
-    flags.add_argument("--ranks", type=int, default=1, help="number of processes of the run")
-    return flags
 
 
 def migrated(path: Path, *, ranks: int = 1) -> str:

@@ -8,7 +8,7 @@ it is read, from the slices that are needed, with transformers' own conversions.
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -178,6 +178,14 @@ class ConvertedFiles:
             else:
                 for (row, *index), values in conversion.rows(self.files, rows, cut):
                     yield (row + rows.start - first, *index), values
+
+    def check_shape(self, name: str, expected: Sequence[int]) -> None:
+        """Raise ValueError if a tensor has another shape than the model expects."""
+        if self.shapes[name] != tuple(expected):
+            raise ValueError(
+                f"{self.origin(name)} has shape {self.shapes[name]} in the folder, but"
+                f" {tuple(expected)} in the model"
+            )
 
     def origin(self, name: str) -> str:
         """Return the file and stored name of a tensor, for error messages."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrft.config.errors import ConfigError
+from lightrft.config.tables import table
 from lightrft.core.batch import (
     Batch,
     Features,
@@ -39,10 +40,8 @@ from lightrft.models.parallel.sequence_parallel import (
 from lightrft.models.routers import Choices, RouterChoices
 
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-MULTIPLIED = {"cohere", "cohere2", "cohere2_moe", "falcon_h1", "hyperclovax"}
-DIVIDED = set(
-    "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared minicpm3".split()
-)
+MULTIPLIED: list[str] = table("models/families")["logits_multiplied"]
+DIVIDED: list[str] = table("models/families")["logits_divided"]
 """Model types that divide logits by an entry of LOGIT_SCALES; MULTIPLIED multiply by it."""
 
 
@@ -80,8 +79,7 @@ class Actor(SequenceParallelModule):
         `temperature`. With a truncation, it refers to the part of the vocabulary that was sampled
         from.
         """
-        computed = with_blank(batch, self.blank) if self.blank else batch
-        computed = pad_to_multiple(computed, self.sequence.multiple)
+        computed = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
         choices = self.router_choices and self.router_choices.begin(
             computed, self.sequence, measure=self.training
         )
@@ -92,10 +90,6 @@ class Actor(SequenceParallelModule):
     @property
     def hf_model(self) -> PreTrainedModel:
         return self.language_model
-
-    def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under the Hugging Face names, tied ones once."""
-        yield from self.language_model.named_parameters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +310,7 @@ class Scorer(SequenceParallelModule):
 
         It is [T] float32, or [T, K] of K heads.
         """
-        padded = with_blank(batch, self.blank) if self.blank else batch
-        padded = pad_to_multiple(padded, self.sequence.multiple)
+        padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
         hidden = self.backbone(padded, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
         scores = F.linear(
@@ -327,17 +320,12 @@ class Scorer(SequenceParallelModule):
             scores = scores * self.log_scale.float().exp()
         scores = self.sequence.gather(scores[:, 0] if scores.shape[1] == 1 else scores)
 
-        return (padded.shared.spread(scores) if padded.shared else scores)[
-            : batch.num_tokens
-        ].clone()
+        scores = padded.shared.spread(scores) if padded.shared else scores
+        return scores[: batch.num_tokens].clone()
 
     @property
     def hf_model(self) -> PreTrainedModel:
         return self.scored_model
-
-    def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under the Hugging Face names, tied ones once."""
-        yield from self.scored_model.named_parameters()
 
 
 def early_and_late(truncation: Truncation, early: Tensor) -> list[tuple[Tensor, Truncation]]:
@@ -579,7 +567,7 @@ def logit_scale(model: PreTrainedModel) -> float:
         for name in LOGIT_SCALES
         if getattr(config, name, None) is not None
     }
-    if scaled and (config.model_type not in MULTIPLIED | DIVIDED or logit_softcap(model)):
+    if scaled and (config.model_type not in MULTIPLIED + DIVIDED or logit_softcap(model)):
         problems.append(f"its logits are scaled ({', '.join(scaled)})")
     if problems:
         raise ValueError(

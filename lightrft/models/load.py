@@ -50,15 +50,11 @@ from lightrft.models.weight_files import (
 )
 
 SCORE = "score"
-JSON_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "added_tokens.json",
+"""Name of the only head of a reward model."""
+JSON_FILES = tuple(
+    "config.json generation_config.json tokenizer.json tokenizer_config.json added_tokens.json".split()
 )
 """Files of a model's folder that hold an object."""
-"""Name of the only head of a reward model."""
 
 
 def load_model(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> PreTrainedModel:
@@ -390,15 +386,9 @@ def _empty(
         )
         return None
 
-    shapes = converted.shapes
     tensors = stored_tensors(model)
-    for tensor_name in sorted(shapes.keys() & tensors.keys()):
-        if shapes[tensor_name] != tuple(tensors[tensor_name].shape):
-            shape = tuple(tensors[tensor_name].shape)
-            raise ValueError(
-                f"{converted.origin(tensor_name)} has shape {shapes[tensor_name]} in the folder,"
-                f" but {shape} in the model"
-            )
+    for tensor_name in sorted(converted.shapes.keys() & tensors.keys()):
+        converted.check_shape(tensor_name, tensors[tensor_name].shape)
 
     for child_name in {name.split(".")[0] for name in heads}:
         # The same random numbers as in from_pretrained().

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -99,19 +99,17 @@ class WeightFiles:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors. Only headers are read, each once."""
-        shapes = {}
-        for path in sorted(set(self.files.values())):
-            with _open(path) as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-        return shapes
+        return {name: tuple(piece.get_shape()) for name, piece in self._slices()}
 
     def dtypes(self) -> dict[str, str]:
         """Return the dtypes of all tensors, as safetensors names them."""
-        dtypes = {}
+        return {name: piece.get_dtype() for name, piece in self._slices()}
+
+    def _slices(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and safetensors' slice of each tensor; the slice is read in this turn."""
         for path in sorted(set(self.files.values())):
             with _open(path) as file:
-                dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}
-        return dtypes
+                yield from ((name, file.get_slice(name)) for name in file.keys())
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         """Return `slices` of a tensor, on the host.
@@ -266,6 +264,12 @@ def missing_and_unexpected(
     patterns = [MASK.pattern, *(model._keys_to_ignore_on_load_unexpected or ())]
     ignored = re.compile("|".join(patterns))
     return missing, {name for name in stored.difference(*groups) if not ignored.search(name)}
+
+
+def refuse_tensors(names: Collection[str], problem: str) -> None:
+    """Raise ValueError if there are any tensors with this problem."""
+    if names:
+        raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}")
 
 
 def is_backbone(model: PreTrainedModel, name: str) -> bool:

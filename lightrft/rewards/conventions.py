@@ -170,11 +170,24 @@ class RewardFunction:
         self.function = function
         self.chat = chat
         self.signature = _signature(function)
-        names = set(self.signature.parameters) if self.signature else set()
+        parameters = list(self.signature.parameters.values()) if self.signature else []
+        names = {one.name for one in parameters}
         recognised = [
             convention for convention in CONVENTIONS.values() if convention.recognised_by <= names
         ]
         self.convention = recognised[0] if recognised and "samples" not in names else None
+
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        self.accepted = None if takes_any else names
+        """Names of the accepted arguments; None for any."""
+        # By our own convention the first is the samples.
+        columns = parameters if self.convention else parameters[1:]
+        self.needed = {
+            one.name
+            for one in columns
+            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        }
+        """Names of the arguments, beside the samples, without a default."""
         self._loop: asyncio.Runner | None = None
 
     def __call__(self, samples: list[Sample], **columns: list) -> Any:
@@ -210,9 +223,8 @@ class RewardFunction:
     @property
     def reads_messages(self) -> bool:
         """Return True if the function gets the messages of the prompt, from the column prompt."""
-        accepted = self.signature and _accepts(self.signature)
         is_trl = self.convention is CONVENTIONS["TRL"]
-        return self.chat and is_trl and (accepted is None or "prompts" in accepted)
+        return self.chat and is_trl and (self.accepted is None or "prompts" in self.accepted)
 
     @property
     def signatures(self) -> str:
@@ -239,9 +251,8 @@ class RewardFunction:
         if problem:
             return f"{problem}. {_present(columns)}"
 
-        needed = self._needed(self.signature)
         for name in LABEL_ARGUMENTS:
-            if name in needed and _is_null(arguments[name][0]):
+            if name in self.needed and _is_null(arguments[name][0]):
                 return (
                     f"{name} (--label_key) is {arguments[name][0]}, and the function needs it:"
                     f" {_shown(self.signature)}. A function with a default for it, such as"
@@ -271,19 +282,13 @@ class RewardFunction:
             if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
                 return f"the function has no parameter for samples: {_shown(self.signature)}"
 
-            accepted = _accepts(self.signature)
-            if accepted is not None and (surplus := columns - (accepted - {first.name})):
+            if self.accepted is not None and (surplus := columns - (self.accepted - {first.name})):
                 return (
                     f"the function does not take {', '.join(sorted(surplus))}: add **columns to"
                     f" {_shown(self.signature)}"
                 )
 
         return self._bound({name: [] for name in columns})[1]
-
-    def _needed(self, signature: inspect.Signature) -> set[str]:
-        """Return the arguments without a default. By our own convention the first is the samples."""
-        first = [] if self.convention else list(signature.parameters)[:1]
-        return _required(signature).difference(first)
 
     def _bound(self, columns: Columns) -> tuple[Columns, str]:
         """Return the arguments that these columns give, and which the function lacks."""
@@ -293,15 +298,14 @@ class RewardFunction:
                 columns = self.convention.arguments([], columns, self.chat)
         except KeyError as missing:
             return {}, f"the function needs the column {missing}: {shown}"
-        absent = sorted(self._needed(self.signature) - set(columns))
+        absent = sorted(self.needed - set(columns))
         return columns, f"the function needs {', '.join(absent)}: {shown}" if absent else ""
 
     def _accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the function accepts: not every one has **kwargs."""
-        accepted = _accepts(self.signature)
-        if accepted is None:
+        if self.accepted is None:
             return arguments
-        return {name: value for name, value in arguments.items() if name in accepted}
+        return {name: value for name, value in arguments.items() if name in self.accepted}
 
     def _finish(self, returned: list[Any]) -> list[Any]:
         """Return the results of calls; coroutines are awaited together."""
@@ -366,22 +370,6 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(function)
     except (TypeError, ValueError):
         return None
-
-
-def _required(signature: inspect.Signature) -> set[str]:
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {
-        one.name
-        for one in signature.parameters.values()
-        if one.default is one.empty and one.kind not in variable
-    }
-
-
-def _accepts(signature: inspect.Signature) -> set[str] | None:
-    """Return the names of the accepted arguments, None for any."""
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values()):
-        return None
-    return set(signature.parameters)
 
 
 def _is_null(value: Any) -> bool:

@@ -9,20 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.sections import RewardSection
+from lightrft.config.tables import table
 from lightrft.core.samples import Sample
 from lightrft.rewards.functions import as_text
 
-JUDGE_TEMPLATE = """Judge a response to a prompt. Rate how correct, helpful and complete it is, \
-from {low} (worst) to {high} (best).
-
-[Prompt]
-{prompt}
-
-[Response]
-{response}
-
-Explain your judgement in a few sentences. Then write the rating on a line of its own, in this form:
-Score: NUMBER"""
+JUDGE_TEMPLATE: str = table("rewards/judge")["template"]
 ATTEMPTS = 3
 """Number of replies to ask for, until one contains a score; the first one is greedy."""
 

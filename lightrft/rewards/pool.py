@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any
 
 from loguru import logger
 
@@ -62,23 +62,6 @@ def out_of_time(limit: float, location: str) -> CallFailed:
         f"a call has taken more than {limit:g} s (--reward_minutes)",
         hint=f". It is at {location}" if location else "",
     )
-
-
-class Result(Protocol):
-    """Handle of the value that a call will return."""
-
-    def result(self) -> Any:
-        """Wait for the values that the function returns. Raises CallFailed if it returns none."""
-
-
-class Calls(Protocol):
-    """Interface of a way to call a reward function."""
-
-    trace: Untraced
-    """Trace that records the calls of worker processes."""
-
-    def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
-        """Call the function with these samples, now or later; `first`: before all waiting calls."""
 
 
 def failure_of(problem: str, samples: list[Sample]) -> CallFailed:
@@ -139,7 +122,8 @@ class Processes:
         os.set_blocking(self._wake_send, False)
         self._thread: threading.Thread | None = None
 
-    def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
+    def begin(self, samples: list[Sample], *, first: bool = False) -> Future[Any]:
+        """Call the function with these samples; `first`: before all waiting calls."""
         call = _Call(samples)
         with self._lock:
             if self._ended:

@@ -4,11 +4,10 @@ Fast functions are called in this process, others in worker processes (pool.py).
 """
 
 import math
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +19,7 @@ from loguru import logger
 from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.references import JUDGE, SERVER, RewardTerm, reward_terms
 from lightrft.config.sections import RewardSection
+from lightrft.config.values import import_path
 from lightrft.core.metrics import Metrics, Untraced
 from lightrft.core.samples import Prompt, Sample
 from lightrft.models.launch.heartbeat import code_position, exit_process
@@ -27,15 +27,7 @@ from lightrft.models.parallel.collectives import Axis
 from lightrft.registry import OBJECTS, kept_alive
 from lightrft.rewards.conventions import RewardFunction, as_number, num_rewards
 from lightrft.rewards.functions import FAST_REWARDS, rewards
-from lightrft.rewards.pool import (
-    CallFailed,
-    Calls,
-    Processes,
-    Result,
-    WrongCount,
-    failure_of,
-    out_of_time,
-)
+from lightrft.rewards.pool import CallFailed, Processes, WrongCount, failure_of, out_of_time
 from lightrft.rewards.worker import Setup, location, said
 
 MAX_REWARD = 1e18
@@ -58,7 +50,7 @@ class Call:
     """A call of the reward function that has begun."""
 
     samples: list[Sample]
-    result: Result
+    result: "Future[Any] | DeferredCall"
 
 
 class LaterJudge(Protocol):
@@ -133,7 +125,7 @@ class RewardRunner:
     def trace(self, trace: Untraced) -> None:
         self._calls.trace = trace
 
-    def _make_calls(self, setup: Setup) -> Calls:
+    def _make_calls(self, setup: Setup) -> "InProcess | Processes":
         terms = reward_terms(self.name)
         workers = self.section.reward_workers
         limit = self._limit(terms)
@@ -279,7 +271,8 @@ class RewardRunner:
         if self.section.reward_failure == "stop" and all(
             isinstance(call.result, Future) for call in calls
         ):
-            calls = _as_they_end(calls)
+            by_result = {call.result: call for call in calls}
+            calls = (by_result[result] for result in as_completed(by_result))
 
         logged = 0
         for call in calls:
@@ -311,7 +304,9 @@ class RewardRunner:
 
         return None
 
-    def _set_result(self, samples: list[Sample], result: Result) -> CallFailed | None:
+    def _set_result(
+        self, samples: list[Sample], result: "Future[Any] | DeferredCall"
+    ) -> CallFailed | None:
         """Set the rewards that a call returned; return the failure if there is one.
 
         The failure names the sample if it is known.
@@ -442,7 +437,7 @@ class InProcess:
     """Function that returns a context for each call: code of the user must not end the process."""
     trace: Untraced = field(default_factory=Untraced)
 
-    def begin(self, samples: list[Sample], *, first: bool = False) -> Result:
+    def begin(self, samples: list[Sample], *, first: bool = False) -> "DeferredCall":
         return DeferredCall(partial(self._call, samples))
 
     def _call(self, samples: list[Sample]) -> Any:
@@ -464,18 +459,10 @@ class DeferredCall:
     """A result that is computed when it is needed."""
 
     result: Callable[[], Any]
+    """Returns the values that the function returns. Raises CallFailed if it returns none."""
 
 
 # -- names of functions, and the order of results
-
-
-def _as_they_end(calls: Iterable[Call]) -> Iterator[Call]:
-    """Yield calls of worker processes, those that end first before the others."""
-    waiting = {call.result: call for call in calls}
-    while waiting:
-        wait(waiting, return_when=FIRST_COMPLETED)
-        for result in [result for result in waiting if result.done()]:
-            yield waiting.pop(result)
 
 
 def _is_on_server(term: RewardTerm) -> bool:
@@ -488,16 +475,8 @@ def importable_terms(terms: list[RewardTerm]) -> str | None:
     for term in terms:
         here = term.name.startswith(("__main__:", f"{OBJECTS.__name__}:"))
         by_path = _is_on_server(term) or (":" in term.name and not here)
-        name = term.name if by_path else importable_name(rewards[term.name])
-        if name is None:
+        name = term.name if by_path else import_path(rewards[term.name])
+        if not name or name.startswith("__main__:"):
             return None
         references.append(str(replace(term, name=name)))
     return ",".join(references)
-
-
-def importable_name(function: Any) -> str | None:
-    """Return `module:object` of a function, if another process can import it by that, else None."""
-    module = getattr(function, "__module__", None)
-    name = getattr(function, "__qualname__", "")
-    importable = module != "__main__" and getattr(sys.modules.get(module), name, None) is function
-    return f"{module}:{name}" if importable else None

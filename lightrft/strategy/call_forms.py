@@ -6,26 +6,12 @@ from typing import Any
 
 from easydict import EasyDict
 
+from lightrft.config.tables import table
 from lightrft.core.engine import Request
 from lightrft.core.samples import Completion
 from lightrft.engine.requests import Sampling
 
-SAMPLING_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-PRESENTATION = tuple(
-    """detokenize skip_special_tokens include_stop_str_in_output logprobs
-    spaces_between_special_tokens""".split()
-)
-"""Parameters about the presentation of a response. They are ignored, because responses here are
-token ids with log-probs."""
-NEUTRAL = {
-    "repetition_penalty": (1, None),
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "ignore_eos": (False, None),
-    "best_of": (1, None),
-}
-"""Parameters that no engine here supports, with the values that have no effect. These are accepted.
-"""
+NAMES: dict[str, Any] = table("strategy/call_forms")
 
 
 def sampling_from_dict(parameters: Mapping[str, Any], seed: int) -> Sampling:
@@ -35,15 +21,15 @@ def sampling_from_dict(parameters: Mapping[str, Any], seed: int) -> Sampling:
     engines here do not support.
     """
     renamed = {
-        SAMPLING_NAMES.get(name, name): value
+        NAMES["renamed"].get(name, name): value
         for name, value in parameters.items()
-        if name not in PRESENTATION
+        if name not in NAMES["presentation"]
     }
     names = {field.name for field in fields(Sampling)}
     wrong = [
         f"{name}={value!r}"
         for name, value in renamed.items()
-        if name not in names and value not in NEUTRAL.get(name, ())
+        if name not in names and value not in NAMES["neutral"].get(name, ())
     ]
     if wrong:
         raise ValueError(

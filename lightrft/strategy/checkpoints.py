@@ -96,12 +96,12 @@ class Checkpoints:
 
         state = {"client": dict(client_state), **self.strategy.state_dict()}
         copied, snapshot = self._snapshot(models, items, state, folder, copy=async_save)
-        retention = manager.RetentionPolicy(max_num, max_mem, save_latest)
-        job = partial(manager.write, snapshot, folder, retention=retention, hf=hf)
+        limits = {"max_num": max_num, "max_mem": max_mem, "latest": save_latest}
+        job = partial(manager.write, snapshot, folder, hf=hf, **limits)
 
         if copied:
             if self._background is None:
-                self._background = Background(world, self.strategy.mesh.background_axis())
+                self._background = Background(world, self.strategy.mesh.gloo_axis("background"))
             self._background.start(job)
         else:
             job(world)

@@ -27,6 +27,7 @@ from lightrft.config.resolve import deepspeed_problems
 from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.models.lora import adapter_parameters
 from lightrft.models.parallel.device import local_rank
+from lightrft.models.weight_sync.expert_layout import is_a
 from lightrft.models.weight_sync.stream import hf_parameters, stream
 from lightrft.strategy.backends.materialize import one_by_one
 from lightrft.strategy.backends.offload import (
@@ -48,6 +49,11 @@ from lightrft.strategy.strategy import StrategyBase
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+STAGE_1_AND_2 = "DeepSpeedZeroOptimizer"
+STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
+BF16_STAGE_1 = "BF16_Optimizer"
+"""Classes of ZeRO's optimizers, by name, because DeepSpeed is imported only when it is used."""
 
 
 class DeepSpeedStrategy(StrategyBase):
@@ -102,7 +108,9 @@ class DeepSpeedStrategy(StrategyBase):
         import deepspeed
 
         names = parameter_names(module, optimizer)
-        config = self._engine_config(module, optimizer is not None)
+        config = engine_config(
+            self.config, module, optimizer is not None, self.device, self.max_norm
+        )
         self._group_names[module] = names
 
         if self.config.strategy.zero_stage == 3:
@@ -153,15 +161,12 @@ class DeepSpeedStrategy(StrategyBase):
         if self.config.strategy.zero_stage == 0:
             return
 
-        from deepspeed.runtime.zero.stage_1_and_2 import (
-            INITIAL_MICRO_STEP_ID,
-            DeepSpeedZeroOptimizer,
-        )
+        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
         zero = self._trained_engine(model).optimizer
         zero.zero_grad()
         # zero_grad() leaves what stages 1 and 2 have averaged, and the count of micro-steps.
-        if isinstance(zero, DeepSpeedZeroOptimizer):
+        if is_a(zero, STAGE_1_AND_2):
             zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
             zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
             zero.micro_step_id = INITIAL_MICRO_STEP_ID
@@ -210,8 +215,6 @@ class DeepSpeedStrategy(StrategyBase):
         if self.config.strategy.zero_stage == 0:
             return super().offload_optimizer_state(optimizer)
 
-        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
         model = self._trained[optimizer]
         zero = self._engines[model].optimizer
         partitions = self._partitions(model).flats
@@ -221,7 +224,7 @@ class DeepSpeedStrategy(StrategyBase):
             for value in state.values()
             if isinstance(value, Tensor)
         ]
-        gradients = zero.fp32_groups_gradients_flat if isinstance(zero, BF16_Optimizer) else []
+        gradients = zero.fp32_groups_gradients_flat if is_a(zero, BF16_STAGE_1) else []
         # Some masters are views of the parameters, and those move with the model.
         models = {tensor.untyped_storage().data_ptr() for tensor in self._model_tensors(model)}
         separate = [
@@ -261,20 +264,6 @@ class DeepSpeedStrategy(StrategyBase):
 
     # -- internals
 
-    def _engine_config(self, module: nn.Module, trains: bool) -> dict[str, Any]:
-        bf16 = self.config.model.bf16 and (
-            trains or next(module.parameters()).dtype == torch.bfloat16
-        )
-        pinned = self.device.type != "cpu"
-        return engine_config(
-            self.config.strategy,
-            module,
-            bf16=bf16,
-            trains=trains,
-            max_norm=self.max_norm,
-            pinned=pinned,
-        )
-
     def _cut_one_by_one(self, module: nn.Module, config: dict[str, Any]) -> None:
         """Partition one parameter at a time, so that the device never holds the whole model.
 
@@ -312,40 +301,28 @@ class DeepSpeedStrategy(StrategyBase):
         return self._engines[model]
 
     def _partitions(self, model: nn.Module) -> Partitions:
-        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
         zero = self._engines[model].optimizer
-        rank = self.mesh.world.rank
-        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
-            return Partitions(
-                zero.fp16_groups, zero.fp32_partitioned_groups_flat, rank, by_parameter=True
-            )
-        if isinstance(zero, DeepSpeedZeroOptimizer):
-            return Partitions(
-                zero.bit16_groups, zero.single_partition_of_fp32_groups, rank, by_parameter=False
-            )
-
-        if isinstance(zero, BF16_Optimizer):
-            return Partitions(
-                zero.bf16_groups, zero.fp32_groups_flat_partition, rank, by_parameter=False
-            )
-        return Partitions((), (), rank, by_parameter=True)
+        groups = flats = ()
+        if is_a(zero, STAGE_3):
+            groups = zero.fp16_groups
+            flats = zero.fp32_partitioned_groups_flat
+        elif is_a(zero, STAGE_1_AND_2):
+            groups = zero.bit16_groups
+            flats = zero.single_partition_of_fp32_groups
+        elif is_a(zero, BF16_STAGE_1):
+            groups = zero.bf16_groups
+            flats = zero.fp32_groups_flat_partition
+        by_parameter = self.config.strategy.zero_stage == 3
+        return Partitions(groups, flats, self.mesh.world.rank, by_parameter)
 
     def _copy_masters(self, model: nn.Module) -> None:
         """Copy loaded master weights into the parameters."""
-        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-        engine = self._engines[model]
-        zero = engine.optimizer
-        if isinstance(zero, DeepSpeedZeroOptimizer | BF16_Optimizer):
+        zero = self._engines[model].optimizer
+        if is_a(zero, STAGE_1_AND_2) or is_a(zero, BF16_STAGE_1):
             zero.update_lp_params()
             return
 
-        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+        if is_a(zero, STAGE_3):
             for shard, master in zip(
                 zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True
             ):
@@ -382,14 +359,8 @@ class DeepSpeedStrategy(StrategyBase):
         num_local = max(0, min(shard.numel(), num_elements - self.mesh.world.rank * shard.numel()))
         local = shard.detach()[:num_local].to(self.device)
 
-        return DTensor.from_local(
-            local,
-            self._cut,
-            [Shard(0)],
-            run_check=False,
-            shape=torch.Size([num_elements]),
-            stride=(1,),
-        )
+        whole = {"shape": torch.Size([num_elements]), "stride": (1,)}
+        return DTensor.from_local(local, self._cut, [Shard(0)], run_check=False, **whole)
 
     def _model_tensors(self, model: nn.Module) -> list[Tensor]:
         if model in self._engines and self.config.strategy.zero_stage == 3:
@@ -399,9 +370,7 @@ class DeepSpeedStrategy(StrategyBase):
 
 def _scratch(zero: Any) -> list[Tensor]:
     """Return the gradient buffers that ZeRO-3 keeps allocated even if there are no gradients."""
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
-    if not isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+    if not is_a(zero, STAGE_3):
         return []
     return [
         zero.grad_partitions_flat_buffer,

@@ -77,22 +77,20 @@ class DeviceMemory:
     def __init__(self, strategy: Backend):
         self.strategy = strategy
         self.phases = Phases()
-        self.models: list[nn.Module] = []
-        self.optimizers: list[Optimizer] = []
+        self.items: list[nn.Module | Optimizer] = []
+        """Models and optimizers of the run."""
         self.unsummed: set[nn.Module] = set()
         """Models with gradients that were not summed over the ranks yet."""
         self.offloaded: dict[nn.Module | Optimizer, Offloaded] = {}
 
-    def register(self, model: nn.Module | None, optimizer: Optimizer | None) -> None:
-        if model is not None and all(model is not other for other in self.models):
-            self.models.append(model)
-        if optimizer is not None and all(optimizer is not other for other in self.optimizers):
-            self.optimizers.append(optimizer)
+    def register(self, *items: nn.Module | Optimizer | None) -> None:
+        for item in items:
+            if item is not None and all(item is not other for other in self.items):
+                self.items.append(item)
 
     def forget(self) -> None:
         """Drop the references to all models and optimizers that are on the device."""
-        self.models = []
-        self.optimizers = []
+        self.items = []
 
     # -- phases
 
@@ -122,17 +120,12 @@ class DeviceMemory:
 
         if self.strategy.config.strategy.offload_idle:
             # Everything leaves before anything comes, so the device never holds both.
-            for other in self.models:
-                if other is not model:
-                    self.strategy.offload_model(other)
-            for other in self.optimizers:
-                if other is not optimizer:
-                    self.strategy.maybe_offload_optimizer(other)
+            for other in self.items:
+                if other is not model and other is not optimizer:
+                    self.offload(other)
 
-        if model is not None:
-            self.strategy.reload_model(model)
-        if optimizer is not None:
-            self.strategy.maybe_load_optimizer(optimizer)
+        self.reload(model)
+        self.reload(optimizer)
 
     # -- moves
 
@@ -170,6 +163,12 @@ class DeviceMemory:
         if optimizer in self.offloaded:
             self.offloaded.pop(optimizer).reload(self.strategy.device)
 
+    def offload(self, item: nn.Module | Optimizer) -> None:
+        if isinstance(item, nn.Module):
+            self.strategy.offload_model(item)
+        else:
+            self.strategy.maybe_offload_optimizer(item)
+
     def reload(self, item: nn.Module | Optimizer | None) -> None:
         if isinstance(item, nn.Module):
             self.strategy.reload_model(item)
@@ -188,17 +187,14 @@ class DeviceMemory:
 
         Yields True if any of them was offloaded.
         """
-        offloaded = [item for item in items if item in self.offloaded]
+        offloaded = [item for item in items if item is not None and item in self.offloaded]
         for item in offloaded:
             self.reload(item)
 
         yield bool(offloaded)
 
         for item in offloaded:
-            if isinstance(item, nn.Module):
-                self.strategy.offload_model(item)
-            elif item is not None:
-                self.strategy.maybe_offload_optimizer(item)
+            self.offload(item)
 
     @contextmanager
     def emptied(self) -> Generator[None]:
@@ -207,14 +203,12 @@ class DeviceMemory:
         Only models with gradients stay. Everything comes back afterwards, except with
         --offload_idle.
         """
-        resident = [item for item in (*self.models, *self.optimizers) if item not in self.offloaded]
+        resident = [item for item in self.items if item not in self.offloaded]
         self.phases.enter(Phase.REFIT)
 
-        for model in self.models:
-            if not self.holds_gradients(model):
-                self.strategy.offload_model(model)
-        for optimizer in self.optimizers:
-            self.strategy.maybe_offload_optimizer(optimizer)
+        for item in self.items:
+            if isinstance(item, Optimizer) or not self.holds_gradients(item):
+                self.offload(item)
         self.strategy.sync_and_clear_cache()
 
         try:

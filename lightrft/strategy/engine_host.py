@@ -1,6 +1,6 @@
 """Host the engine that shares the devices with the trainer: start it, refill it, let it sleep."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
@@ -29,9 +29,6 @@ from lightrft.models.weight_sync.stream import unwrap
 from lightrft.strategy.backends.base import Backend
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.shared_session import SharedSession
-
-WeightsOf = Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
-"""Function that starts one stream of (name, full tensor) of a model."""
 
 
 class EngineStatus(Enum):
@@ -72,8 +69,6 @@ class EngineHost:
         self._engine: Engine | None = None
         self._axis: Axis | None = None
         self._may_sleep = True
-        self._stream: WeightsOf = strategy.full_params
-        """Function that starts the stream of a model that the engine takes."""
 
     # -- the engine
 
@@ -197,7 +192,6 @@ class EngineHost:
         self._engine = engine
         self._axis = axis
         self._may_sleep = may_sleep
-        self._stream = self._stream_for(engine)
         self.actor = None
         self.draft = None
         self.sleep_memory = {}
@@ -232,7 +226,6 @@ class EngineHost:
         """Close the engine, if there is one."""
         engine = self._engine
         self._engine = None
-        self._stream = self.strategy.full_params
         self.sleep_memory = {}
         if engine is not None:
             engine.close()
@@ -329,38 +322,27 @@ class EngineHost:
         if self.status is EngineStatus.WAKEUP:
             self.strategy.enter(Phase.GENERATE)
 
-    def _stream_for(self, engine: Engine) -> WeightsOf:
-        """Return the function that starts the stream of a model that an engine takes."""
-        quantization = engine.quantization
-        if engine.adapters is not None and not self.always_full:
-
-            def start(actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
-                return self.strategy.adapter_params(actor, base=not engine.has_base)
-
+    def _stream(self, actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Start the stream of a model that the engine takes."""
+        quantization = self.engine.quantization
+        if self.engine.adapters is not None and not self.always_full:
+            weights = self.strategy.adapter_params(actor, base=not self.engine.has_base)
         elif quantization is not None:
-
-            def start(actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
-                # They are rounded once, from the weights that the optimizer updates.
-                return self.strategy.full_params(actor, torch.float32)
-
-        elif not self.always_full and self.strategy.mesh.ep.size > 1:
-
-            def start(actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
-                divided = self._divides_experts()
-                params = self.strategy.expert_params if divided else self.strategy.full_params
-                return params(actor)
-
+            # They are rounded once, from the weights that the optimizer updates.
+            weights = self.strategy.full_params(actor, torch.float32)
+        elif not self.always_full and self._divides_experts():
+            weights = self.strategy.expert_params(actor)
         else:
-            return self.strategy.full_params
-
-        if quantization is None:
-            return start
-        return lambda actor: quantization.of_stream(start(actor))
+            weights = self.strategy.full_params(actor)
+        return weights if quantization is None else quantization.of_stream(weights)
 
     def _divides_experts(self) -> bool:
         """Return True if the ranks of each engine divide the experts as the trainer's do."""
         assert self._axis is not None
-        alike = self.engine.takes_local_experts and self._axis.size == self.strategy.mesh.ep.size
+        size = self.strategy.mesh.ep.size
+        if size == 1:
+            return False
+        alike = self.engine.takes_local_experts and self._axis.size == size
         # All ranks gather the same shards, or all would wait.
         return all(self.strategy.mesh.world.gather(alike))
 

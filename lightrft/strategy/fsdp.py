@@ -1,6 +1,6 @@
 """FSDP2: shard each block's parameters over the data ranks, and gather them to compute it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from lightrft.models.load import repeated_blocks
 from lightrft.models.lora import adapter_parameters
 from lightrft.models.parallel.device import local_tensor
 from lightrft.models.parallel.tensor_parallel import parallelize
-from lightrft.models.weight_sync.stream import hf_parameters, stream
+from lightrft.models.weight_sync.stream import hf_parameters, outermost, stream
 from lightrft.strategy.backends.materialize import materialize
 from lightrft.strategy.backends.offload import OffloadedModel
 from lightrft.strategy.backends.optim import follow, parameter_names
@@ -47,27 +47,15 @@ class FSDPStrategy(StrategyBase):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._replicas: dict[nn.Module, Replicas] = {}
-        self._has_shards = False
-        """True once a module was sharded."""
 
     def close(self) -> None:
         self._replicas.clear()
         super().close()
 
-    def create_optimizer(
-        self,
-        model: nn.Module,
-        lr: float,
-        betas: Sequence[float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        eps: float = 1e-8,
-    ) -> Optimizer:
-        """Build the optimizer of --optimizer, before or after prepare()."""
-        if self.config.optim.optimizer == "adamw":
-            return super().create_optimizer(model, lr, betas, weight_decay, eps)
+    def _muon_of(self, model: nn.Module) -> Callable[..., Optimizer]:
         from lightrft.strategy.backends.muon import create_muon
 
-        return create_muon(model, blocks(model), lr, (betas[0], betas[1]), weight_decay, eps)
+        return partial(create_muon, blocks=blocks(model))
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         """Split by tensor parallelism, shard, materialize, and let the optimizer follow."""
@@ -116,7 +104,6 @@ class FSDPStrategy(StrategyBase):
 
     def _shard(self, module: nn.Module, experts: Sequence[nn.Module] = ()) -> None:
         """Shard divided experts, then each block, and then the rest of the module."""
-        self._has_shards = True
         options: dict[str, Any] = {
             "mesh": self.mesh.parameters,
             # This includes the root: unsharded, its parameters are not the optimizer's.
@@ -166,7 +153,7 @@ class FSDPStrategy(StrategyBase):
             return
 
         reduce = last or not self.config.strategy.reduce_gradients_once
-        for root in roots(model) if self._has_shards else ():
+        for root in outermost(model, FSDPModule) if self._shards else ():
             root.set_requires_gradient_sync(reduce)
             root.set_requires_all_reduce(last)
             # Otherwise the inputs of reductions stay allocated until the next micro-batch.
@@ -255,15 +242,6 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return [
         block for block in reversed(candidates) if block is not module and not _shared(block, count)
     ]
-
-
-def roots(model: nn.Module) -> Iterator[FSDPModule]:
-    """Yield the outermost sharded modules of `model`."""
-    if isinstance(model, FSDPModule):
-        yield model
-    else:
-        for child in model.children():
-            yield from roots(child)
 
 
 def _shared(block: nn.Module, uses: dict[int, int]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial, wraps
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -44,7 +44,7 @@ from lightrft.strategy.backends.base import Backend, draw_by_data_rank
 from lightrft.strategy.backends.optim import create_adamw, create_lr_scheduler, parameter_names
 from lightrft.strategy.batching.micro_batches import B, find_shared_prefixes, redistribute
 from lightrft.strategy.batching.planner import MIN_SAVING
-from lightrft.strategy.batching.sample_store import MemoryStore, SampleStore
+from lightrft.strategy.batching.sample_store import MemoryStore
 from lightrft.strategy.call_forms import as_dicts, sampling_from_dict
 from lightrft.strategy.checkpoints import Checkpoints, Trained
 from lightrft.strategy.dataloader import ResumableBatchSampler
@@ -58,26 +58,14 @@ ALONE = Axis("data", 1, 0, None)
 _ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
-class Verb:
-    """Method of a strategy that one of its aspects does, with the signature that it has there."""
+def verb(aspect: str, method: Callable[..., Any]) -> Any:
+    """Return a method of a strategy that one of its aspects does, with the aspect's signature."""
 
-    def __new__(cls, aspect: str, method: Callable[..., Any]) -> Any:
-        return super().__new__(cls)
+    @wraps(method)
+    def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(getattr(strategy, aspect), *args, **kwargs)
 
-    def __init__(self, aspect: str, method: Callable[..., Any]):
-        @wraps(method)
-        def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-            return method(getattr(strategy, aspect), *args, **kwargs)
-
-        self.aspect = aspect
-        self.method = method
-        self.call = call
-        """The method as a class has it, whose first argument is the strategy."""
-
-    def __get__(self, strategy: Any, owner: type | None = None) -> Callable[..., Any]:
-        if strategy is None:
-            return self.call
-        return self.method.__get__(getattr(strategy, self.aspect))
+    return call
 
 
 def reads(aspect: str, attribute: str) -> Any:
@@ -267,10 +255,7 @@ class StrategyBase(Backend):
         """Return the group of the ranks that divide a sequence; None if none do."""
         return self.mesh.sp.group
 
-    @classmethod
-    def get_rank(cls) -> int:
-        """Return this process's rank; before there is a process group, the launcher's RANK or 0."""
-        return process_rank()
+    get_rank = staticmethod(process_rank)
 
     @classmethod
     def is_rank_0(cls) -> bool:
@@ -357,7 +342,7 @@ class StrategyBase(Backend):
         """Return the order of a run's rows: epoch after epoch, each reshuffled by the seed."""
         return Order(num_rows, self.seed)
 
-    def sample_store(self) -> SampleStore:
+    def sample_store(self) -> MemoryStore:
         """Return an empty store for the samples of a step."""
         axes = self.mesh.data, self.mesh.model_parallel
         if self.config.strategy.sample_store == "memory":
@@ -438,22 +423,17 @@ class StrategyBase(Backend):
 
         FSDP2 builds what --optimizer says. Raises ConfigError if this strategy cannot.
         """
-        if self.config.optim.optimizer != "adamw":
-            raise ConfigError(
-                f"--optimizer {self.config.optim.optimizer} needs FSDP2: {type(self).__name__} is"
-                " another strategy"
-            )
-        return create_adamw(model, lr, (betas[0], betas[1]), weight_decay, eps)
+        create = create_adamw if self.config.optim.optimizer == "adamw" else self._muon_of(model)
+        return create(model, lr, (betas[0], betas[1]), weight_decay, eps)
 
-    def create_scheduler(
-        self,
-        optimizer: Optimizer,
-        kind: Literal["cosine", "constant"],
-        warmup_steps: int,
-        total_steps: int,
-    ) -> LRScheduler:
-        """Build a schedule: linear warm-up, then a cosine to 10 % of the peak, or constant."""
-        return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps)
+    def _muon_of(self, model: nn.Module) -> Callable[..., Optimizer]:
+        """Return the function that builds Muon as create_adamw() builds AdamW, if there is one."""
+        raise ConfigError(
+            f"--optimizer {self.config.optim.optimizer} needs FSDP2: {type(self).__name__} is"
+            " another strategy"
+        )
+
+    create_scheduler = staticmethod(create_lr_scheduler)
 
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Distribute modules in place.
@@ -574,9 +554,7 @@ class StrategyBase(Backend):
         self.clear_gradients(model)
         return norm
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the Hugging Face model inside a role's wrapper, or the module itself."""
-        return unwrap(model)
+    unwrap_model = staticmethod(unwrap)
 
     def full_params(
         self, model: nn.Module, dtype: torch.dtype | None = None
@@ -587,22 +565,21 @@ class StrategyBase(Backend):
         follow unchanged. A tensor is valid until the next one is requested. dtype None: bfloat16
         with --bf16, else float32. An offloaded model is loaded back first.
         """
-        self.reload_model(model)
-        unwrapped = unwrap(model)
-        stream = chain(self.stream(model, dtype or self.dtype), persistent_buffers(unwrapped))
-        if "peft_config" in vars(unwrapped):  # peft sets it when it adds adapters
-            return merge_adapters(unwrapped, stream)
-        return stream
+        return self._merged(model, dtype or self.dtype)
 
     def expert_params(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield full_params() for an engine whose ranks divide the experts as --ep_size does.
 
         Stacked experts come as DTensors with the experts of this rank.
         """
+        return self._merged(model, self.dtype, self.mesh.experts)
+
+    def _merged(self, model: nn.Module, *options: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield stream() with merged adapters, then the buffers."""
         self.reload_model(model)
         unwrapped = unwrap(model)
-        stream = self.stream(model, self.dtype, self.mesh.experts)
-        return merge_adapters(unwrapped, chain(stream, persistent_buffers(unwrapped)))
+        stream = chain(self.stream(model, *options), persistent_buffers(unwrapped))
+        return merge_adapters(unwrapped, stream)
 
     def adapter_params(self, model: nn.Module, *, base: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream of `model` for an engine that holds adapters beside the weights.
@@ -638,11 +615,11 @@ class StrategyBase(Backend):
 
     # -- device memory
 
-    enter = Verb("memory", DeviceMemory.enter)
-    offload_model = Verb("memory", DeviceMemory.offload_model)
-    reload_model = Verb("memory", DeviceMemory.reload_model)
-    maybe_offload_optimizer = Verb("memory", DeviceMemory.offload_optimizer)
-    maybe_load_optimizer = Verb("memory", DeviceMemory.reload_optimizer)
+    enter = verb("memory", DeviceMemory.enter)
+    offload_model = verb("memory", DeviceMemory.offload_model)
+    reload_model = verb("memory", DeviceMemory.reload_model)
+    maybe_offload_optimizer = verb("memory", DeviceMemory.offload_optimizer)
+    maybe_load_optimizer = verb("memory", DeviceMemory.reload_optimizer)
     phase = reads("memory", "phase")
 
     @classmethod
@@ -655,23 +632,17 @@ class StrategyBase(Backend):
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
-    @classmethod
-    def report_memory(cls, prefix: str = "") -> dict[str, float]:
-        """Return the memory in use and the peak in GB, of the accelerator or of this process.
-
-        Rank 0 also logs its own. Other ranks need not call this.
-        """
-        return memory_report(prefix)
+    report_memory = staticmethod(memory_report)
 
     # -- checkpoints and Hugging Face folders
 
-    save_ckpt = Verb("checkpoints", Checkpoints.save)
-    load_ckpt = Verb("checkpoints", Checkpoints.load)
-    finish_ckpt = Verb("checkpoints", Checkpoints.finish)
-    close_checkpoints = Verb("checkpoints", Checkpoints.close)
-    save_model = Verb("checkpoints", Checkpoints.save_model)
-    save_adapter = Verb("checkpoints", Checkpoints.save_adapter)
-    rehearse_save = Verb("checkpoints", Checkpoints.rehearse_save)
+    save_ckpt = verb("checkpoints", Checkpoints.save)
+    load_ckpt = verb("checkpoints", Checkpoints.load)
+    finish_ckpt = verb("checkpoints", Checkpoints.finish)
+    close_checkpoints = verb("checkpoints", Checkpoints.close)
+    save_model = verb("checkpoints", Checkpoints.save_model)
+    save_adapter = verb("checkpoints", Checkpoints.save_adapter)
+    rehearse_save = verb("checkpoints", Checkpoints.rehearse_save)
 
     # -- engine
 
@@ -694,14 +665,14 @@ class StrategyBase(Backend):
         check_strategy(config)
         return self.host.start(config, engine_type, actor, draft=draft)
 
-    engine_awake = Verb("host", EngineHost.awake)
-    wakeup_inference_engine = Verb("host", EngineHost.wake)
-    maybe_sleep_inference_engine = Verb("host", EngineHost.sleep)
-    update_engine_weights = Verb("host", EngineHost.update_weights)
-    engine_lags = Verb("host", EngineHost.invalidate_weights)
-    open_generation = Verb("host", EngineHost.open)
-    serve_engine = Verb("host", EngineHost.serve)
-    close_engine = Verb("host", EngineHost.close)
+    engine_awake = verb("host", EngineHost.awake)
+    wakeup_inference_engine = verb("host", EngineHost.wake)
+    maybe_sleep_inference_engine = verb("host", EngineHost.sleep)
+    update_engine_weights = verb("host", EngineHost.update_weights)
+    engine_lags = verb("host", EngineHost.invalidate_weights)
+    open_generation = verb("host", EngineHost.open)
+    serve_engine = verb("host", EngineHost.serve)
+    close_engine = verb("host", EngineHost.close)
 
     engine = reads("host", "engine")
 

@@ -396,8 +396,8 @@ def run_rank(
     alone = mesh.model_parallel
     if size <= args.collector_ranks:
         with meter("groups"):
-            exchange = mesh.exchange_axis()
-            _ = mesh.background_axis()
+            exchange = mesh.gloo_axis("exchange")
+            _ = mesh.gloo_axis("background")
         rewards = RewardRunner(f"{__file__}:reward", section=RewardSection(reward_workers=0))
         rollout = new_rollout(axis, exchange, rewards, rows)
         with meter("collect"):
@@ -446,7 +446,7 @@ def checkpoint(meter: Meter, mesh: Mesh, rollout: ResumableRollout, folder: Path
     path = folder / "step1"
     with meter("save"):
         taken = manager.snapshot(contents, {"client": {}}, tensors={"actor": state.tensors()})
-        manager.write(taken, path, mesh.world, manager.RetentionPolicy(2, math.inf, latest=True))
+        manager.write(taken, path, mesh.world, max_num=2, max_mem=math.inf, latest=True)
 
     with meter("load"):
         manifest, checkpoint, _ = manager.find(folder, None, mesh.world)

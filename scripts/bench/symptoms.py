@@ -36,7 +36,7 @@ import sys
 
 import torch
 
-from lightrft.app.cli.train_ppo import main
+from lightrft.app.cli import MAINS
 from lightrft.engine.hf import HFEngine
 
 load_weights, count = HFEngine.load_weights, 0
@@ -55,7 +55,7 @@ def with_noise(engine, *arguments, **options):
 
 
 HFEngine.load_weights = with_noise
-main(sys.argv[1:])
+MAINS["train_ppo"](sys.argv[1:])
 """
 
 

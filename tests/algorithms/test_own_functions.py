@@ -10,7 +10,7 @@ from lightrft.algorithms.shaping import RewardShaper
 from lightrft.algorithms.stages.compare import compare_rewards
 from lightrft.algorithms.terms import policy_objective
 from lightrft.algorithms.unread import unread_columns, unread_flags
-from lightrft.app.cli import train_ppo
+from lightrft.app.cli import MAINS
 from lightrft.config import AlgorithmSection, RewardSection
 from lightrft.core.samples import Prompt, Sample
 from ranks import run_ranks
@@ -81,7 +81,7 @@ def refused(folder: Path, difficulties: list, estimator: str, capfd) -> str:
     ]
     Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(SystemExit) as ended:
-        train_ppo.main([*PPO, *flags, f"--advantage_estimator={estimator}"])
+        MAINS["train_ppo"]([*PPO, *flags, f"--advantage_estimator={estimator}"])
     said = capfd.readouterr().err
     assert ended.value.code == 2 and "loading" not in said
     return said.replace(str(Path(file).parent) + "/", "")

@@ -16,7 +16,7 @@ import torch
 from loguru import logger
 from tokenizers.processors import TemplateProcessing
 
-from lightrft.config import DataSection
+from lightrft.config import Config, ConfigError, DataSection
 from lightrft.core.order import Order
 from lightrft.core.samples import Answer, Prompt, TokenIds
 from lightrft.data.duplicates import warn_of_learned_rows
@@ -676,14 +676,8 @@ def test_further_variables_of_the_chat_template(tmp_path):
     assert texts == ["<user>a<assistant><think>", "<user>a<assistant>", "<user>a<assistant>"]
 
     for wrong in ("thinking", '["thinking"]'):
-        with pytest.raises(DataError, match="--chat_template_kwargs .* is not"):
-            load(
-                file,
-                apply_chat_template=True,
-                template=template,
-                chat_template_kwargs=wrong,
-                bad_rows="skip",
-            )
+        with pytest.raises(ConfigError, match="chat_template_kwargs: .* is not"):
+            Config.of(chat_template_kwargs=wrong)
 
 
 def test_special_tokens_are_the_tokenizers_or_the_templates_never_both(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.app.cli import train_ppo
+from lightrft.app.cli import MAINS
 from lightrft.engine.testing import ENGINE_CASES, STREAM_ONLY_CASES, main, outcome, run_contract
 from ranks import run_ranks
 from runs import NOT_REPEATABLE, PPO, prepare
@@ -73,7 +73,7 @@ def train(inputs: tuple[Path, list[str]], engine: str, run: str) -> int:
     folder, flags = inputs
     options = [f"--engine_type={engine}", "--max_steps=2", f"--save_path={folder}/{run}"]
     with pytest.raises(SystemExit) as ended:
-        train_ppo.main([*flags, *options])
+        MAINS["train_ppo"]([*flags, *options])
     return ended.value.code
 
 

@@ -3,7 +3,7 @@
 import re
 import shlex
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -11,18 +11,15 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from lightrft.app.cli import export
+from lightrft.app.cli import command_parser, read_command_line
 from lightrft.config import COMMANDS, ConfigError, resolve
-from lightrft.config.extras import extra
 from lightrft.config.resolve import range_problems
 from lightrft.config.sections import aliases, field_types, section_of_field
+from lightrft.config.tables import table
 from lightrft.config.values import JSONObject
 from lightrft.extras import check as check_of_extras
-from lightrft.extras import migrate
-from lightrft.extras.commands import doctor, plan
-from lightrft.extras.commands.debug import bundle, forecast, replay, test_rewards
+from lightrft.extras.commands import plan
 from lightrft.extras.compat import openrlhf
-from lightrft.extras.compat.command_line import parse
 from lightrft.extras.compat.counterparts import names
 from lightrft.extras.compat.openrlhf import DOTTED, IGNORED
 
@@ -185,23 +182,19 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
         command, world_size = options.command, options.ranks if command == "plan" else world_size
         arguments = arguments if arguments[0].startswith("-") else ["--config", *arguments]
 
-    parsers = {"doctor": doctor._parser, "selfcheck": doctor._parser, "export": export._parser}
-    if command in parsers:
+    command = command.replace("selfcheck", "doctor")
+    if command == "check":
+        check_of_extras.parser().parse_known_args(arguments)
+    elif command == "migrate":
+        parser_of(command).parse_args([word for word in arguments if word != ">"][:-1])
+    elif command in table("app/cli/arguments"):
         positional = (
             ["checkpoint", "folder"] if command == "export" and arguments[0].startswith("-") else []
         )
-        parsers[command]().parse_args([*arguments, *positional])
-    elif command == "check":
-        check_of_extras.parser().parse_known_args(arguments)
-    elif command == "migrate":
-        migrate.parser().parse_args([word for word in arguments if word != ">"][:-1])
-    elif command in ("bisect", "bundle", "replay", "diagnose", "forecast", "test_rewards"):
-        extra(f"lightrft {command}").parser().parse_args(arguments)
-    elif command == "report":
-        assert set(arguments) & {"--out", "--csv"} or len(arguments) == 1
+        parser_of(command).parse_args([*arguments, *positional])
     else:
         assert command in COMMANDS
-        resolve(without_files(parse(arguments, command)), command, world_size)
+        resolve(without_files(read_command_line(arguments, command)), command, world_size)
 
 
 def without_files(config):
@@ -277,7 +270,7 @@ def test_printed_flags_and_their_values_are_accepted(page, code):
         ]
         words = [word for flag, *values in groups for word in (flag, *values_of(flag, values))]
         try:
-            config = parse(words)
+            config = read_command_line(words)
         except ConfigError as error:
             assert refused and all(flag in str(error) for flag in refused), error
             return
@@ -304,14 +297,18 @@ def known(groups: list[list[str]]) -> bool:
 
 def options_of_tools() -> set[str]:
     """Return the flags of the commands that read no configuration."""
-    parsers: list[Callable[[], ArgumentParser]] = [doctor._parser, export._parser, plan._parser]
-    parsers += [bundle.parser, replay.parser, forecast.parser, test_rewards.parser]
+    names = ("doctor", "export", "plan", "bundle", "replay", "forecast", "test_rewards")
     return {
         option
-        for parser in parsers
-        for action in parser()._actions
+        for name in names
+        for action in parser_of(name)._actions
         for option in action.option_strings
     }
+
+
+def parser_of(command: str) -> ArgumentParser:
+    """Return what reads the arguments of a command that reads no configuration."""
+    return plan._parser() if command == "plan" else command_parser(command, None)
 
 
 def values_of(flag: str, values: list[str]) -> list[str]:

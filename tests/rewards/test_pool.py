@@ -15,12 +15,13 @@ import pytest
 from loguru import logger
 
 from lightrft.config import ConfigError, DataSection, RewardSection
+from lightrft.config.values import import_path
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
 from lightrft.data.prompts import load_prompts
 from lightrft.models.parallel.collectives import Axis
 from lightrft.rewards.forks import FORK, end_with
-from lightrft.rewards.runner import FAILURES_IN_A_ROW, RewardRunner, importable_name
+from lightrft.rewards.runner import FAILURES_IN_A_ROW, RewardRunner
 from lightrft.rewards.worker import Setup
 from tiny import byte_tokenizer
 
@@ -306,8 +307,8 @@ def test_a_process_ends_if_its_parent_has_ended_before_it_asks_to_end_with_it():
 
 
 def test_a_function_without_a_module_stays_in_this_process():
-    assert importable_name(group) == f"{__name__}:group"
-    assert importable_name(lambda samples: [0.0]) is None
+    assert import_path(group) == f"{__name__}:group"
+    assert import_path(lambda samples: [0.0]) == ""
 
 
 def of_the_main_script(samples, **columns):

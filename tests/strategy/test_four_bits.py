@@ -154,7 +154,7 @@ def test_what_does_not_go_together_is_refused(folder, message):
 
 @pytest.mark.parametrize(
     ("written", "found"),
-    [(tiny_experts, "it has experts"), (tiny_hybrid, "it has layers of type linear_attention")],
+    [(tiny_experts, "support experts"), (tiny_hybrid, "support layers of type linear_attention")],
     ids=["experts", "hybrid"],
 )
 def test_models_with_other_layers_are_refused_before_they_are_loaded(tmp_path, written, found):

@@ -112,7 +112,7 @@ class PlainOptimizer:
 
 
 def ours(model: nn.Module) -> torch.optim.Optimizer:
-    return create_muon(model, blocks(model), RATE, (0.9, 0.95), DECAY, 1e-8)
+    return create_muon(model, RATE, (0.9, 0.95), DECAY, 1e-8, blocks=blocks(model))
 
 
 class Case(NamedTuple):

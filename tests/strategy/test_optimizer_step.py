@@ -7,8 +7,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightrft.models.weight_sync.stream import outermost
 from lightrft.strategy.backends.optim import create_adamw, create_lr_scheduler, global_grad_norm
-from lightrft.strategy.fsdp import blocks, roots
+from lightrft.strategy.fsdp import blocks
 from ranks import run_ranks
 from strategy.training import (
     distance,
@@ -242,7 +243,7 @@ def test_a_block_with_a_tied_parameter_is_left_to_the_root():
 def roots_of_a_container(folder: str):
     made = strategy()
     container = nn.ModuleDict({"inner": made.prepare(load(folder))})
-    return len(list(roots(container)))
+    return len(list(outermost(container, FSDPModule)))
 
 
 def test_roots_are_found_inside_a_container(folder):

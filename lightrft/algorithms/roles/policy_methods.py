@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.roles.padded import flatten_padded
+from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.core.batch import Batch, padded
 from lightrft.core.samples import Completion
 from lightrft.engine.requests import Sampling
@@ -25,29 +24,22 @@ from lightrft.models.weight_sync.stream import hf_parameters, persistent_buffers
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.profiler import Profiler
 from lightrft.strategy.prompt_reader import PromptReader
-from lightrft.strategy.strategy import StrategyBase
 
 EVERYTHING = 2**62
 PROFILES = "profile"
 
 
-class PolicyMethods:
+class PolicyMethods(DistributedRole):
     """Methods that Policy has for loops of your own.
 
     Batches are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded; see
     DistributedRole.
     """
 
-    strategy: StrategyBase
     actor: Actor
-    optimizer: Optimizer | None
-    scheduler: LRScheduler | None
     tokenizer: PreTrainedTokenizerBase | None
     temperature: float
     truncation: Truncation
-    width_multiple: int
-    refuse_open_step: Callable[[], None]
-    _answer: Callable[..., Tensor]
     _token_logprobs: Callable[[Actor, Batch], Tensor]
     _reference: Callable[[], AbstractContextManager[Actor]]
 
@@ -323,14 +315,9 @@ class PolicyMethods:
         top = self.get_top_logprobs(data, k, micro_batch_size)
         return {"topk_logits": top["top_logprobs"], "topk_indices": top["top_ids"]}
 
-    def prepare_for_lp_inference(self) -> None:
-        self.prepare_for_logprobs()
-
-    def prepare_refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        return self.refit_info()
+    prepare_for_lp_inference = prepare_for_logprobs
+    prepare_refit_info = refit_info
+    stop_gpu_profiling = stop_profiling
 
     def start_gpu_profiling(self, folder: str | Path = PROFILES) -> None:
         self.start_profiling(folder)
-
-    def stop_gpu_profiling(self) -> Path:
-        return self.stop_profiling()

@@ -14,6 +14,7 @@ from PIL import Image
 from lightrft.algorithms.rollout.tower_work import TowerWork
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
+from lightrft.config.tables import table
 from lightrft.core.engine import Request
 from lightrft.core.samples import Expanded, Prompt
 from lightrft.data.media_files import AUDIOS, IMAGES, PART_TYPES, VIDEOS, media_of
@@ -21,18 +22,9 @@ from lightrft.engine.media import Clip, MediaReader, Video
 from lightrft.engine.model_info import placeholders
 from lightrft.models.qwen_omni import load_config
 
-MEDIA_FAMILIES: Mapping[str, Collection[str]] = {
-    **dict.fromkeys(("idefics3", "smolvlm", "qwen2_vl", "llava", "internvl", "gemma3"), (IMAGES,)),
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"), (IMAGES, VIDEOS)),
-    **dict.fromkeys(("qwen2_audio", "qwen2_5_omni_thinker"), (AUDIOS,)),
-}
+MEDIA_FAMILIES: Mapping[str, Collection[str]] = table("models/families")["media"]
 """Model type -> media whose gradients and token counts were compared with transformers."""
-UNTRAINED: Mapping[str, str] = {
-    "qwen2_5_omni_thinker": (
-        "positions of its images depend on the sound of a prompt, and were not compared with"
-        " transformers'"
-    )
-}
+UNTRAINED: Mapping[str, str] = table("models/families")["untrained"]
 """Model type -> why it does not learn from some of its media."""
 UNCOUNTED = ("smolvlm",)
 """Families whose processors cannot tell how many tokens an image has; one image of each size is
@@ -125,6 +117,10 @@ class Expander:
             AUDIOS: _noise(SAMPLES_PER_SECOND // 2),
             VIDEOS: Video(np.zeros((4, *PROBES[1], 3), dtype=np.uint8)),
         }[medium]
+        return self._expanded(medium, item)
+
+    def _expanded(self, medium: str, item: Any) -> Expanded:
+        """Expand a prompt that is nothing but this item."""
         return self.reader.expand(Request([min(self.tokens[medium])], {medium: [item]}))
 
     def __call__(self, prompt: Prompt) -> Expanded:
@@ -159,10 +155,7 @@ class Expander:
             VIDEOS: Video(np.full((2, 28, 28, 3), 255, dtype=np.uint8)),
             AUDIOS: _noise(SAMPLES_PER_SECOND // 5),
         }
-        requests = [
-            Request([min(self.tokens[medium])], {medium: [items[medium]]}) for medium in self.media
-        ]
-        return tuple(map(self.reader.expand, requests))
+        return tuple(self._expanded(medium, items[medium]) for medium in self.media)
 
     def measure(self, prompt: Prompt) -> int:
         """Return how many tokens the expansion adds to the prompt.
@@ -234,9 +227,8 @@ class Expander:
         return None
 
     def _counted(self, size: tuple[int, ...]) -> int:
-        return self.reader.processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])[
-            "num_image_tokens"
-        ][0]
+        counts = self.reader.processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])
+        return counts["num_image_tokens"][0]
 
     def _expanded_length(self, medium: str, size: tuple[int, ...]) -> int:
         if medium == IMAGES:
@@ -246,13 +238,10 @@ class Expander:
         else:
             item = Clip(_noise(size[0]).waveform, size[1])
 
-        return len(
-            self.reader.expand(Request([min(self.tokens[medium])], {medium: [item]})).token_ids
-        )
+        return len(self._expanded(medium, item).token_ids)
 
 
 def _noise(count: int) -> Clip:
     """Return `count` samples of quiet noise, the same in all processes."""
-    return Clip(
-        np.random.default_rng(0).normal(0, 0.01, count).astype(np.float32), SAMPLES_PER_SECOND
-    )
+    waveform = np.random.default_rng(0).normal(0, 0.01, count).astype(np.float32)
+    return Clip(waveform, SAMPLES_PER_SECOND)

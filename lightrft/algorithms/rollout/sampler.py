@@ -36,7 +36,7 @@ class RunSampler(Sampler):
     @property
     def exchange(self) -> Axis:
         """Return the axis of all processes, for sums while the engines decode."""
-        return self.strategy.mesh.exchange_axis()
+        return self.strategy.mesh.gloo_axis("exchange")
 
     def capacity(self, loop: RolloutLoop) -> int:
         """Return how many responses the engines of a data replica decode at the same time."""

@@ -18,6 +18,7 @@ import traceback  # noqa: E402
 from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 from contextlib import contextmanager  # noqa: E402
 from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 from loguru import logger  # noqa: E402
@@ -28,7 +29,10 @@ from lightrft.config.errors import USER_ERROR, ConfigError  # noqa: E402
 from lightrft.config.extras import extra, installed  # noqa: E402
 from lightrft.config.paths import check_paths  # noqa: E402
 from lightrft.config.sections import Config  # noqa: E402
+from lightrft.config.tables import table  # noqa: E402
 
+TYPES = {"int": int, "float": float, "path": Path}
+"""Names of types in arguments.yaml."""
 LONGEST_MESSAGE = 20_000
 """Number of characters of an error that are logged."""
 INTERRUPTED = 130
@@ -43,18 +47,20 @@ ms.
 
 
 def command_parser(name: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
-    """Return a parser for `lightrft NAME` that prints the description as it is written."""
-    return argparse.ArgumentParser(
+    """Return a parser for `lightrft NAME` that prints the description as it is written.
+
+    It has the arguments of arguments.yaml.
+    """
+    parser = argparse.ArgumentParser(
         f"lightrft {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **options,
     )
-
-
-def command(name: str, description: str | None) -> Callable[..., None]:
-    """Return main() of a command that takes a configuration."""
-    return partial(run_command, name, description)
+    for argument, details in table("app/cli/arguments")[name].items():
+        kind = {"type": TYPES[details["type"]]} if "type" in details else {}
+        parser.add_argument(argument, **details | kind)
+    return parser
 
 
 @contextmanager
@@ -67,7 +73,9 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
         raise SystemExit(USER_ERROR) from None
 
 
-def read_command_line(argv: Sequence[str] | None, command: str, description: str) -> Config:
+def read_command_line(
+    argv: Sequence[str] | None = None, command: str = "train_ppo", description: str = ""
+) -> Config:
     """Return the configuration of a command line, not yet resolved.
 
     Flags of other programs are translated, or answered with the ones to write instead.
@@ -144,3 +152,9 @@ def _log_once(message: str) -> None:
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         cut = f" ... ({len(message)} characters)" if len(message) > LONGEST_MESSAGE else ""
         logger.error(message[:LONGEST_MESSAGE] + cut)
+
+
+MAINS: dict[str, Callable[..., None]] = {
+    name: partial(run_command, name, text) for name, text in table("app/cli/descriptions").items()
+}
+"""Command that reads a configuration -> function of a command line that runs it."""

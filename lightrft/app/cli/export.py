@@ -15,12 +15,9 @@ from loguru import logger
 from lightrft.app.cli import command_parser, user_errors
 from lightrft.app.run.logs import set_up_logging
 
-EXPORTED_MODELS = ("actor", "ema", "critic", "draft", "reward_model", "reward_model_ema")
-
 
 def main(argv: list[str] | None = None) -> None:
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = command_parser("export", __doc__).parse_args(argv)
     from lightrft.app.run.prepare import quiet_libraries
     from lightrft.strategy.checkpoint.atomic import CheckpointError
 
@@ -59,27 +56,3 @@ def _export(arguments: argparse.Namespace) -> Path:
         adapter_only=arguments.adapter_only,
         trust_remote_code=trust_remote_code,
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("export", __doc__)
-    kinds = (
-        "a checkpoint, a run's folder or a folder of checkpoints (the newest is used), an adapter's"
-        " folder, a GGUF file, or a folder in FP8 or MXFP4"
-    )
-    parser.add_argument("checkpoint", type=Path, help=kinds)
-    parser.add_argument("folder", type=Path, help="folder to write the model to")
-
-    name = "model of the checkpoint to export"
-    parser.add_argument("--name", default="actor", choices=EXPORTED_MODELS, help=name)
-    base = "folder of the run's --pretrain, or of the adapter's base model"
-    parser.add_argument("--pretrain", default="", help=base)
-    adapter = "LoRA: write the adapter in peft's format, without merging"
-    parser.add_argument("--adapter_only", action="store_true", help=adapter)
-    code = "run Python code that comes with --pretrain"
-    parser.add_argument("--trust_remote_code", action="store_true", help=code)
-    return parser
-
-
-if __name__ == "__main__":
-    main()

@@ -18,27 +18,15 @@ from pathlib import Path
 
 from lightrft.app.cli import command_parser
 from lightrft.app.quickstart.summary import conclude
+from lightrft.config.tables import table
 
 INPUTS_MODULE = "lightrft.app.quickstart.inputs"
 CONFIGURATIONS = Path(__file__).parents[1] / "quickstart"
-QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    # A CPU without Triton and NUMA is no news here.
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TORCH_LOGS": "-torch._library.triton",
-}
-"""Environment variables of all phases, which download nothing."""
+QUIET: dict[str, str] = table("app/quickstart/environment")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = command_parser("quickstart", __doc__)
-    default = Path("runs/quickstart")
-    parser.add_argument("--out", type=Path, default=default, help="folder to write to")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and sampling")
-    options = parser.parse_args(argv)
+    options = command_parser("quickstart", __doc__).parse_args(argv)
     began = time.monotonic()
     # The program of a phase gets Ctrl-C too, writes what it has to, and ends.
     signal.signal(signal.SIGINT, lambda *_: None)

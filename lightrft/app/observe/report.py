@@ -34,15 +34,10 @@ LEDGER = "ledger.json"
 MOST_BARS = 60
 PAGE_TEMPLATE = Path(__file__).with_name("report.html")
 Fact = tuple[str, str]
+TILE_FORMS = {"number": short, "share": percent}
+"""How the values of tiles are written."""
 
-FACTS = {
-    "world_size": "processes",
-    "rollout_ranks": "processes that generate",
-    "engine_tp_size": "processes of an engine",
-    "parameters": "parameters",
-    "active_parameters": "parameters for a token",
-    "seed": "seed",
-}
+FACTS: dict[str, str] = table("app/observe/labels")["facts"]
 """Numbers of the summary that describe the setup of the run instead of the results."""
 
 RESULT_PREFIXES = ("eval", "reward", "accuracy")
@@ -197,21 +192,14 @@ def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
     }
     tiles = []
 
-    for topic, name, label, form in (
-        ("reward", "rollout/reward", "Reward", short),
-        ("eval", "eval/accuracy", "Held-out accuracy", percent),
-        ("eval", "eval/reward", "Held-out reward", short),
-        ("length", "rollout/response_length", "Response length", short),
-        ("accuracy", "train/accuracy", "Accuracy", percent),
-        ("margin", "train/margin", "Margin", short),
-        ("eval", "eval/loss", "Held-out loss", short),
-        ("loss", "train/loss", "Loss", short),
-    ):
+    for topic, name, label, form in table("app/observe/labels")["tiles"]:
         if values := finite.get(name):
             # An evaluation counts by itself. Noisy numbers of steps are averaged over a tenth of
             # the run, at most ten steps.
             window = 1 if topic == "eval" else min(10, max(1, len(values) // 10))
-            first, last = (form(fmean(each)) for each in (values[:window], values[-window:]))
+            first, last = (
+                TILE_FORMS[form](fmean(each)) for each in (values[:window], values[-window:])
+            )
             tiles.append((topic, label, last, f"at first {first}"))
 
     if values := finite.get("engine/logprob_mismatch_max", finite.get("engine/logprob_mismatch")):
@@ -274,13 +262,7 @@ def _time(history: History) -> dict[str, Any] | None:
 def _label(key: str) -> str:
     """Return a label: `eval_after_rl` -> `Accuracy after RL`, `wall_s` -> `Wall time`."""
     key = f"{key.removesuffix('_s')}_time" if key.endswith("_s") else key.removesuffix("_gb")
-    spelled = {
-        "eval": "accuracy",
-        "sft": "SFT",
-        "rl": "RL",
-        "logprob": "log-prob",
-        "max": "(largest)",
-    }
+    spelled = table("app/observe/labels")["spelled"]
     words = " ".join(spelled.get(word, word) for word in key.split("_"))
     return words[:1].upper() + words[1:]
 

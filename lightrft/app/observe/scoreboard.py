@@ -11,10 +11,7 @@ from lightrft.models.parallel.peaks import DEVICES, known_device
 
 PHASE_ADVICE = table("app/observe/labels")["phase_advice"]
 """Phase -> flags that make it faster."""
-NESTED = {
-    "time/generate/weight_sync": "generate, weight sync",
-    "time/generate/wait": "generate, waiting for other ranks",
-}
+NESTED: dict[str, str] = table("app/observe/labels")["nested"]
 """Nested phases with separate advice, for when they take more than half of the phase."""
 
 

@@ -12,14 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
-SPECIAL_TOKENS = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+from lightrft.config.tables import table
+
+TOKENIZER = table("app/quickstart/tokenizer")
 VOCAB_SIZE = 264  # 256 bytes and 3 special tokens, rounded up to a multiple of 8
-TURNS_TEMPLATE = (
-    "{% for tool in tools or [] %}{{ '[' + tool['function']['name'] + ']' }}{% endfor %}"
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
 NUM_HELD_OUT = 500
 
 Problem = dict[str, str]
@@ -36,15 +32,15 @@ def byte_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL_TOKENS.values()))
+    backend.add_special_tokens(list(TOKENIZER["special_tokens"].values()))
     backend.add_tokens(list(words))
 
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=TURNS_TEMPLATE,
+        chat_template=TOKENIZER["chat_template"],
         clean_up_tokenization_spaces=False,
         model_max_length=512,
-        **SPECIAL_TOKENS,
+        **TOKENIZER["special_tokens"],
     )
 
 

@@ -18,10 +18,7 @@ from lightrft.config.sections import Config, fields_read, section_of_field
 from lightrft.config.tables import table
 
 METHODS: dict[str, str] = table("commands")["methods"]
-CARD_SETTINGS = tuple(
-    """pretrain prompt_data reward advantage_estimator learning_rate train_batch_size lora_rank
-    load_in_4bit seed""".split()
-)
+CARD_SETTINGS: list[str] = table("app/run/settings")["card"]
 """Settings that a card shows if the command reads them."""
 ON_HUB = "abcdefghijklmnopqrstuvwxyz0123456789-_./"
 

@@ -79,14 +79,7 @@ class RecordedSamples:
                 samples.append(sample_of_json(json.loads(line), prompts))
                 if unknown := sorted(set(samples[-1].token_ids).intersection(never_sampled)):
                     raise ValueError(f"the policy never samples the token {unknown[0]}")
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise DataError(
                 f"--replay_rollouts {self._file(step)}:{number} is no line of a dump"
                 f" ({type(error).__name__}: {error})"

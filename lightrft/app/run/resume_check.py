@@ -12,35 +12,20 @@ from transformers import PretrainedConfig
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import SECTIONS, Config
+from lightrft.config.tables import table
 from lightrft.data.digests import NUM_PIECES
 from lightrft.data.loader import share_of
 from lightrft.data.prompt_set import PromptSet
 from lightrft.models.weight_files import NOT_THE_MODEL
 from lightrft.strategy.checkpoints import NOTHING
 
-FIXED = tuple(
-    """seed rollout_batch_size n_samples_per_prompt train_batch_size max_epochs
-    advantage_estimator optimizer""".split()
-)
-"""Settings that determine the order of the data, the updates of a step, or what is stored."""
-FREE_IN_FORK = ("seed", "n_samples_per_prompt", "train_batch_size", "max_epochs")
-"""Settings of FIXED that another run may change when it leaves from a checkpoint."""
-FIXED_WITH_FROZEN = tuple(
-    """pretrain critic_pretrain lora_rank lora_alpha target_modules load_in_4bit freeze_prefix
-    freeze_vision_tower""".split()
-)
-"""Settings that are also fixed if frozen parameters come from --pretrain.
-
-They say which parameters are frozen, and what the checkpoint contains.
-"""
+SETTINGS: dict[str, list[str]] = table("app/run/settings")
+FIXED = SETTINGS["fixed"]
+FIXED_WITH_FROZEN = SETTINGS["fixed_with_frozen"]
 TOWERS = ("vision_config", "audio_config")
 """Sections of a model's configuration that describe modules which are not trained."""
 NO_EFFECT_ON_NUMBERS = {
-    *"""save_path ckpt_path load_checkpoint fork_from at save_steps max_ckpt_num max_ckpt_mem
-    save_hf_ckpt async_save push_to_hub save_adapter_only overwrite mismatch_limit dry_run
-    dump_rollouts replay_rollouts media_root media_max_mb media_urls precompute_reference
-    data_cache eval_steps timeout_minutes arrival_minutes phase_minutes server_minutes
-    reward_minutes reward_workers reward_memory_gb""".split(),
+    *SETTINGS["no_effect_on_numbers"],
     *(field.name for field in fields(SECTIONS["observe"])),
 }
 
@@ -88,7 +73,7 @@ def changed_settings(
     )
     partly |= any(name in now["model"] for name in TOWERS)
     fixed = (*FIXED, *FIXED_WITH_FROZEN) if partly else FIXED
-    fixed = set(fixed) - set(FREE_IN_FORK if fork else ())
+    fixed = set(fixed).difference(SETTINGS["free_in_fork"] if fork else ())
     problems = [f"--{name} {change}" for name, change in settings.items() if name in fixed]
     problems += [
         f"the model's {name} {change}"

@@ -65,6 +65,7 @@ from lightrft.config.references import (
     reward_weights,
 )
 from lightrft.config.sections import (
+    AlgorithmSection,
     Config,
     RolloutSection,
     has_episodes,
@@ -145,12 +146,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     rewards.trace = trace
 
     # the way from samples to experience
-    kl_coefficient = KLCoefficient(
-        algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
-    )
-    entropy_coefficient = EntropyCoefficient(
-        algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_step
-    )
+    kl_coefficient, entropy_coefficient = build_coefficients(algorithm)
     make_experience = build_experience_maker(
         config, policy, critic, teacher, training_data, shaper, kl_coefficient, entropy_coefficient
     )
@@ -177,22 +173,9 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
     learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
     measures: list[Measure] = []
-    options = {
-        "observer": observer,
-        "trace": trace,
-        "run_folder": run_folder,
-        "rollout": rollout,
-        "sampler": sampler,
-        "make_experience": make_experience,
-        "learners": learners,
-        "eval_sets": eval_sets,
-        "measures": measures,
-        "items": items,
-    }
     if watch is not None:
         items["watch"] = watch
         measures.append(watch.measure)
-        options["ends"] = watch.ends_run
     replays = bool(config.rollout.replay_rollouts)
     if has_episodes(config.environment) or config.engine.speculative != "none" or replays:
         measures.append(measure_turns_and_drafts)
@@ -203,12 +186,30 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         dump = RecordedSamples(config.rollout.dump_rollouts, strategy.mesh)
         measures.append(partial(dump.write, writer=observer.writer))
 
+    read = None
     if replays:
         recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
-        options["read"] = partial(
+        read = partial(
             recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned
         )
-    return PPOTrainer(original, strategy, policy, training_data, **options)
+    return PPOTrainer(
+        original,
+        strategy,
+        policy,
+        training_data,
+        observer=observer,
+        trace=trace,
+        run_folder=run_folder,
+        rollout=rollout,
+        sampler=sampler,
+        make_experience=make_experience,
+        learners=learners,
+        eval_sets=eval_sets,
+        measures=measures,
+        read=read,
+        items=items,
+        ends=watch and watch.ends_run,
+    )
 
 
 # -- data and rewards
@@ -395,6 +396,13 @@ def start_engine(
 
 
 # -- from samples to experience, and from prompts to samples
+
+
+def build_coefficients(section: AlgorithmSection) -> tuple[KLCoefficient, EntropyCoefficient]:
+    """Build what controls the penalty on the divergence, and the bonus of the entropy."""
+    kl = KLCoefficient(section.init_kl_coef, section.kl_target, section.kl_horizon)
+    entropy = EntropyCoefficient(section.entropy_coef, section.entropy_target, section.entropy_step)
+    return kl, entropy
 
 
 def build_compare(config: Config, shaper: RewardShaper) -> CompareRewards:

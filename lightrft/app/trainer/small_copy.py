@@ -40,14 +40,11 @@ SMALL_SIZES = _by_name("largest")
 
 Names with dependencies are in _heads().
 """
-DERIVED = tuple(
-    """attention_head_dim attention_hidden_size hybrid_layer_ids kv_channels num_query_groups
-    qk_head_dim""".split()
-)
+DERIVED: list[str] = table("app/trainer/small_sizes")["derived"]
 """Values that a configuration computes from others."""
 TOWER = _by_name("tower")
 """Largest sizes of a tower."""
-INDEX_LISTS = ("attn_layer_indices", "mlp_only_layers", "dense_layers", "full_attn_idxs")
+INDEX_LISTS: list[str] = table("app/trainer/small_sizes")["index_lists"]
 """Lists of numbers of layers."""
 
 

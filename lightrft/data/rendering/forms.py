@@ -33,18 +33,11 @@ from lightrft.models.parallel.mesh import process_rank
 
 Row = Mapping[str, Any]
 
-CONTEXTS = ("context", "passage", "article", "document")
-"""Columns that follow the question in a prompt, after an empty line."""
-PROMPTS = {
-    "input": (),
-    "inputs": (),
-    "prompt": (),
-    "instruction": ("input", *CONTEXTS),
-    "question": CONTEXTS,
-    "problem": CONTEXTS,
-    "query": CONTEXTS,
-}
+DATA_NAMES = table("data/rendering/names")
+PROMPTS: dict[str, list[str]] = DATA_NAMES["prompts"]
 """Columns that are the prompt -> columns that belong to it, if the row has them."""
+CONTEXTS = PROMPTS["question"]
+"""Columns that follow the question in a prompt, after an empty line."""
 SYSTEMS = ("system", "system_prompt")
 EARLIER = "history"
 """Column with earlier turns: pairs of texts, or messages."""
@@ -53,38 +46,8 @@ CHOICES = re.compile(
     r"|(choice|option|opt?|ending|answer|alternative|candidate|distractor)[ _]?[1-9b-e]|\(?b[).]?"
 )
 """Names of columns without which a question cannot be answered, and that no form reads."""
-CHATS = ("messages", "conversations", "conversation")
+CHATS: list[str] = DATA_NAMES["chats"]
 """Columns with whole conversations."""
-LEARNED = (
-    ("output", "completion", "response", "solution", "generated_solution", "target", "targets"),
-    ("answer",),
-    ("label",),
-)
-"""Columns of an answer to learn. A row must not have two of one line; the first line has precedence.
-"""
-SCORED = (
-    ("label", "answer", "expected_answer", "final_answer", "ground_truth", "reward_model"),
-    ("solution", "target", "targets"),
-    ("output", "completion", "response", "generated_solution"),
-)
-"""Columns of the right answer that rewards compare with, in the same order."""
-PAIRS = (
-    ("chosen_response", "rejected_response"),
-    ("preferred_output", "non_preferred_output"),
-    ("response", "rejected_response"),
-    ("messages", "rejected_response"),
-)
-"""Columns of a chosen and a rejected answer, if the row has none of --chosen_key. The chosen one may
-be the last turn of a conversation.
-"""
-RANKED = {
-    "preference_strength": ("response_1", "response_2"),
-    "overall_preference": ("response1", "response2"),
-}
-"""Columns with a number, below 0 if the first of two answers is better -> columns of the answers."""
-JUDGED = (("completion", "response", "output", "answer"), CHATS)
-"""Columns of an answer that is good or bad."""
-JUDGEMENTS = (("label", "kto_tag"),)
 LABEL = "label"
 TRUTH = ("reward_model", "ground_truth")
 """Column of verl, and its key with the right answer."""
@@ -142,7 +105,7 @@ def learned(section: DataSection, row: Row) -> Reading:
     chat = columns.chat if prefers_chat and not columns.has_default_columns else None
     prompt, names = columns.named(chat) if chat else columns.prompt()
 
-    answer = columns.label or columns.first(LEARNED, "label_key", texts=True)
+    answer = columns.label or columns.first(DATA_NAMES["learned"], "label_key", texts=True)
     if isinstance(prompt, list) and is_answer(prompt[-1]):
         # The column of the answer is for rewards, unless the prompt is one by its name.
         if answer is None or names[0].lower() not in PROMPTS:
@@ -159,7 +122,7 @@ def scored(section: DataSection, row: Row) -> Reading:
     """Return a prompt with the right answer, which is the last turn of a conversation."""
     columns = _Columns(section, row)
     prompt, names = columns.prompt()
-    label = columns.label or columns.first(SCORED, "label_key")
+    label = columns.label or columns.first(DATA_NAMES["scored"], "label_key")
     if isinstance(prompt, list) and is_answer(prompt[-1]):
         if label and names[0].lower() not in CHATS:
             raise ValueError(ENDS_WITH_ANSWER.format(names[0]))
@@ -188,8 +151,8 @@ def pair(section: DataSection, row: Row, preference: PreferenceSection) -> Readi
     keys = (preference.chosen_key, preference.rejected_key)
     ranking = None
     if not {*keys} & row.keys():
-        ranking = columns.first([list(RANKED)], "chosen_key")
-        others = [RANKED[ranking.lower()]] if ranking else PAIRS
+        ranking = columns.first([list(DATA_NAMES["ranked"])], "chosen_key")
+        others = [DATA_NAMES["ranked"][ranking.lower()]] if ranking else DATA_NAMES["pairs"]
         found = [names for names in others if columns.found.keys() >= {*names}]
         keys = tuple(columns.found[name] for name in found[0]) if found else keys
     if ranking:
@@ -212,9 +175,9 @@ def judged(section: DataSection, row: Row, preference: PreferenceSection) -> Rea
     """Return an answer that is good or bad; the prompt may be in it."""
     columns = _Columns(section, row)
     flag = "completion_key"
-    name = preference.completion_key or columns.first(JUDGED, flag) or JUDGED[0][0]
+    name = preference.completion_key or columns.first(DATA_NAMES["judged"], flag) or "completion"
     answer = answer_value(section, column(row, name, flag))
-    judgement = section.label_key or columns.first(JUDGEMENTS, "label_key") or LABEL
+    judgement = section.label_key or columns.first(DATA_NAMES["judgements"], "label_key") or LABEL
     label = column(row, judgement, "label_key")
     prompt, names = None, ()
     if name.lower() not in CHATS:

@@ -5,14 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightrft.config.tables import table
+
 Message = dict[str, Any]
 
-ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    "system": "system",
-    **dict.fromkeys(("tool", "observation", "function"), "tool"),
-    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "assistant"), "assistant"),
-}
+DATA_NAMES = table("data/rendering/names")
+ROLES: dict[str, str] = DATA_NAMES["roles"]
 """Names of roles in data -> roles of chat templates. Other roles are left to the template."""
 CALLS = ("function_call", "tool_call", "tool_calls")
 """ShareGPT's roles of an assistant turn that is JSON of calls."""
@@ -28,16 +26,9 @@ BLOCKS = {"thinking", "tool_use", "tool_result"}
 """Types of parts in messages of Anthropic's API that OpenAI's have elsewhere in a message."""
 TEXT_TYPES = ("text", "input_text", "output_text", "reasoning_text")
 """Types of parts that are text."""
-MEDIA_TYPES = {
-    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
-    **dict.fromkeys(("video", "video_url"), "video"),
-    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
-}
+MEDIA_TYPES: dict[str, str] = DATA_NAMES["media_types"]
 """Types of parts that are media, or keys of parts without a type -> types in chat templates."""
-MESSAGE_KEYS = {
-    *("role", "from", "content", "value", "name", "id", "refusal", "audio", "annotations"),
-    *("tool_calls", "function_call", "tool_call_id", *WEIGHT_KEYS, *THOUGHTS),
-}
+MESSAGE_KEYS = {*DATA_NAMES["message_keys"], *WEIGHT_KEYS, *THOUGHTS}
 """Keys that a message may have. An object with another one, in a text, is a value of the task."""
 DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 """Beginning of a turn in the texts of HH-RLHF."""

@@ -16,8 +16,9 @@ from typing import Any
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.errors import DataError
 from lightrft.config.sections import DataSection
+from lightrft.config.tables import table
+from lightrft.config.values import JSONObject
 from lightrft.data.readers import is_first_rank
 from lightrft.data.rendering.messages import (
     THINKING,
@@ -32,46 +33,16 @@ WORD = "\u2402word\u2403"
 THOUGHT = "\u2402thought\u2403"
 """Texts that no template contains."""
 QUESTION = {"role": "user", "content": WORD + "?"}
-ARGUMENT = "of_call"
-CALL = {
-    "id": "call12345",
-    "type": "function",
-    "function": {"name": "word_tool", "arguments": {"word": ARGUMENT}},
-}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "word_tool",
-        "description": "Return it.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "description": "A word."}},
-            "required": ["word"],
-        },
-    },
-}
+CALL, TOOL = (table("data/rendering/probes")[name] for name in ("call", "tool"))
+"""A call, and the tool that it calls."""
+ARGUMENT = CALL["function"]["arguments"]["word"]
 MAX_SHAPES = 4096
 """How many kinds of conversations are remembered as rendered completely."""
 
 
 def template_variables(section: DataSection) -> dict[str, Any]:
-    """Return the variables of --chat_template_kwargs.
-
-    Raise DataError unless they are a JSON object.
-    """
-    try:
-        variables = json.loads(section.chat_template_kwargs or "{}")
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"--chat_template_kwargs {section.chat_template_kwargs!r} is not valid JSON: {error}"
-        ) from error
-
-    if not isinstance(variables, dict):
-        raise DataError(
-            f"--chat_template_kwargs {section.chat_template_kwargs!r} is not a JSON object: "
-            + '{"name": value}'
-        )
-    return variables
+    """Return the variables of --chat_template_kwargs."""
+    return json.loads(section.chat_template_kwargs or "{}")
 
 
 def chat_template(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> "ChatTemplate":
@@ -91,7 +62,7 @@ def turn_end_ids(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> fr
 
 @lru_cache(maxsize=8)
 def _chat_template(
-    tokenizer: PreTrainedTokenizerBase, source: str, variables: str | None, date: str
+    tokenizer: PreTrainedTokenizerBase, source: str, variables: JSONObject, date: str
 ) -> "ChatTemplate":
     variables = template_variables(DataSection(chat_template_kwargs=variables))
     if date:

@@ -1,6 +1,6 @@
 """The engine of a rank that trains: requests and weights go to the ranks that generate."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -35,6 +35,11 @@ from lightrft.models.weight_sync.stream import bucket_limit
 
 STEP_SECONDS = 0.01
 """Longest time of a step; it waits for requests to end."""
+
+
+def _refused(self: Any, *args: Any) -> NoReturn:
+    """Refuse what the engines on other ranks do by themselves."""
+    raise EngineError("engines on other ranks decode, load and interrupt requests by themselves")
 
 
 class RemoteEngine(FolderEngine):
@@ -116,23 +121,20 @@ class RemoteEngine(FolderEngine):
         capacity = int(self._processes.store.get(CAPACITY)) * len(self._engines)
         return max(1, capacity // n // (self._processes.size - self._processes.rollout_ranks))
 
-    def send(self, requests: list[Request]) -> int:
+    def send(self, requests: list[Request], *, alone: bool) -> int:
         """Send the requests of a call; return the call's number.
 
-        Even a call without requests is sent, because other ranks' requests wait for it.
+        Even a call without requests is sent, because other ranks' requests wait for it, unless this
+        rank makes the call `alone`.
         """
-        self._call += 1
-        return self._send(self._call, requests)
-
-    def send_alone(self, requests: list[Request]) -> int:
-        """Send the requests of a call that only this rank makes; return the call's number."""
-        self._calls_alone -= 1
-        return self._send(self._calls_alone, requests)
-
-    def _send(self, call: int, requests: list[Request]) -> int:
+        first = self._first
+        if alone:
+            call = self._calls_alone = self._calls_alone - 1
+            first -= call
+        else:
+            call = self._call = self._call + 1
         if requests:
             self._arrived[call] = []
-        first = self._first - call if call < 0 else self._first
         for number, engine in enumerate(self._engines):
             chosen = range((number - first) % len(self._engines), len(requests), len(self._engines))
             engine.send(
@@ -170,23 +172,10 @@ class RemoteEngine(FolderEngine):
             ) from closed
         self._arrived[message.call].append(message)
 
-    def _add(self, key: int, request: Request) -> None:
-        raise EngineError("requests to engines on other ranks are sent by their loop")
-
-    def _step(self) -> Iterator[tuple[int, list[Completion]]]:
-        raise EngineError("engines on other ranks decode by themselves")
-
-    def _abort(self, key: int) -> list[Completion]:
-        raise EngineError("requests to engines on other ranks are aborted by their loop")
-
-    def _num_sampled(self, key: int) -> list[int]:
-        raise EngineError("engines on other ranks know how far their requests are")
+    _add = _step = _abort = _num_sampled = _load_weights = _refused
 
     def _leave_cache(self) -> None:
         """Do nothing: engines leave the caches when they load weights."""
-
-    def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-        raise EngineError("the weights of engines on other ranks are loaded there")
 
     def _num_cached(self) -> int:
         return 0
@@ -216,19 +205,18 @@ class RemoteLoop(EngineLoop):
         self._calls: dict[int, tuple[int, int]] = {}
         """Call -> (index of the first request in the loop, how many requests have not ended)."""
 
-    def add(self, requests: list[Request]) -> range:
-        return self._added(requests, self.remote.send)
+    load_weights = interrupted = _refused
 
     def add_alone(self, requests: list[Request]) -> range:
         if requests:
-            return self._added(requests, self.remote.send_alone)
+            return self.add(requests, alone=True)
         return range(self.num_requests, self.num_requests)
 
-    def _added(self, requests: list[Request], send: Callable[[list[Request]], int]) -> range:
+    def add(self, requests: list[Request], *, alone: bool = False) -> range:
         readable = self.remote.begin_requests(requests, self)
         indices = range(self.num_requests, self.num_requests + len(requests))
         self.num_requests += len(requests)
-        call = send([replace(each, expanded=None) for each in readable])
+        call = self.remote.send([replace(each, expanded=None) for each in readable], alone=alone)
         if requests:
             self._calls[call] = indices.start, len(requests)
         self.running |= dict.fromkeys(indices)
@@ -257,9 +245,3 @@ class RemoteLoop(EngineLoop):
         while self.running:
             ended |= self.step()
         return ended
-
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> NoReturn:
-        raise EngineError("engines on other ranks load the weights between two of their steps")
-
-    def interrupted(self) -> NoReturn:
-        raise EngineError("engines on other ranks interrupt their requests themselves")

@@ -90,18 +90,16 @@ class Door:
             rank, other, digest = CONNECT_REPLY.unpack(
                 _receive(connection, CONNECT_REPLY.size, deadline)
             )
-            if not hmac.compare_digest(digest, self._digest(b"comes", rank, nonce, other)):
+            expected = _digest(self._secret, b"comes", rank, nonce, other)
+            if not hmac.compare_digest(digest, expected):
                 raise ConnectionError("an unauthenticated peer")
-            connection.sendall(self._digest(b"is met", rank, nonce, other))
+            connection.sendall(_digest(self._secret, b"is met", rank, nonce, other))
             connection.settimeout(None)
             self._admitted.put((rank, connection))
         except OSError:
             connection.close()
         finally:
             self._free.release()
-
-    def _digest(self, *fields: bytes | int) -> bytes:
-        return _digest(self._secret, *fields)
 
 
 def enter(host: str, port: int, secret: str, rank: int) -> socket.socket:

@@ -70,19 +70,8 @@ class Closed:
     """Says that the run, or the connection, has ended."""
 
 
-CODEC = Codec(
-    Generate,
-    Finished,
-    Abort,
-    LoadWeights,
-    Closed,
-    Request,
-    Sampling,
-    Completion,
-    Drafts,
-    Video,
-    Clip,
-)
+CONTENTS = (Request, Sampling, Completion, Drafts, Video, Clip)
+CODEC = Codec(Generate, Finished, Abort, LoadWeights, Closed, *CONTENTS)
 
 
 @dataclass(eq=False, slots=True)

@@ -13,24 +13,15 @@ from sglang.srt.model_loader import loader
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor, nn
 
+from lightrft.config.tables import table
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.sglang.sampling import draw, draw_by_noise, with_seeds
 from lightrft.models.parallel.gloo import share_gloo_device
 from lightrft.models.weight_sync.fused_layout import FUSED_LAYERS, FusedWeights
 from lightrft.models.weight_sync.verify import Fingerprints, destroy_weights
 
-CALLED_OTHERWISE = {
-    "model.language_model.": "model.",
-    "model.visual.": "visual.",
-    ".attn.qkv.": ".attn.qkv_proj.",
-    ".self_attn.out_proj.": ".self_attn.proj.",
-}
-"""Components of published names -> the same ones in some of SGLang's multimodal models."""
-OF_HYBRIDS = {
-    "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
-    "in_proj_ba": ["in_proj_b", "in_proj_a"],
-}
-"""Fused layers of Qwen3.5's linear attention -> layers of the Hugging Face model."""
+CALLED_OTHERWISE: dict[str, str] = table("engine/names")["sglang"]
+OF_HYBRIDS: dict[str, list[str]] = table("engine/names")["sglang_hybrids"]
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
@@ -104,13 +95,6 @@ def _address(name: str, layers: Collection[str]) -> str:
     return name
 
 
-def _unknown_weights(
-    scheduler: Scheduler, addresses: dict[str, str], shapes: dict[str, torch.Size]
-) -> list[str]:
-    """Return the weights that are not found under `addresses`, published name -> engine's name."""
-    return _weights(scheduler, addresses, shapes).unknown
-
-
 def _engine_fingerprints(
     scheduler: Scheduler,
     addresses: dict[str, str],
@@ -126,11 +110,6 @@ def _engine_fingerprints(
             next(scheduler.tp_worker.model_runner.model.parameters()).device
         )
     ]
-
-
-def _num_slots(scheduler: Scheduler) -> int:
-    """Return how many requests decode at the same time."""
-    return scheduler.max_running_requests
 
 
 def _num_cached(scheduler: Scheduler) -> int:
@@ -194,9 +173,9 @@ def _seen(scheduler: Scheduler) -> dict[str, Tensor]:
 
 QUESTIONS = {
     "destroy_weights": lambda scheduler: destroy_weights(scheduler.tp_worker.model_runner.model),
-    "unknown_weights": _unknown_weights,
+    "unknown_weights": lambda scheduler, **names: _weights(scheduler, **names).unknown,
     "held": _engine_fingerprints,
-    "num_slots": _num_slots,
+    "num_slots": lambda scheduler: scheduler.max_running_requests,
     "num_cached": _num_cached,
     "forget_images": _forget_images,
     "pause": _pause,

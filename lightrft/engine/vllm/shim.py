@@ -41,6 +41,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 
+from lightrft.config.tables import table
 from lightrft.core.engine import ABORTED
 from lightrft.core.samples import Completion, Drafts
 from lightrft.engine.media import MEDIA_NAMES, Clip, Video, metadata
@@ -63,12 +64,8 @@ from lightrft.models.weight_sync.names import NamedTensor, PublishedNames
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 """Weight methods of vLLM that leave weights as loaded, except for kernels that are handled here."""
 
-BY_LOADER = {
-    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.w13_weight",
-    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.w2_weight",
-    ".block_sparse_moe.router.layer.": ".block_sparse_moe.gate.",
-}
-"""Names that Granite's mixtures replace while they load: vLLM has no table for these models."""
+BY_LOADER: dict[str, str] = table("engine/names")["vllm"]
+"""Names that Granite's mixtures replace while they load."""
 
 
 class VLLMShim:
@@ -112,10 +109,8 @@ class VLLMShim:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         fused_layers = FUSED_LAYERS | getattr(self.model, "packed_modules_mapping", {})
         loaded = engine_names(names)
-        if mapper:
-            loaded = {name: mapper.map_name(published) for name, published in loaded.items()}
-        else:
-            loaded = {name: _by_loader(published) for name, published in loaded.items()}
+        rename = mapper.map_name if mapper else _by_loader
+        loaded = {name: rename(published) for name, published in loaded.items()}
         self.names = names
         self._stale_copies = _stale_copies(self.model)
         self.experts = [layer for layer in self.model.modules() if is_experts(layer)]
@@ -214,14 +209,9 @@ class VLLMShim:
     def load_adapters(self, tensors: Mapping[str, Tensor]) -> None:
         """Load adapters of a new policy; those that requests still use stay."""
         core = self.llm.llm_engine.engine_core.engine_core
-        self.slots.load(
-            tensors,
-            {
-                request.lora_request.lora_int_id
-                for request in core.scheduler.requests.values()
-                if request.lora_request is not None
-            },
-        )
+        of_requests = (request.lora_request for request in core.scheduler.requests.values())
+        used = {each.lora_int_id for each in of_requests if each is not None}
+        self.slots.load(tensors, used)
 
     def submit(self, name: str, request: EngineCoreRequest, seed: int) -> None:
         """Begin a sample of a prepared request.
@@ -466,11 +456,8 @@ class _Sample:
 
 def _drafts_of(metrics: RequestSpecDecodeMetrics) -> Drafts:
     """Return the drafts that were verified for a sample; steps without a draft do not count."""
-    return Drafts(
-        sum(metrics.histogram),
-        metrics.num_draft_tokens,
-        sum(j * count for j, count in enumerate(metrics.histogram)),
-    )
+    num_accepted = sum(j * count for j, count in enumerate(metrics.histogram))
+    return Drafts(sum(metrics.histogram), metrics.num_draft_tokens, num_accepted)
 
 
 def _item(item: Image | Video | Clip) -> Image | tuple:
@@ -519,10 +506,8 @@ def _keeps(layer: torch.nn.Module, attribute: str) -> bool:
 
     Experts count too if they are packed in a known way.
     """
-    if (
-        type(getattr(layer, "quant_method", None)).__name__ not in PLAIN
-        or attribute not in layer._parameters
-    ):
+    method = type(getattr(layer, "quant_method", None)).__name__
+    if method not in PLAIN or attribute not in layer._parameters:
         return False
     created = get_layerwise_info(layer).restore_metadata[0].get(attribute)
     now = layer._parameters[attribute]

@@ -169,22 +169,17 @@ def _of_requests(sampling: SamplingMetadata, rows: Sequence[int]) -> SamplingMet
     def of(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[torch.tensor(rows, device=values.device)]
 
+    def of_rows(entries: dict[int, Any]) -> dict[int, Any]:
+        return {index: entries[row] for index, row in enumerate(rows) if row in entries}
+
     return replace(
         sampling,
         temperature=of(sampling.temperature),
         top_p=of(sampling.top_p),
         top_k=of(sampling.top_k),
         allowed_token_ids_mask=of(sampling.allowed_token_ids_mask),
-        generators={
-            index: sampling.generators[row]
-            for index, row in enumerate(rows)
-            if row in sampling.generators
-        },
-        bad_words_token_ids={
-            index: sampling.bad_words_token_ids[row]
-            for index, row in enumerate(rows)
-            if row in sampling.bad_words_token_ids
-        },
+        generators=of_rows(sampling.generators),
+        bad_words_token_ids=of_rows(sampling.bad_words_token_ids),
         output_token_ids=[[]] * len(rows),
         spec_token_ids=None,
     )

@@ -57,7 +57,3 @@ def main(argv: list[str] | None = None) -> None:
         sys.stdout.write("\n".join([*board.lines, json.dumps(asdict(board))]) + "\n")
 
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

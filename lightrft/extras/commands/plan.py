@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightrft.app.cli import USER_ERROR, command_parser, user_errors
+from lightrft.app.cli import USER_ERROR, command_parser, read_command_line, user_errors
 from lightrft.app.run.logs import set_up_logging
 from lightrft.config.command_line import answer_word
 from lightrft.config.errors import ConfigError
@@ -32,7 +32,6 @@ from lightrft.config.paths import missing
 from lightrft.config.references import JUDGE, SERVER, data_sources
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import TRAINING, Config
-from lightrft.extras.compat.command_line import parse
 from lightrft.models.parallel.peaks import DEVICES, known_device
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         if min(options.ranks, options.ranks_per_node) < 1:
             raise ConfigError("--ranks and --ranks_per_node must be at least 1")
 
-        config = parse(flags, options.command)
+        config = read_command_line(flags, options.command)
         code = show_plan(
             config,
             options.command,
@@ -263,16 +262,5 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("plan", __doc__, usage=usage, allow_abbrev=False)
     used = "the command that the run uses"
     parser.add_argument("--command", choices=TRAINING, default="train_ppo", help=used)
-    ranks = "number of devices, each with one process"
-    parser.add_argument("--ranks", type=int, required=True, help=ranks)
-    parser.add_argument("--ranks_per_node", type=int, default=8, help="devices of a node (8)")
     parser.add_argument("--device", choices=DEVICES, default="h100", help="kind of device")
-
-    config = "config.json of --pretrain, if its folder is not on this machine"
-    parser.add_argument("--model_config", default="", help=config)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,9 @@
 """Read command lines, files and values that may have names of other tools."""
 
-from collections.abc import Sequence
-
-from lightrft.config import command_line
 from lightrft.config.command_line import Flags, group_flags
 from lightrft.config.sections import Config, aliases, section_of_field
 from lightrft.extras.compat import openrlhf
 from lightrft.extras.compat.counterparts import SETTING_KEY, answer, names, verl_problems
-
-
-def parse(
-    argv: Sequence[str] | None = None, command: str = "train_ppo", description: str = ""
-) -> Config:
-    """Return the configuration of a command line, not yet resolved.
-
-    Flags of LightRFT and OpenRLHF are translated, flags of TRL and verl are answered with the ones
-    to write instead. Otherwise this is lightrft.config.parse().
-    """
-    return command_line.parse(argv, command, description, read_flags=translate)
 
 
 def translate(tokens: list[str], config: Config) -> tuple[Flags, list[str]]:

@@ -26,15 +26,9 @@ from lightrft.extras.tools.comparison import read_settings
 from lightrft.strategy.checkpoint.manifest import checkpoints
 from lightrft.strategy.checkpoint.reader import CheckpointReader
 
-MEANINGS: dict[str, str] = table("extras/recorder/meanings")
-REWARD_FIELDS = ("reward", "reward_components", "token_rewards", "masked")
-FIELDS_OF_PHASES = {"samples": ("token_ids",), "logprobs": ("logprobs",), "rewards": REWARD_FIELDS}
-"""Phase -> fields of a recorded sample that it is the first to have."""
-OF_RUN = ("world_size", "rollout_ranks", "engine", "engine_tp_size", "strategy", "device")
-LAYOUT_SETTINGS = (
-    *("strategy", "zero_stage", "zpg", "dp_replicate", "tp_size", "ep_size"),
-    *("sp_size", "sp_impl", "cp_size"),
-)
+COMPARED = table("extras/recorder/compared")
+MEANINGS: dict[str, str] = COMPARED["phases"]
+LAYOUT_SETTINGS: list[str] = COMPARED["layout"]
 """Settings, beside the number of ranks, of what a rank has of the models and the sequences."""
 MISMATCH_METRIC = "engine/logprob_mismatch"
 STEP_NAME = re.compile(r"step(\d+)")
@@ -138,7 +132,7 @@ def _settings(folders: Sequence[Path]) -> Iterator[str]:
 
 def _descriptions(folders: Sequence[Path]) -> Iterator[str]:
     one, other = map(_description, folders)
-    for name in OF_RUN:
+    for name in COMPARED["of_run"]:
         if one.get(name) != other.get(name):
             yield f"{name.replace('_', ' ')}: {one.get(name)!r} and {other.get(name)!r}"
     for title, key in (("version of", "versions"), ("machine:", "machine")):
@@ -234,7 +228,7 @@ def _of_samples(folders: Sequence[Path], found: Difference) -> Iterator[str]:
                 f" {texts[1]!r:.200}"
             )
             return
-        for name in FIELDS_OF_PHASES.get(found.phase, ()):
+        for name in COMPARED["fields"].get(found.phase, ()):
             if one.get(name) != other.get(name):
                 yield f"{sample}: {_element(name, one.get(name), other.get(name))}"
                 return

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.algorithms.terms import policy_objective
 from lightrft.app.observe.sinks import Writer
@@ -21,6 +20,7 @@ from lightrft.app.run.prepare import prepare_config
 from lightrft.app.run.recorded_samples import sample_of_json
 from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.config.sections import moves_reference
+from lightrft.config.tables import table
 from lightrft.core.batch import Experience
 from lightrft.core.experience import flatten, numbers_of_rows
 from lightrft.core.losses import Denominator, PolicyObjective, Report
@@ -29,26 +29,22 @@ from lightrft.core.samples import Prompt, Sample
 from lightrft.core.step import StepRecord
 from lightrft.data.prompt_set import PromptSet
 from lightrft.extras.recorder.bundle import Bundle
-from lightrft.extras.recorder.phases import STAGES, Stage
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.strategy.backends.optim import kept_settings
 from lightrft.strategy.checkpoint.manager import ITEMS_FILE
 from lightrft.strategy.strategy import StrategyBase
 
-ONE_PROCESS = {
-    **dict.fromkeys("tp_size sp_size cp_size ep_size engine_tp_size".split(), 1),
-    **dict.fromkeys("dp_replicate rollout_ranks reward_workers".split(), 0),
-    **dict.fromkeys("fsdp_cpu_offload adam_offload offload_idle load_checkpoint".split(), False),
-    # Nothing is generated, so what only another engine can do is left out.
-    **dict.fromkeys("fork_from dump_rollouts engine_args draft_pretrain".split(), ""),
-    **dict.fromkeys(("speculative", "rollout_quantization"), "none"),
-    "fsdp": True,
-    "at": None,
-    "engine_type": "hf",
-    "report_to": "jsonl",
+Stage = Literal["reward", "advantage", "loss", "gradient"]
+STAGES: dict[Stage, tuple[str, ...]] = {
+    "reward": ("prompts", "samples", "logprobs", "rewards"),
+    "advantage": ("outputs", "advantages", "plan"),
+    "loss": ("loss",),
+    "gradient": ("gradient", "weights"),
 }
-"""Settings of a replay: one process that computes everything."""
+"""Stage -> phases of a step that it repeats."""
+ONE_PROCESS: dict[str, Any] = table("extras/recorder/one_process")
+"""Settings of a replay."""
 
 
 @dataclass
@@ -233,15 +229,9 @@ class _Step:
         policy, critic, teacher = build.build_ppo_roles(config, strategy, data)
         self.policy = policy
         self.critic = critic
-        algorithm = config.algorithm
         shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
-        self.kl_coefficient = KLCoefficient(
-            algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon
-        )
-
-        self.entropy_coefficient = EntropyCoefficient(
-            algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_step
-        )
+        coefficients = build.build_coefficients(config.algorithm)
+        self.kl_coefficient, self.entropy_coefficient = coefficients
 
         self.roles = {"critic": critic} if critic is not None else {}
         self.roles["actor"] = policy

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from inspect import isawaitable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from loguru import logger
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -28,7 +28,6 @@ from lightrft.extras.tinker.protocol import RequestLimits
 from lightrft.extras.tinker.records import SamplePrompt
 from lightrft.strategy.checkpoint.atomic import OLD, TEMPORARY
 
-T = TypeVar("T", bound=BaseModel)
 API = "/api/v1"
 MAX_BYTES = 64 << 20
 """Number of bytes of the largest request."""
@@ -88,27 +87,28 @@ class Frontend:
         return Path(self.served.pretrain).name
 
     def application(self) -> Starlette:
-        posts: dict[str, Callable[[bytes], Any]] = {
-            "/client/config": lambda _: CLIENT_CONFIG,
-            "/client/dynamic_config": lambda _: {},
-            "/create_session": self.create_session,
-            "/session_heartbeat": _reading(types.SessionHeartbeatRequest, self.heartbeat),
-            "/create_model": _reading(types.CreateModelRequest, self.create_model),
-            "/get_info": _reading(types.GetInfoRequest, self.get_info),
-            "/forward_backward": self.forward_backward,
-            "/optim_step": _reading(types.OptimStepRequest, self.optim_step),
-            "/save_weights": _reading(types.SaveWeightsRequest, self.save_weights),
-            "/save_weights_for_sampler": _reading(
-                types.SaveWeightsForSamplerRequest, self.save_for_sampler
+        posts: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+            "/client/config": (None, lambda _: CLIENT_CONFIG),
+            "/client/dynamic_config": (None, lambda _: {}),
+            "/create_session": (None, self.create_session),
+            "/session_heartbeat": (types.SessionHeartbeatRequest, self.heartbeat),
+            "/create_model": (types.CreateModelRequest, self.create_model),
+            "/get_info": (types.GetInfoRequest, self.get_info),
+            "/forward_backward": (bytes, self.forward_backward),
+            "/optim_step": (types.OptimStepRequest, self.optim_step),
+            "/save_weights": (types.SaveWeightsRequest, self.save_weights),
+            "/save_weights_for_sampler": (
+                types.SaveWeightsForSamplerRequest,
+                self.save_for_sampler,
             ),
-            "/load_weights": _reading(types.LoadWeightsRequest, self.load_weights),
-            "/create_sampling_session": _reading(
-                types.CreateSamplingSessionRequest, self.create_sampling_session
-            ),
-            "/asample": _reading(types.SampleRequest, self.sample),
-            "/weights_info": self.weights_info,
-            "/cancel_future": lambda _: {},
-            "/telemetry": lambda _: {"status": "accepted"},
+            "/load_weights": (types.LoadWeightsRequest, self.load_weights),
+            "/create_sampling_session": (types.CreateSamplingSessionRequest, self.begin_sampling),
+            "/asample": (types.SampleRequest, self.sample),
+            "/retrieve_future": (types.FutureRetrieveRequest, self.retrieve),
+            "/weights_info": (bytes, self.weights_info),
+            "/sessions/{session}/finish": (None, self.finish_session),
+            "/cancel_future": (None, lambda _: {}),
+            "/telemetry": (None, lambda _: {"status": "accepted"}),
         }
         gets: dict[str, Callable[[Request], Any]] = {
             "/get_server_capabilities": self.capabilities,
@@ -121,15 +121,13 @@ class Frontend:
 
         checkpoint = "/training_runs/{model}/checkpoints/{kind}/{name}"
         answers = [
-            *(("POST", path, self._of_body(answer)) for path, answer in posts.items()),
-            *(("GET", path, self._of_url(answer)) for path, answer in gets.items()),
-            ("POST", "/retrieve_future", self._retrieve),
-            ("POST", "/sessions/{session}/finish", self._of_url(self.finish_session)),
-            ("DELETE", checkpoint, self._of_url(self.delete_checkpoint)),
+            *(("POST", path, *answer) for path, answer in posts.items()),
+            *(("GET", path, None, answer) for path, answer in gets.items()),
+            ("DELETE", checkpoint, None, self.delete_checkpoint),
         ]
         routes = [
-            Route(API + path, self._handler(answer), methods=[method])
-            for method, path, answer in answers
+            Route(API + path, self._handler(kind, answer), methods=[method])
+            for method, path, kind, answer in answers
         ]
         health = Route(f"{API}/healthz", lambda _: JSONResponse({"status": "ok"}))
         return Starlette(routes=[health, *routes])
@@ -137,14 +135,24 @@ class Frontend:
     # -- HTTP
 
     def _handler(
-        self, answer: Callable[[Request], Awaitable[Response]]
+        self, kind: Any, answer: Callable[[Any], Any]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return a handler that checks the key, and says what is wrong with a request."""
+        """Return a handler that checks the key, and says what is wrong with a request.
+
+        The answer gets the body: as it is, or JSON of this kind, whose errors are ValueErrors. None
+        stands for the request itself.
+        """
 
         async def checked(request: Request) -> Response:
             presented = request.headers.get("x-api-key", "")
             check_key(presented, self.served.key, "that of this server")
-            return await answer(request)
+            given: Any = request
+            if request.method == "POST":
+                content = await content_of(request, MAX_BYTES)
+                if kind is not None:
+                    given = content if kind is bytes else kind.model_validate_json(content)
+            result = answer(given)
+            return await result if isawaitable(result) else JSONResponse(result)
 
         async def handle(request: Request) -> Response:
             response, _ = await answered(checked(request), _refuse)
@@ -152,26 +160,12 @@ class Frontend:
 
         return handle
 
-    def _of_body(self, answer: Callable[[bytes], Any]) -> Callable[[Request], Awaitable[Response]]:
-        async def respond(request: Request) -> Response:
-            return JSONResponse(answer(await content_of(request, MAX_BYTES)))
-
-        return respond
-
-    def _of_url(self, answer: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
-        async def respond(request: Request) -> Response:
-            return JSONResponse(answer(request))
-
-        return respond
-
-    async def _retrieve(self, request: Request) -> Response:
-        content = await content_of(request, MAX_BYTES)
-        body = types.FutureRetrieveRequest.model_validate_json(content)
+    async def retrieve(self, body: types.FutureRetrieveRequest) -> Response:
         return await self._promises.answer(body.request_id)
 
     # -- sessions
 
-    def create_session(self, _: bytes) -> dict[str, Any]:
+    def create_session(self, _: Request) -> dict[str, Any]:
         session = uuid.uuid4().hex
         self._sessions[session] = time.monotonic()
         self._session_numbers[session] = len(self._session_numbers)
@@ -442,7 +436,7 @@ class Frontend:
 
     # -- sampling
 
-    def create_sampling_session(self, body: types.CreateSamplingSessionRequest) -> dict[str, Any]:
+    def begin_sampling(self, body: types.CreateSamplingSessionRequest) -> dict[str, Any]:
         self._check_session(body.session_id)
         key = None
         if body.model_path is not None:
@@ -553,11 +547,6 @@ class Frontend:
         self, request_id: str, begin: Callable[[], Future[Any]], encode: Callable[[Any], Any]
     ) -> dict[str, Any]:
         return {"request_id": self._promises.add(request_id, begin, encode)}
-
-
-def _reading(kind: type[T], answer: Callable[[T], Any]) -> Callable[[bytes], Any]:
-    """Return a handler for JSON of this kind. Errors of pydantic are ValueErrors."""
-    return lambda content: answer(kind.model_validate_json(content))
 
 
 def _adapter(rank: int) -> dict[str, Any]:

@@ -52,10 +52,12 @@ class Jobs:
     def take(self, seconds: float) -> list[Job]:
         """Return the next job, with all prompts for the same weights that follow it at once."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting, seconds)
-            jobs = self._next(None)
-            first = jobs[0].arguments.get("prompt") if jobs else None
-            return jobs + (self._prompts(first.weights) if first and not first.scored else [])
+            if not self._changed.wait_for(lambda: self._waiting, seconds):
+                return []
+            first = self._waiting.popleft()
+            prompt: SamplePrompt | None = first.arguments.get("prompt")
+            others = prompt is not None and not prompt.scored
+            return [first, *(self._prompts(prompt.weights) if others else [])]
 
     def prompts(self, weights: Hashable) -> list[Job]:
         """Return the prompts for these weights at the head of the queue."""
@@ -64,16 +66,12 @@ class Jobs:
 
     def _prompts(self, weights: Hashable) -> list[Job]:
         found: list[Job] = []
-        while jobs := self._next(weights, only_prompts=True):
-            found += jobs
+        while self._waiting:
+            prompt: SamplePrompt | None = self._waiting[0].arguments.get("prompt")
+            if prompt is None or prompt.weights != weights or prompt.scored:
+                break
+            found.append(self._waiting.popleft())
         return found
-
-    def _next(self, weights: Hashable, *, only_prompts: bool = False) -> list[Job]:
-        if not self._waiting:
-            return []
-        prompt: SamplePrompt | None = self._waiting[0].arguments.get("prompt")
-        fits = prompt is not None and prompt.weights == weights and not prompt.scored
-        return [self._waiting.popleft()] if fits or not only_prompts else []
 
 
 @dataclass(slots=True)

@@ -30,6 +30,11 @@ MAX_NAME_BYTES = 200
 SCHEME = "tinker://"
 CHECKPOINT_KINDS = {"weights": "training", "sampler_weights": "sampler"}
 """Part of a path -> the SDK's name of such a checkpoint."""
+IMPOSSIBLE_OPTIONS = tuple(
+    """topk_prompt_logprobs topk_sample_logprobs target_prompt_logprobs prompt_alt_tokens_k
+    prompt_logprobs_last_n record_stability_info""".split()
+)
+"""Options of a request for samples that this server does not have."""
 NUMPY = {wire.DTYPE_FLOAT32: np.float32, wire.DTYPE_INT64: np.int64, wire.DTYPE_INT32: np.int32}
 
 
@@ -253,15 +258,7 @@ def read_adam(request: types.OptimStepRequest) -> dict[str, float]:
 
 def read_sampling(request: types.SampleRequest, limits: RequestLimits, seed: int) -> Request:
     """Return what a request asks the engine for; `seed` is used if the request has none."""
-    refused = {
-        "topk_prompt_logprobs": request.topk_prompt_logprobs,
-        "topk_sample_logprobs": request.topk_sample_logprobs,
-        "target_prompt_logprobs": request.target_prompt_logprobs,
-        "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
-        "prompt_logprobs_last_n": request.prompt_logprobs_last_n,
-        "record_stability_info": request.record_stability_info,
-    }
-    if requested := [name for name, value in refused.items() if value]:
+    if requested := [name for name in IMPOSSIBLE_OPTIONS if getattr(request, name)]:
         raise ValueError(f"{requested[0]} is not possible here: omit it")
 
     tokens = request.prompt.to_ints()

@@ -10,13 +10,8 @@ from lightrft.config.tables import table
 from lightrft.models.qwen_omni import load_config, trained_config
 from lightrft.models.weight_files import cached_folder, hub_folder
 
-TIED = ("0.5B", "1.5B", "3B", "0.6B", "1.7B", "4B")
-"""Sizes whose head is the embedding."""
+KNOWN_SHAPES = table("extras/tools/shapes")
 ENDINGS = ("", "-Instruct", "-Base")
-SHAPE = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "moe_intermediate_size"),
-)
 
 
 def model_config(name: str, file: str = "") -> PretrainedConfig:
@@ -48,14 +43,14 @@ def known_config(name: str) -> PretrainedConfig | None:
     """
     # Coder and Math have the same shapes.
     name = name.replace("Qwen2.5-Coder-", "Qwen2.5-").replace("Qwen2.5-Math-", "Qwen2.5-")
-    for family in table("extras/tools/shapes"):
+    for family in KNOWN_SHAPES["families"]:
         for size, numbers in family["sizes"].items():
             if name in [f"{family['name']}{size}{ending}" for ending in ENDINGS]:
-                tied = size in TIED
+                tied = size in KNOWN_SHAPES["tied"]
                 values = {key: family[key] for key in family.keys() - {"name", "sizes"}}
                 if tied and family["model_type"] == "qwen2":
                     values["vocab_size"] = 151936
-                shape = dict(zip(SHAPE, numbers, strict=False))
+                shape = dict(zip(KNOWN_SHAPES["fields"], numbers, strict=False))
                 return AutoConfig.for_model(**values, **shape, tie_word_embeddings=tied)
 
     return None

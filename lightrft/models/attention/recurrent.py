@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -101,12 +101,7 @@ def install(model: PreTrainedModel) -> bool:
         function = getattr(family, name)
         if hasattr(function, "flat"):
             continue
-        if name in FUSED_SCANS:
-            flat = _unfused(function)
-        elif name in SCANS:
-            flat = _flat_scan(function, SCANS[name])
-        else:
-            flat = _flat_convolution(function)
+        flat = adapted(function, name)
         flat.flat = True
         setattr(family, name, flat)
 
@@ -166,100 +161,83 @@ def lift_time_step_limits(model: PreTrainedModel) -> None:
             module.time_step_limit = (0.0, float("inf"))
 
 
-def _unfused(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def fused(*args: Any, **options: Any) -> Any:
-        flat = isinstance(options.get("layout"), Layout)
-        return None if flat else _called_on(args[0].device, original)(*args, **options)
-
-    return fused
-
-
-def _flat_convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Adapt a causal depthwise convolution: [1, C, t] and weights [C, K] -> [1, C, t]."""
-    names = list(inspect.signature(original).parameters)
-
-    @wraps(original)
-    def convolution(*args: Any, **options: Any) -> Tensor:
-        layout = options.get("seq_idx")
-        function = _called_on(args[0].device, original)
-        if not isinstance(layout, Layout):
-            return function(*args, **options)
-
-        sequence = layout.sequence
-        call = dict(zip(names, args, strict=False)) | options
-        for name in ("layout", "seq_idx"):
-            call.pop(name, None)
-        inputs = call["hidden_states"][0].T.unsqueeze(-1)
-        values = sequence.split_heads(inputs)[0][..., 0]
-        channels = _local_slice(inputs.shape[1], layout)
-        call["weight"] = call["weight"][channels]
-        if call.get("bias") is not None:
-            call["bias"] = call["bias"][channels]
-
-        # The row of zeros stands for the tokens before a sequence.
-        values = torch.cat([values, values.new_zeros(1, values.shape[1])])
-        source, positions = _with_tails(layout, call["weight"].shape[-1])
-        call["hidden_states"] = values.index_select(0, source).T.unsqueeze(0)
-        output = _called(function, names[: len(args)], call)[0].T.index_select(0, positions)
-
-        return sequence.after_attention(output.unsqueeze(-1))[..., 0].T.unsqueeze(0)
-
-    return convolution
-
-
-def _flat_scan(original: Callable[..., Any], scan: Scan) -> Callable[..., Any]:
-    """Adapt a recurrent function: tokens [1, t, H, ...] -> [1, t, H, D]."""
+def adapted(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Let a function of transformers, with this name there, compute flat batches too."""
     names = list(inspect.signature(original).parameters)
 
     @wraps(original)
     def flat(*args: Any, **options: Any) -> Any:
-        layout = options.get("layout")
         function = _called_on(args[0].device, original)
+        layout = options.get("layout") or options.get("seq_idx")
         if not isinstance(layout, Layout):
             return function(*args, **options)
+        if name in FUSED_SCANS:
+            return None
 
         call = dict(zip(names, args, strict=False)) | options
-        for name in ("layout", "seq_idx"):
-            call.pop(name, None)
-        values = _local_heads(call, scan, layout)
-        outputs = []
-        states = None
-        offsets_given = has_varlen_kernel(scan, values[0].device)
-        levels, positions = _levels(layout, in_blocks=not offsets_given)
-
-        for level in levels:
-            finals = []
-            selected = [value.index_select(0, level.source) for value in values]
-            blocks_of_values = zip(
-                *(_split(value, level.shapes) for value in selected), strict=True
-            )
-            for block, (size, width), tensors in zip(
-                level.blocks, level.shapes, blocks_of_values, strict=True
-            ):
-                for name, tensor in zip(scan.tokens + scan.groups, tensors, strict=True):
-                    call[name] = tensor.view(size, width, *tensor.shape[1:])
-                call[scan.initial] = (
-                    None if states is None else states.index_select(0, block.parents)
-                )
-                call[scan.final] = block.keeps_states
-                if offsets_given:
-                    call["cu_seqlens"] = block.offsets
-
-                output = _called(function, names[: len(args)], call)
-                if scan.always_pair or block.keeps_states:
-                    output, state = output
-                    finals.append(state)
-                outputs.append(output.flatten(0, 1))
-
-            kept = [state for state in finals if state is not None]
-            states = torch.cat(kept) if kept else None
-
-        output = torch.cat(outputs).index_select(0, positions)
-        output = layout.sequence.after_attention(output).unsqueeze(0)
-        return (output, None) if scan.always_pair else output
+        for argument in ("layout", "seq_idx"):
+            call.pop(argument, None)
+        function = partial(_called, function, names[: len(args)])
+        if name in SCANS:
+            return _scan(function, call, layout, SCANS[name])
+        return _convolution(function, call, layout)
 
     return flat
+
+
+def _convolution(function: Callable[..., Tensor], call: dict[str, Any], layout: Layout) -> Tensor:
+    """Compute a causal depthwise convolution: [1, C, t] and weights [C, K] -> [1, C, t]."""
+    sequence = layout.sequence
+    inputs = call["hidden_states"][0].T.unsqueeze(-1)
+    values = sequence.split_heads(inputs)[0][..., 0]
+    channels = _local_slice(inputs.shape[1], layout)
+    call["weight"] = call["weight"][channels]
+    if call.get("bias") is not None:
+        call["bias"] = call["bias"][channels]
+
+    # The row of zeros stands for the tokens before a sequence.
+    values = torch.cat([values, values.new_zeros(1, values.shape[1])])
+    source, positions = _with_tails(layout, call["weight"].shape[-1])
+    call["hidden_states"] = values.index_select(0, source).T.unsqueeze(0)
+    output = function(call)[0].T.index_select(0, positions)
+
+    return sequence.after_attention(output.unsqueeze(-1))[..., 0].T.unsqueeze(0)
+
+
+def _scan(function: Callable[..., Any], call: dict[str, Any], layout: Layout, scan: Scan) -> Any:
+    """Compute a recurrent function: tokens [1, t, H, ...] -> [1, t, H, D]."""
+    values = _local_heads(call, scan, layout)
+    outputs = []
+    states = None
+    offsets_given = has_varlen_kernel(scan, values[0].device)
+    levels, positions = _levels(layout, in_blocks=not offsets_given)
+
+    for level in levels:
+        finals = []
+        selected = [value.index_select(0, level.source) for value in values]
+        blocks_of_values = zip(*(_split(value, level.shapes) for value in selected), strict=True)
+        for block, (size, width), tensors in zip(
+            level.blocks, level.shapes, blocks_of_values, strict=True
+        ):
+            for name, tensor in zip(scan.tokens + scan.groups, tensors, strict=True):
+                call[name] = tensor.view(size, width, *tensor.shape[1:])
+            call[scan.initial] = None if states is None else states.index_select(0, block.parents)
+            call[scan.final] = block.keeps_states
+            if offsets_given:
+                call["cu_seqlens"] = block.offsets
+
+            output = function(call)
+            if scan.always_pair or block.keeps_states:
+                output, state = output
+                finals.append(state)
+            outputs.append(output.flatten(0, 1))
+
+        kept = [state for state in finals if state is not None]
+        states = torch.cat(kept) if kept else None
+
+    output = torch.cat(outputs).index_select(0, positions)
+    output = layout.sequence.after_attention(output).unsqueeze(0)
+    return (output, None) if scan.always_pair else output
 
 
 def _called_on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:

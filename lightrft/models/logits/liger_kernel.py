@@ -12,19 +12,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-LIGER_FAMILIES = {
-    **dict.fromkeys(
-        (
-            "exaone4 granite hunyuan_v1_dense llama mistral olmo2 olmo3 phi3 qwen2 qwen3 smollm3"
-        ).split(),
-        "swiglu",
-    ),
-    **dict.fromkeys(("gemma", "gemma3_text"), "geglu"),
-    "qwen3_moe": "",
-}
+from lightrft.config.tables import table
+from lightrft.models.weight_sync.stream import outermost
+
+LIGER_FAMILIES: dict[str, str] = table("models/families")["liger"]
 """Supported values of model_type, with the kernel of the feed-forward layers.
 
-The package has one function for each family. Experts are computed by the trainer's own kernels.
+The package has one function for each family.
 """
 ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 
@@ -34,32 +28,28 @@ def fuse(module: nn.Module, device: torch.device) -> None:
 
     Raise ValueError, with all reasons, for a model that the kernels do not support.
     """
-    if not isinstance(module, PreTrainedModel):
-        for child in module.children():
-            fuse(child, device)
-        return
+    for model in outermost(module, PreTrainedModel):
+        problems = model_problems(model, device)
+        if problems:
+            raise ValueError(
+                f"--fused_kernels liger cannot be used for {type(model).__name__}:"
+                f" {'; '.join(problems)}"
+            )
 
-    problems = model_problems(module, device)
-    if problems:
-        raise ValueError(
-            f"--fused_kernels liger cannot be used for {type(module).__name__}:"
-            f" {'; '.join(problems)}"
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        family = model.config.model_type
+        feed_forward = LIGER_FAMILIES[family]
+        options = {feed_forward: True} if feed_forward else {"swiglu": False}
+        # The trainer has fused log-probs of its own, so the package's losses stay off.
+        MODEL_TYPE_TO_APPLY_LIGER_FN[family](
+            rope=True,
+            rms_norm=True,
+            cross_entropy=False,
+            fused_linear_cross_entropy=False,
+            model=model,
+            **options,
         )
-
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    family = module.config.model_type
-    feed_forward = LIGER_FAMILIES[family]
-    options = {feed_forward: True} if feed_forward else {"swiglu": False}
-    # The trainer has fused log-probs of its own, so the package's losses stay off.
-    MODEL_TYPE_TO_APPLY_LIGER_FN[family](
-        rope=True,
-        rms_norm=True,
-        cross_entropy=False,
-        fused_linear_cross_entropy=False,
-        model=module,
-        **options,
-    )
 
 
 def model_problems(model: PreTrainedModel, device: torch.device) -> list[str]:

@@ -291,16 +291,8 @@ class _Logprobs(torch.autograd.Function):
         ctx.memory = memory if is_kept else None
         if not is_kept:
             _give_back(memory)
-        ctx.save_for_backward(
-            inputs,
-            weight,
-            targets,
-            bits,
-            result.entropy,
-            result.largest,
-            result.total,
-            result.scale,
-        )
+        saved = result.entropy, result.largest, result.total, result.scale
+        ctx.save_for_backward(inputs, weight, targets, bits, *saved)
         ctx.options = options
         ctx.set_materialize_grads(False)
 
@@ -327,12 +319,8 @@ class _Logprobs(torch.autograd.Function):
                 inputs, weight, distribution, local_targets, upstream, bits, memory, options
             )
         else:
-            gradients = [
-                (
-                    slice(None),
-                    _gradient(memory, distribution, local_targets, upstream, options, inputs.dtype),
-                )
-            ]
+            some = distribution, local_targets, upstream
+            gradients = [(slice(None), _gradient(memory, *some, options, inputs.dtype))]
 
         if weight is None:
             grad_inputs, grad_weight = _of_logits(inputs, gradients), None

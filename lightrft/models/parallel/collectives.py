@@ -7,7 +7,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,12 @@ class Axis:
     """None if the axis has one rank: every collective is then the identity."""
     largest: list[int] = field(default_factory=lambda: [0], compare=False, repr=False)
     """Largest number of rows that gather_rows() has seen, the same on all ranks."""
+
+    @classmethod
+    def of(cls, name: str, group: dist.ProcessGroup) -> Self:
+        """Return the axis of the ranks of a process group that this rank is in."""
+        size = dist.get_world_size(group)
+        return cls(name, size, dist.get_rank(group), group if size > 1 else None)
 
     def sum(self, value: Tensor) -> Tensor:
         return value if self.size == 1 else self._reduce(value, dist.ReduceOp.SUM)

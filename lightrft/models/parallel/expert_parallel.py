@@ -28,7 +28,8 @@ from transformers import PreTrainedModel
 
 from lightrft.models.parallel.collectives import Axis, same, with_gradient
 from lightrft.models.parallel.recompute import once
-from lightrft.models.parallel.tensor_parallel import LocalParameters, distribute, outermost_models
+from lightrft.models.parallel.tensor_parallel import LocalParameters, distribute
+from lightrft.models.weight_sync.stream import outermost
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Forward pass of a layer's experts: tokens [t, H], chosen experts [t, k], weights [t, k]."""
@@ -44,7 +45,7 @@ def divide_experts(
     not one of `families`, and for a number of experts that the ranks do not divide.
     """
     divided = []
-    for model in outermost_models(module):
+    for model in outermost(module, PreTrainedModel):
         for experts in expert_layers(model):
             if problem := _problem(model, experts, axis.size, families):
                 raise ValueError(f"--ep_size {axis.size}: {type(model).__name__} {problem}")

@@ -1,6 +1,7 @@
 """The mesh of all processes: axes, process groups, and this rank's index on each."""
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -68,43 +69,31 @@ class Mesh:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {
             tuple(range(world_size)): dist.group.WORLD
         }
-        groups = [
-            self._group(("dp_replicate",)),
-            self._group(("dp_shard", "sp")),
-            self._group(("tp",)),
-        ]
+        groups = [self._group(dims) for dims in (("dp_replicate",), ("dp_shard", "sp"), ("tp",))]
         self.device_mesh = DeviceMesh.from_group(
             groups, device_type, self._ranks.flatten(1, 2), mesh_dim_names=DEVICE_AXES
         )
-        self.world = _axis("world", dist.group.WORLD)
-        self.data = _axis("data", self._group(("dp_replicate", "dp_shard")))
-        self.shard = _axis("shard", self._group(("dp_shard", "sp")))
+        self.world = Axis.of("world", dist.group.WORLD)
+        self.data = Axis.of("data", self._group(("dp_replicate", "dp_shard")))
+        self.shard = Axis.of("shard", self._group(("dp_shard", "sp")))
 
         self.replicate, self.sp, self.tp = (
-            _axis(name, self._group((name,))) for name in ("dp_replicate", "sp", "tp")
+            Axis.of(name, self._group((name,))) for name in ("dp_replicate", "sp", "tp")
         )
-        self.model_parallel = _axis("model_parallel", self._group(("sp", "tp")))
+        alone = self.replicate.size == 1
+        self._sharded = "dp_shard_sp" if alone else ("dp_replicate", "dp_shard_sp")
+        """Axes of the meshes over which parameters are divided or copied."""
+        self.model_parallel = Axis.of("model_parallel", self._group(("sp", "tp")))
         self.ep = Axis("ep", 1, 0, None)
         self.expert_mesh: DeviceMesh | None = None
         if ep > 1:
             self._divide_experts(ep)
-        self._engine_axes: dict[int, Axis] = {}
-        self._replica_axes: dict[int, Axis] = {}
-        self._background_axis: Axis | None = None
-        self._exchange_axis: Axis | None = None
+        self._later_axes: dict[tuple[str, int], Axis] = {}
+        """Axes that are built at their first use, by name and size."""
 
-        for axis in (
-            self.world,
-            self.data,
-            self.shard,
-            self.replicate,
-            self.sp,
-            self.tp,
-            self.model_parallel,
-            self.ep,
-        ):
-            if timeout is not None and axis.group is not None:
-                _set_pg_timeout(timeout, axis.group)
+        # All other groups were created with it.
+        if timeout is not None and self.world.group is not None:
+            _set_pg_timeout(timeout, self.world.group)
 
     @classmethod
     def shared(cls, device_type: str, **sizes: Any) -> "Mesh":
@@ -126,16 +115,12 @@ class Mesh:
     @property
     def parameters(self) -> DeviceMesh:
         """Return the mesh of FSDP: [shard], or [replicate, shard] for hybrid sharding."""
-        return self.device_mesh[
-            "dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")
-        ]
+        return self.device_mesh[self._sharded]
 
     @property
     def expert_parameters(self) -> DeviceMesh:
         """Return the mesh of FSDP for experts that `ep` divides, like `parameters`."""
-        return self.expert_mesh[
-            "dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")
-        ]
+        return self.expert_mesh[self._sharded]
 
     @property
     def experts(self) -> DeviceMesh:
@@ -157,41 +142,26 @@ class Mesh:
             raise ValueError(
                 f"--engine_tp_size {size} does not divide the {self.world.size} processes"
             )
-        if size not in self._engine_axes:
-            self._engine_axes[size] = self._new_axis("engine", self._ranks.view(-1, size))
-        return self._engine_axes[size]
+        return self._later_axis("engine", size, self._ranks.view(-1, size))
 
     def engine_replicas(self, size: int) -> Axis:
         """Return the axis of the ranks with the same index in each engine of `size` ranks.
 
         All ranks must make the first call together.
         """
-        if size not in self._replica_axes:
-            self._replica_axes[size] = self._new_axis("replicas", self._ranks.view(-1, size).T)
-        return self._replica_axes[size]
+        return self._later_axis("replicas", size, self._ranks.view(-1, size).T)
 
-    def background_axis(self) -> Axis:
-        """Return all processes with a separate gloo group.
+    def gloo_axis(self, name: str) -> Axis:
+        """Return all processes with a separate gloo group, for collectives beside others.
 
-        It is for a thread whose collectives run at the same time as others.
+        `background` is for a thread, and `exchange` for sums that are exchanged while the engines
+        decode. All ranks must make the first call for a name together.
         """
-        if self._background_axis is None:
-            self._background_axis = _axis(
-                "background", dist.new_group(backend="gloo", timeout=self._timeout)
-            )
-        return self._background_axis
-
-    def exchange_axis(self) -> Axis:
-        """Return all processes with a separate gloo group.
-
-        It is for sums that are exchanged while the engines decode. All ranks must make the first
-        call together.
-        """
-        if self._exchange_axis is None:
-            self._exchange_axis = _axis(
-                "exchange", dist.new_group(backend="gloo", timeout=self._timeout)
-            )
-        return self._exchange_axis
+        key = name, self.world.size
+        if key not in self._later_axes:
+            group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._later_axes[key] = Axis.of(name, group)
+        return self._later_axes[key]
 
     def _divide_experts(self, ep: int) -> None:
         """Build the axis and the mesh of experts.
@@ -200,7 +170,7 @@ class Mesh:
         would wait behind the parameters that FSDP2 gathers ahead.
         """
         ranks = self._ranks.view(self.replicate.size, -1, ep)
-        self.ep = _axis("ep", self._new_group(ranks.flatten(0, 1), "mesh_ep"))
+        self.ep = Axis.of("ep", self._new_group(ranks.flatten(0, 1), "mesh_ep"))
         shard = self._group_in(ranks.transpose(1, 2).flatten(0, 1), "mesh_expert_shard")
         self.expert_mesh = DeviceMesh.from_group(
             [self._group(("dp_replicate",)), shard, self.ep.group],
@@ -224,10 +194,13 @@ class Mesh:
             self._groups[key] = self._new_group(partition, name)
         return self._groups[key]
 
-    def _new_axis(self, name: str, partition: Tensor) -> Axis:
+    def _later_axis(self, name: str, size: int, partition: Tensor) -> Axis:
+        """Return the axis of this rank's row of [groups, ranks of a group], built at first use."""
         if partition.shape[1] == 1:
             return Axis(name, 1, 0, None)
-        return _axis(name, self._new_group(partition, name))
+        if (name, size) not in self._later_axes:
+            self._later_axes[name, size] = Axis.of(name, self._new_group(partition, name))
+        return self._later_axes[name, size]
 
     def _new_group(self, partition: Tensor, name: str) -> dist.ProcessGroup:
         """Create the group of this rank's row of [groups, ranks of a group].
@@ -257,23 +230,13 @@ def collectives_begun() -> dict[str, int]:
     Groups of libraries are included. A group has the same name on all the ranks, and they start the
     same collectives: a rank with a lower count is late.
     """
-    groups = [group for group in list(_world.pg_map) if group.size() > 1]
-    counts = {
-        f"{group.group_desc} #{group.group_name[:8]} ({device.type})": _num_collectives(
-            group, device
-        )
-        for group in groups
-        for device in group._device_types
-    }
-    return {name: count for name, count in counts.items() if count is not None}
-
-
-def _num_collectives(group: dist.ProcessGroup, device: torch.device) -> int | None:
-    """Return the number of collectives started in a group; None if the backend does not count."""
-    try:
-        return group._get_backend(device)._get_sequence_number_for_group()
-    except RuntimeError:
-        return None
+    counts = {}
+    for group in list(_world.pg_map):
+        for device in group._device_types if group.size() > 1 else ():
+            name = f"{group.group_desc} #{group.group_name[:8]} ({device.type})"
+            with suppress(RuntimeError):  # of a backend that does not count
+                counts[name] = group._get_backend(device)._get_sequence_number_for_group()
+    return counts
 
 
 def mesh_problems(
@@ -312,9 +275,6 @@ def process_rank() -> int:
 
 def world_axis() -> Axis:
     """Return an axis of all processes; without a process group, an axis of this process alone."""
-    return _axis("world", dist.group.WORLD) if dist.is_initialized() else Axis("world", 1, 0, None)
-
-
-def _axis(name: str, group: dist.ProcessGroup) -> Axis:
-    size = dist.get_world_size(group)
-    return Axis(name, size, dist.get_rank(group), group if size > 1 else None)
+    return (
+        Axis.of("world", dist.group.WORLD) if dist.is_initialized() else Axis("world", 1, 0, None)
+    )

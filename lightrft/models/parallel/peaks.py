@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from lightrft.config.tables import table
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -19,18 +21,7 @@ class Device:
     """Bytes per second to other nodes, in one direction: the share of one device in the node's."""
 
 
-DEVICES = {
-    "a100": Device(80e9, 312e12, 2.04e12, 300e9, 25e9),
-    "h100": Device(80e9, 989e12, 3.35e12, 450e9, 50e9),
-    "h200": Device(141e9, 989e12, 4.8e12, 450e9, 50e9),
-    "b200": Device(180e9, 2250e12, 8.0e12, 900e9, 50e9),
-    "l4": Device(24e9, 121e12, 0.3e12, 32e9, 3e9),
-}
-"""NVIDIA's data sheets for the SXM modules and the L4; the L4's link is PCIe 4.0.
-
-Networks are one adapter per device as in NVIDIA's DGX systems: 200 Gbit/s with A100, 400 with later
-ones; for the L4 a cloud's 100 Gbit/s for four.
-"""
+DEVICES = {name: Device(**peaks) for name, peaks in table("models/parallel/peaks").items()}
 
 
 def known_device(name: str) -> str:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightrft.models.parallel.device import begin_copy
+from lightrft.models.weight_sync.stream import outermost
 
 KEPT = "kept, "
 """Beginning of the name of an attention that selective recomputation keeps, before its own name."""
@@ -29,22 +30,18 @@ def recompute(module: nn.Module, policy: str) -> None:
     A block keeps only its input. With the policy `selective` it also keeps attention and what its
     backward pass needs, and with `offload` the input is in host memory.
     """
-    if isinstance(module, PreTrainedModel):
-        options = {"use_reentrant": False, "context_fn": _passes}
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    options = {"use_reentrant": False, "context_fn": _passes}
+    for model in outermost(module, PreTrainedModel):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         # Otherwise gradients of the inputs of frozen towers would be computed.
-        module.disable_input_require_grads()
+        model.disable_input_require_grads()
         if policy == "offload":
             on_host = partial(_with_inputs_on_host, partial(checkpoint, **options))
-            module._set_gradient_checkpointing(gradient_checkpointing_func=on_host)
-        text = module.config.get_text_config()
+            model._set_gradient_checkpointing(gradient_checkpointing_func=on_host)
+        text = model.config.get_text_config()
         kept = f"{KEPT}{text._attn_implementation}"
         if policy == "selective" and kept in ALL_ATTENTION_FUNCTIONS:
             text._attn_implementation = {"": kept}
-        return
-
-    for child in module.children():
-        recompute(child, policy)
 
 
 @dataclass

@@ -4,7 +4,7 @@ Shapes: T tokens of the whole batch, t = T / ranks of one rank, H heads, D head 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import lcm
 from typing import Any
@@ -172,6 +172,10 @@ class SequenceParallelModule(nn.Module, ABC):
     def hf_model(self) -> PreTrainedModel:
         """Return the transformers model inside."""
 
+    def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters under the Hugging Face names, tied ones once."""
+        return self.hf_model.named_parameters()
+
 
 def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> bool:
     """Split the batches of every SequenceParallelModule inside `module` over ranks.
@@ -185,9 +189,7 @@ def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: 
     if divided:
         name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}"
 
-    submodules = [
-        submodule for submodule in module.modules() if isinstance(submodule, SequenceParallelModule)
-    ]
+    submodules = [each for each in module.modules() if isinstance(each, SequenceParallelModule)]
     for submodule in submodules:
         model = submodule.hf_model
         problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)

@@ -104,7 +104,7 @@ def _shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
     It is created when all of them first call this.
     """
     if group not in _of_groups:
-        axis = Axis("shared", dist.get_world_size(group), dist.get_rank(group), group)
+        axis = Axis.of("shared", group)
         memory = _mapped_together(axis)
         _of_groups[group] = None if memory is None else SharedMemory(memory, axis)
     return _of_groups[group]

@@ -16,7 +16,7 @@ This file is the one to adapt to changes of torch or transformers that concern t
 versions.py lists the tested versions.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from torch.distributed.tensor import (
 )
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lightrft.config.tables import table
 from lightrft.models.parallel.collectives import Axis, same, with_gradient
 from lightrft.models.parallel.sequence_parallel import (
     Gather,
@@ -46,22 +47,17 @@ from lightrft.models.parallel.sequence_parallel import (
     begin_reduce_scatter,
     select_tokens,
 )
+from lightrft.models.weight_sync.stream import outermost
 
-FAMILIES = tuple(
-    """arcee cohere cohere2 exaone4 gemma2 gemma3_text glm4 gpt_oss granite hunyuan_v1_dense
-    llama ministral3 mistral mixtral olmo2 olmo3 phi3 qwen2 qwen2_5_omni_text qwen2_5_vl_text
-    qwen2_vl_text qwen3 qwen3_moe qwen3_vl_text seed_oss smollm3""".split()
-)
-"""Supported values of model_type.
-
-The plan follows from the names and shapes of a block's modules, so another family with the same
-ones needs only an entry here, once the tests have compared its gradients.
-"""
+FAMILIES: list[str] = table("models/families")["tensor_parallel"]
+"""Supported values of model_type."""
 ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj")
 """Layers that read the residual stream, where a block has them."""
 FUSED_FAMILIES = ("glm4", "phi3")
 """Families with fused layers. Ranks need equally many rows of these."""
+Split = Callable[[nn.Module, DeviceMesh], None]
+"""Function that lets the ranks of a mesh divide a module."""
 NORMS_OF_ALL_HEADS = ("Olmo2RMSNorm", "Olmo3RMSNorm")
 """Norms of queries and keys that may be over all heads together."""
 
@@ -130,9 +126,8 @@ class Sections:
         """Return the rows that this rank stores, given those that it computes with."""
         arrived = self._sent(used, self.received, self.sent)
         rows = torch.empty_like(used)
-        for run, piece in zip(
-            self.runs, arrived.split([run.stop - run.start for run in self.runs]), strict=True
-        ):
+        sizes = [run.stop - run.start for run in self.runs]
+        for run, piece in zip(self.runs, arrived.split(sizes), strict=True):
             rows[run] = piece
         return rows
 
@@ -142,24 +137,17 @@ class Sections:
         return self.axis.all_to_all(rows.flatten(), *counts).view_as(rows)
 
 
-class _LinearOfSections(torch.autograd.Function):
+def _linear_of_sections(hidden: Tensor, stored: Tensor, sections: Sections) -> Tensor:
     """Multiply with the rows that this rank uses, given those that it stores.
 
     The backward pass exchanges them again, so that no copy stays in between. The weight gets no
     gradient here.
     """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, stored: Tensor, sections: Sections) -> Tensor:
-        ctx.sections = sections
-        ctx.save_for_backward(stored)
-        return F.linear(hidden, sections.used(stored))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (stored,) = ctx.saved_tensors
-        return gradient @ ctx.sections.used(stored), None, None
+    return with_gradient(
+        hidden,
+        lambda hidden: F.linear(hidden, sections.used(stored)),
+        lambda gradient: gradient @ sections.used(stored),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +183,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) 
     with all reasons, for a model that cannot be split, and for a module without a transformers
     model.
     """
-    models = list(outermost_models(module))
+    models = list(outermost(module, PreTrainedModel))
     if not models:
         raise ValueError(
             f"--tp_size {mesh.size()}: {type(module).__name__} contains no transformers model to"
@@ -295,7 +283,7 @@ def vocabulary_shard(weight: DTensor) -> VocabularyShard:
             " module's forward"
         )
 
-    axis = _axis(mesh)
+    axis = Axis.of("tp", mesh.get_group())
     rows = -(-weight.shape[0] // mesh.size())
     return VocabularyShard(
         weight.to_local(), min(axis.rank * rows, weight.shape[0]), weight.shape[0], axis
@@ -414,22 +402,13 @@ def _gather_logits(logits: Tensor, axis: Axis, size: int) -> Tensor:
     return with_gradient(logits, gather, lambda gradient: gradient[..., first : first + count])
 
 
-def outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
-    """Yield the outermost transformers models."""
-    if isinstance(module, PreTrainedModel):
-        yield module
-    else:
-        for child in module.children():
-            yield from outermost_models(child)
-
-
 def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
     """Split a model. With `sequence` the ranks divide the tokens of the residual stream [1, T, H].
 
     Where media replace embeddings between the embedding layer and the decoder, the decoder divides
     the tokens.
     """
-    axis = _axis(mesh)
+    axis = Axis.of("tp", mesh.get_group())
     decoder = model.get_decoder()
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -442,13 +421,8 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, sequence: bool) -> None:
         if "qkv_proj" in fused:
             _count_local_heads(block.self_attn, axis)
 
-        _Branch(
-            block.self_attn,
-            _present(block.self_attn, ATTENTION_INPUTS),
-            axis,
-            fused,
-            sequence=sequence,
-        )
+        layers = _present(block.self_attn, ATTENTION_INPUTS)
+        _Branch(block.self_attn, layers, axis, fused, sequence=sequence)
         if _splits_feed_forward(block):
             layers = _present(block.mlp, FEED_FORWARD)
             _Branch(block.mlp, layers, axis, fused, sequence=sequence)
@@ -491,11 +465,6 @@ def _divide_tokens(
     )
 
 
-def _axis(mesh: DeviceMesh) -> Axis:
-    group = mesh.get_group()
-    return Axis("tp", mesh.size(), dist.get_rank(group), group if mesh.size() > 1 else None)
-
-
 def _present(module: nn.Module, names: Collection[str]) -> list[str]:
     """Return the names of layers that a module has."""
     return [name for name in names if name in module._modules]
@@ -522,7 +491,7 @@ def _count_local_heads(attention: nn.Module, axis: Axis) -> None:
 
 def _block_plan(
     block: nn.Module, *, sequence: bool, fused: Mapping[str, Sections] = MappingProxyType({})
-) -> dict[str, Callable[[nn.Module, DeviceMesh], None]]:
+) -> dict[str, Split]:
     """Return how to split each module of a block that has parameters.
 
     The norms of queries and keys process this rank's heads, and with `sequence` the other norms
@@ -531,11 +500,11 @@ def _block_plan(
     columns = partial(_split_columns, detached=("weight",))
     rows = partial(_split_rows, sequence=sequence)
     attention = block.self_attn
-    linear: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
+    linear: dict[str, Split] = {
         f"self_attn.{layer}": columns for layer in _present(attention, ATTENTION_INPUTS)
     }
     linear["self_attn.o_proj"] = rows
-    plan: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {}
+    plan: dict[str, Split] = {}
     if attention._parameters:
         plan["self_attn"] = _split_heads
     for name, norm in attention.named_children():
@@ -567,12 +536,12 @@ def _block_plan(
 def _with_adapter(
     block: nn.Module,
     name: str,
-    split: Callable[[nn.Module, DeviceMesh], None],
+    split: Split,
     *,
     by_rows: bool,
     sections: Sections | None,
     sequence: bool,
-) -> dict[str, Callable[[nn.Module, DeviceMesh], None]]:
+) -> dict[str, Split]:
     """Return how to split a linear layer, and the adapter that it may have.
 
     Of a layer divided by outputs, each rank has some rows of B and a summand of A's gradient. Of
@@ -589,7 +558,7 @@ def _with_adapter(
         distribute(matrix, mesh, weight=Shard(1) if by_rows else Replicate())
         if by_rows:
             b_gradient = Partial() if sequence else Replicate()
-            axis = _axis(mesh)
+            axis = Axis.of("tp", mesh.get_group())
             layer.split = SplitAdapter(Shard(1), b_gradient, lambda low: reduce(low, axis))
         else:
             layer.split = SplitAdapter(Partial(), Shard(0), lambda low: low, sections)
@@ -670,7 +639,7 @@ def _split_sections(linear: nn.Linear, mesh: DeviceMesh, *, sections: Sections) 
     """Keep consecutive rows of a fused layer without a bias; compute with shares of all."""
     distribute(linear, mesh, weight=Shard(0))
     LocalParameters(linear, detached=("weight",))
-    linear.forward = lambda hidden: _LinearOfSections.apply(hidden, linear.weight, sections)
+    linear.forward = lambda hidden: _linear_of_sections(hidden, linear.weight, sections)
 
 
 def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -678,7 +647,7 @@ def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
 
     The bias is added to the sum.
     """
-    axis = _axis(mesh)
+    axis = Axis.of("tp", mesh.get_group())
     reduce = _scatter_tokens if sequence else _sum_in_place
     distribute(linear, mesh, weight=Shard(1), bias=Replicate())
     LocalParameters(linear, hidden=("bias",))
@@ -700,7 +669,7 @@ def _split_embedding(embedding: nn.Embedding, mesh: DeviceMesh, *, sequence: boo
 
     The outputs of other rows are zero.
     """
-    axis = _axis(mesh)
+    axis = Axis.of("tp", mesh.get_group())
     reduce = _scatter_tokens if sequence else _sum_in_place
     distribute(embedding, mesh, weight=Shard(0))
     shard = vocabulary_shard(embedding.weight)
@@ -739,7 +708,7 @@ def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
 
 def _split_norm(norm: nn.Module, mesh: DeviceMesh) -> None:
     """Keep this rank's shard of a norm of all heads; the mean of squares is that over all ranks."""
-    axis = _axis(mesh)
+    axis = Axis.of("tp", mesh.get_group())
     size = norm.weight.numel()
     distribute(norm, mesh, weight=Shard(0))
     LocalParameters(norm)

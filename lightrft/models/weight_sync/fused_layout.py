@@ -440,14 +440,12 @@ def _addresses(
     elif is_a(layer, MAMBA):
         # Decay, time step and skip of each head.
         yield slice(None), layer.out_proj.tp_rank * len(getattr(layer, attribute)), 0
-    elif is_a(layer, "Mixer2RMSNormGated"):
-        yield slice(None), layer.tp_rank * len(layer.weight), 0
     elif is_a(layer, "Qwen3_5GatedDeltaNet"):
         yield slice(None), layer.attn_tp_rank * len(getattr(layer, attribute)), 0
-    elif is_a(layer, "GatedDeltaNetAttention"):
-        # Decay and time step of each head. vLLM keeps decays in float32 and time steps in the
-        # model's dtype; it gets both as the trainer computes with them, rounded under --bf16, so
-        # the two agree.
+    elif is_a(layer, "Mixer2RMSNormGated") or is_a(layer, "GatedDeltaNetAttention"):
+        # A norm, or decay and time step of each head. vLLM keeps decays in float32 and time steps
+        # in the model's dtype; it gets both as the trainer computes with them, rounded under
+        # --bf16, so the two agree.
         yield slice(None), layer.tp_rank * len(getattr(layer, attribute)), 0
     else:
         cut = is_a(layer, "RowParallelLinear") and attribute == "weight"

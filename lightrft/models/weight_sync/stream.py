@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from lightrft.models.parallel.device import ahead, free_memory
 from lightrft.models.parallel.dtensor_slices import ShardSlice, shard_slices
 from lightrft.models.parallel.shm_all_gather import AllGather
 from lightrft.models.weight_sync.names import NamedTensor
+
+Kind = TypeVar("Kind", bound=nn.Module)
 
 FREE_SHARE = 8
 """Divisor of the free memory that gives the size of a bucket if none is configured."""
@@ -67,14 +69,21 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
+def outermost(module: nn.Module, kind: type[Kind]) -> Iterator[Kind]:
+    """Yield the modules of a class inside `module` that are in no other of this class."""
+    if isinstance(module, kind):
+        yield module
+    else:
+        for child in module.children():
+            yield from outermost(child, kind)
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the first transformers model inside `model`, or `model` if there is none.
 
     The first may be `model` itself.
     """
-    return next(
-        (module for module in model.modules() if isinstance(module, PreTrainedModel)), model
-    )
+    return next(outermost(model, PreTrainedModel), model)
 
 
 def bucket_limit(megabytes: int, axis: Axis, device: torch.device) -> int:

@@ -228,7 +228,6 @@ def _weighted_sums(words: Tensor, factors: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-@torch.no_grad()
 def destroy_weights(model: torch.nn.Module) -> None:
     """Write NaN to weights, so that none is used that a stream does not bring.
 

@@ -4,22 +4,24 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import is_empty
 from lightrft.models.parallel.collectives import Axis
+from lightrft.models.parallel.device import local_tensor
 from lightrft.models.parallel.dtensor_slices import local_slices
 from lightrft.models.weight_files import (
     WeightFiles,
     check_finite,
     is_backbone,
     missing_and_unexpected,
+    refuse_tensors,
     stored_tensors,
     tied_names,
 )
@@ -50,7 +52,7 @@ def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
         for name, tensor in _local_tensors(module):
             if name in materialized:
                 tensor.copy_(materialized[name])
-        run_on_all_ranks(world, source.failure, source.fill)
+        run_on_all_ranks(world, source.failure, partial(source.fill, source.stored_names))
 
 
 def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[nn.Parameter]:
@@ -62,7 +64,8 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
     `module` afterwards. Raises the errors of materialize().
     """
     source = Source.of(module, world)
-    run_on_all_ranks(world, source.failure, source.fill_buffers)
+    buffers = [name for name, _ in source.model.named_buffers() if name in source.stored_names]
+    run_on_all_ranks(world, source.failure, partial(source.fill, buffers))
 
     holders = defaultdict(list)
     # Several modules hold tied parameters, and all of these get the new object.
@@ -102,31 +105,25 @@ class Source:
     tensor under another name."""
     quantized: dict[str, Any]
     """Name in the model -> layer whose matrix is quantized when it is read."""
+    failure: str
+    """What errors say that reading ends with."""
 
     @classmethod
     def of(cls, module: nn.Module, world: Axis) -> Self:
         """Locate the files of a module; ValueError if no folder has all the weights."""
         model = _model_inside(module)
         quantized = _quantized(model)
+        failure = f"{model.name_or_path} could not be loaded"
         located = []
-        run_on_all_ranks(
-            world,
-            f"{model.name_or_path} could not be loaded",
-            lambda: located.append(_locate(model, quantized)),
-        )
-        return cls(model, *located[0], quantized)
+        run_on_all_ranks(world, failure, lambda: located.append(_locate(model, quantized)))
+        return cls(model, *located[0], quantized, failure)
 
-    @property
-    def failure(self) -> str:
-        return f"{self.model.name_or_path} could not be loaded"
-
-    def fill(self) -> None:
-        """Load this rank's shard of every tensor to read."""
-        self._fill(self.stored_names)
-
-    def fill_buffers(self) -> None:
-        buffers = dict(self.model.named_buffers())
-        self._fill([name for name in self.stored_names if name in buffers])
+    def fill(self, names: Iterable[str]) -> None:
+        """Load this rank's shard of each of these tensors."""
+        tensors = stored_tensors(self.model)
+        with torch.no_grad():
+            for name in names:
+                self._read(name, tensors[name], local_tensor(tensors[name].detach()))
 
     def read(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Load the whole value of an empty parameter into `values`, in that dtype."""
@@ -134,12 +131,6 @@ class Source:
             name for name, other in stored_tensors(self.model).items() if other is parameter
         )
         self._read(name, parameter, values)
-
-    def _fill(self, names: Iterable[str]) -> None:
-        tensors = stored_tensors(self.model)
-        with torch.no_grad():
-            for name in names:
-                self._read(name, tensors[name], _local(tensors[name]))
 
     def _read(self, name: str, tensor: Tensor, values: Tensor) -> None:
         """Load this rank's shard of a tensor into `values`.
@@ -202,28 +193,18 @@ def _locate(
     # Tensors that are not read may be missing, and heads of other models may be there.
     missing &= {name for names in groups for name in names}
     unexpected = {name for name in unexpected if is_backbone(model, name)}
-    for names, problem in (
-        (missing, "of the model are not in it"),
-        (unexpected, "in it are not of the model"),
-    ):
-        if names:
-            raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}")
+    refuse_tensors(missing, "of the model are not in it")
+    refuse_tensors(unexpected, "in it are not of the model")
 
     stored_names = {
         names[0]: next(name for name in names if name in converted.shapes) for names in groups
     }
-    shapes = converted.shapes
     for name, stored in stored_names.items():
         layer = quantized.get(name)
         expected = tensors[name].shape
         if layer is not None:
             expected = (layer.out_features, layer.in_features)
-        if shapes[stored] != tuple(expected):
-            shape = tuple(expected)
-            raise ValueError(
-                f"{converted.origin(stored)} has shape {shapes[stored]} there, the model's is"
-                f" {shape}"
-            )
+        converted.check_shape(stored, expected)
 
     return converted, stored_names
 
@@ -251,8 +232,4 @@ def _model_inside(module: nn.Module) -> PreTrainedModel:
 def _local_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, this rank's shard) of parameters and all buffers."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        yield name, _local(tensor)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        yield name, local_tensor(tensor.detach())

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
@@ -133,11 +132,12 @@ class Muon(Optimizer):
 
 def create_muon(
     model: nn.Module,
-    blocks: Collection[nn.Module],
     lr: float,
     betas: tuple[float, float],
     weight_decay: float,
     eps: float,
+    *,
+    blocks: Collection[nn.Module],
 ) -> Muon:
     """Build Muon for the matrices of a model's `blocks`; `betas` and `eps` are AdamW's.
 
@@ -212,9 +212,8 @@ class Route:
 
     def __init__(self, pieces: list[Tensor], shards: list[ShardSlice], sizes: list[int]):
         """Choose the owner of each matrix by `sizes`, so that owners have about as much to do."""
-        group = shards[0].group
-        num_ranks = shards[0].pieces
-        self.axis = Axis("muon", num_ranks, dist.get_rank(group), group)
+        self.axis = Axis.of("muon", shards[0].group)
+        num_ranks = self.axis.size
         self.nothing = pieces[0].new_empty(0)
         self.shapes = [piece.shape for piece in pieces]
         self.dims = [shard.dim for shard in shards]

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightrft.models.parallel.device import current_device, local_tensor
 from lightrft.models.parallel.dtensor_slices import divided_dims
+from lightrft.models.weight_sync.verify import random_odd_numbers
 
 Axes = frozenset[str]
 """Names of the process groups that shard a tensor; empty if every rank has the whole tensor."""
@@ -65,13 +66,8 @@ def create_adamw(
     devices = {current_device() if p.is_meta else p.device for p in trainable}
     fused = all(device.type in FUSED_ON for device in devices)
 
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=lr,
-        betas=tuple(betas),
-        eps=eps,
-        fused=fused or None,
-    )
+    groups = [group for group in groups if group["params"]]
+    return AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
 
 
 def create_lr_scheduler(
@@ -167,18 +163,16 @@ def follow(module: nn.Module, optimizer: Optimizer | None, names: list[list[str]
 # -- a step
 
 
-def global_grad_norm(
-    parameters: Iterable[nn.Parameter], device: torch.device, p: float = 2.0
-) -> Tensor:
-    """Return the p-norm of all gradients over all shards: [] float32 on `device`.
+def global_grad_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+    """Return the norm of all gradients over all shards: [] float32 on `device`.
 
-    It is equal on all ranks; p is 1, 2, ... or inf. The placements of the gradient itself count: it
-    may be whole although the parameter is sharded, and a partial one is summed first. Local shards
-    are summed over the axes that shard them, never over axes that replicate them. There is one
-    collective per axis, whatever the number of meshes. Axes come in the order that the parameters
-    meet them, because the groups of one axis have other names on other ranks. A parameter without a
-    gradient counts as 0; plain gradients are assumed to be equal on all ranks. All ranks must call
-    this with the same parameters.
+    It is equal on all ranks. The placements of the gradient itself count: it may be whole although
+    the parameter is sharded, and a partial one is summed first. Local shards are summed over the
+    axes that shard them, never over axes that replicate them. There is one collective per axis,
+    whatever the number of meshes. Axes come in the order that the parameters meet them, because the
+    groups of one axis have other names on other ranks. A parameter without a gradient counts as 0;
+    plain gradients are assumed to be equal on all ranks. All ranks must call this with the same
+    parameters.
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -198,34 +192,22 @@ def global_grad_norm(
     subsets: list[Axes] = [frozenset()]
     for name in groups:
         subsets += [subset | {name} for subset in subsets]
-    totals = torch.stack([_sum_of_powers(by_axes.get(subset, []), p, device) for subset in subsets])
+    totals = torch.stack([_sum_of_squares(by_axes.get(subset, []), device) for subset in subsets])
     # Only the sums that this axis shards are reduced over it.
     for name in groups:
         cut = [index for index, subset in enumerate(subsets) if name in subset]
         reduced = totals[cut]
-        dist.all_reduce(
-            reduced,
-            op=dist.ReduceOp.MAX if p == torch.inf else dist.ReduceOp.SUM,
-            group=groups[name],
-        )
+        dist.all_reduce(reduced, group=groups[name])
         totals[cut] = reduced
 
-    return totals.amax() if p == torch.inf else totals.sum() ** (1 / p)
+    return totals.sum() ** 0.5
 
 
-def _sum_of_powers(gradients: list[Tensor], p: float, device: torch.device) -> Tensor:
-    """Return the sum of |x|^p, or the maximum for p = inf: [].
-
-    For inf, NaN becomes inf, because a maximum would lose it.
-    """
+def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), device=device)
-    norms = torch.stack(
-        [norm.to(device) for norm in torch._foreach_norm(gradients, p, torch.float32)]
-    )
-    if p == torch.inf:
-        return norms.amax().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return norms.pow(p).sum()
+    norms = torch._foreach_norm(gradients, 2.0, torch.float32)
+    return torch.stack([norm.to(device) for norm in norms]).pow(2.0).sum()
 
 
 def _sharding_groups(tensor: DTensor) -> list[tuple[str, dist.ProcessGroup]]:
@@ -302,7 +284,7 @@ class BitSums:
         self._update = 0
         self._stepped: set[Tensor] = set()
         """Parameters of this update so far: step() takes one mesh at a time."""
-        self._factors = odd_numbers(SUM_BLOCK).to(device)
+        self._factors = random_odd_numbers(SUM_BLOCK, 0, torch.device(device))
         optimizer.register_step_pre_hook(partial(self._add, "gradient"))
         optimizer.register_step_post_hook(partial(self._add, "weights"))
 
@@ -339,12 +321,6 @@ class BitSums:
             # Parameters may be in host memory, all of them.
             self._factors = self._factors.to(members[0].device)
             sums.append((self._update, label, sum_of_bits(members, self._factors)))
-
-
-def odd_numbers(count: int) -> Tensor:
-    """Return random odd numbers [count] int64, the same ones in every run."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(2**63 - 1, (count,), generator=generator) | 1
 
 
 def sum_of_bits(tensors: Sequence[Tensor], factors: Tensor) -> Tensor:

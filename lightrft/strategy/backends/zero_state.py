@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrft.config.sections import StrategySection
+from lightrft.config.sections import Config
 from lightrft.strategy.checkpoint.model_state import ModelState, frozen_names
 from lightrft.strategy.checkpoint.zero_fragment import Fragment
 
@@ -18,18 +18,15 @@ ZERO_BUCKET = 50_000_000
 
 
 def engine_config(
-    config: StrategySection,
-    module: nn.Module,
-    *,
-    bf16: bool,
-    trains: bool,
-    max_norm: float,
-    pinned: bool,
+    settings: Config, module: nn.Module, trains: bool, device: torch.device, max_norm: float
 ) -> dict[str, Any]:
-    """Build the configuration of deepspeed.initialize().
+    """Build the configuration of deepspeed.initialize() for a module that it `trains` or not.
 
     ZeRO-3 keeps vectors whole: gathering them costs more than it saves.
     """
+    config = settings.strategy
+    bf16 = settings.model.bf16 and (trains or next(module.parameters()).dtype == torch.bfloat16)
+    pinned = device.type != "cpu"
     vectors = [parameter.numel() for parameter in module.parameters() if parameter.ndim < 2]
     gradients = config.reduce_dtype if bf16 else "fp32"
     on_host = {"optimizer": trains and config.adam_offload, "param": config.param_offload}
@@ -96,13 +93,9 @@ class Partitions:
         offset = 0
         for parameter in group:
             size = parameter.ds_tensor.numel()
-            yield FlatSlice(
-                parameter,
-                self.rank * size,
-                flat,
-                offset,
-                min(size, parameter.ds_numel - self.rank * size),
-            )
+            start = self.rank * size
+            length = min(size, parameter.ds_numel - start)
+            yield FlatSlice(parameter, start, flat, offset, length)
             offset += size
 
     def _cut_group(self, group: Sequence[nn.Parameter], flat: Tensor) -> Iterator[FlatSlice]:

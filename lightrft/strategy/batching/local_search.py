@@ -3,10 +3,20 @@
 Only bins that other ranks wait for need to become cheaper.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 WORTHWHILE = 0.0001
 """Smallest gain of a round, as a fraction of the time, that makes another round worthwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Maximum numbers of tokens and sequences in one micro-batch."""
+
+    tokens: int
+    sequences: int
 
 
 class LocalSearch:
@@ -20,15 +30,12 @@ class LocalSearch:
         works: np.ndarray,
         sizes: np.ndarray,
         bin_of: np.ndarray,
-        *,
         num_ranks: int,
-        max_tokens: int,
-        max_sequences: int,
+        limits: Limits,
     ):
         """Start with the bin, the cost and the size of every sequence, and the limits of a bin."""
         self.num_ranks = num_ranks
-        self.max_tokens = max_tokens
-        self.max_sequences = max_sequences
+        self.limits = limits
         self.count = num_ranks * -(-int(bin_of.max() + 1) // num_ranks)
         # Each bin gets one empty sequence at the end: a swap with it is a move.
         self.works, self.sizes = (np.append(column, [0] * self.count) for column in (works, sizes))
@@ -82,10 +89,9 @@ class LocalSearch:
         size_change = self.sizes[members] - self.sizes
         allowed = (gain > 0) & (gain <= ceiling - costs[bin_of])
 
-        allowed &= (size_change <= self.max_tokens - used[bin_of]) & (
-            size_change >= used[first] - self.max_tokens
-        )
-        allowed[:, self.real :] &= num_sequences[bin_of[self.real :]] < self.max_sequences
+        most = self.limits.tokens
+        allowed &= (size_change <= most - used[bin_of]) & (size_change >= used[first] - most)
+        allowed[:, self.real :] &= num_sequences[bin_of[self.real :]] < self.limits.sequences
         if allowed.any():
             after = np.maximum(
                 costs[first] - gain, np.where(same_micro_batch, costs[bin_of] + gain, 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightrft.core.batch import Batch, Features, Rows, SharedPrefix
 from lightrft.models.parallel.collectives import Axis
 from lightrft.strategy.batching.planner import Batching, plan
-from lightrft.strategy.batching.sample_store import SampleStore
+from lightrft.strategy.batching.sample_store import MemoryStore
 
 B = TypeVar("B", bound=Batch)
 
@@ -27,7 +27,7 @@ B = TypeVar("B", bound=Batch)
 
 
 def redistribute(
-    store: SampleStore | None,
+    store: MemoryStore | None,
     batch: B,
     *,
     minibatch_size: int | None = None,
@@ -126,7 +126,7 @@ def _checksum(features: Features) -> int:
     return checksum
 
 
-def put_batch(store: SampleStore, batch: Batch) -> None:
+def put_batch(store: MemoryStore, batch: Batch) -> None:
     """Write all columns of a batch under the batch's rows."""
     sequences = {
         name: value
@@ -143,7 +143,7 @@ def put_batch(store: SampleStore, batch: Batch) -> None:
     )
 
 
-def get_batch(store: SampleStore, ids: list[int], like: B) -> B:
+def get_batch(store: MemoryStore, ids: list[int], like: B) -> B:
     """Read rows with the columns of the batch `like`."""
     names = [
         *like.columns("token"),

@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from lightrft.strategy.batching.local_search import LocalSearch
+from lightrft.strategy.batching.local_search import Limits, LocalSearch
 
 Batching = Literal["packed", "dynamic", "plain"]
 Prompts = Sequence[tuple[int, int, int]] | np.ndarray
@@ -54,14 +54,6 @@ MOST_BINS = 2**24
 """More bins than any step has."""
 
 Int = TypeVar("Int", int, np.ndarray)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Maximum numbers of tokens and sequences in one micro-batch."""
-
-    tokens: int
-    sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,14 +347,7 @@ class Packer:
 
     def improved(self, bin_of: np.ndarray) -> np.ndarray:
         """Move and swap sequences out of the bins that other ranks wait for."""
-        search = LocalSearch(
-            self.works,
-            self.sizes,
-            bin_of,
-            num_ranks=self.num_ranks,
-            max_tokens=self.limits.tokens,
-            max_sequences=self.limits.sequences,
-        )
+        search = LocalSearch(self.works, self.sizes, bin_of, self.num_ranks, self.limits)
         while search.round():
             pass
 

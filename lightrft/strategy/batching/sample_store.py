@@ -7,7 +7,6 @@ them, the leader, writes and moves; it sends what it has received to the others 
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,28 +42,12 @@ class SampleRows:
         tags = {name: values[indices] for name, values in self.tags.items()}
         return type(self)(self.ids[indices], self.lengths[indices], self.ranks[indices], tags)
 
-    def drop(self, ids: Collection[int]) -> Self:
-        """Return the rows except those with these ids."""
-        return self.select(~torch.isin(self.ids, torch.tensor(list(ids), dtype=torch.int64)))
-
-    def concatenate(self, other: Self) -> Self:
-        """Return these rows and then the others. Raises ValueError if the tags differ."""
-        if self.tags.keys() != other.tags.keys():
-            raise ValueError(
-                f"these rows have the tags {sorted(self.tags)}, and the others {sorted(other.tags)}"
-            )
-
-        tags = {name: torch.cat([values, other.tags[name]]) for name, values in self.tags.items()}
-        columns = ((rows.ids, rows.lengths, rows.ranks) for rows in (self, other))
-        return type(self)(*map(torch.cat, zip(*columns, strict=True)), tags)
-
     def held_by(self, owners: Sequence[Sequence[int]]) -> Self:
         """Return the rows after a move, in the order of the lists of ids."""
         index_of = {row: index for index, row in enumerate(self.ids.tolist())}
         rows = self.select([index_of[row] for ids in owners for row in ids])
-        return replace(
-            rows, ranks=torch.repeat_interleave(torch.tensor([len(ids) for ids in owners]))
-        )
+        counts = torch.tensor([len(ids) for ids in owners])
+        return replace(rows, ranks=torch.repeat_interleave(counts))
 
 
 @dataclass(slots=True)
@@ -75,6 +58,11 @@ class Column:
     ids: Tensor  # [n] int64
     lengths: Tensor  # [n] int64, values of each row: 1 if not per token
     values: Tensor  # [sum of lengths, ...]
+
+    @classmethod
+    def of_rows(cls, ids: Tensor, values: Tensor) -> Self:
+        """Build a column with one value for each row."""
+        return cls(False, ids, torch.ones_like(ids), values)
 
     def select(self, ids: Tensor) -> "Column":
         """Return the rows with these ids, in this order; raises KeyError with an absent id."""
@@ -107,24 +95,17 @@ class Column:
         before = self.without(other.ids) if len(self.ids) else self
         if not len(before.ids):
             return other
-        pairs = (
-            (before.ids, other.ids),
-            (before.lengths, other.lengths),
-            (before.values, other.values),
-        )
-        return Column(self.per_token, *(torch.cat(pair) for pair in pairs))
+        return _concatenate([before, other])
 
 
-class SampleStore(ABC):
-    """Columns of samples under ids.
+class MemoryStore:
+    """Columns of samples under ids, in the memory of the ranks.
 
-    All ranks call every method, and the ranks of a replica pass the same arguments.
-
-    A value counts as produced once it has been put. Each task can claim a sample once, when all
-    fields that the task needs are produced.
+    They are where they were put, or where a move has sent them. All ranks call every method, and
+    the ranks of a replica pass the same arguments. A value counts as produced once it has been put.
     """
 
-    is_outside = True
+    is_outside = False
     """True if the values are outside of this program, where others may read them."""
 
     def __init__(self, data: Axis, replica: Axis):
@@ -134,14 +115,17 @@ class SampleStore(ABC):
         """
         self.data = data
         self.replica = replica
-        self._claimed: dict[str, set[int]] = {}
+        self._columns: dict[str, Column] = {}
+        self._objects: dict[str, dict[int, Any]] = {}
+        self._lengths = Column.of_rows(*torch.zeros(2, 0, dtype=torch.int64))
+        self._cleared: set[int] = set()
+        self._known: SampleRows | None = None
 
     @property
     def leads(self) -> bool:
         """Return True on the rank that reads and writes for the whole replica."""
         return self.replica.rank == 0
 
-    @abstractmethod
     def put(
         self,
         ids: Tensor,
@@ -158,82 +142,6 @@ class SampleStore(ABC):
         rows(), results can only be written back to rows that this rank holds. Raises LookupError
         for the id of another row then, and ValueError for another length.
         """
-
-    @abstractmethod
-    def rows(self, tags: Mapping[str, Tensor] | None = None) -> SampleRows:
-        """Return the metadata of all ranks' rows, with `tags` [n, ...] int64 of this rank's rows.
-
-        It takes one collective over the data ranks and one broadcast in a replica. Raises
-        ValueError on all ranks if the columns differ between them.
-        """
-
-    @abstractmethod
-    def move(
-        self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None
-    ) -> SampleRows:
-        """Give each row to the data rank whose list has the id; return the new metadata.
-
-        With `fields`, only these move. It takes one collective over the data ranks, for any number
-        of fields, and one broadcast in a replica; objects take more. Raises ValueError on all ranks
-        unless the lists contain every row exactly once.
-        """
-
-    @abstractmethod
-    def get(
-        self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None
-    ) -> dict[str, Any]:
-        """Return columns of this rank's rows, in the order of `ids`, and the column `lengths`.
-
-        Raises LookupError, with the field's name and the id, for a value that has not been produced
-        or was cleared.
-        """
-
-    @abstractmethod
-    def produced_ids(self, name: str) -> set[int]:
-        """Return the ids of this rank's rows that have a value of this field."""
-
-    @abstractmethod
-    def clear(self, ids: Collection[int]) -> None:
-        """Forget rows and claims on them.
-
-        Other rows may be written then, and rows() must come before the next move.
-        """
-
-    def claim(self, task: str, fields: Sequence[str], count: int | None = None) -> list[int]:
-        """Claim at most `count` rows that have all these fields, for a task; return ids, ascending.
-
-        A task gets each row only once.
-        """
-        claimed = self._claimed.setdefault(task, set())
-        ready = sorted(set.intersection(*(self.produced_ids(name) for name in fields)) - claimed)[
-            :count
-        ]
-        claimed |= set(ready)
-        return ready
-
-
-class MemoryStore(SampleStore):
-    """Keeps rows in the memory of the ranks: where they were put, or where a move has sent them."""
-
-    is_outside = False
-
-    def __init__(self, data: Axis, replica: Axis):
-        super().__init__(data, replica)
-        self._columns: dict[str, Column] = {}
-        self._objects: dict[str, dict[int, Any]] = {}
-        self._lengths = Column(False, *(torch.zeros(0, dtype=torch.int64) for _ in range(3)))
-        self._cleared: set[int] = set()
-        self._known: SampleRows | None = None
-
-    def put(
-        self,
-        ids: Tensor,
-        lengths: Tensor,
-        *,
-        tokens: Mapping[str, Tensor] | None = None,
-        sequences: Mapping[str, Tensor] | None = None,
-        objects: Mapping[str, list[Any]] | None = None,
-    ) -> None:
         columns = checked_columns(ids, lengths, tokens=tokens or {}, sequences=sequences or {})
         self._check_held(ids, lengths)
         if not self.leads:  # it will receive the values, and only keeps the types of the columns
@@ -244,7 +152,7 @@ class MemoryStore(SampleStore):
         self._cleared -= set(ids.tolist())
         for name, values in (objects or {}).items():
             self._objects.setdefault(name, {}).update(zip(ids.tolist(), values, strict=False))
-        self._lengths = self._lengths.merge(Column(False, ids, torch.ones_like(ids), lengths))
+        self._lengths = self._lengths.merge(Column.of_rows(ids, lengths))
 
         for name, column in columns.items():
             self._columns[name] = (
@@ -258,11 +166,7 @@ class MemoryStore(SampleStore):
 
         local_rows = self._known.select(self._known.ranks == self.data.rank)
         try:
-            expected = (
-                Column(False, local_rows.ids, torch.ones_like(local_rows.ids), local_rows.lengths)
-                .select(ids)
-                .values
-            )
+            expected = Column.of_rows(local_rows.ids, local_rows.lengths).select(ids).values
         except KeyError as error:
             raise LookupError(
                 f"sample {error.args[0]} is not held by this rank, so nothing can be written back"
@@ -276,18 +180,18 @@ class MemoryStore(SampleStore):
             )
 
     def rows(self, tags: Mapping[str, Tensor] | None = None) -> SampleRows:
+        """Return the metadata of all ranks' rows, with `tags` [n, ...] int64 of this rank's rows.
+
+        It takes one collective over the data ranks and one broadcast in a replica. Raises
+        ValueError on all ranks if the columns differ between them.
+        """
         tags = tags or {}
         if self.leads:
-            widths = {
-                name: values[:1].numel() if len(values) else math.prod(values.shape[1:])
-                for name, values in tags.items()
-            }
-            columns = [values.reshape(len(values), widths[name]) for name, values in tags.items()]
-            columns = [
-                torch.cat([self._lengths.ids[:, None], self._lengths.values[:, None], *columns], 1)
-            ]
+            columns = [self._lengths.ids, self._lengths.values, *tags.values()]
+            columns = [each.reshape(len(each), math.prod(each.shape[1:])) for each in columns]
             # The digest travels with the rows, so that disagreement costs no extra collective.
-            gathered, notes = self.data.gather_rows(columns[0], note=_digest(self._types()))
+            digest = _digest(self._types())
+            gathered, notes = self.data.gather_rows(torch.cat(columns, 1), note=digest)
             counts = torch.tensor([len(rows) for rows in gathered])
             table = torch.cat(gathered)
             problem = self._disagreement() if len(set(notes)) > 1 else ""
@@ -334,6 +238,12 @@ class MemoryStore(SampleStore):
     def move(
         self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None
     ) -> SampleRows:
+        """Give each row to the data rank whose list has the id; return the new metadata.
+
+        With `fields`, only these move. It takes one collective over the data ranks, for any number
+        of fields, and one broadcast in a replica; objects take more. Raises ValueError on all ranks
+        unless the lists contain every row exactly once.
+        """
         if self._known is None:
             raise RuntimeError("move() needs the metadata of all rows: call rows() first")
 
@@ -355,9 +265,7 @@ class MemoryStore(SampleStore):
         for name in names:
             self._columns[name] = columns[name].select(local_rows.ids)
 
-        self._lengths = Column(
-            False, local_rows.ids, torch.ones_like(local_rows.ids), local_rows.lengths
-        )
+        self._lengths = Column.of_rows(local_rows.ids, local_rows.lengths)
         return after
 
     def _exchange(self, rows: SampleRows, after: SampleRows, names: list[str]) -> dict[str, Column]:
@@ -411,6 +319,11 @@ class MemoryStore(SampleStore):
     def get(
         self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None
     ) -> dict[str, Any]:
+        """Return columns of this rank's rows, in the order of `ids`, and the column `lengths`.
+
+        Raises LookupError, with the field's name and the id, for a value that has not been produced
+        or was cleared.
+        """
         ids = torch.as_tensor(ids, dtype=torch.int64)
         names = [*self._columns, *self._objects] if fields is None else fields
         return {name: self._values(name, ids) for name in (*names, "lengths")}
@@ -430,11 +343,13 @@ class MemoryStore(SampleStore):
             raise LookupError(f"sample {missing} {state}") from None
 
     def produced_ids(self, name: str) -> set[int]:
+        """Return the ids of this rank's rows that have a value of this field."""
         if name in self._columns:
             return set(self._columns[name].ids.tolist())
         return set(self._objects.get(name, ()))
 
     def clear(self, ids: Collection[int]) -> None:
+        """Forget rows; others may be written then, and rows() must come before the next move."""
         gone = torch.tensor(sorted(ids), dtype=torch.int64)
         self._lengths = self._lengths.without(gone)
         self._columns = {name: column.without(gone) for name, column in self._columns.items()}
@@ -442,8 +357,6 @@ class MemoryStore(SampleStore):
             for row in ids:
                 values.pop(row, None)
         self._cleared |= set(ids)
-        for claimed in self._claimed.values():
-            claimed -= set(ids)
         self._known = None
 
 
@@ -458,8 +371,6 @@ def checked_columns(
         )
 
     total = int(lengths.sum())
-    ones = torch.ones_like(ids)
-
     # The store lives on the host, where moves and packing do not compete for device memory.
     columns = {}
     for name, values in tokens.items():
@@ -472,7 +383,7 @@ def checked_columns(
     for name, values in sequences.items():
         if len(values) != len(ids):
             raise ValueError(f"{name!r} has {len(values)} values for {len(ids)} samples")
-        columns[name] = Column(False, ids, ones, values.detach().cpu())
+        columns[name] = Column.of_rows(ids, values.detach().cpu())
 
     return columns
 

@@ -46,16 +46,11 @@ class TransferQueueStore(MemoryStore):
         self._local_ids: dict[str, set[int]] = {}
 
     def put(
-        self,
-        ids: Tensor,
-        lengths: Tensor,
-        *,
-        tokens: Mapping[str, Tensor] | None = None,
-        sequences: Mapping[str, Tensor] | None = None,
-        objects: Mapping[str, list[Any]] | None = None,
+        self, ids: Tensor, lengths: Tensor, **columns: Mapping[str, Tensor | list[Any]] | None
     ) -> None:
-        super().put(ids, lengths, tokens=tokens, sequences=sequences, objects=objects)
-        written = {name: self._columns[name] for name in (*(tokens or {}), *(sequences or {}))}
+        super().put(ids, lengths, **columns)
+        names = [name for named in columns.values() for name in named or ()]
+        written = {name: self._columns[name] for name in names if name not in self._objects}
         if self.leads and len(ids):
             from tensordict import TensorDict
 
@@ -79,7 +74,7 @@ class TransferQueueStore(MemoryStore):
         for name in [name for name in self._objects if fields is None or name in fields]:
             self._objects[name] = self._exchanged_objects(self._objects[name], after)
         local = after.select(after.ranks == self.data.rank)
-        self._lengths = Column(False, local.ids, torch.ones_like(local.ids), local.lengths)
+        self._lengths = Column.of_rows(local.ids, local.lengths)
         for name in [name for name in self._local_ids if fields is None or name in fields]:
             self._local_ids[name] = set(local.ids.tolist())
 

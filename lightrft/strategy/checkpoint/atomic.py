@@ -33,12 +33,10 @@ def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> N
     temporary = folder.with_name(folder.name + TEMPORARY)
     summary = f"{folder} could not be written"
     try:
-        run_on_all_ranks(world, summary, partial(_on_first, world, partial(_start, temporary)))
+        run_on_first(world, summary, partial(_start, temporary))
         for step in steps:
             run_on_all_ranks(world, summary, partial(step, temporary))
-        run_on_all_ranks(
-            world, summary, partial(_on_first, world, partial(_publish, temporary, folder))
-        )
+        run_on_first(world, summary, partial(_publish, temporary, folder))
     except CheckpointError:
         if world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -70,6 +68,11 @@ def run_on_all_ranks(world: Axis, summary: str, action: Callable[[], None]) -> N
         raise CheckpointError(
             f"{summary}: " + "; ".join(f"rank {rank}: {errors[rank]}" for rank in sorted(errors))
         ) from cause
+
+
+def run_on_first(world: Axis, summary: str, action: Callable[[], None]) -> None:
+    """Run `action` on rank 0; if it fails, every rank raises its CheckpointError."""
+    run_on_all_ranks(world, summary, action if world.rank == 0 else lambda: None)
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -145,11 +148,6 @@ def remove_folder(folder: Path) -> None:
     remove(temporary)
     os.rename(folder, temporary)
     remove(temporary)
-
-
-def _on_first(world: Axis, action: Callable[[], None]) -> None:
-    if world.rank == 0:
-        action()
 
 
 def _start(temporary: Path) -> None:

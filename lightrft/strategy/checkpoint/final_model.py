@@ -34,7 +34,7 @@ from lightrft.models.qwen_omni import load_generation_config
 from lightrft.models.weight_files import weights_of
 from lightrft.models.weight_sync.stream import unwrap
 from lightrft.strategy.checkpoint import manager
-from lightrft.strategy.checkpoint.atomic import CheckpointError, run_on_all_ranks
+from lightrft.strategy.checkpoint.atomic import CheckpointError, run_on_first
 from lightrft.strategy.checkpoint.hf_export import end_generation_at, export_adapter, export_whole
 from lightrft.strategy.checkpoint.manifest import MANIFEST, Manifest
 from lightrft.strategy.checkpoint.model_state import ModelState, frozen_names
@@ -198,11 +198,7 @@ def _with_written_pretrain(
             record.write_text(json.dumps(identity, indent=2) + "\n")
 
     try:
-        run_on_all_ranks(
-            world,
-            f"--pretrain {config.model.pretrain}",
-            lambda: write_once() if world.rank == 0 else None,
-        )
+        run_on_first(world, f"--pretrain {config.model.pretrain}", write_once)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     return replace(config, model=replace(config.model, pretrain=str(folder)))

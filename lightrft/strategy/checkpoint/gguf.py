@@ -29,38 +29,18 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightrft.config.errors import ConfigError
-from lightrft.models.weight_files import check_finite, stored_tensors
+from lightrft.config.tables import table
+from lightrft.models.weight_files import check_finite, refuse_tensors, stored_tensors
 from lightrft.strategy.checkpoint.hf_export import export_whole
 
-GGUF_SETTINGS = {
-    "attention.key_length": "head_dim",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
-"""Settings that transformers ignores in some families -> fields of the configuration."""
+FACTS: dict[str, Any] = table("strategy/checkpoint/gguf")
+"""What transformers does not know of these files."""
 LLAMA_FREQUENCIES = "rope_freqs.weight"
 """Tensor with the divisors of the rotary frequencies; llama.cpp computes it from Llama 3's
 settings.
 """
-LLAMA_3_ROPE = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""Settings of all Llama 3 models; the factor is the largest divisor."""
-
 SPACE = "\u2581"
 """Sign for a space in the tokens of SentencePiece."""
-SINGLE_DIGITS = {"smollm", "command-r", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"}
-"""Pre-tokenizers that make each digit a piece of its own and split the rest as GPT-2 does."""
-LIKE_GPT_2 = {"gpt-2", "mpt", "olmo", "jais", "trillion", "phi-2"}
-WHOLE_WORDS = set(
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken".split()
-)
-"""Pre-tokenizers that never merge a word from parts if the word is a token.
-
-Texts begin with a token.
-"""
 
 
 def convert(file: Path, folder: Path) -> Path:
@@ -101,7 +81,7 @@ def _model(
     family = settings["general.architecture"]
     sizes = {
         field: settings[f"{family}.{key}"]
-        for key, field in GGUF_SETTINGS.items()
+        for key, field in FACTS["settings"].items()
         if f"{family}.{key}" in settings
     }
     config = AutoConfig.from_pretrained(folder, gguf_file=name, **sizes)
@@ -148,11 +128,7 @@ def _check_complete(model: PreTrainedModel, missing: set[str], numbers: int) -> 
 
     It must not hold anything else.
     """
-    if missing:
-        raise ValueError(
-            f"{len(missing)} tensors of the model are not in it, the first is {min(missing)}"
-        )
-
+    refuse_tensors(missing, "of the model are not in it")
     # tied tensors once
     stored = {id(tensor): (name, tensor) for name, tensor in stored_tensors(model).items()}
     read = sum(tensor.numel() for _, tensor in stored.values())
@@ -199,7 +175,7 @@ def _rope_of_llama_3(model: PreTrainedModel, divisors: Tensor) -> dict[str, Any]
     """
     plain = model.config.rope_parameters
     config = model.config
-    rope = plain | LLAMA_3_ROPE | {"factor": divisors.max().item()}
+    rope = plain | FACTS["llama_3_rope"] | {"factor": divisors.max().item()}
     default = plain["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
     config.rope_parameters = rope
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
@@ -225,18 +201,18 @@ def _tokenizer(folder: Path, name: str, settings: dict[str, Any]) -> PreTrainedT
 
     if settings["tokenizer.ggml.model"] == "gpt2":
         pieces = settings.get("tokenizer.ggml.pre", "default")
-        if pieces in SINGLE_DIGITS:
+        if pieces in FACTS["single_digits"]:
             digits = pre_tokenizers.Digits(individual_digits=True)
             backend.pre_tokenizer = pre_tokenizers.Sequence(
                 [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
             )
-        elif pieces not in LIKE_GPT_2 | GGUF_PRE_TOKENIZER_SPLITS.keys():
+        elif pieces not in GGUF_PRE_TOKENIZER_SPLITS.keys() | FACTS["like_gpt_2"]:
             raise ValueError(
                 f"its pre-tokenizer {pieces!r} is unknown, so text would become other tokens than"
                 " in training"
             )
 
-        backend.model.ignore_merges = begins = pieces in WHOLE_WORDS
+        backend.model.ignore_merges = begins = pieces in FACTS["whole_words"]
     else:
         first, *_ = backend.encode("a", add_special_tokens=False).tokens
         if first.startswith(SPACE) != settings.get("tokenizer.ggml.add_space_prefix", True):

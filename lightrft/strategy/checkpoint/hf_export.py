@@ -38,7 +38,7 @@ from lightrft.models.weight_sync.stream import persistent_buffers
 from lightrft.strategy.checkpoint.atomic import (
     TEMPORARY,
     CheckpointError,
-    run_on_all_ranks,
+    run_on_first,
     sync_file,
     sync_folder,
     write_folder,
@@ -113,13 +113,12 @@ def rehearse(
     """
 
     def attempt() -> None:
-        if world.rank == 0:
-            with tempfile.TemporaryDirectory() as folder:
-                _write_rest(model, tokenizer, dtype, True, Path(folder))
-                _read_back(Path(folder), tokenizer, trust_remote_code=trust_remote_code)
+        with tempfile.TemporaryDirectory() as folder:
+            _write_rest(model, tokenizer, dtype, True, Path(folder))
+            _read_back(Path(folder), tokenizer, trust_remote_code=trust_remote_code)
 
     try:
-        run_on_all_ranks(
+        run_on_first(
             world, f"{model.name_or_path} cannot be saved as a model after training", attempt
         )
     except CheckpointError as error:

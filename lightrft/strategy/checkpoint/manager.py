@@ -16,6 +16,7 @@ from loguru import logger
 from torch.distributed.checkpoint.stateful import Stateful
 
 from lightrft.models.parallel.collectives import Axis
+from lightrft.models.weight_files import refuse_tensors
 from lightrft.strategy.checkpoint.atomic import naming, run_on_all_ranks, write_file, write_folder
 from lightrft.strategy.checkpoint.manifest import (
     NOTHING,
@@ -62,18 +63,6 @@ class Snapshot:
     files: dict[str, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class RetentionPolicy:
-    """Limits of the checkpoints that a folder keeps: number and the total in GB.
-
-    Only a `latest` checkpoint is resumed without a tag.
-    """
-
-    max_num: int
-    max_mem: float
-    latest: bool
-
-
 def snapshot(
     contents: CheckpointState, state: dict[str, Any], *, tensors: dict[str, Any]
 ) -> Snapshot:
@@ -102,16 +91,20 @@ def write(
     snapshot: Snapshot,
     folder: Path,
     world: Axis,
-    retention: RetentionPolicy,
+    *,
+    max_num: int,
+    max_mem: float,
+    latest: bool,
     hf: Path | None = None,
 ) -> None:
-    """Write `folder` atomically, point `latest` to it, and remove checkpoints beyond the limits.
+    """Write `folder` atomically, and remove old checkpoints beyond the number and the total in GB.
 
-    `hf` is a model folder that is moved into it. Raise CheckpointError on all ranks if any of them
-    cannot write; earlier checkpoints are then untouched.
+    Only a `latest` checkpoint is resumed without a tag. `hf` is a model folder that is moved into
+    it. Raise CheckpointError on all ranks if any of them cannot write; earlier checkpoints are then
+    untouched.
     """
     root = folder.parent
-    manifest = Manifest(0, world.size, retention.latest)
+    manifest = Manifest(0, world.size, latest)
 
     def begin(path: Path) -> None:
         if world.rank == 0:
@@ -130,10 +123,10 @@ def write(
         *manifest_steps(manifest, world),
     )
     # Only now: `latest` must never name a checkpoint that is not complete.
-    if retention.latest:
+    if latest:
         update_latest(root, folder.name, world)
     if world.rank == 0:
-        rotate(root, retention.max_num, retention.max_mem)
+        rotate(root, max_num, max_mem)
     world.barrier()
 
 
@@ -254,12 +247,8 @@ def _check_tensors(
     expected = set(state)
     stored = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
     if strict:
-        for names, side in (
-            (expected - stored, "of the model are not in it"),
-            (stored - expected, "in it are not in the model"),
-        ):
-            if names:
-                raise ValueError(f"{len(names)} tensors {side}, the first is {min(names)}")
+        refuse_tensors(expected - stored, "of the model are not in it")
+        refuse_tensors(stored - expected, "in it are not in the model")
 
     for name in expected - stored:
         del state[name]
@@ -302,12 +291,6 @@ def _read_small_files(contents: CheckpointState, path: Path) -> None:
         item.load_state_dict(items[name])
 
 
-def _restore_random(contents: CheckpointState, path: Path) -> None:
-    _set_random_states(
-        torch.load(path / _random_file(contents.world.rank), weights_only=True), contents.device
-    )
-
-
 def _random_states(device: torch.device) -> dict[str, Any]:
     """Return the random states as tensors and plain types.
 
@@ -321,7 +304,9 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
+def _restore_random(contents: CheckpointState, path: Path) -> None:
+    states = torch.load(path / _random_file(contents.world.rank), weights_only=True)
+    device = contents.device
     keys, *rest = states["numpy"]
     random.setstate(states["python"])
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))

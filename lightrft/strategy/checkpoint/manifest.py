@@ -10,6 +10,7 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +27,7 @@ from lightrft.strategy.checkpoint.atomic import (
     remove_folder,
     replace_file,
     run_on_all_ranks,
+    run_on_first,
     write_file,
 )
 
@@ -215,11 +217,10 @@ def next_number(root: Path, *, being_written: Collection[str]) -> int:
 
 
 def update_latest(root: Path, tag: str, world: Axis) -> None:
-    def write() -> None:
-        if world.rank == 0:
-            replace_file(root / LATEST, tag.encode())
-
-    run_on_all_ranks(world, f"{root / LATEST} could not be written", write)
+    latest = root / LATEST
+    run_on_first(
+        world, f"{latest} could not be written", partial(replace_file, latest, tag.encode())
+    )
 
 
 def rotate(root: Path, max_num: int, max_gb: float) -> None:

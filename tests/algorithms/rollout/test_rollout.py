@@ -58,7 +58,7 @@ class Script:
 
     @property
     def exchange(self) -> Axis:
-        return Mesh("cpu").exchange_axis() if torch.distributed.is_initialized() else ALONE
+        return Mesh("cpu").gloo_axis("exchange") if torch.distributed.is_initialized() else ALONE
 
     def length(self, seed: int, sample, slot: int) -> int:
         return sample.prompt.columns["length"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightrft.__main__ import main as lightrft
-from lightrft.app.cli import SWITCH_INTERVAL, evaluate, train_ppo, train_sft
+from lightrft.app.cli import MAINS, SWITCH_INTERVAL
 from lightrft.config.extras import extra, installed
 from runs import PPO, prepare
 
@@ -46,7 +46,7 @@ def test_missing_files_are_found_before_torch_is_imported(tmp_path):
         *(f"--{flag}=own.py:f" for flag in flags_of_functions),
     ]
     program = (
-        "import sys; from lightrft.app.cli import train_ppo\ntry: train_ppo.main(sys.argv[1:])\n"
+        "import sys; from lightrft.app.cli import MAINS\ntry: MAINS['train_ppo'](sys.argv[1:])\n"
     )
     program += "finally: print('torch' in sys.modules)"
     done = subprocess.run(
@@ -75,7 +75,7 @@ def test_missing_files_are_found_before_torch_is_imported(tmp_path):
 
 def test_folder_without_a_model(inputs, tmp_path, capfd):
     sys.setswitchinterval(0.005)  # Python's default
-    said = fails(capfd, train_ppo.main, [*inputs, *PPO, f"--pretrain={tmp_path}"])
+    said = fails(capfd, MAINS["train_ppo"], [*inputs, *PPO, f"--pretrain={tmp_path}"])
     assert "no config.json" in said
     assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL), (
         "a run sets it before anything else"
@@ -85,29 +85,35 @@ def test_folder_without_a_model(inputs, tmp_path, capfd):
 def test_malformed_line(inputs, tmp_path, capfd):
     file = tmp_path / "train.jsonl"
     file.write_text(json.dumps({"input": "a", "label": "b"}) + "\n{oops\n")
-    said = fails(capfd, train_sft.main, [*inputs, f"--prompt_data={file}", "--train_batch_size=1"])
+    said = fails(
+        capfd, MAINS["train_sft"], [*inputs, f"--prompt_data={file}", "--train_batch_size=1"]
+    )
     assert f"{file}:2" in said and "--bad_rows skip" in said
 
 
 def test_empty_data(inputs, tmp_path, capfd):
     (tmp_path / "empty.jsonl").write_text("")
-    said = fails(capfd, train_ppo.main, [*inputs, *PPO, f"--prompt_data={tmp_path}/empty.jsonl"])
+    said = fails(
+        capfd, MAINS["train_ppo"], [*inputs, *PPO, f"--prompt_data={tmp_path}/empty.jsonl"]
+    )
     assert "no usable row" in said
 
 
 def test_prompt_over_the_limit(inputs, capfd):
-    said = fails(capfd, train_ppo.main, [*inputs, *PPO, "--prompt_max_len=4"])
+    said = fails(capfd, MAINS["train_ppo"], [*inputs, *PPO, "--prompt_max_len=4"])
     assert "train.jsonl:3" in said and "5 tokens" in said and "--prompt_max_len 4" in said
 
 
 def test_too_few_rows_for_a_batch(inputs, capfd):
-    said = fails(capfd, train_ppo.main, [*inputs, *PPO, "--rollout_batch_size=64"])
+    said = fails(capfd, MAINS["train_ppo"], [*inputs, *PPO, "--rollout_batch_size=64"])
     assert "24 rows" in said and "64" in said
 
 
 def test_batches_that_do_not_divide(inputs, capfd):
     said = fails(
-        capfd, train_ppo.main, [*inputs, *PPO, "--train_batch_size=24", "--generate_max_len=500"]
+        capfd,
+        MAINS["train_ppo"],
+        [*inputs, *PPO, "--train_batch_size=24", "--generate_max_len=500"],
     )
     assert (
         "8 x n_samples_per_prompt 4 = 32" in said
@@ -117,22 +123,22 @@ def test_batches_that_do_not_divide(inputs, capfd):
 
 
 def test_micro_batches_that_do_not_divide(inputs, capfd):
-    said = fails(capfd, train_ppo.main, [*inputs, *PPO, "--micro_train_batch_size=5"])
+    said = fails(capfd, MAINS["train_ppo"], [*inputs, *PPO, "--micro_train_batch_size=5"])
     assert "32" in said and "5" in said
 
 
 def test_unknown_names(inputs, capfd):
-    assert "did you mean --seed" in fails(capfd, train_ppo.main, [*inputs, "--sed=1"])
+    assert "did you mean --seed" in fails(capfd, MAINS["train_ppo"], [*inputs, "--sed=1"])
     assert "did you mean 'exact_match'" in fails(
-        capfd, train_ppo.main, [*inputs, *PPO, "--reward=exact_mach"]
+        capfd, MAINS["train_ppo"], [*inputs, *PPO, "--reward=exact_mach"]
     )
     assert "did you mean 'grpo'" in fails(
-        capfd, train_ppo.main, [*inputs, *PPO, "--advantage_estimator=grop"]
+        capfd, MAINS["train_ppo"], [*inputs, *PPO, "--advantage_estimator=grop"]
     )
 
 
 def test_evaluate_needs_held_out_data(inputs, capfd):
-    assert "--eval_data is empty" in fails(capfd, evaluate.main, inputs[:2])
+    assert "--eval_data is empty" in fails(capfd, MAINS["evaluate"], inputs[:2])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +167,7 @@ def test_evaluate_needs_held_out_data(inputs, capfd):
 def test_a_process_that_no_launcher_made_a_rank(inputs, capfd, monkeypatch, environment, says, dry):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    said = fails(capfd, train_ppo.main, [*inputs, *PPO, *dry])
+    said = fails(capfd, MAINS["train_ppo"], [*inputs, *PPO, *dry])
     assert says in said.splitlines()[-1] and "Traceback" not in said
 
 
@@ -196,7 +202,7 @@ def test_a_broken_model(inputs, tmp_path, capfd, case):
         (tmp_path / "model" / BROKEN_MODELS[case][0]).write_bytes(BROKEN_MODELS[case][1])
 
     said = fails(
-        capfd, train_sft.main, [*inputs, f"--pretrain={tmp_path}/model", "--train_batch_size=8"]
+        capfd, MAINS["train_sft"], [*inputs, f"--pretrain={tmp_path}/model", "--train_batch_size=8"]
     )
     assert f"--pretrain {tmp_path}/model" in said and "Traceback" not in said
 
@@ -226,20 +232,22 @@ def test_a_broken_file(inputs, tmp_path, capfd, name):
     content, flag, says = BROKEN_FILES[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    said = fails(capfd, train_ppo.main, [*inputs, *PPO, flag.format(tmp_path / name)])
+    said = fails(capfd, MAINS["train_ppo"], [*inputs, *PPO, flag.format(tmp_path / name)])
     assert says in said and "Traceback" not in said
 
 
 def test_a_function_that_ends_the_process_fails(inputs, tmp_path, capfd):
     (tmp_path / "mine.py").write_text("import os\ndef f(samples, **columns): os._exit(0)")
     flags = [*inputs, *PPO, f"--reward={tmp_path}/mine.py:f", f"--save_path={tmp_path}/run"]
-    assert "it calls os._exit(0)" in fails(capfd, train_ppo.main, [*flags, "--reward_workers=0"])
+    assert "it calls os._exit(0)" in fails(
+        capfd, MAINS["train_ppo"], [*flags, "--reward_workers=0"]
+    )
 
 
 def test_a_start_that_takes_long_says_where_it_is(inputs, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("lightrft.app.trainer.run.NOTICE_SECONDS", 0.3)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\nraise ValueError('at last')")
-    said = fails(capfd, train_ppo.main, [*inputs, *PPO, f"--reward={tmp_path}/slow.py:f"])
+    said = fails(capfd, MAINS["train_ppo"], [*inputs, *PPO, f"--reward={tmp_path}/slow.py:f"])
     assert "still starting, after" in said and "slow.py:2" in said and "at last" in said
 
 
@@ -252,14 +260,14 @@ def test_report_of_a_folder_without_a_run(tmp_path, capfd):
 
 def test_deepspeed_that_is_not_installed(inputs, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    said = fails(capfd, train_ppo.main, [*inputs[1:], *PPO, "--strategy=deepspeed"])
+    said = fails(capfd, MAINS["train_ppo"], [*inputs[1:], *PPO, "--strategy=deepspeed"])
     assert "needs deepspeed" in said and "or shard with FSDP2: --fsdp" in said
 
 
 def test_what_zero_cannot_do(inputs, capfd):
     said = fails(
         capfd,
-        train_ppo.main,
+        MAINS["train_ppo"],
         [*inputs[1:], *PPO, "--tp_size=1", "--zero_stage=0", "--bf16", "--param_offload"],
     )
     assert (
@@ -274,7 +282,7 @@ def test_a_run_that_cannot_begin_leaves_the_results_of_before_in_place(inputs, t
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     flags = [*inputs, *PPO, "--prompt_data=no.jsonl", f"--save_path={run}", "--overwrite"]
-    assert "no.jsonl" in fails(capfd, train_ppo.main, flags)
+    assert "no.jsonl" in fails(capfd, MAINS["train_ppo"], flags)
     assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n' and not run.with_name(
         "run.previous"
     ).exists()

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 from loguru import logger
 
-from lightrft.app.cli import train_sft
+from lightrft.app.cli import MAINS
 from lightrft.app.observe import trackers
 from lightrft.app.observe.trackers import PACKAGES, Tracker, check_login, flat, hide_secrets
 from lightrft.config import ConfigError, ObserveSection
@@ -226,7 +226,7 @@ def train_to_trackio(flags: list[str], folder: str, broken: set[str]) -> None:
     if broken:
         LOGGER_TYPE_TO_CLASS["trackio"], Failing.broken = Failing, broken
     try:
-        train_sft.main(flags)
+        MAINS["train_sft"](flags)
     except SystemExit as ended:
         os._exit(ended.code)
 

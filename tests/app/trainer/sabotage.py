@@ -54,7 +54,7 @@ def main(flags: list[str] | None = None) -> None:
     if mine and phase == "import":
         spoil(how)
 
-    from lightrft.app.cli import train_ppo
+    from lightrft.app.cli import MAINS
     from lightrft.strategy import StrategyBase
 
     announce = StrategyBase.announce
@@ -68,7 +68,7 @@ def main(flags: list[str] | None = None) -> None:
             spoil(how)
 
     StrategyBase.announce = spoiled
-    train_ppo.main(flags)
+    MAINS["train_ppo"](flags)
 
 
 if __name__ == "__main__":

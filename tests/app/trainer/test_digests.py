@@ -11,19 +11,19 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from app.trainer.planted import run_all
 from lightrft.app.run.digests import OF_SEQUENCES, PHASES, blocks_of, read_digests
+from lightrft.models.weight_sync.verify import random_odd_numbers
 from lightrft.strategy.backends.optim import (
     MIXING_FACTOR,
     SHORT,
     SUM_BLOCK,
     BitSums,
-    odd_numbers,
     step,
     sum_of_bits,
 )
 from ranks import run_ranks
 from runs import PPO, prepare, run_here
 
-FACTORS = odd_numbers(32)
+FACTORS = random_odd_numbers(32, 0, torch.device("cpu"))
 FLAGS = [*PPO, "--rollout_batch_size=4", "--train_batch_size=8", "--max_steps=2"]
 STRATEGIES = {"fsdp": ["--fsdp"], "zero2": ["--zero_stage=2"], "zero3": ["--zero_stage=3"]}
 
@@ -96,7 +96,7 @@ def test_sums_follow_an_optimizer():
     assert [each[:2] for each in taken["weights"]] == [
         (update, block) for update in (0, 1) for block in ("layer", "rest")
     ]
-    factors = odd_numbers(SUM_BLOCK)
+    factors = random_odd_numbers(SUM_BLOCK, 0, torch.device("cpu"))
     assert [int(total) for *_, total in taken["before"]] == [
         int(sum_of_bits([torch.ones(6)], factors)),
         int(sum_of_bits([torch.ones(3)], factors)),

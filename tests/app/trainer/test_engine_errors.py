@@ -34,9 +34,9 @@ def entrypoint(flags: list[str], folder: Path, spoil: Callable[[], None] | None)
     sys.stderr = log
     if spoil is not None and os.environ["RANK"] == "1":
         spoil()
-    from lightrft.app.cli import train_ppo
+    from lightrft.app.cli import MAINS
 
-    train_ppo.main(flags)
+    MAINS["train_ppo"](flags)
 
 
 def run(

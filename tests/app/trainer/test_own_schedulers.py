@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.app.cli import train_ppo
+from lightrft.app.cli import MAINS
 from runs import PPO, prepare
 
 OWN = """
@@ -87,7 +87,7 @@ def train(inputs: tuple[Path, list[str]], run: str, *flags: str, scheduler: str)
     folder, given = inputs
     name = scheduler if scheduler == "fixed_batch" else f"{folder}/mine.py:{scheduler}"
     with pytest.raises(SystemExit) as ended:
-        train_ppo.main(
+        MAINS["train_ppo"](
             [*given, f"--scheduler={name}", f"--save_path={folder}/{run}", "--save_steps=1", *flags]
         )
     return ended.value.code

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from algorithms.roles import rows
 from app.trainer.in_turn import train_in_turn
-from lightrft.app.cli import evaluate
+from lightrft.app.cli import MAINS
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, train
 
@@ -91,7 +91,7 @@ def test_in_other_layouts(inputs, two_ranks, tmp_path):
 
 
 def evaluated(flags: list[str]) -> None:
-    evaluate.main(flags)
+    MAINS["evaluate"](flags)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lightrft
-from lightrft.app.cli import train_ppo
+from lightrft.app.cli import MAINS
 from lightrft.config import SECTIONS, ConfigError, parse
 from runs import PPO, prepare, repeatable, rows_of, train
 from warm import warm_python
@@ -112,7 +112,7 @@ def test_every_verb_that_a_strategy_overrides_is_called(tmp_path, monkeypatch):
         f"--save_path={tmp_path}/run",
     ]
     with pytest.raises(SystemExit) as end:
-        train_ppo.main([*PPO[:-3], *PPO[-2:], *flags])
+        MAINS["train_ppo"]([*PPO[:-3], *PPO[-2:], *flags])
     assert end.value.code == 0
     calls = json.loads((tmp_path / "calls.json").read_text())
     assert (

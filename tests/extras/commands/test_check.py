@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.app.cli import read_command_line
 from lightrft.config.errors import ConfigError
 from lightrft.config.paths import check_paths, missing
 from lightrft.extras.check import main
-from lightrft.extras.compat.command_line import parse
 from runs import PPO, prepare
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,7 +55,7 @@ def test_help_of_every_command_needs_no_torch():
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_that_a_flag_needs(package, monkeypatch):
     flags = ["--prompt_data=owner/name", "--engine_type=hf", *PACKAGES[package]]
-    config = parse(flags, "train_ppo")
+    config = read_command_line(flags, "train_ppo")
     monkeypatch.setattr(
         "lightrft.config.paths.find_spec", lambda name: None if name == package else object()
     )

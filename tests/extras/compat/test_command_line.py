@@ -2,8 +2,8 @@
 
 import pytest
 
+from lightrft.app.cli import read_command_line
 from lightrft.config import ConfigError
-from lightrft.extras.compat.command_line import parse
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def file(tmp_path):
 )
 def test_errors_name_the_flag_to_write(argv, message):
     with pytest.raises(ConfigError) as error:
-        parse(argv)
+        read_command_line(argv)
     assert message in str(error.value)
 
 
@@ -45,19 +45,21 @@ def test_errors_name_the_flag_to_write(argv, message):
     ],
 )
 def test_switches_of_trackers_add_and_remove_destinations(argv, report_to):
-    config = parse(argv)
+    config = read_command_line(argv)
     assert config.observe.report_to == report_to
     assert f"the switches of trackers are --report_to {report_to}" in config.notices[0]
 
 
 def test_a_switch_of_trackers_keeps_the_destinations_of_a_file(file):
     path = file("observe:\n  report_to: [tensorboard, mlflow]\n  wandb_project: mine\n")
-    config = parse(["--config", path, "--use_tensorboard", "false"])
+    config = read_command_line(["--config", path, "--use_tensorboard", "false"])
     assert config.observe.report_to == "mlflow" and config.observe.tracker_project == "mine"
 
 
 def test_other_spellings_count_as_written():
-    config = parse(["--eps-clip-low", "0.1", "--no-use-tensorboard", "--disable_engine_sleep"])
+    config = read_command_line(
+        ["--eps-clip-low", "0.1", "--no-use-tensorboard", "--disable_engine_sleep"]
+    )
     assert config.written == {"eps_clip_low", "report_to", "enable_engine_sleep"}
     assert config.observe.report_to == "jsonl" and not config.engine.enable_engine_sleep
     config.expand({"eps_clip_low": 0.2})
@@ -65,7 +67,7 @@ def test_other_spellings_count_as_written():
 
 
 def test_flags_of_other_launch_scripts():
-    config = parse(
+    config = read_command_line(
         [
             "--remote_rm_url=http://a:1/b?c=d",
             "--disable_engine_sleep",
@@ -84,8 +86,11 @@ def test_flags_of_other_launch_scripts():
     } <= config.written
 
     assert (
-        parse(["--first_token_temperature", "5", "--use_fire"]).rollout.first_token_temperature == 5
+        read_command_line(
+            ["--first_token_temperature", "5", "--use_fire"]
+        ).rollout.first_token_temperature
+        == 5
     )
-    assert parse(["--flash_attn", "true", "--use_fire=True", "--seed", "7"]) == parse(
-        ["--use_fire", "--seed", "7"]
-    )
+    assert read_command_line(
+        ["--flash_attn", "true", "--use_fire=True", "--seed", "7"]
+    ) == read_command_line(["--use_fire", "--seed", "7"])

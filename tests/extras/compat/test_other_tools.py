@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.app.cli import train_ppo
+from lightrft.app.cli import MAINS, read_command_line
 from lightrft.config import Config, ConfigError, resolve, section_of_field
-from lightrft.extras.compat.command_line import parse
 from lightrft.extras.compat.counterparts import answer, names, table
 from runs import prepare, rows_of
 from teacher_server import teacher_server
@@ -79,7 +78,7 @@ def values(config: Config, *names: str) -> dict:
 
 
 def test_openrlhf_is_understood():
-    config = parse(OPENRLHF)
+    config = read_command_line(OPENRLHF)
     expected = {
         "engine_tp_size": 2,
         "engine_mem_util": 0.7,
@@ -120,7 +119,7 @@ def test_openrlhf_is_understood():
 
 
 def test_openrlhfs_dotted_names_are_its_old_ones():
-    config = parse(DOTTED)
+    config = read_command_line(DOTTED)
     expected = {
         "pretrain": "some/model",
         "prompt_data": "prompts.jsonl",
@@ -141,7 +140,9 @@ def test_openrlhfs_dotted_names_are_its_old_ones():
 
 
 def test_the_scripts_of_models_with_images_are_understood():
-    config = parse([*VISION, "--images_key=images", "--pretrain=some/model", "--prompt_data=x"])
+    config = read_command_line(
+        [*VISION, "--images_key=images", "--pretrain=some/model", "--prompt_data=x"]
+    )
     assert config.model.freeze_prefix == [] and config.engine.limit_mm_image_per_prompt == 10
     assert config.algorithm.advantage_estimator == "gae"
     assert "--fps, --max_pixels (the model's processor sets this)" in config.notices[0]
@@ -172,20 +173,20 @@ def test_the_scripts_of_models_with_images_are_understood():
     ],
 )
 def test_values_in_other_forms(argv, field, value):
-    assert values(parse(argv), field) == {field: value}
+    assert values(read_command_line(argv), field) == {field: value}
 
 
 def test_a_system_prompt_may_be_a_file(tmp_path):
     (tmp_path / "prompt.txt").write_text("Think first.\n")
     assert (
-        parse(["--system_prompt_path", str(tmp_path / "prompt.txt")]).data.system_prompt
+        read_command_line(["--system_prompt_path", str(tmp_path / "prompt.txt")]).data.system_prompt
         == "Think first."
     )
 
 
 def test_all_refusals_come_in_one_message():
     with pytest.raises(ConfigError) as error:
-        parse(
+        read_command_line(
             [
                 "--use_ms",
                 "--async_train",
@@ -228,7 +229,7 @@ def test_every_translation_leads_to_a_flag_that_exists():
         "a flag of here is never taken for one of theirs"
     )
     for flags in other_tools.EQUIVALENT_FLAGS.values():
-        parse(flags)
+        read_command_line(flags)
 
 
 VERL = """
@@ -241,7 +242,7 @@ actor_rollout_ref.actor.ppo_mini_batch_size=256 algorithm.adv_estimator=grpo tra
 
 def test_keys_of_verl_are_answered_with_our_flags_all_at_once():
     with pytest.raises(ConfigError) as error:
-        parse([*VERL, "--num_generations", "8"])
+        read_command_line([*VERL, "--num_generations", "8"])
     for said in (
         "data.train_batch_size: write --rollout_batch_size 1024",
         "actor_rollout_ref.actor.optim.lr: write --learning_rate 1e-6",
@@ -266,7 +267,7 @@ TRL = """--model_name_or_path --dataset_name --per_device_train_batch_size --gra
 
 def test_flags_of_trl_are_answered_with_our_flags_all_at_once():
     with pytest.raises(ConfigError) as error:
-        parse([f"{flag}=1" for flag in TRL])
+        read_command_line([f"{flag}=1" for flag in TRL])
     lines = str(error.value).splitlines()[1:]
     assert len(lines) == len(TRL)
     assert all("; write --" in line or "packed" in line for line in lines)
@@ -316,14 +317,14 @@ def test_the_tables_of_the_page_say_what_the_program_says():
 
 
 def test_a_script_of_openrlhf_is_told_which_defaults_differ():
-    notice = next(each for each in parse(OPENRLHF).notices if "another default" in each)
+    notice = next(each for each in read_command_line(OPENRLHF).notices if "another default" in each)
     assert (
         "--kl_estimator (k1)" in notice
         and "--advantage_estimator (gae)" in notice
         and "--eval_n_samples" not in notice
     )
-    assert not any("another default" in each for each in parse(["--seed=1"]).notices)
-    config = parse(
+    assert not any("another default" in each for each in read_command_line(["--seed=1"]).notices)
+    config = read_command_line(
         ["--fsdp.param_dtype=bf16", "--fsdp.enable_sleep", "--actor.freeze_visual_encoder"]
     )
     assert config.bf16 and config.offload_idle and config.freeze_vision_tower
@@ -349,7 +350,7 @@ def test_lightrfts_scripts_of_text_start(tmp_path, monkeypatch, script):
             else ["--reward=gsm8k"]
         )
         with pytest.raises(SystemExit) as end:
-            train_ppo.main(
+            MAINS["train_ppo"](
                 [
                     *script,
                     *more,

@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightrft.app.cli import read_command_line
 from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.trainer.build_roles import build_policy
 from lightrft.core.engine import Request
 from lightrft.engine.requests import Sampling
-from lightrft.extras.compat.command_line import parse
 from lightrft.extras.tinker.losses import LOSSES
 from lightrft.extras.tinker.records import Examples, RequestRefused, SamplePrompt
 from lightrft.extras.tinker.worker import TinkerWorker
@@ -118,7 +118,7 @@ def worker_of(folder: str, save_path: str, *flags: str, engine: bool = False) ->
         "--bf16=false",
         *flags,
     ]
-    config = prepare_config("tinker", parse(argv, "tinker"))
+    config = prepare_config("tinker", read_command_line(argv, "tinker"))
     strategy = get_strategy(config)
     strategy.setup_distributed()
     policy = build_policy(config, strategy, updates=1, reference=False)

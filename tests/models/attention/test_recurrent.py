@@ -7,7 +7,7 @@ import inspect
 import itertools
 import sys
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from lightrft.core.batch import Batch, SharedPrefix
 from lightrft.models.attention import recurrent
 from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.attention.layout import Layout
-from lightrft.models.attention.recurrent import CONVOLUTION_KERNEL, SCANS, _flat_scan, _levels
+from lightrft.models.attention.recurrent import CONVOLUTION_KERNEL, SCANS, _levels, adapted
 from lightrft.models.heads import Actor
 from lightrft.models.load import not_flat
 from lightrft.strategy.batching.micro_batches import find_shared_prefixes
@@ -187,7 +187,7 @@ def test_kernels_for_concatenated_runs(name, lengths, alike, monkeypatch):
     family = sys.modules[type(model.get_decoder()).__module__]
     (function,) = [function for function in SCANS if hasattr(family, function)]
     kernel = concatenated(getattr(family, function).__wrapped__)
-    monkeypatch.setattr(family, function, _flat_scan(kernel, SCANS[function]))
+    monkeypatch.setattr(family, function, adapted(kernel, function))
     monkeypatch.setattr(recurrent, "has_varlen_kernel", lambda scan, device: True)
     monkeypatch.setattr(recurrent, "_called_on", lambda device, function: function)
 
@@ -228,16 +228,13 @@ def test_a_package_of_kernels_for_accelerators_is_not_called_on_a_cpu(monkeypatc
     """As where flash-linear-attention is installed: the self-check of a start runs on the CPU."""
     model = make_model("qwen3_5", ATTENTION)
     family = sys.modules[type(model.get_decoder()).__module__]
-    for function, adapt in (
-        (CONVOLUTION_KERNEL, recurrent._flat_convolution),
-        ("torch_chunk_gated_delta_rule", partial(_flat_scan, scan=recurrent.DELTA_RULE_SCAN)),
-    ):
+    for function in (CONVOLUTION_KERNEL, "torch_chunk_gated_delta_rule"):
 
         @wraps(inspect.unwrap(getattr(family, function)))
         def kernel(*args, **options):
             raise AssertionError("needs an accelerator")
 
-        monkeypatch.setattr(family, function, adapt(kernel))
+        monkeypatch.setattr(family, function, adapted(kernel, function))
     assert_each_alone("qwen3_5", batch_of(LENGTHS, 3), near=1e-5)
 
 

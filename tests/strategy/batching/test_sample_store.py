@@ -99,19 +99,6 @@ def test_results_are_written_back_only_to_rows_that_the_rank_holds():
     assert made.rows().ids.tolist() == [4]
 
 
-def test_each_task_claims_a_row_once_when_its_fields_are_there():
-    made = store()
-    assert made.claim("reference", ["half"], 2) == [3, 5] and made.claim("reference", ["half"]) == [
-        7
-    ]
-    assert made.claim("train", ["half", "values"]) == []
-    made.put(IDS[:1], LENGTHS[:1], tokens={"values": torch.zeros(2)})
-    assert (
-        made.claim("train", ["half", "values"]) == [7]
-        and made.claim("train", ["half", "values"]) == []
-    )
-
-
 def test_only_the_leader_of_a_replica_writes():
     sibling = MemoryStore(ALONE, Axis("replica", 2, 1, None))
     sibling.put(IDS, LENGTHS, tokens={"x": torch.zeros(5)})
@@ -124,12 +111,9 @@ def test_metadata_selects_without_the_values():
     )
     assert rows.select(rows.tags["solved"][:, 0] > 0).ids.tolist() == [7, 5]
     assert rows.select(slice(1, 3)).lengths.tolist() == [0, 3]
-    assert rows.drop([3]).ids.tolist() == [7, 5] and len(rows.drop([3]).concatenate(rows)) == 5
     moved = rows.held_by([[5], [7, 3]])
     assert moved.ids.tolist() == [5, 7, 3] and moved.ranks.tolist() == [0, 1, 1]
     assert moved.tags["solved"].tolist() == [[1], [1], [0]]
-    with pytest.raises(ValueError, match="tags"):
-        rows.concatenate(SampleRows(IDS, LENGTHS, IDS))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from lightrft.app.cli import evaluate
+from lightrft.app.cli import MAINS
 from lightrft.app.cli.export import main as export
 from lightrft.config import ConfigError
 from lightrft.strategy.checkpoint.final_model import _section
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_adapters_is_merged_or_stays_one(inputs, adapted, tmp_pa
 
 
 def evaluated(flags: list[str]) -> None:
-    evaluate.main(flags)
+    MAINS["evaluate"](flags)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from gguf_files import (
     write_gguf,
 )
 from lightrft import versions
-from lightrft.app.cli import evaluate, export
+from lightrft.app.cli import MAINS, export
 from lightrft.config import Config, ConfigError
 from lightrft.strategy.checkpoint import model_folders
 from lightrft.strategy.checkpoint.gguf import convert
@@ -386,7 +386,7 @@ def test_a_run_with_a_file(tmp_path):
         f"--save_path={tmp_path}/run",
     ]
     with pytest.raises(SystemExit) as ended:
-        evaluate.main(flags)
+        MAINS["evaluate"](flags)
     assert ended.value.code == 0
     assert len((tmp_path / "run" / "responses.jsonl").read_text().splitlines()) == 4
 
@@ -395,7 +395,7 @@ def test_a_damaged_file_ends_a_run_with_one_line(tmp_path, capfd):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     (tmp_path / "x.jsonl").touch()
     with pytest.raises(SystemExit) as ended:
-        evaluate.main(
+        MAINS["evaluate"](
             ["--fsdp", f"--pretrain={tmp_path}/m.gguf", f"--eval_data={tmp_path}/x.jsonl"]
         )
     assert ended.value.code == 2

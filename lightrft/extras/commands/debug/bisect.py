@@ -5,9 +5,7 @@ lightrft bisect runs/one runs/other
 The exit code is 0 if all digests are equal, and 1 if some differ.
 """
 
-import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrft.app.cli import command_parser
@@ -17,13 +15,14 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parser().parse_args(argv)
+    parser = command_parser("bisect", __doc__)
+    arguments = parser.parse_args(argv)
     from lightrft.extras.recorder.differences import find_difference
 
     try:
         found = find_difference(arguments.one, arguments.other)
     except (OSError, ValueError) as error:
-        parser().error(str(error))
+        parser.error(str(error))
     sys.stdout.write(text_of(found))
     sys.exit(found.step is not None)
 
@@ -56,11 +55,3 @@ def text_of(found: "Difference") -> str:
     elif found.step is not None:
         lines.append("nothing else is known to differ: configuration, versions, machine and data")
     return "\n".join(lines) + "\n"
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
-    flags = command_parser("bisect", __doc__)
-    flags.add_argument("one", type=Path, help="the save_path of a run")
-    flags.add_argument("other", type=Path, help="the save_path of another run")
-    return flags

@@ -7,9 +7,6 @@ The run must have recorded the samples of the step (--dump_rollouts) and, unless
 one, the checkpoint before it (--save_steps).
 """
 
-import argparse
-from pathlib import Path
-
 from loguru import logger
 
 from lightrft.app.cli import command_parser, user_errors
@@ -17,7 +14,7 @@ from lightrft.app.run.logs import set_up_logging
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parser().parse_args(argv)
+    arguments = command_parser("bundle", __doc__).parse_args(argv)
     from lightrft.app.run.prepare import quiet_libraries
     from lightrft.extras.recorder.bundle import write_bundle
 
@@ -28,12 +25,3 @@ def main(argv: list[str] | None = None) -> None:
     with user_errors(ValueError, OSError):
         write_bundle(arguments.folder, arguments.step, path)
     logger.info("bundle: {}, {:.1f} MB", path, path.stat().st_size / 1e6)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
-    flags = command_parser("bundle", __doc__)
-    flags.add_argument("folder", type=Path, help="the save_path of a run")
-    flags.add_argument("--step", type=int, required=True, help="the step to repeat")
-    flags.add_argument("--out", type=Path, help="file to write; unset: FOLDER/stepN.zip")
-    return flags

@@ -7,7 +7,6 @@ It starts `lightrft serve` with all other flags, such as --engine_type, --temper
 --generate_max_len for the whole conversation. Both end with the input, or at Ctrl-C.
 """
 
-import argparse
 import asyncio
 import os
 import re
@@ -37,7 +36,7 @@ SERVING = re.compile(r"serving .* at (http://\S+/v1)\s")
 
 def main(argv: list[str] | None = None) -> None:
     answer_word(argv, "serve")
-    arguments, flags = _parser().parse_known_args(argv)
+    arguments, flags = command_parser("chat", __doc__).parse_known_args(argv)
     try:
         from openai import APIError, AsyncOpenAI
     except ModuleNotFoundError as error:
@@ -141,12 +140,3 @@ async def _lines() -> AsyncIterator[str]:
             return
         if line.strip():
             yield line
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("chat", __doc__)
-    parser.add_argument("model", metavar="MODEL", help="a model, a run's folder or a checkpoint")
-    parser.add_argument("--system_prompt", default="", help="system message of the conversation")
-    parser.add_argument("--tools", nargs="+", default=[], help="functions, as in train_ppo")
-    parser.add_argument("--tool_seconds", type=float, default=60.0, help="limit for a call (60)")
-    return parser

@@ -4,9 +4,7 @@ others, each with the numbers that show it and the flag to change.
 lightrft diagnose runs/quickstart
 """
 
-import argparse
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,7 +16,7 @@ from lightrft.app.run.logs import set_up_logging
 
 
 def main(argv: list[str] | None = None) -> None:
-    commands = parser()
+    commands = command_parser("diagnose", __doc__)
     folder = commands.parse_args(argv).folder
     set_up_logging()
 
@@ -35,9 +33,3 @@ def main(argv: list[str] | None = None) -> None:
     if not symptoms:
         console.print(f"{folder}: no symptom in {num_steps} steps")
     sys.exit(int(bool(symptoms)))
-
-
-def parser() -> argparse.ArgumentParser:
-    commands = command_parser("diagnose", __doc__)
-    commands.add_argument("folder", type=Path, help="the save_path of a run of train_ppo")
-    return commands

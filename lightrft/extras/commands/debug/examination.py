@@ -1,6 +1,5 @@
 """Check this machine and a model, and print what was found, for `lightrft doctor`."""
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -33,36 +32,36 @@ OUTPUTS_SHOWN = 8
 """Number of outputs of the model to show, around the first that differs."""
 
 
-def examine(arguments: argparse.Namespace) -> bool:
-    """Check the machine, and the model of the command line if there is one; return True if all is
-    well.
+def examine(config: Config, engine_model: str) -> bool:
+    """Check the machine, and the model of the configuration if there is one; return True if all is
+    well. `engine_model` is another folder for the engine.
     """
     quiet_libraries()
     console = Console(width=None if sys.stdout.isatty() else 130)
     checks = checkup(Path())
     console.print(_checks(checks))
     healthy = not any(check.fatal for check in checks)
-    if arguments.model and healthy:
-        healthy = _examine_model(arguments, console)
+    if config.model.pretrain and healthy:
+        healthy = _examine_model(config, engine_model, console)
     console.print("[green]all checks passed[/]" if healthy else "[red]problems found: see above[/]")
     return healthy
 
 
-def _examine_model(arguments: argparse.Namespace, console: Console) -> bool:
+def _examine_model(config: Config, engine_model: str, console: Console) -> bool:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise SystemExit("lightrft doctor checks a model in one process: start it without torchrun")
 
-    config = _config(arguments)
+    name = config.model.pretrain
     strategy = get_strategy(config)
     try:
-        config.model.pretrain = converted_folder(arguments.model, "--model")
-        engine_model = converted_folder(arguments.engine_model, "--engine_model")
+        config.model.pretrain = converted_folder(name, "--model")
+        engine_model = converted_folder(engine_model, "--engine_model")
         strategy.setup_distributed()
         well = _check_small_copy(config, strategy, console)
         diagnosis = diagnose(config, strategy, load_tokenizer(config.model), engine_model)
     except Exception as error:  # any error is a result of the diagnosis
         console.print(
-            f"[red]{escape(arguments.model)} cannot be examined[/]: {type(error).__name__}:"
+            f"[red]{escape(name)} cannot be examined[/]: {type(error).__name__}:"
             f" {escape(str(error))}"
         )
         return False
@@ -98,25 +97,6 @@ def _check_small_copy(config: Config, strategy: StrategyBase, console: Console) 
     resumed = resumed_gap(model_config, strategy, **trust) if well else None
     console.print(_copies(comparisons, resumed))
     return well and resumed == 0
-
-
-def _config(arguments: argparse.Namespace) -> Config:
-    """Return a configuration of one rank with the strategy that a run with these flags has, and an
-    engine in eager mode.
-    """
-    return Config.of(
-        pretrain=arguments.model,
-        bf16=arguments.bf16,
-        trust_remote_code=arguments.trust_remote_code,
-        prompt_max_len=128,
-        strategy=arguments.strategy or "auto",
-        engine_type=arguments.engine_type,
-        engine_enforce_eager=True,
-        engine_mem_util=arguments.engine_mem_util,
-        engine_kv_cache_gb=arguments.engine_kv_cache_gb,
-        exact=arguments.exact,
-        generate_max_len=64,
-    )
 
 
 def _table(title: str, *columns: str) -> Table:

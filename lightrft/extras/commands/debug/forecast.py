@@ -3,9 +3,7 @@
 lightrft forecast runs/mine --target 0.9 --price 2.5
 """
 
-import argparse
 import json
-from pathlib import Path
 
 from rich.console import Console
 
@@ -19,7 +17,7 @@ RECENT = 10
 
 
 def main(argv: list[str] | None = None) -> None:
-    commands = parser()
+    commands = command_parser("forecast", __doc__)
     options = commands.parse_args(argv)
     set_up_logging()
 
@@ -65,12 +63,3 @@ def _times(interval: Interval, factor: float) -> Interval:
 
 def _text(interval: Interval) -> str:
     return f"{interval.middle:.3g} ({interval.low:.3g} to {interval.high:.3g})"
-
-
-def parser() -> argparse.ArgumentParser:
-    commands = command_parser("forecast", __doc__)
-    commands.add_argument("folder", type=Path, help="the save_path of a run of train_ppo")
-    commands.add_argument("--target", type=float, help="reward to reach")
-    commands.add_argument("--steps", type=int, help="step to look at; the last one of the run")
-    commands.add_argument("--price", type=float, help="price of a device for an hour")
-    return commands

@@ -7,7 +7,6 @@ lightrft replay step123.zip --sample 7 --explain
 The exit code is 0 if all digests that can be compared are equal, and 1 otherwise.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -17,7 +16,6 @@ from loguru import logger
 
 from lightrft.app.cli import command_parser, user_errors
 from lightrft.app.run.logs import set_up_logging
-from lightrft.extras.recorder.phases import STAGES
 
 if TYPE_CHECKING:
     from lightrft.extras.recorder.bundle import Bundle
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parser().parse_args(argv)
+    arguments = command_parser("replay", __doc__).parse_args(argv)
     from lightrft.app.run.digests import OF_SEQUENCES
     from lightrft.app.run.prepare import quiet_libraries
     from lightrft.app.trainer import build
@@ -85,16 +83,3 @@ def comparison(bundle: "Bundle", result: "Replay") -> list[str]:
     if content["device"] and not all(result.equal.values()):
         lines.append(f"  the run computed on {content['device']}, which rounds differently")
     return lines
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
-    flags = command_parser("replay", __doc__)
-    flags.add_argument("bundle", type=Path, help="a file that lightrft bundle has written")
-    flags.add_argument(
-        "--stage", choices=STAGES, default="gradient", help="last stage to repeat: all are repeated"
-    )
-    flags.add_argument("--sample", type=int, help="number of the only sample to explain")
-    explain = "print the path of each sample: reward, group, advantage, ratio, clip, loss share"
-    flags.add_argument("--explain", action="store_true", help=explain)
-    return flags

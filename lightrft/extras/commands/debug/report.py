@@ -21,13 +21,6 @@ from lightrft.extras.tools.comparison import write_comparison
 
 def main(argv: list[str] | None = None) -> None:
     parser = command_parser("report", __doc__)
-    parser.add_argument(
-        "folders", type=Path, nargs="+", metavar="folder", help="the save_path of a run"
-    )
-    out = Path("comparison.html")
-    parser.add_argument("--out", type=Path, default=out, help="page of a comparison")
-    table = "write metrics.csv, the metrics as a table, into each folder"
-    parser.add_argument("--csv", action="store_true", help=table)
     arguments = parser.parse_args(argv)
     set_up_logging()
 

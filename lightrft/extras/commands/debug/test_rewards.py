@@ -8,7 +8,6 @@ or later: nothing, the prompt, a quotation of it, several answers, odd character
 that a fault was found.
 """
 
-import argparse
 import sys
 
 from rich.console import Console
@@ -19,13 +18,9 @@ from lightrft.app.run.logs import set_up_logging
 from lightrft.config.errors import DataError
 from lightrft.config.sections import CommaSeparated, DataSection
 
-ROWS = 32
-SLOW = 1.0
-"""Seconds for a response that are too long: a step has hundreds of them."""
-
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser().parse_args(argv)
+    options = command_parser("test_rewards", __doc__).parse_args(argv)
     from lightrft.extras.tools.reward_tests import RewardTest, read_prompts
 
     set_up_logging()
@@ -51,19 +46,3 @@ def main(argv: list[str] | None = None) -> None:
         f" {len(prompts)} rows; {test.throughput:.0f} responses a second in one process"
     )
     sys.exit(int(any(finding.is_fault for finding in findings)))
-
-
-def parser() -> argparse.ArgumentParser:
-    commands = command_parser("test_rewards", __doc__)
-    reward = "as in --reward: a name, module:function or file.py:function"
-    commands.add_argument("reward", help=reward)
-    commands.add_argument("data", help="as in --prompt_data: rows with prompts and labels")
-    commands.add_argument("--input_key", help="column of the prompt")
-    commands.add_argument("--label_key", help="column of the label")
-    response = "column with a right response, for rewards that do not compare with a label"
-    commands.add_argument("--response_key", help=response)
-
-    commands.add_argument("--rows", type=int, default=ROWS, help=f"how many rows ({ROWS})")
-    slow = f"seconds that a response may take ({SLOW:g})"
-    commands.add_argument("--slow", type=float, default=SLOW, help=slow)
-    return commands

@@ -17,18 +17,8 @@ from typing import Any
 
 from harbor.environments.base import BaseEnvironment, ExecResult
 
-HOLD = """
-set -e
-mount -t tmpfs none "$1"
-mkdir "$1/upper" "$1/work" "$1/root"
-mount -t overlay none -o lowerdir=/,upperdir="$1/upper",workdir="$1/work" "$1/root"
-cd "$1/root"
-mount -t proc none proc
-mount --rbind /dev dev
-mkdir -p app tests solution logs/agent logs/verifier logs/artifacts
-exec chroot . sleep infinity
-"""
-"""Program of the holder: the new files lie in memory, and end with the namespace."""
+HOLD = Path(__file__).with_name("hold.sh")
+"""Program of the holder."""
 NAMESPACES = ["--mount", "--pid", "--fork", "--kill-child", "--propagation", "private"]
 START_SECONDS = 30.0
 
@@ -48,8 +38,7 @@ class ProcessEnvironment(BaseEnvironment):
         folder = Path(self.trial_paths.trial_dir).resolve() / "process"
         folder.mkdir(parents=True)
         self._unshare = subprocess.Popen(
-            ["unshare", *NAMESPACES, "bash", "-c", HOLD, "holder", str(folder)],
-            stdin=subprocess.DEVNULL,
+            ["unshare", *NAMESPACES, "bash", str(HOLD), str(folder)], stdin=subprocess.DEVNULL
         )
         children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children")
 
