@@ -1141,7 +1141,7 @@ class WatchSection(Section, commands=PPO):
     when the reward has risen above it."""
     shadow_share: float = option(0.1, A_SHARE, needs="--shadow_reward")
     """Share of prompts whose samples get the reward of --shadow_reward."""
-    ledger: bool = True
+    ledger: bool = False
     """Write what each row of the data was worth to save_path/ledger.sqlite, for `lightrft
     ledger`."""
     on_alarm: Literal["warn", "stop", "fork"] = option("warn", needs=A_WATCH)

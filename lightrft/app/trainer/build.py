@@ -54,7 +54,6 @@ from lightrft.app.trainer.ppo import PPOTrainer
 from lightrft.app.trainer.tasks.sft import PtxLoss
 from lightrft.config.errors import ConfigError
 from lightrft.config.extras import WATCHED, WITH_EPISODES, extra
-from lightrft.config.extras import installed as extras_installed
 from lightrft.config.references import (
     ENGINE,
     JUDGE,
@@ -179,7 +178,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     replays = bool(config.rollout.replay_rollouts)
     if has_episodes(config.environment) or config.engine.speculative != "none" or replays:
         measures.append(measure_turns_and_drafts)
-    if config.watch.ledger and extras_installed():
+    if config.watch.ledger:
         book = extra("--ledger").book_of(config, strategy.mesh, observer.writer, eval_sets)
         measures.append(book.measure)
     if config.rollout.dump_rollouts:

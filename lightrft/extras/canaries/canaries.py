@@ -19,11 +19,11 @@ from lightrft.core.engine import derived_seed
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.sampler import RolloutLoop
-from lightrft.extras.canaries.monitor import Monitor, RewardRange
+from lightrft.extras.canaries.monitor import RewardMonitor, RewardRange
 from lightrft.extras.canaries.rows import CanaryRows
 from lightrft.models.parallel.collectives import Axis
 
-SHOWN = 3
+SHOWN_CANARIES = 3
 """Number of responses that a warning shows."""
 MOST_CHARACTERS = 300
 """Characters of a prompt and of a response in a warning."""
@@ -78,7 +78,7 @@ class Canaries:
         self.num_per_step = section.canaries * batch
         self.samples = samples
         self.range = RewardRange(section.canary_range)
-        self.monitor = Monitor("canary", section.canary_alpha)
+        self.monitor = RewardMonitor("canary", section.canary_alpha)
         if section.canary_chance is not None:
             self.monitor.expect(section.canary_chance)
 
@@ -186,7 +186,7 @@ class Canaries:
         if scored:
             metrics.mean("canary/reward", fmean(each.mean for each in scored))
         self.monitor.report(metrics)
-        self._best = sorted([*self._best, *scored], key=lambda each: -each.reward)[:SHOWN]
+        self._best = sorted([*self._best, *scored], key=lambda each: -each.reward)[:SHOWN_CANARIES]
         if alarm:
             self._tell_alarm()
         return alarm

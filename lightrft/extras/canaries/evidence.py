@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-SHARES = 0.5 ** np.arange(1, 10)
+BETS = 0.5 ** np.arange(1, 10)
 """Bets, as shares of the largest possible one, which would lose everything at a value of 0."""
 
 
@@ -27,7 +27,7 @@ class Evidence:
     def __init__(self, null: float, shape: tuple[int, ...] = ()):
         """Begin without values. `shape` has several independent streams side by side."""
         self.null = null
-        self.log_capital = np.zeros((*shape, 0, len(SHARES)))
+        self.log_capital = np.zeros((*shape, 0, len(BETS)))
         """Log capital of the bets that begin at each value, [..., values, bets]."""
 
     def add(self, value: Any) -> None:
@@ -35,7 +35,7 @@ class Evidence:
         gain = np.asarray(value, dtype=float)[..., None, None] - self.null
         *shape, _, bets = self.log_capital.shape
         begun = np.concatenate([self.log_capital, np.zeros((*shape, 1, bets))], -2)
-        self.log_capital = begun + np.log1p(SHARES / self.null * gain)
+        self.log_capital = begun + np.log1p(BETS / self.null * gain)
 
     @property
     def log_value(self) -> Any:

@@ -11,9 +11,9 @@ from loguru import logger
 from lightrft.core.metrics import Metrics
 from lightrft.extras.canaries.evidence import Evidence, upper_bound
 
-ERROR = 0.05
+BOUND_ERROR = 0.05
 """Probability that the mean before training is above the bound that the baseline gives."""
-LEAST = 1e-4
+LEAST_MEAN = 1e-4
 """Smallest mean to bet against: one of 0 would be refuted by a rounding."""
 
 
@@ -35,7 +35,7 @@ class RewardRange:
         return (min(max(reward, self.low), self.high) - self.low) / (self.high - self.low)
 
 
-class Monitor:
+class RewardMonitor:
     """Collects evidence that a mean has risen above the largest that an honest run has.
 
     All ranks add the same values. The state restores the evidence to the bit.
@@ -60,14 +60,14 @@ class Monitor:
     def expect(self, honest: float) -> None:
         """Begin to watch, with the largest mean that an honest run has."""
         self.honest = honest
-        self._evidence = Evidence(max(honest, LEAST))
+        self._evidence = Evidence(max(honest, LEAST_MEAN))
 
     def measure_baseline(self, values: Sequence[float], *, least: float = 0.0) -> None:
         """Begin to watch, with independent values in [0, 1] from before training.
 
         The largest honest mean is what these leave possible, and at least `least`.
         """
-        self.expect(max(upper_bound(fmean(values), len(values), ERROR), least))
+        self.expect(max(upper_bound(fmean(values), len(values), BOUND_ERROR), least))
 
     def add(self, step: int, values: Sequence[float]) -> bool:
         """Add the values of a step, in [0, 1] and in order; return True if this is the alarm."""

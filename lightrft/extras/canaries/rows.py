@@ -11,7 +11,7 @@ from lightrft.core.engine import derived_seed
 from lightrft.core.order import Order
 from lightrft.core.samples import Prompt
 
-COUNTED = 10_000
+COUNTED_LABELS = 10_000
 """Number of rows from which the chance of a guess is computed."""
 
 
@@ -59,7 +59,7 @@ class CanaryRows:
         return CanaryRow(replace(prompt, columns=prompt.columns | {"label": false}), label)
 
     def _check_labels(self) -> None:
-        rows = islice(self.prompts, COUNTED)
+        rows = islice(self.prompts, COUNTED_LABELS)
         labels = Counter(plain(prompt.columns.get("label")) for prompt in rows)
         if None in labels:
             raise ConfigError(

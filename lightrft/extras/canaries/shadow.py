@@ -14,7 +14,7 @@ from lightrft.config.sections import WatchSection
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
-from lightrft.extras.canaries.monitor import Monitor, RewardRange
+from lightrft.extras.canaries.monitor import RewardMonitor, RewardRange
 from lightrft.models.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
 
@@ -30,7 +30,7 @@ class Shadow:
         self.section = section
         self.data = data
         self.range = RewardRange(section.canary_range)
-        self.monitor = Monitor("shadow", section.canary_alpha)
+        self.monitor = RewardMonitor("shadow", section.canary_alpha)
         self._baseline: list[float] = []
         self._num_measured = 0
         """Number of responses of the baseline."""

@@ -20,7 +20,7 @@ from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
 from lightrft.extras.canaries.canaries import Canaries
-from lightrft.extras.canaries.monitor import Monitor
+from lightrft.extras.canaries.monitor import RewardMonitor
 from lightrft.extras.canaries.rows import CanaryRows
 from lightrft.extras.canaries.shadow import Shadow
 from lightrft.rewards.runner import RewardRunner
@@ -81,7 +81,7 @@ class Watch:
         return {name: each for name, each in both.items() if each is not None}
 
     @property
-    def _monitors(self) -> list[Monitor]:
+    def _monitors(self) -> list[RewardMonitor]:
         return [each.monitor for each in self._parts.values()]
 
     def _keep_checkpoint(self) -> None:

@@ -30,7 +30,7 @@ def _json(text: str) -> str | None:
         return None
 
 
-READERS: dict[str, Reader] = {
+ANSWER_READERS: dict[str, Reader] = {
     "exact_match": str.strip,
     "f1": lambda text: tagged_answer(text).strip().casefold(),
     "number": _number,
@@ -44,4 +44,7 @@ READERS: dict[str, Reader] = {
 
 def answer_reader(reward: str) -> Reader | None:
     """Return what reads the answers for --reward; None if no term of it has answers."""
-    return next((READERS[term.name] for term in reward_terms(reward) if term.name in READERS), None)
+    return next(
+        (ANSWER_READERS[term.name] for term in reward_terms(reward) if term.name in ANSWER_READERS),
+        None,
+    )

@@ -18,7 +18,7 @@ from lightrft.core.samples import Prompt, Sample
 from lightrft.models.parallel.mesh import Mesh
 from lightrft.rewards.functions import right_answers
 
-FILE = "ledger.sqlite"
+LEDGER_FILE = "ledger.sqlite"
 TABLES = """
 CREATE TABLE IF NOT EXISTS prompts (
     row INTEGER PRIMARY KEY, location TEXT, prompt TEXT, labels TEXT);
@@ -113,7 +113,7 @@ class Book:
         `answer` returns what the reward reads as the answer of a response; None if it cannot be
         told. `held_out` are the prompts of --eval_data.
         """
-        self.path = folder / FILE
+        self.path = folder / LEDGER_FILE
         self.mesh = mesh
         self.writer = writer
         self.answer = answer
@@ -182,9 +182,9 @@ def read_ledger(folder: Path) -> tuple[list[RowRecord], list[str]]:
 
     Raises FileNotFoundError if there is no ledger.
     """
-    path = folder / FILE
+    path = folder / LEDGER_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no {FILE}: train_ppo writes it unless --no_ledger")
+        raise FileNotFoundError(f"{folder} has no {LEDGER_FILE}: --ledger writes one")
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as file:
         records = {
             row: RowRecord(row, location, prompt, json.loads(labels))

@@ -10,7 +10,7 @@ from lightrft.algorithms.schedulers.rounds import Rounds
 from lightrft.core.engine import derived_seed
 from lightrft.core.groups import Group
 
-KEPT = 0.7
+KEPT_SHARE = 0.7
 """Share of what is known of a row that its next draw leaves: the policy changes meanwhile."""
 
 
@@ -49,8 +49,8 @@ class DrawsBySignal(Rounds):
                 continue
             self.numbers[row] = outcome.number
             n = self.section.n_samples_per_prompt
-            self.right[row] = KEPT * self.right[row] + n * outcome.solved
-            self.wrong[row] = KEPT * self.wrong[row] + n * (1 - outcome.solved)
+            self.right[row] = KEPT_SHARE * self.right[row] + n * outcome.solved
+            self.wrong[row] = KEPT_SHARE * self.wrong[row] + n * (1 - outcome.solved)
         return outcomes
 
     def snapshot(self) -> Callable[[], None]:

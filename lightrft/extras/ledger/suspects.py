@@ -18,22 +18,22 @@ LIKELY = 0.7
 ENOUGH_RESPONSES = 4
 DRAWS_WITHOUT_SIGNAL = 3
 """Number of draws without any signal after which a row is dead."""
-RARE = 0.005
+RARE_SHARE = 0.005
 """Share of prompts that may contain an answer for its presence in the own prompt to be no chance.
 """
-SHORT = 0.5
+SHORT_SHARE = 0.5
 """Share of the usual length below which a right response is shorter than the working needs."""
 LONG_WORKING = 16
 """Usual number of tokens from which responses have any working."""
-NEAR = 0.8
+NEAR_SHARE = 0.8
 """Share of words (Jaccard) from which prompts with the same numbers are near-duplicates."""
 FEW_WORDS = 6
 """Prompts with fewer words are duplicates only if they are equal."""
 CUE = re.compile(r"(?:answer|solution|result|=|####|\\boxed)[^\w\d-]{0,4}(?:is|:|=)?\W{0,3}$", re.I)
 """End of a text after which an answer is given away."""
-WORD = re.compile(r"\d+(?:[.,]\d+)*|\w+")
+A_WORD = re.compile(r"\d+(?:[.,]\d+)*|\w+")
 
-KINDS = ("wrong_label", "leak", "duplicate", "dead", "forgotten")
+SUSPECT_KINDS = ("wrong_label", "leak", "duplicate", "dead", "forgotten")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,9 @@ def suspects(records: Sequence[RowRecord], held_out: Sequence[str] = ()) -> list
         *dead(records),
         *forgotten(records),
     ]
-    return sorted(found, key=lambda each: (KINDS.index(each.kind), -each.probability, each.row))
+    return sorted(
+        found, key=lambda each: (SUSPECT_KINDS.index(each.kind), -each.probability, each.row)
+    )
 
 
 def solve_rates(records: Sequence[RowRecord]) -> BetaBinomial:
@@ -187,7 +189,7 @@ def leaks(records: Sequence[RowRecord]) -> Iterator[Suspect]:
         first = record.draws[0]
         length = first.tokens / first.responses
         at_once = first.right == first.responses >= ENOUGH_RESPONSES
-        if evidence is None and at_once and usual >= LONG_WORKING and length < SHORT * usual:
+        if evidence is None and at_once and usual >= LONG_WORKING and length < SHORT_SHARE * usual:
             evidence = (
                 f"all {first.responses} responses were right at once, with {length:.0f} tokens"
                 f" where right ones usually have {usual:.0f}"
@@ -206,13 +208,13 @@ def _given_away(prompt: str, label: str, frequency: Counter[str], count: int) ->
     if CUE.search(prompt[: place.start()]):
         return f"the prompt says {prompt[max(place.start() - 20, 0) : place.end()]!r}"
     others = min(frequency[word] for word in words) - 1
-    if len(words) > 1 or len(label) > 1 and others < RARE * count:
+    if len(words) > 1 or len(label) > 1 and others < RARE_SHARE * count:
         return f"the prompt contains the label {label!r:.40}, and {others} other prompts do"
     return None
 
 
 def _words(text: str) -> list[str]:
-    return WORD.findall(text.casefold())
+    return A_WORD.findall(text.casefold())
 
 
 # -- duplicates
@@ -226,6 +228,7 @@ def duplicates(records: Sequence[RowRecord], held_out: Sequence[str] = ()) -> It
         if index >= len(records):
             continue
         record = records[index]
+
         kind = "equal to" if texts[index].split() == texts[other].split() else "nearly equal to"
         if other >= len(records):
             reason = f"{kind} a prompt of --eval_data: {texts[other][-80:]!r}"
@@ -237,6 +240,7 @@ def duplicates(records: Sequence[RowRecord], held_out: Sequence[str] = ()) -> It
             )
         else:
             continue
+
         yield Suspect("duplicate", record.row, record.location, reason)
 
 
@@ -256,13 +260,13 @@ def _pairs(texts: Sequence[str]) -> set[tuple[int, int]]:
         if len(words[indices[0]]) < FEW_WORDS:
             pairs.update(combinations(indices, 2))
             continue
-        index = MinHashLSH(threshold=NEAR - 0.2)  # so that hashing misses none
+        index = MinHashLSH(threshold=NEAR_SHARE - 0.2)  # so that hashing misses none
         for one in indices:
             hashed = MinHash()
             hashed.update_batch([word.encode() for word in words[one]])
             for other in index.query(hashed):
                 a, b = set(words[one]), set(words[other])
-                if len(a & b) >= NEAR * len(a | b):
+                if len(a & b) >= NEAR_SHARE * len(a | b):
                     pairs.add((other, one))
             index.insert(one, hashed)
     return pairs

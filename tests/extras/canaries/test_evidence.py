@@ -7,8 +7,8 @@ import pytest
 from loguru import logger
 
 from lightrft.core.metrics import Metrics
-from lightrft.extras.canaries.evidence import SHARES, Evidence, upper_bound
-from lightrft.extras.canaries.monitor import Monitor, RewardRange
+from lightrft.extras.canaries.evidence import BETS, Evidence, upper_bound
+from lightrft.extras.canaries.monitor import RewardMonitor, RewardRange
 from lightrft.models.parallel.collectives import Axis
 
 
@@ -24,9 +24,9 @@ def mixture(values: list[float], null: float) -> float:
     """The definition of the evidence, one product after another."""
     total = 0.0
     for start in range(1, len(values) + 1):
-        for share in SHARES:
+        for share in BETS:
             capital = math.prod(1 + share / null * (value - null) for value in values[start - 1 :])
-            total += capital / len(SHARES) / (start * (start + 1))
+            total += capital / len(BETS) / (start * (start + 1))
     return total + 1 / (len(values) + 1)
 
 
@@ -76,7 +76,7 @@ def test_bound_of_a_mean_covers_it():
 
 
 def test_state_restores_the_evidence_to_the_bit():
-    monitor, restored = Monitor("canary", 0.01), Monitor("canary", 0.01)
+    monitor, restored = RewardMonitor("canary", 0.01), RewardMonitor("canary", 0.01)
     monitor.measure_baseline([0.0, 0.1, 0.0])
     for step, value in enumerate([0.3, 0.7, 0.1, 0.9, 0.9], 1):
         monitor.add(step, [value])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightrft.extras.commands.debug.ledger import main as ledger
-from lightrft.extras.ledger.book import FILE, read_ledger
+from lightrft.extras.ledger.book import LEDGER_FILE, read_ledger
 from runs import PPO, prepare, train
 
 STEPS = 6
@@ -40,7 +40,7 @@ def run(inputs, tmp_path_factory) -> Path:
 
 
 def draws(folder: Path) -> list[tuple]:
-    with sqlite3.connect(folder / FILE) as file:
+    with sqlite3.connect(folder / LEDGER_FILE) as file:
         return sorted(file.execute("SELECT * FROM draws"))
 
 
@@ -86,7 +86,7 @@ def test_two_ranks_write_one_ledger(inputs, run, tmp_path):
 
 
 def test_the_view_has_a_line_for_each_row(run):
-    with sqlite3.connect(run / FILE) as file:
+    with sqlite3.connect(run / LEDGER_FILE) as file:
         rows = file.execute("SELECT row, draws, responses FROM rows").fetchall()
 
     assert {row: count for row, count, _ in rows} == Counter(line[1] for line in draws(run))
@@ -104,7 +104,7 @@ def test_prompts_and_labels_can_be_read_without_the_data(run):
 def test_no_ledger_without_the_flag(inputs, tmp_path):
     train("train_ppo", 1, [*inputs, "--max_steps=1", "--no_ledger"], tmp_path)
 
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / LEDGER_FILE).exists()
 
 
 def test_the_command_writes_what_is_left(run, tmp_path, capsys):

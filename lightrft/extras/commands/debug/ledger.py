@@ -30,9 +30,15 @@ from lightrft.config.errors import DataError
 from lightrft.config.references import data_sources
 from lightrft.data.readers import BadRows, read_rows
 from lightrft.extras.ledger.book import RowRecord, read_ledger
-from lightrft.extras.ledger.suspects import KINDS, BetaBinomial, Suspect, solve_rates, suspects
+from lightrft.extras.ledger.suspects import (
+    SUSPECT_KINDS,
+    BetaBinomial,
+    Suspect,
+    solve_rates,
+    suspects,
+)
 
-SHOWN = 5
+SHOWN_SUSPECTS = 5
 """Number of suspects of each kind that the terminal shows."""
 ON_PAGE = 2000
 """Number of rows in the report; suspects come first."""
@@ -43,8 +49,8 @@ def main(argv: list[str] | None = None) -> None:
     options = commands.parse_args(argv)
     set_up_logging()
     dropped = set(options.drop.split(","))
-    if unknown := dropped.difference(KINDS):
-        commands.error(f"--drop {min(unknown)}: unknown; choose from {', '.join(KINDS)}")
+    if unknown := dropped.difference(SUSPECT_KINDS):
+        commands.error(f"--drop {min(unknown)}: unknown; choose from {', '.join(SUSPECT_KINDS)}")
 
     try:
         records, held_out = read_ledger(options.folder)
@@ -69,9 +75,9 @@ def _show(records: Sequence[RowRecord], found: Sequence[Suspect]) -> None:
         " a signal"
     )
     counts = Counter(each.kind for each in found)
-    for kind in KINDS:
+    for kind in SUSPECT_KINDS:
         console.print(f"[bold]{kind.replace('_', ' ')}[/bold]: {counts[kind]:,} rows")
-        for each in [one for one in found if one.kind == kind][:SHOWN]:
+        for each in [one for one in found if one.kind == kind][:SHOWN_SUSPECTS]:
             sure = f" ({each.probability:.0%})" if each.probability < 1 else ""
             console.print(f"    {escape(each.location)}: {escape(each.evidence)}{sure}")
 
@@ -142,7 +148,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_argument("folder", type=Path, help="the save_path of a run of train_ppo")
     cleaned = "write the rows of --prompt_data without the suspects to this JSONL file"
     commands.add_argument("--write", type=Path, metavar="FILE", help=cleaned)
-    kinds = f"suspects that --write leaves out: {', '.join(KINDS)}"
+    kinds = f"suspects that --write leaves out: {', '.join(SUSPECT_KINDS)}"
     commands.add_argument("--drop", default="wrong_label,leak,duplicate", help=kinds)
     review = "write all suspects with their evidence to this CSV file, to be looked through"
     commands.add_argument("--review", type=Path, metavar="FILE", help=review)
