@@ -1,0 +1,128 @@
+"""Plant wrong labels in the data of the quick start, train two passes, and look for them.
+
+    lightrft quickstart                                         # the model and the data
+    python scripts/bench/ledger.py runs/quickstart --out runs/ledger
+
+Then a run on the cleaned rows is compared with one on all rows, by the tokens to the same held-out
+accuracy. `--write` puts the table into docs/ledger.md. The whole takes about ten minutes on two
+quiet cores.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightrft.app.observe.sinks import read_rows
+from lightrft.extras.ledger.book import read_ledger
+from lightrft.extras.ledger.suspects import wrong_labels
+
+SHARE = 0.05
+RECIPE = """--engine_type hf --prompt_max_len 8 --generate_max_len 4 --rollout_batch_size 128
+    --n_samples_per_prompt 8 --train_batch_size 1024 --lr_scheduler constant --init_kl_coef 0
+    --learning_rate 1e-3 --loss_agg_mode token-mean --eps_clip_high 0.28 --num_episodes 2
+    --report_to jsonl --overwrite --reward_workers 0 --eval_steps 5"""
+
+
+def main() -> None:
+    options = arguments()
+    lines = [
+        "| seed | planted | found | precision | recall | tokens to the accuracy, all rows | cleaned rows |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for seed in range(options.seeds):
+        folder = options.out / f"seed{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        planted = plant(options.quickstart / "data" / "train.jsonl", folder / "planted.jsonl", seed)
+        with_wrong = train(options, folder / "planted", folder / "planted.jsonl", seed, "--ledger")
+
+        records, _ = read_ledger(folder / "planted")
+        found = {int(each.location.rpartition(":")[2]) for each in wrong_labels(records)}
+        right = len(found & planted)
+        cleaned = folder / "cleaned.jsonl"
+        command = ["ledger", folder / "planted", "--write", cleaned, "--drop", "wrong_label"]
+        lightrft(command)
+        without = train(options, folder / "cleaned", cleaned, seed)
+
+        target = best(with_wrong)
+        lines.append(
+            f"| {seed} | {len(planted)} | {len(found)} | {right / len(found):.1%} |"
+            f" {right / len(planted):.1%} | {tokens_to(with_wrong, target):,} to {target:.1%} |"
+            f" {tokens_to(without, target):,} |"
+        )
+
+    text = "\n".join(lines)
+    print(text)
+    if options.write:
+        page = Path(__file__).parents[2] / "docs" / "ledger.md"
+        before, _, rest = page.read_text().partition("<!-- measured -->\n")
+        after = rest.partition("<!-- end -->")[2]
+        page.write_text(f"{before}<!-- measured -->\n{text}\n<!-- end -->{after}")
+
+
+def plant(source: Path, target: Path, seed: int) -> set[int]:
+    """Give a share of the rows the label of another row; return their lines, from 1."""
+    generator = random.Random(seed)
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    planted = generator.sample(range(len(rows)), round(SHARE * len(rows)))
+    labels = [row["label"] for row in rows]
+    for index in planted:
+        rows[index]["label"] = next(
+            label for label in iter(lambda: generator.choice(labels), None) if label != labels[index]
+        )
+    target.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {index + 1 for index in planted}
+
+
+def train(
+    options: argparse.Namespace, folder: Path, data: Path, seed: int, *flags: str
+) -> list[dict[str, Any]]:
+    """Train, unless the folder has the run already, and return the metrics of the steps."""
+    if not (folder / "model").exists():
+        lightrft(
+            [
+                *("train_ppo", *RECIPE.split(), *flags, "--seed", seed, "--save_path", folder),
+                *("--pretrain", options.quickstart / "sft" / "model", "--prompt_data", data),
+                *("--eval_data", options.quickstart / "data" / "test.jsonl"),
+            ]
+        )
+    return list(read_rows(folder / "metrics.jsonl"))
+
+
+def lightrft(command: list[Any]) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "lightrft", *map(str, command)], check=True, capture_output=True
+    )
+
+
+def best(rows: list[dict[str, Any]]) -> float:
+    """Return the held-out accuracy of the last evaluation."""
+    return [row["eval/accuracy"] for row in rows if "eval/accuracy" in row][-1]
+
+
+def tokens_to(rows: list[dict[str, Any]], target: float) -> int:
+    """Return the tokens generated until an evaluation has the accuracy."""
+    tokens = 0
+    for row in rows:
+        tokens += int(row["rollout/tokens"])
+        if row.get("eval/accuracy", 0.0) >= target:
+            return tokens
+    return tokens
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("quickstart", type=Path, help="folder of the quick start")
+    parser.add_argument("--out", type=Path, default=Path("runs/ledger"))
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="write the table into the page")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
