@@ -6,8 +6,8 @@ Fast functions are called in this process, others in worker processes (pool.py).
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -267,8 +267,7 @@ class RewardRunner:
         if self.section.reward_failure == "stop" and all(
             isinstance(result, Future) for _, result in calls
         ):
-            samples_of = {result: samples for samples, result in calls}
-            calls = ((samples_of[result], result) for result in as_completed(samples_of))
+            calls = _as_they_end(calls)
 
         logged = 0
         for samples, result in calls:
@@ -458,6 +457,15 @@ class DeferredCall:
 
 
 # -- names of functions, and the order of results
+
+
+def _as_they_end(calls: Iterable[Call]) -> Iterator[Call]:
+    """Yield calls of worker processes: those that end first, and of these the first that began."""
+    waiting = {result: samples for samples, result in calls}
+    while waiting:
+        wait(waiting, return_when=FIRST_COMPLETED)
+        for result in [result for result in waiting if result.done()]:
+            yield waiting.pop(result), result
 
 
 def _is_on_server(term: RewardTerm) -> bool:
