@@ -14,7 +14,6 @@ from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from loguru import logger
 
@@ -193,7 +192,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     media = [(medium, item) for medium, items in prompt.multi_modal.items() for item in items]
     return {
         "text": prompt.text,
-        "token_ids": np.asarray(prompt.token_ids, dtype=np.int32),
+        "token_ids": list(prompt.token_ids),
         "columns": json.dumps(plain),
         "answers": [{"name": name, **value._asdict()} for name, value in answers],
         "media": [_media(medium, item) for medium, item in media],
