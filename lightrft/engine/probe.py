@@ -75,18 +75,12 @@ class Probe:
                 handles.append(module.register_forward_hook(self._hook(name)))
 
             if name.endswith("layers.0.input_layernorm"):
-                handles.append(
-                    module.register_forward_pre_hook(
-                        self._hook(name.split("layers.")[0] + "embed_tokens")
-                    )
-                )
+                see = self._hook(name.split("layers.")[0] + "embed_tokens")
+                handles.append(module.register_forward_pre_hook(see))
 
             if name.endswith(".o_proj"):
-                handles.append(
-                    module.register_forward_pre_hook(
-                        self._hook(name.removesuffix("o_proj") + "heads")
-                    )
-                )
+                see = self._hook(name.removesuffix("o_proj") + "heads")
+                handles.append(module.register_forward_pre_hook(see))
 
         return handles
 

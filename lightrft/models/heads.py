@@ -522,9 +522,7 @@ def rope_window(model: PreTrainedModel) -> int | None:
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    changing = [
-        parameters for parameters in ropes if parameters.get("rope_type") in ("dynamic", "longrope")
-    ]
+    changing = [each for each in ropes if each.get("rope_type") in ("dynamic", "longrope")]
     most = config.max_position_embeddings
 
     return min(

@@ -129,9 +129,8 @@ class SGLangShim:
 
     def resume_steps(self) -> None:
         going_on = ContinueGenerationReqInput(torch_empty_cache=False)
-        self.engine.loop.run_until_complete(
-            self.engine.tokenizer_manager.continue_generation(going_on)
-        )
+        manager = self.engine.tokenizer_manager
+        self.engine.loop.run_until_complete(manager.continue_generation(going_on))
 
     def begin_weight_update(self) -> None:
         _checked(self.engine.begin_weight_update())
@@ -178,10 +177,8 @@ class SGLangShim:
             torch.save((question, arguments), Path(folder, "question"))
             # collective_rpc() transfers plain values only, and no results.
             self.engine.collective_rpc(answer_question.__name__, folder=folder)
-            return [
-                torch.load(Path(folder, str(rank)))
-                for rank in range(self.engine.server_args.tp_size)
-            ]
+            ranks = range(self.engine.server_args.tp_size)
+            return [torch.load(Path(folder, str(rank))) for rank in ranks]
 
     def shutdown(self) -> None:
         """End SGLang's own processes only."""
@@ -191,11 +188,8 @@ class SGLangShim:
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
     def _processes(self) -> set[psutil.Process]:
-        return {
-            psutil.Process(pid)
-            for pid in self.engine.get_all_child_pids()
-            if psutil.pid_exists(pid)
-        }
+        children = self.engine.get_all_child_pids()
+        return {psutil.Process(child) for child in children if psutil.pid_exists(child)}
 
     @staticmethod
     def payload(bucket: list[NamedTensor]) -> tuple[Any, str]:
