@@ -468,9 +468,8 @@ def media_positions(model: PreTrainedModel, batch: Batch) -> Tensor:
 
     ids = padded(batch.input_ids.cpu(), batch.lengths, int(batch.lengths.max()))
     real = padded(torch.ones_like(batch.input_ids, device="cpu"), batch.lengths, ids.shape[1])
-    kinds = (ids == model.config.image_token_id).int() + 2 * (
-        ids == model.config.video_token_id
-    ).int()
+    is_image, is_video = ids == model.config.image_token_id, ids == model.config.video_token_id
+    kinds = is_image.int() + 2 * is_video.int()
     rows = model.base_model.get_rope_index(
         ids, mm_token_type_ids=kinds, attention_mask=real, **grids
     )[0]
