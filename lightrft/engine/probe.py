@@ -7,7 +7,7 @@ inside that module and others after it.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -53,12 +53,10 @@ class Probe:
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
-        handles = self.attach(model)
-        try:
+        with ExitStack() as hooks:
+            for handle in self.attach(model):
+                hooks.enter_context(handle)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Attach to a model; return handles that have remove()."""

@@ -446,11 +446,8 @@ def split_in_decoder(model: PreTrainedModel, positions: Tensor) -> Iterator[None
         selected = select_tokens(kwargs, positions)
         return args, kwargs | selected | {"position_ids": kwargs["position_ids"][..., positions]}
 
-    handle = model.get_decoder().register_forward_pre_hook(split, prepend=True, with_kwargs=True)
-    try:
+    with model.get_decoder().register_forward_pre_hook(split, prepend=True, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def media_positions(model: PreTrainedModel, batch: Batch) -> Tensor:

@@ -380,11 +380,8 @@ class VLLMEngine(LibraryEngine):
             lambda module, inputs, output: logits.append(output)
         )
 
-        try:
-            with probe.attached(self._shim.model):
-                self._compute(token_ids)
-        finally:
-            hook.remove()
+        with hook, probe.attached(self._shim.model):
+            self._compute(token_ids)
 
         return probe.recorded(logits[0][-1])
 
