@@ -397,6 +397,10 @@ ALGORITHM: Rules = {
     ),
     "--advantage_estimator remax compares with the unshaped reward of the greedy response:"
     " remove {found}": lambda run: _shaping(run, "remax"),
+    "--branch_weight episode does not support --loss_agg_mode prompt-mean, which divides by the"
+    " tokens of each prompt: use seq-mean-token-mean": STATED,
+    "--role_advantage group does not support --advantage_estimator gdpo, which compares each"
+    " component of the reward, and those of roles are different ones: omit it": STATED,
     "--advantage_estimator gdpo normalises each reward before the sum, and {found} changes the"
     " sum: remove it, or write it as one of --reward": lambda run: _shaping(run, "gdpo"),
 }

@@ -306,14 +306,15 @@ class Episodes:
 
         messages = _messages(request.observation)
         if before is None:
-            conversation = state.begin(prompt, messages)
+            conversation = state.begin(prompt, messages, request.role)
         else:
-            conversation = state.read(before, token_ids, messages)
+            conversation = state.read(before, token_ids, messages, request.role)
 
         return state.requested(conversation, request)
 
     def _end(self, state: EpisodeState, ended: Ended) -> None:
-        if self.other_rewards and any(reward for _, reward in ended.rewards):
+        rewards = [*ended.role_rewards.values(), *(reward for _, reward in ended.rewards)]
+        if self.other_rewards and any(rewards):
             raise ConfigError(
                 f"the environment or agent gives rewards, which --reward {self.other_rewards}"
                 " ignores: add environment to --reward, with the weight 0 to ignore them"
@@ -354,6 +355,7 @@ class Episodes:
         sample = state.sample
         state.episode.problem = problem
         state.episode.rewards = []
+        state.episode.role_rewards = {}
         sample.masked = True
         sample.finish_reason = "stop"
         self._ended.append(sample)

@@ -5,10 +5,12 @@ objects that the program believes.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lightrft.algorithms.rollout.episode_roles import POLICY, ROLE_MARK
 from lightrft.config.values import COLDEST, check_text
 
 Message = dict[str, Any]
@@ -89,6 +91,8 @@ class TurnRequest:
     """True if no turn is sampled: the reply has the tokens that would come before it."""
     stop: list[str] = field(default_factory=list)
     """Texts that end the turn, in addition to the run's."""
+    role: str = POLICY
+    """Role that the model has. A turn of another role is continued by a separate conversation."""
     number: int = 0
     """Number of the request, which the reply repeats: several can wait at the same time."""
 
@@ -109,6 +113,8 @@ class Ended:
 
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """Number of a turn, from 0, and a reward for it."""
+    role_rewards: dict[str, float] = field(default_factory=dict)
+    """Role -> reward, if roles are rewarded separately."""
     tool_calls: int = 0
     tool_errors: int = 0
     """Number of calls that were answered with an error."""
@@ -153,6 +159,15 @@ def check_sampling(sampling: dict[str, Any]) -> None:
         )
 
 
+def check_role(role: str) -> str:
+    """Return a role. Raises ValueError for a name that is none."""
+    if not re.fullmatch(r"[\w-]+", role):
+        raise ValueError(
+            f"the role of the model {ROLE_MARK}{role} is a name of letters, digits, _ and -"
+        )
+    return role
+
+
 def check_stop(stop: Any) -> None:
     """Raise ValueError for texts that end a turn if they are not at most MOST_STOPS texts."""
     texts = isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)
@@ -187,6 +202,7 @@ def check_request(request: TurnRequest, num_turns: int) -> None:
     ):
         raise ValueError("tools are a list of schemas")
     check_stop(request.stop)
+    check_role(request.role)
     check_sampling(request.sampling)
 
 
@@ -206,11 +222,15 @@ def from_bytes(content: bytes) -> TurnRequest | Ended:
         message = {"TurnRequest": TurnRequest, "Ended": Ended}[name](**values)
         if isinstance(message, Ended):
             rewards = [(int(turn), float(reward)) for turn, reward in message.rewards]
+            roles = {str(role): float(reward) for role, reward in message.role_rewards.items()}
+
             numbers = int(message.tool_calls), int(message.tool_errors), float(message.tool_seconds)
             problem = str(message.problem)
             running = bool(message.calls_running)
             replaced = {str(name): int(count) for name, count in message.overridden.items()}
-            return Ended(rewards, *numbers, problem, running, replaced, int(message.num_replies))
+            return Ended(
+                rewards, roles, *numbers, problem, running, replaced, int(message.num_replies)
+            )
         return message
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error

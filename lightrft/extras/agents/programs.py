@@ -250,6 +250,7 @@ def _work(connection: Connection, program: Program) -> None:
         try:
             with kept_alive():
                 asyncio.run(program.run(session, row))
+            session.check_rewards()
         except EpisodeOver:
             pass
         except (EOFError, BrokenPipeError):
@@ -260,6 +261,7 @@ def _work(connection: Connection, program: Program) -> None:
         sys.stdout.flush()
         ended = Ended(
             session.rewards,
+            session.role_rewards,
             session.tool_calls,
             session.tool_errors,
             session.tool_seconds,

@@ -83,6 +83,23 @@ async def delegates(client, row):
     return sum(32 <= ord(letter) < 127 for letter in said) / max(len(said), 1)
 
 
+async def players(client, row):
+    """Two players of one model take turns; what one wins, the other loses."""
+    said = {"policy:first": [row["prompt"]], "policy:second": ["y"]}
+    letters = dict.fromkeys(said, 0)
+    last = ""
+    for player in [*said, *said]:
+        said[player][-1] += last
+        roles = ["user", "assistant"] * len(said[player])
+        messages = [{"role": role, "content": text} for role, text in zip(roles, said[player])]
+        reply = await client.chat.completions.create(model=player, messages=messages)
+        last = reply.choices[0].message.content
+        said[player] += [last, "z"]
+        letters[player] += sum(32 <= ord(letter) < 127 for letter in last) / 16
+    first, second = letters.values()
+    return {"first": first - second, "second": second - first}
+
+
 async def forgets(client, row):
     """Two turns of which it remembers the first, and a third one that follows the first too."""
     messages = [{"role": "user", "content": row["prompt"]}]
@@ -300,6 +317,29 @@ def test_branches_are_learned_alike_in_every_layout(chats, tmp_path):
         assert {name: other[name] for name in names} == pytest.approx(
             {name: row[name] for name in names}, rel=2e-3, abs=1e-5
         )
+
+
+def test_roles_are_learned_alike_in_every_layout_and_after_a_resume(chats, tmp_path):
+    """A game of two roles, of which both learn, or only one."""
+    folder, flags = chats
+    flags = [*flags, f"--agent={folder}/agent.py:players", "--train_batch_size=16"]
+    layouts = [[], ["--sp_size=2"], ["--train_roles", "second"]]
+    runs = [([*flags, *layout], tmp_path / str(number)) for number, layout in enumerate(layouts)]
+    plain, divided, alone = train_in_turn("train_ppo", 2, runs)
+    assert_alike(plain, divided)
+    for row in [*plain, *alone]:
+        assert row["episodes/drift"] == 0 and row["episodes/branches"] > 0.9
+        assert row["reward/first"] == pytest.approx(-row["reward/second"], abs=1e-6)
+        assert row["train/grad_norm"] > 0 and row["rollout/reward_max"] < 1e-6
+    assert plain[0]["rollout/reward"] == alone[0]["rollout/reward"]
+    assert plain[0]["train/grad_norm"] != alone[0]["train/grad_norm"]
+    assert 0.4 < alone[0]["rollout/left_out"] < 0.6 and plain[0]["rollout/left_out"] < 0.1
+
+    saving = ["--save_steps=1"]
+    whole, resumed = train_and_resume(
+        "train_ppo", 2, flags, tmp_path / "resumed", stop=1, end=2, saving=saving
+    )
+    assert_equal(whole, resumed)
 
 
 def test_an_error_of_an_episode_is_told_and_not_what_the_engine_says_then(inputs, tmp_path):

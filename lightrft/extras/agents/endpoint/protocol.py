@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from lightrft.algorithms.rollout.episode_roles import POLICY, ROLE_MARK
 from lightrft.config.tables import table
 from lightrft.config.values import check_text
 from lightrft.extras.agents.history import good_calls
-from lightrft.extras.agents.messages import RANGES, Turn, check_sampling, check_stop
+from lightrft.extras.agents.messages import RANGES, Turn, check_role, check_sampling, check_stop
 
 Body = dict[str, Any]
 PARAMETERS = "extras/agents/endpoint/parameters"
@@ -58,6 +59,7 @@ class Options(TypedDict):
     max_tokens: int | None
     sampling: dict[str, float]
     stop: list[str]
+    role: str
 
 
 def read_body(content: bytes) -> Body:
@@ -144,7 +146,9 @@ def read_options(body: Body, served: EndpointModel) -> Options:
     if "top_k" in chosen:
         chosen["top_k"] = max(chosen["top_k"], 0)  # others write -1 for all tokens
 
-    return Options(max_tokens=min(limits, default=None), sampling=chosen, stop=stop)
+    model = body.get("model") or ""
+    role = check_role(model.removeprefix(ROLE_MARK)) if model.startswith(ROLE_MARK) else POLICY
+    return Options(max_tokens=min(limits, default=None), sampling=chosen, stop=stop, role=role)
 
 
 def _check_tools(body: Body) -> None:

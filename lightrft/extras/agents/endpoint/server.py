@@ -230,7 +230,7 @@ class _Routes:
         parameters = body.get("sampling_params") or {}
         if not isinstance(parameters, dict):
             raise ValueError("sampling_params is an object")
-        options = self._options(session, parameters)
+        options = self._options(session, parameters | {"model": body.get("model")})
         turn = await session.generate(protocol.read_token_ids(body.get("token_ids")), **options)
         return turn, protocol.generate_reply(turn)
 
