@@ -293,6 +293,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """Answer to an agent's request with other sampling parameters than the run's. run: the turn is sampled as the run says, and agent/overridden_NAME counts such requests. refuse: an error. Both honour the largest number of tokens and stop texts of a request."""
     agent_branches: int
     """Maximum number of other conversations of an episode, beside the first one: of sub-agents, after a history was summarized or edited, or of requests at the same time. A request for one more is refused."""
+    agent_record: str | Path
+    """SQLite file for each request to an agent's server, with the reply, tokens and log-probs; with several ranks, each has its own: agent.rank0.sqlite for agent.sqlite. `lightrft agents replay` sends the requests again."""
     turn_max_len: int | None
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
     episode_minutes: float | None
@@ -1990,6 +1992,8 @@ class EvaluateFlags(TypedDict, total=False):
     """Answer to an agent's request with other sampling parameters than the run's. run: the turn is sampled as the run says, and agent/overridden_NAME counts such requests. refuse: an error. Both honour the largest number of tokens and stop texts of a request."""
     agent_branches: int
     """Maximum number of other conversations of an episode, beside the first one: of sub-agents, after a history was summarized or edited, or of requests at the same time. A request for one more is refused."""
+    agent_record: str | Path
+    """SQLite file for each request to an agent's server, with the reply, tokens and log-probs; with several ranks, each has its own: agent.rank0.sqlite for agent.sqlite. `lightrft agents replay` sends the requests again."""
     turn_max_len: int | None
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
     episode_minutes: float | None

@@ -22,7 +22,7 @@ MODULES = {
     **{f"lightrft {name}": name for name in ("check", "migrate")},
     **{
         f"lightrft {name}": f"commands.{name}"
-        for name in ("bench", "doctor", "plan", "serve", "serve_reward", "tinker")
+        for name in ("agents", "bench", "doctor", "plan", "serve", "serve_reward", "tinker")
     },
     "lightrft selfcheck": "commands.doctor",
     **{

@@ -400,7 +400,7 @@ ALGORITHM: Rules = {
     "--branch_weight episode does not support --loss_agg_mode prompt-mean, which divides by the"
     " tokens of each prompt: use seq-mean-token-mean": STATED,
     "--role_advantage group does not support --advantage_estimator gdpo, which compares each"
-    " component of the reward, and those of roles are different ones: omit it": STATED,
+    " component of the reward, and each role has its own: omit it": STATED,
     "--advantage_estimator gdpo normalises each reward before the sum, and {found} changes the"
     " sum: remove it, or write it as one of --reward": lambda run: _shaping(run, "gdpo"),
 }

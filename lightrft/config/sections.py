@@ -625,6 +625,10 @@ class EnvironmentSection(Section, commands=SAMPLING):
     """Maximum number of other conversations of an episode, beside the first one: of sub-agents,
     after a history was summarized or edited, or of requests at the same time. A request for one
     more is refused."""
+    agent_record: str = option("", needs=EPISODES)
+    """SQLite file for each request to an agent's server, with the reply, tokens and log-probs; with
+    several ranks, each has its own: agent.rank0.sqlite for agent.sqlite. `lightrft agents replay`
+    sends the requests again."""
     turn_max_len: int | None = option(None, COUNT, needs=EPISODES, commands=GENERATING)
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
     episode_minutes: float | None = option(None, MINUTES, needs=EPISODES)

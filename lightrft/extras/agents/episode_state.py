@@ -59,6 +59,8 @@ class EpisodeState:
     """Digest of the prompt of the row."""
     num_replies: int = 0
     """Number of replies that were sent to the program."""
+    num_exchanges: int = 0
+    """Number of exchanges that were recorded."""
     until: float = 0.0
     """Latest time for the program to ask for the next turn, in seconds of time.monotonic().
 

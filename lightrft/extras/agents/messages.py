@@ -132,6 +132,19 @@ class Ended:
     """
 
 
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """A request to the server of an episode and the reply, for --agent_record."""
+
+    path: str
+    request: str
+    status: int
+    reply: str
+    """The body; of a stream, the text of all events."""
+    turn: int | None = None
+    """Number of the turn that was sampled."""
+
+
 # -- on the wire
 
 
@@ -206,7 +219,7 @@ def check_request(request: TurnRequest, num_turns: int) -> None:
     check_sampling(request.sampling)
 
 
-def to_bytes(message: TurnRequest | Ended) -> bytes:
+def to_bytes(message: TurnRequest | Exchanged | Ended) -> bytes:
     """Return a message of a program. Raises ValueError for values that JSON does not know."""
     values = {each.name: getattr(message, each.name) for each in fields(message)}
     try:
@@ -215,11 +228,15 @@ def to_bytes(message: TurnRequest | Ended) -> bytes:
         raise ValueError(f"an observation is text, in plain Python: {error}") from error
 
 
-def from_bytes(content: bytes) -> TurnRequest | Ended:
+def from_bytes(content: bytes) -> TurnRequest | Exchanged | Ended:
     """Return a message of a program. Raises ValueError for anything else."""
     try:
         name, values = json.loads(content)
-        message = {"TurnRequest": TurnRequest, "Ended": Ended}[name](**values)
+        kinds = {kind.__name__: kind for kind in (TurnRequest, Exchanged, Ended)}
+        message = kinds[name](**values)
+        if isinstance(message, Exchanged):
+            texts = str(message.path), str(message.request), int(message.status), str(message.reply)
+            return Exchanged(*texts, message.turn)
         if isinstance(message, Ended):
             rewards = [(int(turn), float(reward)) for turn, reward in message.rewards]
             roles = {str(role): float(reward) for role, reward in message.role_rewards.items()}

@@ -13,6 +13,7 @@ from lightrft.algorithms.rollout.episode_roles import POLICY, ROLE_MARK
 from lightrft.extras.agents.history import TurnHistory, clean_message
 from lightrft.extras.agents.messages import (
     COUNTED,
+    Exchanged,
     Message,
     Observation,
     Refused,
@@ -193,6 +194,10 @@ class Session:
 
     def _stop_reading(self) -> None:
         asyncio.get_running_loop().remove_reader(self.connection.fileno())
+
+    def record(self, *exchange: Any) -> None:
+        """Let the rank write an exchange of the server, with the fields of Exchanged."""
+        self.connection.send_bytes(to_bytes(Exchanged(*exchange)))
 
     def reward(self, value: float | Mapping[str, float]) -> None:
         """Give a reward for the latest turn; the rewards of an episode add up.

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -335,11 +337,22 @@ def test_roles_are_learned_alike_in_every_layout_and_after_a_resume(chats, tmp_p
     assert plain[0]["train/grad_norm"] != alone[0]["train/grad_norm"]
     assert 0.4 < alone[0]["rollout/left_out"] < 0.6 and plain[0]["rollout/left_out"] < 0.1
 
+    recorded = [*flags, f"--agent_record={tmp_path}/agent.sqlite"]
     saving = ["--save_steps=1"]
     whole, resumed = train_and_resume(
-        "train_ppo", 2, flags, tmp_path / "resumed", stop=1, end=2, saving=saving
+        "train_ppo", 2, recorded, tmp_path / "resumed", stop=1, end=2, saving=saving
     )
     assert_equal(whole, resumed)
+
+    # Both runs have the same file, and the same episodes. Each turn is there once.
+    rows = []
+    for rank in range(2):
+        with closing(sqlite3.connect(tmp_path / f"agent.rank{rank}.sqlite")) as file:
+            query = "SELECT draw, prompt_group, slot, number, role, token_ids FROM exchanges"
+            rows += file.execute(query).fetchall()
+    assert len({row[0] for row in rows}) == 2 and len({row[:4] for row in rows}) == len(rows)
+    assert len(rows) == 4 * 2 * 8 * 4
+    assert {row[4] for row in rows} == {"first", "second"} and all(row[5] for row in rows)
 
 
 def test_an_error_of_an_episode_is_told_and_not_what_the_engine_says_then(inputs, tmp_path):

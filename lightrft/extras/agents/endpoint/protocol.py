@@ -43,6 +43,8 @@ class EndpointModel:
     fixed: Mapping[str, float]
     """The run's temperature, top_p, top_k and min_p if the model learns. Empty: requests choose."""
     end_token_ids: frozenset[int] = frozenset()
+    records: bool = False
+    """True if each exchange is sent to the rank (--agent_record)."""
     refuses: bool = False
     """True if a request with other sampling parameters is refused, rather than sampled as the run
     says."""
