@@ -57,9 +57,9 @@ class TurnHistory:
         """Return the number of the turn that the messages continue, and the messages after it.
 
         The number is BEGINNING if they continue none. Among several turns it is the one with the
-        most messages, of these the latest one of the role, or else the latest. A turn still counts
-        as sent back if the text differs only in outer white space, and the calls only in ids and
-        the form of the JSON.
+        most messages, and the latest of these, first among the role's own. A turn still counts as
+        sent back if the text differs only in outer white space, and the calls only in ids and the
+        form of the JSON.
         """
         keys = [*map(key, messages)]
         described = _json(tools)
@@ -88,13 +88,16 @@ class TurnHistory:
         return self._longest(self._token_ids, token_ids, role)
 
     def _longest(self, earlier: Sequence[Any], sent: Any, role: str) -> tuple[int, Any]:
-        """Return the turn with the longest beginning of what was sent, and the rest of it."""
+        """Return the turn with the longest beginning of what was sent, and the rest of it.
+
+        A role goes on with its own conversation if it can.
+        """
         found = (
-            (len(beginning), self.roles[turn] == role, turn)
+            (self.roles[turn] == role, len(beginning), turn)
             for turn, beginning in enumerate(earlier)
             if beginning and sent[: len(beginning)] == beginning
         )
-        size, _, turn = max(found, default=(0, False, BEGINNING))
+        _, size, turn = max(found, default=(False, 0, BEGINNING))
         return turn, sent[size:]
 
 
