@@ -172,15 +172,6 @@ def check_sampling(sampling: dict[str, Any]) -> None:
         )
 
 
-def check_role(role: str) -> str:
-    """Return a role. Raises ValueError for a name that is none."""
-    if not re.fullmatch(r"[\w-]+", role):
-        raise ValueError(
-            f"the role of the model {ROLE_MARK}{role} is a name of letters, digits, _ and -"
-        )
-    return role
-
-
 def check_stop(stop: Any) -> None:
     """Raise ValueError for texts that end a turn if they are not at most MOST_STOPS texts."""
     texts = isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)
@@ -215,7 +206,10 @@ def check_request(request: TurnRequest, num_turns: int) -> None:
     ):
         raise ValueError("tools are a list of schemas")
     check_stop(request.stop)
-    check_role(request.role)
+    if not re.fullmatch(r"[\w-]+", request.role):
+        raise ValueError(
+            f"the role of the model {ROLE_MARK}{request.role} is a name of letters, digits, _ and -"
+        )
     check_sampling(request.sampling)
 
 

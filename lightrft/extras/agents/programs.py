@@ -127,10 +127,7 @@ class ProgramSetup:
             )
         from lightrft.extras.agents.endpoint.client import converse
 
-        async def program(session: Session, row: dict[str, Any]) -> None:
-            await converse(agent, session, row, self.served)
-
-        return program
+        return partial(converse, agent, served=self.served)
 
 
 class Program:

@@ -8,14 +8,13 @@ events of streams are compared, and no text. MODEL_API_KEY is the key. Exit code
 reply differs.
 """
 
-import argparse
 import json
 import os
 import sqlite3
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +34,22 @@ REPLY_SECONDS = 600.0
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser().parse_args(argv)
+    parser = command_parser("agents", __doc__)
+    parser.add_argument("action", choices=["replay"], help="replay: send recorded requests again")
+    parser.add_argument("files", nargs="+", help="files of --agent_record")
+    parser.add_argument("--base_url", required=True, help="address of the server")
+    parser.add_argument("--limit", type=int, help="number of requests")
+    options = parser.parse_args(argv)
+
     with user_errors(ConfigError):
-        exchanges = [each for file in options.files for each in read(file)]
-        differ = 0
-        for name, problems in replayed(islice(exchanges, options.limit), options.base_url):
-            differ += bool(problems)
+        exchanges = [each for file in options.files for each in read(file)][: options.limit]
+        same = 0
+        for name, problems in replayed(exchanges, options.base_url):
+            same += not problems
             sys.stdout.write("".join(f"{name}: {problem}\n" for problem in problems))
-        count = len(exchanges[: options.limit])
-        sys.stdout.write(f"{count} requests; {count - differ} replies have the recorded form\n")
-    sys.exit(bool(differ))
+
+    sys.stdout.write(f"{len(exchanges)} requests; {same} replies have the recorded form\n")
+    sys.exit(same < len(exchanges))
 
 
 def read(file: str) -> list[tuple[Any, ...]]:
@@ -57,9 +62,7 @@ def read(file: str) -> list[tuple[Any, ...]]:
         raise ConfigError(f"{file} is no recording of --agent_record: {error}") from error
 
 
-def replayed(
-    exchanges: Iterator[tuple[Any, ...]], base_url: str
-) -> Iterator[tuple[str, list[str]]]:
+def replayed(exchanges: list[tuple[Any, ...]], base_url: str) -> Iterator[tuple[str, list[str]]]:
     """Send requests, and yield the name of each with the differences of its reply.
 
     Raises ConfigError if the server does not answer.
@@ -67,16 +70,11 @@ def replayed(
     import httpx
 
     key = os.environ.get(MODEL_KEY, "none")
-    headers = {
-        "authorization": f"Bearer {key}",
-        "x-api-key": key,
-        "content-type": "application/json",
-    }
-    headers["anthropic-version"] = "2023-06-01"
+    headers = {"authorization": f"Bearer {key}", "x-api-key": key}
+    headers |= {"content-type": "application/json", "anthropic-version": "2023-06-01"}
     new_ids: dict[str, dict[str, str]] = {}
-    with httpx.Client(
-        base_url=base_url.removesuffix("/").removesuffix("/v1"), timeout=REPLY_SECONDS
-    ) as http:
+    root = base_url.removesuffix("/").removesuffix("/v1")
+    with httpx.Client(base_url=root, timeout=REPLY_SECONDS) as http:
         for draw, group, slot, number, path, request, status, reply in exchanges:
             headers["x-session-id"] = f"{draw}-{group}-{slot}"
             ids = new_ids.setdefault(headers["x-session-id"], {})
@@ -140,13 +138,3 @@ def _forms(value: Any, path: str) -> Iterator[str]:
     else:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         yield f"{path} ({'number' if number else 'null' if value is None else type(value).__name__})"
-
-
-def parser() -> argparse.ArgumentParser:
-    found = command_parser("agents", __doc__)
-    commands = found.add_subparsers(dest="command", required=True)
-    replay = commands.add_parser("replay", help="send recorded requests again")
-    replay.add_argument("files", nargs="+", help="files of --agent_record")
-    replay.add_argument("--base_url", required=True, help="address of the server")
-    replay.add_argument("--limit", type=int, help="number of requests")
-    return found

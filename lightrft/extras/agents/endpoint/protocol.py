@@ -14,7 +14,7 @@ from lightrft.algorithms.rollout.episode_roles import POLICY, ROLE_MARK
 from lightrft.config.tables import table
 from lightrft.config.values import check_text
 from lightrft.extras.agents.history import good_calls
-from lightrft.extras.agents.messages import RANGES, Turn, check_role, check_sampling, check_stop
+from lightrft.extras.agents.messages import RANGES, Turn, check_sampling, check_stop
 
 Body = dict[str, Any]
 PARAMETERS = "extras/agents/endpoint/parameters"
@@ -149,7 +149,7 @@ def read_options(body: Body, served: EndpointModel) -> Options:
         chosen["top_k"] = max(chosen["top_k"], 0)  # others write -1 for all tokens
 
     model = body.get("model") or ""
-    role = check_role(model.removeprefix(ROLE_MARK)) if model.startswith(ROLE_MARK) else POLICY
+    role = model.removeprefix(ROLE_MARK) if model.startswith(ROLE_MARK) else POLICY
     return Options(max_tokens=min(limits, default=None), sampling=chosen, stop=stop, role=role)
 
 
