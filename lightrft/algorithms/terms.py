@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms import correction, kl
-from lightrft.algorithms.means import means
+from lightrft.algorithms.means import means, weighted_by_branch
 from lightrft.algorithms.options import options_of, resolve
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.config.errors import ConfigError
@@ -205,6 +205,8 @@ def policy_objective(
     terms += [Drift(), CurrentMismatch() if section.use_engine_logprobs else EngineMismatch()]
 
     mean = means[section.loss_agg_mode]
+    if section.branch_weight == "episode":
+        mean = weighted_by_branch(mean)
     return PolicyObjective(loss, terms, mean=mean, **options_of(loss, section))
 
 

@@ -45,5 +45,9 @@ def _measure_episode(episode: Episode, metrics: Metrics) -> None:
     metrics.mean("episodes/tool_seconds", episode.tool_seconds)
     metrics.sum("episodes/failed", bool(episode.problem))
     metrics.sum("episodes/drift", episode.drift)
+    for role, reward in episode.role_rewards.items():
+        metrics.mean(f"reward/{role}", reward)
+        turns = sum(each.num_turns for each in conversations if each.role == role)
+        metrics.mean(f"episodes/turns_of_{role}", float(turns))
     for name, count in episode.overridden.items():
         metrics.sum(f"agent/overridden_{name}", count)
