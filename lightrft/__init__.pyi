@@ -293,6 +293,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """Answer to an agent's request with other sampling parameters than the run's. run: the turn is sampled as the run says, and agent/overridden_NAME counts such requests. refuse: an error. Both honour the largest number of tokens and stop texts of a request."""
     agent_branches: int
     """Maximum number of other conversations of an episode, beside the first one: of sub-agents, after a history was summarized or edited, or of requests at the same time. A request for one more is refused."""
+    agent_record: str | Path
+    """SQLite file for each request to an agent's server, with the reply, tokens and log-probs; with several ranks, each has its own: agent.rank0.sqlite for agent.sqlite. `lightrft agents replay` sends the requests again."""
     turn_max_len: int | None
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
     episode_minutes: float | None
@@ -409,6 +411,12 @@ class TrainPpoFlags(TypedDict, total=False):
     """Learn the teacher's distributions over the answers of --pretrain_data, as --distill_top_k does over samples, in place of their tokens. A share L of samples, as in GKD, is --distill_coef L with --ptx_coef 1 - L."""
     loss_agg_mode: Literal['token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm', 'prompt-mean']
     """Aggregation of token losses into one number, always over all ranks and micro-batches of an optimizer step."""
+    branch_weight: Literal['branch', 'episode']
+    """Weight of an episode with several conversations in loss_agg_mode. branch: each conversation counts like a whole episode with one, so an episode with more of them counts more. episode: they share the weight that an episode with one conversation has."""
+    role_advantage: Literal['role', 'group']
+    """Comparison of rewards if an agent returns one for each role. role: a reward is compared with those of the same role in the group, since roles may be rewarded differently. group: all rewards of the group are compared, with one baseline."""
+    train_roles: list[str] | str
+    """Roles to learn from, such as solver for the conversations of the model policy:solver. The rewards of the others are compared and reported. Unset: all roles."""
     gamma: float
     """Discount of rewards per token."""
     lambd: float
@@ -2004,6 +2012,8 @@ class EvaluateFlags(TypedDict, total=False):
     """Answer to an agent's request with other sampling parameters than the run's. run: the turn is sampled as the run says, and agent/overridden_NAME counts such requests. refuse: an error. Both honour the largest number of tokens and stop texts of a request."""
     agent_branches: int
     """Maximum number of other conversations of an episode, beside the first one: of sub-agents, after a history was summarized or edited, or of requests at the same time. A request for one more is refused."""
+    agent_record: str | Path
+    """SQLite file for each request to an agent's server, with the reply, tokens and log-probs; with several ranks, each has its own: agent.rank0.sqlite for agent.sqlite. `lightrft agents replay` sends the requests again."""
     turn_max_len: int | None
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
     episode_minutes: float | None

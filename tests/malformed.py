@@ -144,6 +144,7 @@ def bodies_of(route):
             [{"type": "tool_result"}, {"type": "tool_use", "name": "f", "input": {}}],
             [{"type": "document"}, {"type": "text", "text": "a"}],
             [{"type": "tool_result", "tool_use_id": "a", "content": 5}],
+            [{"type": "tool_result", "tool_use_id": "a", "content": 5, "is_error": True}],
             [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}],
             [{"type": "tool_use", "input": {}}],
             [{"type": "tool_use", "name": "f", "input": [1]}],

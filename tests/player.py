@@ -42,17 +42,25 @@ class Player:
         prompt_max_len=64,
         other_rewards="",
         refuses=False,
+        recording=None,
         **limits,
     ):
         section = EnvironmentSection(environment=name, agent=agent, **limits)
         data = DataSection(apply_chat_template=chat, prompt_max_len=prompt_max_len)
         format = TurnFormat(data, tokenizer(chat), frozenset({EOS}))
         fixed = {"temperature": 1.0, "top_p": 1.0}
-        served = EndpointModel("tiny", prompt_max_len + longest, fixed, frozenset({EOS}), refuses)
+        served = EndpointModel(
+            "tiny",
+            prompt_max_len + longest,
+            fixed,
+            frozenset({EOS}),
+            records=recording is not None,
+            refuses=refuses,
+        )
         setup = ProgramSetup(
             name, tuple(section.tools), agent, served, tool_seconds=section.tool_seconds
         )
-        options = {"longest": longest, "other_rewards": other_rewards}
+        options = {"longest": longest, "other_rewards": other_rewards, "recording": recording}
         self.episodes = Episodes(setup, section, format, hermes, **options)
 
     def play(self, turns, *, rows=None, seconds=120.0, delay=0.0):

@@ -131,9 +131,8 @@ def rloo_penalty(penalty: Tensor, groups: Tensor, learned: Tensor) -> Tensor:
     counted = torch.where(learned, penalty, 0.0).double()
     total = group_sum(counted, groups)
     others = group_sum(learned.double(), groups) - 1
-    return torch.where(
-        learned & (others > 0), counted - (total - counted) / others.clamp(min=1), 0.0
-    )
+    compared = counted - (total - counted) / others.clamp(min=1)
+    return torch.where(learned & (others > 0), compared, 0.0)
 
 
 @estimators.register("opo")
@@ -198,9 +197,8 @@ def weighted_by_difficulty(
 
 def solved_share(rewards: Tensor, groups: Tensor) -> Tensor:
     """Return the share of right samples in each sample's group: [N], [N] -> [N] float64."""
-    return group_sum((rewards > RIGHT).double(), groups) / group_sum(
-        torch.ones(len(rewards), dtype=torch.float64), groups
-    )
+    right = (rewards > RIGHT).double()
+    return group_sum(right, groups) / group_sum(torch.ones_like(right), groups)
 
 
 def share_of_draws(chosen: Tensor, total: Tensor, k: int) -> Tensor:

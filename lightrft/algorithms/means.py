@@ -11,6 +11,9 @@ from torch import Tensor
 from lightrft.core.batch import Batch
 from lightrft.core.losses import Denominator, Mean, sequence_mean, sequence_sums, token_mean
 
+BRANCH_WEIGHTS = "branch_weights"
+"""Column [N] float32: weight of each conversation of an episode, with --branch_weight episode."""
+
 
 class PromptTokens(NamedTuple):
     """Learned tokens of the optimizer step by prompt, over all ranks."""
@@ -78,3 +81,13 @@ means: dict[str, Mean] = {
     "prompt-mean": prompt_mean,
 }
 """--loss_agg_mode -> the function."""
+
+
+def weighted_by_branch(mean: Mean) -> Mean:
+    """Return a mean of values times the weights of their sequences."""
+
+    def weighted(values: Tensor, batch: Batch, denominator: Denominator) -> Tensor:
+        weights = getattr(batch, BRANCH_WEIGHTS)
+        return mean(values * weights[batch.sequence_ids], batch, denominator)
+
+    return weighted

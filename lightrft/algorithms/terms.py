@@ -11,21 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.correction import (
-    corrections,
-    importance_ratios,
-    kept_sequences,
-    off_policy,
-)
-from lightrft.algorithms.kl import (
-    EntropyCoefficient,
-    KLCoefficient,
-    generalized_jsd,
-    k1,
-    k3,
-    kl_estimators,
-)
-from lightrft.algorithms.means import means
+from lightrft.algorithms import correction, kl
+from lightrft.algorithms.means import means, weighted_by_branch
 from lightrft.algorithms.options import options_of, resolve
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.config.errors import ConfigError
@@ -68,7 +55,7 @@ class EngineCorrection(Term):
         return "token" if batch.old_logprobs is not None else self.joined
 
     def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
-        ratios = importance_ratios(inputs.old, inputs.batch, self.level)
+        ratios = correction.importance_ratios(inputs.old, inputs.batch, self.level)
         weights = self.correct(ratios, **self.options)
         check_tokens(self.label, weights, ratios, ConfigError)
         return losses * weights, {
@@ -90,7 +77,7 @@ class SequenceMask(Term):
         return "token" if batch.old_logprobs is not None else "sequence"
 
     def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
-        kept = kept_sequences(inputs.old, inputs.batch, *self.bounds)
+        kept = correction.kept_sequences(inputs.old, inputs.batch, *self.bounds)
         return torch.where(kept, losses, 0.0), {"engine/sequences_masked_share": ~kept}
 
 
@@ -106,7 +93,7 @@ class OffPolicyMask(Term):
         return "sequence"
 
     def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
-        masked = off_policy(inputs.logprobs, inputs.advantages, inputs.batch, self.delta)
+        masked = correction.off_policy(inputs.logprobs, inputs.advantages, inputs.batch, self.delta)
         return torch.where(masked, 0.0, losses), {"train/off_policy_masked_share": masked}
 
 
@@ -118,7 +105,7 @@ class ReferenceDivergence(Term):
     """
 
     estimate: Callable[[Tensor, Tensor], Tensor]
-    coefficient: KLCoefficient
+    coefficient: kl.KLCoefficient
     adds: bool
 
     def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
@@ -129,8 +116,8 @@ class ReferenceDivergence(Term):
         divergence = self.estimate(inputs.logprobs, reference)
         report = {
             "train/kl": divergence,
-            "train/kl_k1": k1(inputs.logprobs, reference),
-            "train/kl_k3": k3(inputs.logprobs, reference),
+            "train/kl_k1": kl.k1(inputs.logprobs, reference),
+            "train/kl_k3": kl.k3(inputs.logprobs, reference),
         }
         return losses + self.coefficient.value * divergence if self.adds else losses, report
 
@@ -143,7 +130,9 @@ class TeacherDivergence(Term):
     beta: float
 
     def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
-        distance = generalized_jsd(inputs.values[:, 1:], inputs.batch.teacher_logprobs, self.beta)
+        distance = kl.generalized_jsd(
+            inputs.values[:, 1:], inputs.batch.teacher_logprobs, self.beta
+        )
         return losses + self.coefficient * distance, {"train/teacher_divergence": distance}
 
 
@@ -152,7 +141,7 @@ class EntropyBonus(Term):
 
     reads = ("entropy",)
 
-    def __init__(self, coefficient: EntropyCoefficient):
+    def __init__(self, coefficient: kl.EntropyCoefficient):
         self.coefficient = coefficient
 
     def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
@@ -181,8 +170,8 @@ COLUMNS = {"batch", *(field.name for field in fields(Experience))}
 
 def policy_objective(
     section: AlgorithmSection,
-    kl_coefficient: KLCoefficient | None = None,
-    entropy_coefficient: EntropyCoefficient | None = None,
+    kl_coefficient: kl.KLCoefficient | None = None,
+    entropy_coefficient: kl.EntropyCoefficient | None = None,
 ) -> PolicyObjective:
     """Build the policy gradient from the functions that the section names.
 
@@ -194,7 +183,7 @@ def policy_objective(
         loss = checked(loss, f"--policy_loss {section.policy_loss}")
     terms: list[Term] = []
     if name := section.rollout_correction:
-        correct = resolve(corrections, name)
+        correct = resolve(correction.corrections, name)
         options = options_of(correct, section)
         terms.append(EngineCorrection(correct, name, section.rollout_correction_level, **options))
     if section.rollout_mask != "none":
@@ -205,17 +194,19 @@ def policy_objective(
 
     # Corrections come first: penalties and bonuses belong to the current policy.
     if needs_reference(section):
-        estimate = kl_estimators[section.kl_estimator]
-        coefficient = kl_coefficient or KLCoefficient(section.init_kl_coef)
+        estimate = kl.kl_estimators[section.kl_estimator]
+        coefficient = kl_coefficient or kl.KLCoefficient(section.init_kl_coef)
         terms.append(ReferenceDivergence(estimate, coefficient, adds=section.use_kl_loss))
     if section.distill_top_k:
         terms.append(TeacherDivergence(section.distill_coef, section.distill_beta))
     if section.entropy_coef or section.entropy_target is not None:
-        bonus = entropy_coefficient or EntropyCoefficient(section.entropy_coef)
+        bonus = entropy_coefficient or kl.EntropyCoefficient(section.entropy_coef)
         terms.append(EntropyBonus(bonus))
     terms += [Drift(), CurrentMismatch() if section.use_engine_logprobs else EngineMismatch()]
 
     mean = means[section.loss_agg_mode]
+    if section.branch_weight == "episode":
+        mean = weighted_by_branch(mean)
     return PolicyObjective(loss, terms, mean=mean, **options_of(loss, section))
 
 

@@ -462,9 +462,6 @@ DEEPSPEED: Rules = {
 """What ZeRO cannot do."""
 
 
-EXACT_RULES: Rules = {**dict.fromkeys(STATED["exact"])}
-"""What --exact cannot promise, or was not tested with."""
-
 LAYOUT_RULES: Rules = {
     "--rollout_ranks {rollout_ranks} leaves none of the {world_size} processes for"
     " training": lambda run: run.rollout_ranks >= run.world_size,
@@ -496,7 +493,7 @@ RULES = (
     (WITH_ENGINE, GENERATION_RULES),
     (PPO, ALGORITHM),
     (PPO, ROLLOUT),
-    (PPO, EXACT_RULES),
+    (PPO, dict.fromkeys(STATED["exact"])),
     (("train_dpo",), dict.fromkeys(STATED["dpo"])),
     (("train_kto",), KTO),
     (("train_rm", "train_prm"), dict.fromkeys(STATED["scores"])),

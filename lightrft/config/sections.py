@@ -632,6 +632,10 @@ class EnvironmentSection(Section, commands=SAMPLING):
     """Maximum number of other conversations of an episode, beside the first one: of sub-agents,
     after a history was summarized or edited, or of requests at the same time. A request for one
     more is refused."""
+    agent_record: str = option("", needs=EPISODES)
+    """SQLite file for each request to an agent's server, with the reply, tokens and log-probs; with
+    several ranks, each has its own: agent.rank0.sqlite for agent.sqlite. `lightrft agents replay`
+    sends the requests again."""
     turn_max_len: int | None = option(None, COUNT, needs=EPISODES, commands=GENERATING)
     """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
     episode_minutes: float | None = option(None, MINUTES, needs=EPISODES)
@@ -827,6 +831,17 @@ class AlgorithmSection(Section, commands=PPO):
     ] = "token-mean"
     """Aggregation of token losses into one number, always over all ranks and micro-batches of an
     optimizer step."""
+    branch_weight: Literal["branch", "episode"] = option("branch", needs=EPISODES)
+    """Weight of an episode with several conversations in loss_agg_mode. branch: each conversation
+    counts like a whole episode with one, so an episode with more of them counts more.
+    episode: they share the weight that an episode with one conversation has."""
+    role_advantage: Literal["role", "group"] = option("role", needs=EPISODES)
+    """Comparison of rewards if an agent returns one for each role. role: a reward is compared with
+    those of the same role in the group, since roles may be rewarded differently. group: all rewards
+    of the group are compared, with one baseline."""
+    train_roles: list[str] = option([], needs=EPISODES)
+    """Roles to learn from, such as solver for the conversations of the model policy:solver. The
+    rewards of the others are compared and reported. Unset: all roles."""
     gamma: float = option(1.0, SHARE)
     """Discount of rewards per token."""
     lambd: float = option(1.0, SHARE, needs=CRITIC)

@@ -189,9 +189,8 @@ class Batch:
         starts = torch.repeat_interleave(
             self.offsets[:-1], self.lengths, output_size=self.num_tokens
         )
-        return to_device(
-            torch.arange(self.num_tokens, device=starts.device) - starts, self.input_ids.device
-        )
+        positions = torch.arange(self.num_tokens, device=starts.device) - starts
+        return to_device(positions, self.input_ids.device)
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -204,11 +203,9 @@ class Batch:
     def columns(self, per: str) -> dict[str, Tensor]:
         """Return the tensors that are present, `per` "token" or "sequence", by name."""
         present = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["per"] == per}
-        units = {
-            name: "token" if name in self.extra_per_token else "sequence"
-            for name in self.extra_columns
-        }
-        present |= {name: value for name, value in self.extra_columns.items() if units[name] == per}
+        for name, value in self.extra_columns.items():
+            if (name in self.extra_per_token) == (per == "token"):
+                present[name] = value
         return {name: value for name, value in present.items() if value is not None}
 
     def with_columns(self, columns: Mapping[str, Any]) -> Self:
@@ -225,28 +222,21 @@ class Batch:
         rows = torch.as_tensor(rows, dtype=torch.int64, device=self.lengths.device)
         tokens = token_index(self.offsets, rows)
         media = None if self.media is None else [self.media[row] for row in rows.tolist()]
+        per_token = {name: value[tokens] for name, value in self.columns("token").items()}
         per_sequence = {name: value[rows] for name, value in self.columns("sequence").items()}
-        return self.with_columns(
-            {name: value[tokens] for name, value in self.columns("token").items()}
-            | per_sequence
-            | {"media": media}
-        )
+        return self.with_columns(per_token | per_sequence | {"media": media})
 
     def to(self, device: torch.device | str) -> Self:
         """Copy the batch to a device.
 
         Lengths, positions of loss tokens and media stay on the host.
         """
-        moved = {
-            name: value
-            for name, value in (self.columns("sequence") | self.columns("token")).items()
-            if name != "lengths"
-        }
+        columns = self.columns("sequence") | self.columns("token")
+        del columns["lengths"]
         device = torch.device(device)
-        shared = {"learned": self.learned_tokens, "shared": self.shared}
-        return self.with_columns(
-            shared | {name: to_device(value, device) for name, value in moved.items()}
-        )
+        moved = {name: to_device(value, device) for name, value in columns.items()}
+        kept = {"learned": self.learned_tokens, "shared": self.shared}
+        return self.with_columns(kept | moved)
 
 
 @dataclass(slots=True)
@@ -336,9 +326,8 @@ def append_sequence(batch: Batch, token_ids: Tensor, features: Features | None =
     shared = batch.shared and batch.shared.append_sequence(len(token_ids))
     experts = batch.experts
     if experts is not None:
-        missing = experts.new_full(
-            (len(token_ids), *experts.shape[1:]), missing_expert(experts.dtype)
-        )
+        shape = (len(token_ids), *experts.shape[1:])
+        missing = experts.new_full(shape, missing_expert(experts.dtype))
         experts = torch.cat([experts, missing])
 
     return Batch(
@@ -400,9 +389,8 @@ def token_index(offsets: Tensor, rows: Tensor) -> Tensor:
     """
     lengths = (offsets[1:] - offsets[:-1])[rows]
     ends = lengths.cumsum(0)
-    within = torch.arange(int(lengths.sum()), device=rows.device) - torch.repeat_interleave(
-        ends - lengths, lengths
-    )
+    before = torch.repeat_interleave(ends - lengths, lengths)
+    within = torch.arange(int(lengths.sum()), device=rows.device) - before
     return torch.repeat_interleave(offsets[rows], lengths) + within
 
 

@@ -248,10 +248,6 @@ class Span(NamedTuple):
     overlap."""
 
 
-def _nothing() -> None:
-    pass
-
-
 class Untraced:
     """A trace that measures nothing, for objects without a trainer."""
 
@@ -282,7 +278,7 @@ class Trace(Untraced):
         *,
         peak_memory: Callable[[], int],
         memory_in_use: Callable[[], int],
-        synchronize: Callable[[], None] = _nothing,
+        synchronize: Callable[[], None] = lambda: None,
         on_phase: Sequence[Callable[[str], None]] = (),
     ):
         """Start the clock.

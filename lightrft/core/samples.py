@@ -175,13 +175,14 @@ class Episode:
     """Reason why the episode failed; empty if it did not."""
     num_turns: int = 0
     """Number of turns that the model sampled here."""
+    role: str = "policy"
+    """Role that the model has in this conversation."""
+    role_rewards: dict[str, float] = field(default_factory=dict)
+    """Role -> the environment's reward for it, if it rewards roles separately."""
     overridden: dict[str, int] = field(default_factory=dict)
     """Sampling parameter of an agent's requests -> how often the run's was used instead."""
     branches: list["Sample"] = field(default_factory=list)
-    """Other conversations of the episode.
-
-    Tokens that they share with an earlier one are learned there.
-    """
+    """Other conversations; tokens that they share with an earlier one are learned there."""
     drift: int = 0
     """Number of tokens that are not learned as they were sampled: 0 unless there is a bug."""
 

@@ -232,11 +232,19 @@ class AudioFile:
         Raise ValueError if it cannot be read.
         """
         with _readable(f"sound {self.name}"):
-            clip = self._stored()
-            count, rate = len(clip["array"]), clip["sampling_rate"]
+            count, rate = self._stored_size()
             if self.rate:
                 return (resampled_length(count, rate, self.rate), self.rate)
             return (count, rate)
+
+    def _stored_size(self) -> tuple[int, int]:
+        if isinstance(self.source, tuple):
+            return len(self.source[0]), self.source[1]
+        if (content := _content(self.source))[:4] == RIFF:
+            with wave.open(BytesIO(content)) as file:
+                return file.getnframes(), file.getframerate()
+        clip = decoded_sound(content)
+        return len(clip["array"]), clip["sampling_rate"]
 
     def open(self) -> dict[str, Any]:
         """Return `array` [N] float32 from -1 to 1, the mean of the channels, and `sampling_rate`.

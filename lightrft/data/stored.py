@@ -10,12 +10,10 @@ import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from loguru import logger
 
@@ -61,18 +59,6 @@ SCHEMA = pa.schema(
 MEDIA_CLASSES = {IMAGES: ImageFile, VIDEOS: VideoFile, AUDIOS: AudioFile}
 ROWS_OF_BATCH = 1024
 """Number of rows in each record batch except the last."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Facts about a file that would take a pass over the rows."""
-
-    sizes: list[int]
-    """Number of rows of each set."""
-    digests: list[str]
-    """Digests of pieces of all rows, as digests_of_pieces() returns them."""
-    examples: list[int]
-    """First row with each set of column names and value of the distinguishing column."""
 
 
 class StoredPrompts(Sequence[Prompt]):
@@ -153,22 +139,28 @@ def stored_prompts(
                     logger.info("{}: the tokenized data are read from this file", file)
             else:
                 new = file.with_suffix(".new")
-                facts.write_text(json.dumps(asdict(_write(new, sets, distinguishing))))
+                facts.write_text(json.dumps(_write(new, sets, distinguishing)))
                 new.replace(file)
-        summary = Summary(**json.loads(facts.read_text()))
+        summary = json.loads(facts.read_text())
     except OSError as error:
         raise DataError(
             f"--data_cache {folder}: {error.strerror or error} ({error.filename or file})"
         ) from error
 
-    ends = [0, *accumulate(summary.sizes)]
+    ends = [0, *accumulate(summary["sizes"])]
     return [
-        StoredPrompts(file, range(start, end), summary.examples) for start, end in pairwise(ends)
-    ], summary.digests
+        StoredPrompts(file, range(start, end), summary["examples"]) for start, end in pairwise(ends)
+    ], summary["digests"]
 
 
-def _write(file: Path, sets: Sequence[Iterable[Prompt]], distinguishing: str | None) -> Summary:
-    """Write the prompts of all sets, and return what a reader needs to know about them."""
+def _write(
+    file: Path, sets: Sequence[Iterable[Prompt]], distinguishing: str | None
+) -> dict[str, Any]:
+    """Write the prompts of all sets, and return facts that would take a pass over the rows.
+
+    They are the sizes of the sets, the digests of pieces of all rows, and as examples the first row
+    with each set of column names and value of the distinguishing column.
+    """
     sizes = [0] * len(sets)
     examples = {}
 
@@ -185,9 +177,11 @@ def _write(file: Path, sets: Sequence[Iterable[Prompt]], distinguishing: str | N
         while batch := list(islice(prompts, ROWS_OF_BATCH)):
             rows = list(map(_row, batch))
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
-    return Summary(
-        sizes, digests_of_pieces(StoredPrompts(file, range(sum(sizes)))), sorted(examples.values())
-    )
+    return {
+        "sizes": sizes,
+        "digests": digests_of_pieces(StoredPrompts(file, range(sum(sizes)))),
+        "examples": sorted(examples.values()),
+    }
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
@@ -198,7 +192,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     media = [(medium, item) for medium, items in prompt.multi_modal.items() for item in items]
     return {
         "text": prompt.text,
-        "token_ids": np.asarray(prompt.token_ids, dtype=np.int32),
+        "token_ids": list(prompt.token_ids),
         "columns": json.dumps(plain),
         "answers": [{"name": name, **value._asdict()} for name, value in answers],
         "media": [_media(medium, item) for medium, item in media],

@@ -7,7 +7,7 @@ inside that module and others after it.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -53,12 +53,10 @@ class Probe:
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
-        handles = self.attach(model)
-        try:
+        with ExitStack() as hooks:
+            for handle in self.attach(model):
+                hooks.enter_context(handle)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Attach to a model; return handles that have remove()."""
@@ -75,18 +73,12 @@ class Probe:
                 handles.append(module.register_forward_hook(self._hook(name)))
 
             if name.endswith("layers.0.input_layernorm"):
-                handles.append(
-                    module.register_forward_pre_hook(
-                        self._hook(name.split("layers.")[0] + "embed_tokens")
-                    )
-                )
+                see = self._hook(name.split("layers.")[0] + "embed_tokens")
+                handles.append(module.register_forward_pre_hook(see))
 
             if name.endswith(".o_proj"):
-                handles.append(
-                    module.register_forward_pre_hook(
-                        self._hook(name.removesuffix("o_proj") + "heads")
-                    )
-                )
+                see = self._hook(name.removesuffix("o_proj") + "heads")
+                handles.append(module.register_forward_pre_hook(see))
 
         return handles
 

@@ -1,8 +1,9 @@
 """How engines sample completions: every parameter of a request."""
 
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from lightrft.config.values import COLDEST, HOTTEST
 from lightrft.core.engine import Decoding
 from lightrft.models.logits.truncation import Truncation
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,12 @@ class Sampling(Decoding):
     def num_draws(self) -> int:
         """Return how many samples to compute: greedy ones are all the same."""
         return self.n if self.temperature else 1
+
+    def of_samples(self, of_draws: list[Value]) -> list[Value]:
+        """Return a value for each sample, given one for each draw."""
+        if len(of_draws) == self.n:
+            return of_draws
+        return [deepcopy(of_draws[0]) for _ in range(self.n)]
 
     @property
     def truncation(self) -> Truncation:

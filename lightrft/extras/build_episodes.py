@@ -1,6 +1,7 @@
 """Build the episodes of --environment, --agent and --tools."""
 
 import json
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightrft.extras.agents.endpoint.protocol import EndpointModel
 from lightrft.extras.agents.episodes import Episodes
 from lightrft.extras.agents.messages import RANGES, ToolCall
 from lightrft.extras.agents.programs import ProgramSetup
+from lightrft.extras.agents.recording import Recording
 from lightrft.extras.agents.tool_calls import Parse, after_thinking, hermes, read_call
 from lightrft.extras.agents.tools import schemas
 from lightrft.extras.agents.turn_format import TurnFormat
@@ -40,7 +42,9 @@ def served_model(config: Config) -> EndpointModel:
     sampling = {name: getattr(rollout, name) for name in RANGES}
     ends = _end_token_ids(config).union(rollout.stop_token_ids)
     refuses = config.environment.agent_sampling == "refuse"
-    return EndpointModel(Path(config.model.pretrain).name, longest, sampling, ends, refuses)
+    name = Path(config.model.pretrain).name
+    records = bool(config.environment.agent_record)
+    return EndpointModel(name, longest, sampling, ends, records=records, refuses=refuses)
 
 
 def _end_token_ids(config: Config) -> frozenset[int]:
@@ -91,11 +95,27 @@ def episode_sampler(
             "turns begin when the programs of all episodes have asked for theirs, so that the run"
             " repeats to the last bit; time/generate/tools is how long the engine waits"
         )
-    episodes = new_episodes(config, tokenizer)
+    episodes = new_episodes(config, tokenizer, recording(config, strategy.mesh.world))
     return EpisodeSampler(strategy, tokenizer, config.rollout, episodes, together=together)
 
 
-def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
+def recording(config: Config, world: Axis) -> Recording | None:
+    """Open the file of --agent_record. Raises ConfigError if it cannot be written."""
+    path = config.environment.agent_record
+    if not path:
+        return None
+    try:
+        file = Path(path).expanduser()
+        if world.size > 1:
+            file = file.with_suffix(f".rank{world.rank}{file.suffix}")
+        return Recording(file)
+    except (OSError, sqlite3.Error) as error:
+        raise ConfigError(f"--agent_record {path}: {error}; name a new file") from error
+
+
+def new_episodes(
+    config: Config, tokenizer: PreTrainedTokenizerBase, recording: Recording | None = None
+) -> Episodes:
     section = config.environment
     placeholders = placeholder_token_ids(_model_config(config))
     # Both the model's configuration and the chat template know tokens that end a turn.
@@ -104,10 +124,8 @@ def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes
     parse = build_parser(config, tokenizer)
     longest = config.rollout.generate_max_len
 
-    other = _other_rewards(config)
-    program = program_setup(config)
-
-    return Episodes(program, section, format, parse, longest=longest, other_rewards=other)
+    limits = {"longest": longest, "other_rewards": _other_rewards(config)}
+    return Episodes(program_setup(config), section, format, parse, **limits, recording=recording)
 
 
 def _other_rewards(config: Config) -> str:

@@ -9,7 +9,6 @@ reads it, with what is learned in colour (between ⟦ and ⟧ in a file), and ca
 right and a wrong answer. Data of a hub are not read. The exit code is 2 if something is wrong, else 0.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 
@@ -25,7 +24,9 @@ TRIED_ROWS = 8
 
 def main(argv: list[str] | None = None) -> None:
     answer_word(argv, "train_ppo")
-    options, flags = parser().parse_known_args(argv)
+    usage = "lightrft check [COMMAND] [CONFIG.yaml] [flags]"
+    parser = command_parser("check", __doc__, usage=usage, allow_abbrev=False)
+    options, flags = parser.parse_known_args(argv)
     if flags and flags[0] in TRAINING:
         options.command = flags.pop(0)
     if flags and not flags[0].startswith("-"):
@@ -87,12 +88,3 @@ def _concluded(problems: list[str]) -> int:
     lines = ["\nthis run cannot start:", *(f"  - {each}" for each in problems)]
     sys.stdout.write("\n".join(lines if problems else ["\nall is well: the run can start"]) + "\n")
     return USER_ERROR if problems else 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line, beside the flags of the run."""
-    usage = "lightrft check [COMMAND] [CONFIG.yaml] [flags]"
-    flags = command_parser("check", __doc__, usage=usage, allow_abbrev=False)
-    used = "the command that the run uses"
-    flags.add_argument("--command", choices=TRAINING, default="train_ppo", help=used)
-    return flags

@@ -188,6 +188,7 @@ class EpisodeSampler(RunSampler):
         self.together = together
 
     def open(self, seed: int) -> EpisodeLoop:
+        self.episodes.draw = seed
         session = self.strategy.open_generation(self.sampling, shared=True)
         return self._begun(EpisodeLoop(self, session, seed))
 

@@ -123,7 +123,7 @@ class ServedSession(Session):
             if not grows:
                 break
             yield turn
-            request = TurnRequest([], piece.number, sampling=request.sampling)
+            request = replace(request, observation=[], after=piece.number, tools=[])
 
         if token_ids:
             self.history.set_chat(piece.number, turn, messages, tools)

@@ -31,9 +31,9 @@ class Balance:
     @classmethod
     def of(cls, local: Routing, total: Sum) -> Self:
         """Compute the balance from the routing of this rank's tokens; one collective."""
-        chosen, probabilities, count = total(
-            torch.cat([local.chosen, local.probabilities, local.count[None]])
-        ).split([len(local.chosen), len(local.probabilities), 1])
+        columns = [local.chosen, local.probabilities, local.count[None]]
+        sums = total(torch.cat(columns))
+        chosen, probabilities, count = sums.split([len(column) for column in columns])
         weights = len(chosen) * chosen / count.square().clamp(min=1)
         return cls(weights, (weights * probabilities).sum())
 

@@ -51,14 +51,11 @@ class Conversion:
         They may be several that are concatenated.
         """
         first, *others = self.converter.operations
-        merges = (
-            isinstance(first, MergeModulelist)
-            and first.dim == 0
-            and (others or len(self.sources) == 1)
-        )
-        return bool(merges) and all(
-            isinstance(other, Concatenate) and other.dim > 0 for other in others
-        )
+        if not isinstance(first, MergeModulelist) or first.dim != 0:
+            return False
+        if not others:
+            return len(self.sources) == 1
+        return all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
 
     def rows(self, files: WeightFiles, rows: slice, cut: Slices) -> Iterator[tuple[Index, Tensor]]:
         """Read some rows of stacked tensors.
@@ -79,10 +76,8 @@ class Conversion:
                 end = min(stop, offset + tensor.shape[dim - 1])
                 if begin < end:
                     stored = (*cut[1:dim], slice(begin - offset, end - offset), *cut[dim + 1 :])
-                    yield (
-                        (row, *[slice(None)] * (dim - 1), slice(begin - first, end - first)),
-                        tensor[stored],
-                    )
+                    index = (row, *[slice(None)] * (dim - 1), slice(begin - first, end - first))
+                    yield index, tensor[stored]
             offset += tensors[0].shape[dim - 1] if tensors else 0
 
     def convert(
@@ -162,19 +157,14 @@ class ConvertedFiles:
         first = cut[0].start
         stop = cut[0].stop
         # Blocks of rows bound how much of a file is mapped at once.
-        step = max(
-            1,
-            math.ceil((stop - first) / NUM_BLOCKS),
-            MIN_BLOCK // max(1, math.prod(self.shapes[name][1:])),
-        )
+        row_size = max(1, math.prod(self.shapes[name][1:]))
+        step = max(1, math.ceil((stop - first) / NUM_BLOCKS), MIN_BLOCK // row_size)
 
         for begin in range(first, stop, step):
             rows = slice(begin, min(begin + step, stop))
             if conversion is None:
-                yield (
-                    (slice(rows.start - first, rows.stop - first),),
-                    self.files.read(self._stored[name], (rows, *cut[1:])),
-                )
+                values = self.files.read(self._stored[name], (rows, *cut[1:]))
+                yield (slice(rows.start - first, rows.stop - first),), values
             else:
                 for (row, *index), values in conversion.rows(self.files, rows, cut):
                     yield (row + rows.start - first, *index), values

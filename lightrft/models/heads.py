@@ -446,11 +446,8 @@ def split_in_decoder(model: PreTrainedModel, positions: Tensor) -> Iterator[None
         selected = select_tokens(kwargs, positions)
         return args, kwargs | selected | {"position_ids": kwargs["position_ids"][..., positions]}
 
-    handle = model.get_decoder().register_forward_pre_hook(split, prepend=True, with_kwargs=True)
-    try:
+    with model.get_decoder().register_forward_pre_hook(split, prepend=True, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def media_positions(model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -468,9 +465,8 @@ def media_positions(model: PreTrainedModel, batch: Batch) -> Tensor:
 
     ids = padded(batch.input_ids.cpu(), batch.lengths, int(batch.lengths.max()))
     real = padded(torch.ones_like(batch.input_ids, device="cpu"), batch.lengths, ids.shape[1])
-    kinds = (ids == model.config.image_token_id).int() + 2 * (
-        ids == model.config.video_token_id
-    ).int()
+    is_image, is_video = ids == model.config.image_token_id, ids == model.config.video_token_id
+    kinds = is_image.int() + 2 * is_video.int()
     rows = model.base_model.get_rope_index(
         ids, mm_token_type_ids=kinds, attention_mask=real, **grids
     )[0]
@@ -522,9 +518,7 @@ def rope_window(model: PreTrainedModel) -> int | None:
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    changing = [
-        parameters for parameters in ropes if parameters.get("rope_type") in ("dynamic", "longrope")
-    ]
+    changing = [each for each in ropes if each.get("rope_type") in ("dynamic", "longrope")]
     most = config.max_position_embeddings
 
     return min(

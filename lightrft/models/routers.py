@@ -1,7 +1,7 @@
 """Routers of a mixture of experts, and what they decide during a forward pass."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -64,12 +64,10 @@ class Routers:
             (chosen,) = (each for each in output if each.dtype == torch.int64)
             outputs.append((output[self.index], chosen))
 
-        hooks = [router.register_forward_hook(keep) for router in self.modules]
-        try:
+        with ExitStack() as hooks:
+            for router in self.modules:
+                hooks.enter_context(router.register_forward_hook(keep))
             yield outputs
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def routing(
         self, outputs: list[tuple[Tensor, Tensor]], batch: Batch, sequence: SequenceParallel

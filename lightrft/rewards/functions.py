@@ -29,6 +29,7 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any
 
+from lightrft.algorithms.rollout.episode_roles import ROLE_MARK
 from lightrft.core.samples import Sample
 from lightrft.registry import Registry
 
@@ -152,17 +153,24 @@ def _kind(value: Any) -> str:
 
 
 @rewards.register("environment")
-def environment(samples: list[Sample], **columns: Any) -> list[float | list[float | None]]:
+def environment(
+    samples: list[Sample], **columns: Any
+) -> list[float | list[float | None] | dict[str, float]]:
     """Return the rewards of the environment.
 
-    That is the sum at the end, or each reward at the turn if several turns have one.
+    That is the sum at the end, each reward at the turn if several turns have one, or a component
+    for each role.
     """
     return [_of_episode(sample) for sample in samples]
 
 
-def _of_episode(sample: Sample) -> float | list[float | None]:
+def _of_episode(sample: Sample) -> float | list[float | None] | dict[str, float]:
+    episode = sample.episode
+    if episode and episode.role_rewards:
+        return {f"{ROLE_MARK}{role}": reward for role, reward in episode.role_rewards.items()}
+
     rewards: dict[int, float] = {}
-    for token, reward in sample.episode.rewards if sample.episode else ():
+    for token, reward in episode.rewards if episode else ():
         rewards[token] = rewards.get(token, 0.0) + reward
     if len(rewards) < 2:
         return sum(rewards.values(), 0.0)

@@ -6,8 +6,8 @@ Fast functions are called in this process, others in worker processes (pool.py).
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,12 +45,8 @@ WORKERS = 2
 """Number of worker processes of a rank if --reward_workers is unset."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of the reward function that has begun."""
-
-    samples: list[Sample]
-    result: "Future[Any] | DeferredCall"
+Call = tuple[list[Sample], "Future[Any] | DeferredCall"]
+"""Samples of a call of the reward function that has begun, and what returns their rewards."""
 
 
 class LaterJudge(Protocol):
@@ -199,7 +195,7 @@ class RewardRunner:
     def begin(self, samples: list[Sample]) -> None:
         """Begin a call of the function with these samples of one prompt."""
         if self.model_parallel.rank == 0 and samples:
-            self._begun.append(Call(samples, self._calls.begin(samples)))
+            self._begun.append((samples, self._calls.begin(samples)))
 
     def finish(self, samples: list[Sample]) -> None:
         """Wait for all calls that were begun, then run the reward models.
@@ -269,15 +265,13 @@ class RewardRunner:
         self._begun = []
         # Once the first failure ends the run, nobody should wait for calls that come before it.
         if self.section.reward_failure == "stop" and all(
-            isinstance(call.result, Future) for call in calls
+            isinstance(result, Future) for _, result in calls
         ):
-            by_result = {call.result: call for call in calls}
-            calls = (by_result[result] for result in as_completed(by_result))
+            calls = _as_they_end(calls)
 
         logged = 0
-        for call in calls:
-            samples = call.samples
-            error = self._set_result(samples, call.result)
+        for samples, result in calls:
+            error = self._set_result(samples, result)
             if error is None:
                 self._in_a_row = 0
                 continue
@@ -463,6 +457,15 @@ class DeferredCall:
 
 
 # -- names of functions, and the order of results
+
+
+def _as_they_end(calls: Iterable[Call]) -> Iterator[Call]:
+    """Yield calls of worker processes: those that end first, and of these the first that began."""
+    waiting = {result: samples for samples, result in calls}
+    while waiting:
+        wait(waiting, return_when=FIRST_COMPLETED)
+        for result in [result for result in waiting if result.done()]:
+            yield waiting.pop(result), result
 
 
 def _is_on_server(term: RewardTerm) -> bool:

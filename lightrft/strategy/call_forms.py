@@ -11,7 +11,7 @@ from lightrft.core.engine import Request
 from lightrft.core.samples import Completion
 from lightrft.engine.requests import Sampling
 
-NAMES: dict[str, Any] = table("strategy/call_forms")
+SAMPLING_FORMS: dict[str, Any] = table("strategy/call_forms")
 
 
 def sampling_from_dict(parameters: Mapping[str, Any], seed: int) -> Sampling:
@@ -21,15 +21,15 @@ def sampling_from_dict(parameters: Mapping[str, Any], seed: int) -> Sampling:
     engines here do not support.
     """
     renamed = {
-        NAMES["renamed"].get(name, name): value
+        SAMPLING_FORMS["renamed"].get(name, name): value
         for name, value in parameters.items()
-        if name not in NAMES["presentation"]
+        if name not in SAMPLING_FORMS["presentation"]
     }
     names = {field.name for field in fields(Sampling)}
     wrong = [
         f"{name}={value!r}"
         for name, value in renamed.items()
-        if name not in names and value not in NAMES["neutral"].get(name, ())
+        if name not in names and value not in SAMPLING_FORMS["neutral"].get(name, ())
     ]
     if wrong:
         raise ValueError(

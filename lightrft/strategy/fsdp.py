@@ -24,9 +24,10 @@ from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.models.empty import empty_parameters
 from lightrft.models.load import repeated_blocks
 from lightrft.models.lora import adapter_parameters
+from lightrft.models.outermost import outermost
 from lightrft.models.parallel.device import local_tensor
 from lightrft.models.parallel.tensor_parallel import parallelize
-from lightrft.models.weight_sync.stream import hf_parameters, outermost, stream
+from lightrft.models.weight_sync.stream import hf_parameters, stream
 from lightrft.strategy.backends.materialize import materialize
 from lightrft.strategy.backends.offload import OffloadedModel
 from lightrft.strategy.backends.optim import follow, parameter_names

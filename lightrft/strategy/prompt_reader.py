@@ -76,9 +76,8 @@ class PromptReader:
             )
 
         ids = self.tokens(prompt["prompt"]) if "prompt" in prompt else prompt["prompt_token_ids"]
-        return self.request(
-            ids, {name: as_list(data.get(medium)) for name, medium in MEDIA_NAMES.items()}
-        )
+        media = {name: as_list(data.get(medium)) for name, medium in MEDIA_NAMES.items()}
+        return self.request(ids, media)
 
     def request(self, token_ids: list[int], media: Mapping[str, list]) -> Request:
         """Build a request; placeholders of a medium without items are removed."""

@@ -18,6 +18,7 @@ from lightrft.core.samples import Prompt
 from lightrft.data.conversations import make_example
 from lightrft.data.preferences import pair_maker
 from lightrft.data.prompts import RowContext, make_prompt
+from lightrft.data.rendering.messages import as_messages, clean_message
 from lightrft.data.rendering.template import turn_end_ids
 from tiny import byte_tokenizer
 
@@ -330,6 +331,17 @@ def test_messages_of_anthropic_are_those_of_openai(name):
     rows = [{"messages": messages} for messages in (ANTHROPIC, plain)]
     first, second = (make_example(RowContext(SECTION, tokenizer(name)), row) for row in rows)
     assert first == second and "add" in learned(name, rows[0])
+
+
+@pytest.mark.parametrize("content", ["no file", [{"type": "text", "text": "no file"}], None])
+def test_an_error_of_a_tool_is_told_to_the_model(content):
+    """Templates have no field for it, so it is text, as errors of our own tools are."""
+    block = {"type": "tool_result", "tool_use_id": "a", "content": content, "is_error": True}
+    (message,) = as_messages([turn("user", [block])])
+    assert message["role"] == "tool" and message["tool_call_id"] == "a"
+    assert clean_message(message)["content"] == f"Error: {'no file' if content else ''}"
+    (message,) = as_messages([turn("user", [block | {"is_error": False}])])
+    assert clean_message(message)["content"] == ("no file" if content else "")
 
 
 @pytest.mark.parametrize(

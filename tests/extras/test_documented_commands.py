@@ -17,7 +17,6 @@ from lightrft.config.resolve import range_problems
 from lightrft.config.sections import aliases, field_types, section_of_field
 from lightrft.config.tables import table
 from lightrft.config.values import JSONObject
-from lightrft.extras import check as check_of_extras
 from lightrft.extras.commands import plan
 from lightrft.extras.compat import openrlhf
 from lightrft.extras.compat.counterparts import names
@@ -184,7 +183,7 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
 
     command = command.replace("selfcheck", "doctor")
     if command == "check":
-        check_of_extras.parser().parse_known_args(arguments)
+        parser_of(command).parse_known_args(arguments)
     elif command == "migrate":
         parser_of(command).parse_args([word for word in arguments if word != ">"][:-1])
     elif command in table("app/cli/arguments"):

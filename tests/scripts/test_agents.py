@@ -19,8 +19,9 @@ def play(tmp_path_factory):
     """Plays an episode of one of the examples; all run in the same process."""
     path = tmp_path_factory.mktemp("agents") / "all.py"
     path.write_text(
-        f"import sys\nsys.path.append({str(AGENTS)!r})\nimport coding, delegate, research\n"
+        f"import sys\nsys.path.append({str(AGENTS)!r})\nimport coding, delegate, research, self_play\n"
         "ALL = {'coding': coding.solve, 'research': research.answer, 'delegate': delegate.solve}\n"
+        "ALL['self_play'] = self_play.play\n"
         "async def play(client, row):\n    return await ALL[row['agent']](client, row)\n"
     )
     player = Player(agent=f"{path}:play", chat=True, longest=800, prompt_max_len=200)
@@ -66,3 +67,17 @@ def test_a_parent_joins_what_two_sub_agents_say(play):
     assert sample.token_ids == ids("one\ntwo$\nu:1\n2$\na:3$")
     prompts = [branch.prompt.token_ids for branch in sample.episode.branches]
     assert prompts == [ids("u:one$\na:"), ids("u:two$\na:")]
+
+
+@pytest.mark.parametrize("letters, first", [("ee", -0.5), ("ull", 0.5), ("x", -1.0), ("ex", 1.0)])
+def test_two_players_of_one_model_have_a_conversation_each(play, letters, first):
+    """The game begins with b. What the other player says is read, and not learned."""
+    sample = play("self_play", list(letters), label="0")
+    assert environment([sample]) == [{"policy:first": first, "policy:second": -first}]
+    assert sample.token_ids == ids(letters if len(letters) % 2 else letters[:-1])
+    assert sample.episode.sampled == [index % 2 == 0 for index in range(len(sample.token_ids))]
+    assert [row.episode.role for row in sample.rows] == ["first", "second"][: len(letters)]
+    for branch in sample.episode.branches:
+        prompt = "pb" + letters[0]
+        assert [*branch.prompt.token_ids, *branch.token_ids] == ids(prompt + letters[1])
+        assert branch.episode.sampled[-1] and sum(branch.episode.sampled) == 1

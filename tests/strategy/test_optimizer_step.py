@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightrft.models.weight_sync.stream import outermost
+from lightrft.models.outermost import outermost
 from lightrft.strategy.backends.optim import create_adamw, create_lr_scheduler, global_grad_norm
 from lightrft.strategy.fsdp import blocks
 from ranks import run_ranks

@@ -71,12 +71,8 @@ class DPOObjective:
         if section.sft_coef:
             # Chosen and rejected answers alternate; see pairs.py.
             of_chosen = learned & (batch.sequence_ids % 2 == 0)
-            loss = (
-                loss
-                - section.sft_coef
-                * torch.where(of_chosen, logprobs, 0.0).sum()
-                / denominator.tokens
-            )
+            total = torch.where(of_chosen, logprobs, 0.0).sum()
+            loss = loss - section.sft_coef * total / denominator.tokens
             report["train/sft_loss"] = Weighted(-logprobs.detach(), of_chosen.float())
 
         return loss, report

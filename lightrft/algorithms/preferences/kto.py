@@ -19,9 +19,8 @@ def kto(
     answers. Ethayarajh et al., arXiv 2402.01306, equation 8.
     """
     signs = torch.where(desirable, 1.0, -1.0)
-    return torch.where(desirable, weights[0], weights[1]) * torch.sigmoid(
-        -signs * (rewards - divergence)
-    )
+    distances = torch.sigmoid(-signs * (rewards - divergence))
+    return torch.where(desirable, weights[0], weights[1]) * distances
 
 
 def reference_point(log_ratios: Tensor) -> Tensor:
@@ -55,13 +54,11 @@ class KTOObjective:
         good = batch.desirable
         # an empty micro-batch has a sequence that is not learned
         present = sequence_sums(batch.loss_mask.float(), batch) > 0
-        rewards = section.beta * (
-            sequence_sums(torch.where(batch.loss_mask, logprobs, 0.0), batch) - batch.reference
-        )
+        sums = sequence_sums(torch.where(batch.loss_mask, logprobs, 0.0), batch)
+        rewards = section.beta * (sums - batch.reference)
         divergence = section.beta * self.divergence
-        losses = kto(
-            rewards, good, divergence, (section.desirable_weight, section.undesirable_weight)
-        )
+        weights = (section.desirable_weight, section.undesirable_weight)
+        losses = kto(rewards, good, divergence, weights)
         implicit_rewards = rewards.detach()
         desired = (present & good).float()
         other = (present & ~good).float()

@@ -65,13 +65,9 @@ class RewardObjective:
         losses = self.losses(chosen, rejected, split_pairs(batch.margins)[0], tie)
         right = self.is_right(chosen.detach() - rejected.detach(), tie)
         report = pair_report(chosen, rejected, right)
-        of_heads = {
-            name: split_pairs(batch.heads)[0] == index for index, name in enumerate(self.heads)
-        }
-        report |= {
-            f"train/accuracy_of_{name}": Weighted(right.float(), has_head.float())
-            for name, has_head in of_heads.items()
-        }
+        for index, name in enumerate(self.heads):
+            has_head = split_pairs(batch.heads)[0] == index
+            report[f"train/accuracy_of_{name}"] = Weighted(right.float(), has_head.float())
 
         return losses.sum() / denominator.sequences, report
 
@@ -91,7 +87,6 @@ class RewardObjective:
         if self.section.rm_loss != "ties":
             return difference > 0
         wins, loses = _log_wins(difference, self.section.tie_threshold)
-        likely_tie = math.log(self.section.tie_threshold**2 - 1) + wins + loses > torch.maximum(
-            wins, loses
-        )
+        ties = math.log(self.section.tie_threshold**2 - 1) + wins + loses
+        likely_tie = ties > torch.maximum(wins, loses)
         return torch.where(tie, likely_tie, difference > 0)

@@ -19,15 +19,10 @@ LENGTHS = "input_lengths"
 TOKEN_MASK = "token_mask"
 SAMPLE_MASK = "sample_mask"
 COMPUTED_COLUMNS = ("lengths", "rows", "loss_mask")
-PER = {
-    f.name: f.metadata["per"]
-    for f in fields(Experience)
-    if f.metadata["per"] in ("token", "sequence")
-}
-RESERVED_COLUMNS = tuple(
-    f.name for f in fields(Experience) if f.metadata["per"] not in ("token", "sequence")
-)
 SHAPES = {"token": "[B, S]", "sequence": "[B]"}
+UNITS = {f.name: f.metadata["per"] for f in fields(Experience)}
+PER = {name: unit for name, unit in UNITS.items() if unit in SHAPES}
+RESERVED_COLUMNS = UNITS.keys() - PER.keys()
 
 
 @dataclass(frozen=True, slots=True)

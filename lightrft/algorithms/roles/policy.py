@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.roles.policy_methods import PolicyMethods
+from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch, Rows
 from lightrft.core.losses import Report
@@ -25,7 +26,7 @@ from lightrft.strategy.strategy import StrategyBase
 WITHOUT_ENTROPY = TokenLogprobs(entropy=False)
 
 
-class Policy(PolicyMethods):
+class Policy(DistributedRole, PolicyMethods):
     """Log-probs, updates and samples of the actor, and log-probs of the frozen reference.
 
     A run calls logprobs(), reference_logprobs() and learn() with flat batches. Loops of your own

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.roles.padded import flatten_padded
-from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.core.batch import Batch, padded
 from lightrft.core.samples import Completion
 from lightrft.engine.requests import Sampling
@@ -24,22 +25,29 @@ from lightrft.models.weight_sync.stream import hf_parameters, persistent_buffers
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.profiler import Profiler
 from lightrft.strategy.prompt_reader import PromptReader
+from lightrft.strategy.strategy import StrategyBase
 
 EVERYTHING = 2**62
 PROFILES = "profile"
 
 
-class PolicyMethods(DistributedRole):
+class PolicyMethods:
     """Methods that Policy has for loops of your own.
 
     Batches are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded; see
     DistributedRole.
     """
 
+    strategy: StrategyBase
     actor: Actor
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None
     tokenizer: PreTrainedTokenizerBase | None
     temperature: float
     truncation: Truncation
+    width_multiple: int
+    refuse_open_step: Callable[[], None]
+    _answer: Callable[..., Tensor]
     _token_logprobs: Callable[[Actor, Batch], Tensor]
     _reference: Callable[[], AbstractContextManager[Actor]]
 

@@ -1,7 +1,7 @@
 """What only some runs ask of the experience: columns, branches of episodes, and early outputs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 
 import numpy as np
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lightrft.algorithms.roles.padded import rows_of_ranks
 from lightrft.algorithms.roles.role import DistributedRole
+from lightrft.algorithms.rollout.episode_roles import role_of, role_rewards
+from lightrft.config.errors import ConfigError
 from lightrft.core.advantages import Stage
 from lightrft.core.batch import Experience, RoutedShape, Rows, TrainingPlan
 from lightrft.core.experience import (
@@ -80,23 +82,49 @@ def _chosen_experts(lengths: list[int], samples: list[Sample], shape: RoutedShap
 
 
 def with_branches(samples: list[Sample]) -> list[Sample]:
-    """List each sample followed by the branches of the episode; they get the sample's reward."""
+    """List each sample followed by the branches of the episode; they get the role's reward."""
     for sample in samples:
+        rewards = role_rewards(sample)
         for branch in sample.rows[1:]:
-            branch.reward = sample.reward
+            branch.reward = rewards.get(role_of(branch), sample.reward)
             branch.masked = sample.masked
             branch.finish_reason = sample.finish_reason
     return [row for sample in samples for row in sample.rows]
 
 
+def compared_with_others(sample: Sample) -> dict[str, Sample]:
+    """Return role -> its first conversation in an episode, with the reward of the role.
+
+    Raises ConfigError if roles have rewards, and steps too.
+    """
+    if sample.token_rewards is not None and sample.episode and sample.episode.role_rewards:
+        raise ConfigError(
+            "the agent rewards roles, and another reward rewards steps: remove that from --reward"
+        )
+
+    rewards = role_rewards(sample)
+    firsts = {role_of(row): row for row in reversed(sample.rows)}
+    given = {"reward_components": sample.reward_components, "greedy_reward": sample.greedy_reward}
+    return {
+        role: replace(row, reward=rewards.get(role, sample.reward), **given)
+        for role, row in firsts.items()
+    }
+
+
+@dataclass(eq=False)
 class BranchExperience(ExperienceMaker):
     """Learns from the branches of episodes too, in the optimizer step of their sample."""
 
+    across_roles: bool = False
+    """Compare the rewards of different roles of a group, too."""
+
     def __call__(self, samples: list[Sample], metrics: Metrics) -> TrainingPlan:
         data = self.strategy.data
-        # the group of each row, for each sample of each rank
-        groups = data.gather([[sample.group] * len(sample.rows) for sample in samples])
-        first = sum(map(len, groups[: data.rank]))
+        # the group and the role of each row, for each sample of each rank
+        shares = data.gather(
+            [[(sample.group, role_of(row)) for row in sample.rows] for sample in samples]
+        )
+        groups = [[[group for group, _ in rows] for rows in share] for share in shares]
         rows = with_branches(samples)
         counts = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
         sample_index = torch.repeat_interleave(counts)
@@ -104,14 +132,31 @@ class BranchExperience(ExperienceMaker):
         experience.rows = numbers_of_rows([[*chain(*share)] for share in groups], data.rank)
         units = numbers_of_rows([[each[0] for each in share] for share in groups], data.rank)
 
-        table = self.compare.gather(data, samples, first_row=first)
-        local = LocalSamples(experience, rows, table, first + sample_index, data)
+        # A role is compared like a sample: usually there is one in all episodes.
+        compared = {
+            (number, role): first
+            for number, sample in enumerate(samples)
+            for role, first in compared_with_others(sample).items()
+        }
+        roles = sorted({role for share in shares for rows in share for _, role in rows})
+        if not self.across_roles:
+            for (_, role), first in compared.items():
+                first.group = first.group * len(roles) + roles.index(role)
+        before = sum(len(set(rows)) for share in shares[: data.rank] for rows in share)
+        table = self.compare.gather(data, [*compared.values()], first_row=before)
+
+        places = {key: place for place, key in enumerate(compared)}
+        keys = [(int(number), role_of(row)) for number, row in zip(sample_index, rows, strict=True)]
+        index = torch.tensor([places[key] for key in keys], dtype=torch.int64)
+        local = LocalSamples(experience, rows, table, before + index, data)
         values = iter(self.advantages(local, metrics).tolist())
-        of_rows: list[float] = []
-        for sample in samples:
-            sample_values = [next(values) for _ in sample.steps]
-            # A branch gets the sum at the last token.
-            of_rows += sample_values + [sum(sample_values)] * (len(sample.rows) - 1)
+        found = {key: [next(values) for _ in first.steps] for key, first in compared.items()}
+        # A branch gets the sum at the last token.
+        of_rows = [
+            value
+            for row, key in zip(rows, keys, strict=True)
+            for value in (found[key] if row.token_rewards is not None else [sum(found[key])])
+        ]
         experience.reward_advantages = place_at_tokens(torch.tensor(of_rows), rows, experience)
         return self.planned(experience, metrics, units[sample_index])
 

@@ -21,12 +21,9 @@ def measure_turns_and_drafts(
 def _measure_drafts(drafts: Drafts, metrics: Metrics) -> None:
     # The two ratios have different denominators: drafted tokens, and rounds of drafting.
     if drafts.num_tokens:
-        metrics.mean(
-            "rollout/draft_acceptance", drafts.num_accepted / drafts.num_tokens, drafts.num_tokens
-        )
-        metrics.mean(
-            "rollout/draft_accepted_length", drafts.num_accepted / drafts.count, drafts.count
-        )
+        accepted = drafts.num_accepted
+        metrics.mean("rollout/draft_acceptance", accepted / drafts.num_tokens, drafts.num_tokens)
+        metrics.mean("rollout/draft_accepted_length", accepted / drafts.count, drafts.count)
 
 
 def _measure_episode(episode: Episode, metrics: Metrics) -> None:
@@ -48,5 +45,9 @@ def _measure_episode(episode: Episode, metrics: Metrics) -> None:
     metrics.mean("episodes/tool_seconds", episode.tool_seconds)
     metrics.sum("episodes/failed", bool(episode.problem))
     metrics.sum("episodes/drift", episode.drift)
+    for role, reward in episode.role_rewards.items():
+        metrics.mean(f"reward/{role}", reward)
+        turns = sum(each.num_turns for each in conversations if each.role == role)
+        metrics.mean(f"episodes/turns_of_{role}", float(turns))
     for name, count in episode.overridden.items():
         metrics.sum(f"agent/overridden_{name}", count)

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.rollout.episode_roles import role_rewards
 from lightrft.algorithms.rollout.media_expansion import Expander
 from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.config.errors import ConfigError
@@ -132,7 +133,10 @@ class GroupOutcome:
     @classmethod
     def of(cls, group: Group) -> Self:
         samples = group.samples
-        rewards = {tuple(reward for _, reward in sample.steps) for sample in samples}
+        rewards = {
+            (*(reward for _, reward in sample.steps), *role_rewards(sample).values())
+            for sample in samples
+        }
         has_signal = len(rewards) > 1 and not all(sample.masked for sample in samples)
         solved = sum(sample.reward > RIGHT for sample in samples) / len(samples)
         length = sum(len(sample.token_ids) for sample in samples) / len(samples)

@@ -86,9 +86,8 @@ def pass_at_k(rewards: Sequence[float], k: int) -> float:
     The estimate is unbiased: Chen et al., arXiv 2107.03374, equation 1.
     """
     wrong = sum(reward <= RIGHT for reward in rewards)
-    return 1 - float(
-        share_of_draws(torch.tensor([float(wrong)]), torch.tensor([float(len(rewards))]), k)
-    )
+    counts = torch.tensor([[float(wrong)], [float(len(rewards))]])
+    return 1 - float(share_of_draws(*counts, k))
 
 
 def estimate(values: Sequence[float]) -> Estimate:

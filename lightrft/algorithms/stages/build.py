@@ -1,6 +1,7 @@
 """Choose the stages that a run needs; each option of the algorithm is one stage."""
 
 from collections.abc import Callable
+from functools import partial
 
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
@@ -17,7 +18,13 @@ from lightrft.algorithms.stages.advantages import (
     TeacherDistribution,
     TeacherTerm,
 )
-from lightrft.algorithms.stages.filters import DifficultyFilter, EntropyFilter, LengthFilter
+from lightrft.algorithms.stages.branch_weights import BranchWeights, split_among_branches
+from lightrft.algorithms.stages.filters import (
+    DifficultyFilter,
+    EntropyFilter,
+    LengthFilter,
+    RoleFilter,
+)
 from lightrft.algorithms.stages.penalty import EntropyControl, KLPenalty
 from lightrft.algorithms.stages.tokens import HighEntropyTokens, SelectedTokens
 from lightrft.config.sections import AlgorithmSection, TrainSection
@@ -53,8 +60,13 @@ def experience_maker(
         local_stages.append(LengthFilter(algorithm.length_filter, algorithm.mask_truncated))
     if teacher_columns is not None:
         local_stages.append(teacher_columns)
+    if algorithm.train_roles:
+        local_stages.append(RoleFilter(algorithm.train_roles))
     if algorithm.difficulty_filter:
         local_stages.append(DifficultyFilter(algorithm.difficulty_filter))
+
+    if algorithm.branch_weight == "episode":
+        local_stages.append(split_among_branches)
 
     # stages in order: outputs of models, filters and penalties, advantages, tokens
     data = policy.strategy.data
@@ -99,6 +111,8 @@ def experience_maker(
         chosen.append(HighEntropyTokens(algorithm.high_entropy_token_ratio, data.sum))
     if selects:
         chosen.append(SelectedTokens(algorithm, data.sum))
+    if algorithm.branch_weight == "episode":
+        chosen.append(BranchWeights(data.sum, by_token=algorithm.loss_agg_mode == "token-mean"))
     # The last one, because its columns only matter to the update.
     if algorithm.distill_top_k:
         num_candidates = min(algorithm.distill_top_k, policy.vocabulary_size)
@@ -107,7 +121,10 @@ def experience_maker(
     most = train.micro_train_batch_size
     if num_updates:
         flatten = EarlyOutputs(policy, flatten, chosen, num_updates, most)
-    return (BranchExperience if branches else ExperienceMaker)(
+    maker: type[ExperienceMaker] | partial[BranchExperience] = ExperienceMaker
+    if branches:
+        maker = partial(BranchExperience, across_roles=algorithm.role_advantage == "group")
+    return maker(
         policy.strategy,
         compare,
         chosen,

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from lightrft.algorithms.advantage import estimators, solved_share, weighted_by_difficulty
 from lightrft.algorithms.options import options_of
+from lightrft.algorithms.rollout.episode_roles import role_rewards
 from lightrft.algorithms.shaping import RewardShaper
+from lightrft.config.errors import ConfigError
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.advantages import CompareRewards
 from lightrft.core.groups import RewardTable
@@ -44,7 +46,15 @@ def columns_of_data(section: AlgorithmSection) -> list[str]:
 
 
 def greedy_column(sample: Sample) -> list[float]:
-    """Return the reward of the greedy response at a response's last reward, 0 at the others."""
+    """Return the reward of the greedy response at a response's last reward, 0 at the others.
+
+    Raises ConfigError if roles have separate rewards: the greedy response has one of all roles.
+    """
+    if role_rewards(sample):
+        raise ConfigError(
+            "--advantage_estimator remax does not support rewards of roles: it compares with the one"
+            " reward of a greedy response; choose another estimator, such as rloo"
+        )
     return [0.0] * (len(sample.steps) - 1) + [sample.greedy_reward]
 
 

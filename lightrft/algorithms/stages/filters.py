@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import solved_share
+from lightrft.algorithms.rollout.episode_roles import ROLE_MARK, role_of
+from lightrft.config.errors import ConfigError
 from lightrft.core.advantages import Stage
 from lightrft.core.batch import Experience, TrainingPlan
 from lightrft.core.experience import LocalSamples
@@ -36,6 +38,26 @@ class LengthFilter:
             for row in local.rows
         ]
         mask_sequences(local.experience, torch.tensor(kept, dtype=torch.bool))
+
+
+class RoleFilter:
+    """Learns from the conversations of --train_roles."""
+
+    def __init__(self, roles: list[str]):
+        self.roles = roles
+
+    def __call__(self, local: LocalSamples) -> None:
+        kept = [role_of(row) in self.roles for row in local.rows]
+        mask_sequences(local.experience, torch.tensor(kept, dtype=torch.bool))
+
+        # A step in which nothing is learned would not be noticed.
+        present = set().union(*local.data.gather({role_of(row) for row in local.rows}))
+        if not present.intersection(self.roles):
+            raise ConfigError(
+                f"--train_roles {' '.join(self.roles)}: the conversations of this step have only the"
+                f" roles {', '.join(sorted(present))}: the model {ROLE_MARK}ROLE of a request is the"
+                " role"
+            )
 
 
 class DifficultyFilter:

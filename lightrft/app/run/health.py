@@ -110,9 +110,11 @@ class Health:
                 self._warn(f"step {number}: {symptom.name}: {symptom.evidence}; {symptom.advice}")
 
     def _check_signal(self, number: int, row: dict[str, float]) -> None:
-        # A teacher gives a signal also where all rewards are equal.
+        # A teacher gives a signal also where all rewards are equal, and so do two roles whose
+        # rewards add up to the same.
         equal = (
             row["rollout/reward_min"] == row["rollout/reward_max"]
+            and row.get("rollout/groups_without_signal", 1.0) == 1.0
             and not self.config.algorithm.distill_coef
         )
         advantages = not equal and row.get("rollout/advantage_abs", 0.0) > NO_ADVANTAGE

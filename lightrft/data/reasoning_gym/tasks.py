@@ -9,7 +9,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from lightrft.config.errors import DataError
@@ -83,9 +83,7 @@ def task_rows(reference: str, split: str, flag: str) -> Iterator[DataRow]:
     """
     task = ReasoningTask.parse(reference, split)
     program = PROGRAM.format(path=[str(folder) for folder in sys.path])
-    arguments = json.dumps(
-        {"name": task.name, "size": task.size, "seed": task.seed, "options": task.options}
-    )
+    arguments = json.dumps(asdict(task))
 
     command = [sys.executable, "-c", program, arguments]
     # With one hash seed, sets have the same order in every process.

@@ -109,11 +109,7 @@ def _without_blocks(message: Message, where: str) -> list[Message]:
 
     blocks = {kind: [part for part in parts if part.get("type") == kind] for kind in BLOCKS}
     results = [
-        {
-            "role": "tool",
-            "tool_call_id": part.get("tool_use_id"),
-            "content": part.get("content", ""),
-        }
+        {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": _result(part)}
         for part in blocks["tool_result"]
     ]
     calls = [
@@ -130,6 +126,15 @@ def _without_blocks(message: Message, where: str) -> list[Message]:
     remaining = message | {"content": rest or None, "tool_calls": calls or None}
     remaining["reasoning_content"] = thoughts or None
     return results if results and not rest else [*results, remaining]
+
+
+def _result(block: Message) -> Any:
+    """Return the content of a tool's result. An error begins with `Error: `, as tools here do."""
+    content = block.get("content") or ""
+    if not block.get("is_error"):
+        return content
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return [{"type": "text", "text": "Error: "}, *parts]
 
 
 def clean_message(message: Any, where: str = "the message") -> Message:

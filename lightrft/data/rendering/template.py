@@ -66,18 +66,9 @@ def _chat_template(
 ) -> "ChatTemplate":
     variables = template_variables(DataSection(chat_template_kwargs=variables))
     if date:
-        variables = {"strftime_now": FixedDate(date)} | variables
+        # the templates' function that writes the present date
+        variables = {"strftime_now": datetime.fromisoformat(date).strftime} | variables
     return ChatTemplate(tokenizer, variables)
-
-
-@dataclass(frozen=True)
-class FixedDate:
-    """A replacement for the templates' function that writes the present date."""
-
-    date: str
-
-    def __call__(self, format: str) -> str:
-        return datetime.fromisoformat(self.date).strftime(format)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ as `agent.harness.id`. The options `select.*` choose the tasks.
 
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from verifiers.v1 import EnvConfig, SelectConfig
 from verifiers.v1.configs.agent import agent_config_fields
@@ -27,20 +27,12 @@ TASK = "task"
 """Column with the data of a task."""
 
 
-class Reference(NamedTuple):
-    """Environment and options of `verifiers:NAME?option=value`."""
+def parse(reference: str) -> tuple[EnvConfig, dict[str, Any]]:
+    """Return environment and selection of `NAME?option=value&option=value`.
 
-    environment: EnvConfig
-    select: dict[str, Any]
-    """Options of SelectConfig."""
-
-
-def parse(reference: str) -> Reference:
-    """Read `NAME?option=value&option=value`; values are JSON, or else text.
-
-    Agents are local processes if no option says where. Raise ValueError or ModuleNotFoundError if
-    there is no such environment, if it has no such option, or if an agent would run what the model
-    writes on this machine without an option that says so.
+    Values are JSON, or else text. Agents are local processes if no option says where. Raise
+    ValueError or ModuleNotFoundError if there is no such environment, if it has no such option, or
+    if an agent would run what the model writes on this machine without an option that says so.
     """
     name, _, query = reference.removeprefix(VERIFIERS).partition("?")
     options: dict[str, Any] = {"taskset": {"id": name}, "select": {}}
@@ -71,7 +63,7 @@ def parse(reference: str) -> Reference:
                 f" {role}.runtime.type=docker, or subprocess for this machine without protection"
             )
 
-    return Reference(config, select)
+    return config, select
 
 
 def _value(text: str) -> Any:

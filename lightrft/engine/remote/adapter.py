@@ -13,20 +13,8 @@ from lightrft.core.engine import Request
 from lightrft.core.samples import Completion, Expanded
 from lightrft.engine.base import EngineError, EngineSetup, Half
 from lightrft.engine.loop import EngineLoop
+from lightrft.engine.remote import wire
 from lightrft.engine.remote.weights import WeightBroadcast
-from lightrft.engine.remote.wire import (
-    ADAPTERS_KEY,
-    CAPACITY,
-    HOLDS_ADAPTERS,
-    PRETRAIN,
-    Abort,
-    Closed,
-    Finished,
-    Generate,
-    LoadWeights,
-    Peer,
-    connect,
-)
 from lightrft.engine.requests import Sampling
 from lightrft.engine.start import FolderEngine
 from lightrft.models.parallel.device import grow_segments
@@ -56,14 +44,14 @@ class RemoteEngine(FolderEngine):
         super().__init__(setup)
         self.adapters = None
         if processes.rank == 0:
-            processes.store.set(ADAPTERS_KEY, setup.adapters.to_json() if setup.adapters else "")
-            processes.store.set(PRETRAIN, setup.model_path)
-        self._inbox: SimpleQueue[tuple[Peer, Any]] = SimpleQueue()
+            adapters = setup.adapters.to_json() if setup.adapters else ""
+            processes.store.set(wire.ADAPTERS_KEY, adapters)
+            processes.store.set(wire.PRETRAIN, setup.model_path)
+        self._inbox: SimpleQueue[tuple[wire.Peer, Any]] = SimpleQueue()
         first = processes.size - processes.rollout_ranks
         step = setup.section.engine_tp_size
-        self._engines = [
-            connect(processes, rank, self._inbox) for rank in range(first, processes.size, step)
-        ]
+        ranks = range(first, processes.size, step)
+        self._engines = [wire.connect(processes, rank, self._inbox) for rank in ranks]
 
         limit = bucket_limit(setup.section.weight_sync_bucket_mb, self.axis, setup.device)
         self._broadcast = WeightBroadcast(processes, setup.device, bucket_bytes=limit)
@@ -71,11 +59,11 @@ class RemoteEngine(FolderEngine):
         # Ranks start with different engines, so that small calls do not all go to the first one.
         self._first = processes.rank % len(self._engines)
         self._call = self._calls_alone = 0
-        self._arrived: dict[int, list[Finished]] = {}
+        self._arrived: dict[int, list[wire.Finished]] = {}
         """Call -> completions that have not been read."""
         self._processes = processes
         # Only the ranks that generate know what their engine can do.
-        if setup.adapters is not None and processes.store.get(HOLDS_ADAPTERS):
+        if setup.adapters is not None and processes.store.get(wire.HOLDS_ADAPTERS):
             self.adapters = setup.adapters
 
     def load_weights(
@@ -93,7 +81,7 @@ class RemoteEngine(FolderEngine):
         self._check_usable()
         if self._processes.rank == 0:
             for engine in self._engines:
-                engine.send(LoadWeights(version, self._call))
+                engine.send(wire.LoadWeights(version, self._call))
         # All training ranks gather each weight, and one of each node sends a share of it.
         self._broadcast.send(self._checked(named_tensors))
 
@@ -118,7 +106,7 @@ class RemoteEngine(FolderEngine):
 
         It waits until they have started.
         """
-        capacity = int(self._processes.store.get(CAPACITY)) * len(self._engines)
+        capacity = int(self._processes.store.get(wire.CAPACITY)) * len(self._engines)
         return max(1, capacity // n // (self._processes.size - self._processes.rollout_ranks))
 
     def send(self, requests: list[Request], *, alone: bool) -> int:
@@ -138,7 +126,7 @@ class RemoteEngine(FolderEngine):
         for number, engine in enumerate(self._engines):
             chosen = range((number - first) % len(self._engines), len(requests), len(self._engines))
             engine.send(
-                Generate(call, [(index, requests[index]) for index in chosen], self.version)
+                wire.Generate(call, [(index, requests[index]) for index in chosen], self.version)
             )
         return call
 
@@ -146,9 +134,9 @@ class RemoteEngine(FolderEngine):
         """End the requests of calls where they are; receive() returns them like any others."""
         for engine in self._engines:
             for call in calls:
-                engine.send(Abort(call))
+                engine.send(wire.Abort(call))
 
-    def receive(self, calls: Collection[int]) -> list[Finished]:
+    def receive(self, calls: Collection[int]) -> list[wire.Finished]:
         """Wait a moment until requests of these calls have ended; return all that have."""
         with self._fatal("generate"), suppress(Empty):
             while not any(self._arrived[call] for call in calls):
@@ -163,8 +151,8 @@ class RemoteEngine(FolderEngine):
         """Forget a call whose requests have all been read."""
         del self._arrived[call]
 
-    def _sort(self, peer: Peer, message: Any) -> None:
-        if not isinstance(message, Finished):
+    def _sort(self, peer: wire.Peer, message: Any) -> None:
+        if not isinstance(message, wire.Finished):
             # That rank reports why it failed, and that report comes before this one.
             closed = dist.DistNetworkError("a rank of this run has ended")
             raise EngineError(
@@ -189,7 +177,7 @@ class RemoteEngine(FolderEngine):
     def _close(self) -> None:
         for engine in self._engines:
             with suppress(OSError):  # the other rank may have ended before
-                engine.send(Closed())
+                engine.send(wire.Closed())
             engine.close()
 
 

@@ -11,18 +11,8 @@ import torch
 from lightrft.core.samples import Completion
 from lightrft.engine.base import Engine
 from lightrft.engine.loop import EngineLoop
+from lightrft.engine.remote import wire
 from lightrft.engine.remote.weights import WeightBroadcast
-from lightrft.engine.remote.wire import (
-    CAPACITY,
-    HOLDS_ADAPTERS,
-    Abort,
-    Closed,
-    Finished,
-    Generate,
-    LoadWeights,
-    Peer,
-    accept,
-)
 from lightrft.engine.requests import Sampling
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.processes import RunProcesses
@@ -62,24 +52,24 @@ class EngineServer:
         self._announce = announce
         self.axis: Axis = engine.axis
         capacity = engine.prompts_at_once(1)
-        self._inbox: SimpleQueue[tuple[Peer, Any]] = SimpleQueue()
-        self._peers: dict[int, Peer] = {}
+        self._inbox: SimpleQueue[tuple[wire.Peer, Any]] = SimpleQueue()
+        self._peers: dict[int, wire.Peer] = {}
 
         if self.axis.rank == 0:
-            processes.store.set(CAPACITY, str(capacity))
-            processes.store.set(HOLDS_ADAPTERS, "" if engine.adapters is None else "yes")
-            self._peers = {peer.rank: peer for peer in accept(processes, self._inbox)}
+            processes.store.set(wire.CAPACITY, str(capacity))
+            processes.store.set(wire.HOLDS_ADAPTERS, "" if engine.adapters is None else "yes")
+            self._peers = {peer.rank: peer for peer in wire.accept(processes, self._inbox)}
 
         self._broadcast = WeightBroadcast(processes, device)
         self._num_peers = processes.size - processes.rollout_ranks
         self._loop: EngineLoop | None = None
         self._owners: dict[int, tuple[int, int, int]] = {}
         """Index in the loop -> (rank, call, index in the rank's call) of each running request."""
-        self._calls: dict[int, dict[int, Generate]] = defaultdict(dict)
+        self._calls: dict[int, dict[int, wire.Generate]] = defaultdict(dict)
         """Call -> rank -> requests, for calls that wait for other ranks or for weights."""
-        self._alone: list[tuple[int, Generate]] = []
+        self._alone: list[tuple[int, wire.Generate]] = []
         """Rank and requests of calls that single ranks make, and that wait for weights."""
-        self._loads: list[LoadWeights] = []
+        self._loads: list[wire.LoadWeights] = []
         self._aborts: list[tuple[int, int]] = []
         """Rank and call of requests to end as soon as the call has begun."""
         self._last_call = 0
@@ -91,11 +81,11 @@ class EngineServer:
         while left:
             self._announce("generate" if self._owners else "")  # waiting has no time limit
             for rank, message in self._messages():
-                if isinstance(message, Closed):
+                if isinstance(message, wire.Closed):
                     left -= 1
-                elif isinstance(message, LoadWeights):
+                elif isinstance(message, wire.LoadWeights):
                     self._loads.append(message)
-                elif isinstance(message, Abort):
+                elif isinstance(message, wire.Abort):
                     self._aborts.append((rank, message.call))
                 elif message.call < 0:
                     self._alone.append((rank, message))
@@ -144,7 +134,7 @@ class EngineServer:
                 self.engine.load_weights(weights, version)
         self._announce("generate" if self._owners else "")
 
-    def _begin(self, call: int, messages: dict[int, Generate]) -> None:
+    def _begin(self, call: int, messages: dict[int, wire.Generate]) -> None:
         chosen = [
             (rank, index, request)
             for rank in sorted(messages)
@@ -177,7 +167,7 @@ class EngineServer:
             rank, call, index = self._owners.pop(loop_index)
             if self.axis.rank == 0:
                 with suppress(OSError):  # a rank that ends does not wait for what it began
-                    self._peers[rank].send(Finished(call, index, completions))
+                    self._peers[rank].send(wire.Finished(call, index, completions))
 
     def _messages(self) -> list[tuple[int, Any]]:
         """Return (sender, message) of what has arrived, the same on all ranks of the engine."""

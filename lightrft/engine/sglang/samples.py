@@ -1,7 +1,6 @@
 """Turn requests into SGLang's requests, and SGLang's results into completions."""
 
 import asyncio
-import copy
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -85,8 +84,7 @@ class Samples:
         for name, draw in running.names.items():
             if draw is not None:
                 lengths[draw] = self.counts[name]
-        num_samples = running.request.sampling.n
-        return lengths if len(lengths) == num_samples else lengths * num_samples
+        return running.request.sampling.of_samples(lengths)
 
     def names(self) -> set[str]:
         """Return the names of all requests that were sent and have not ended."""
@@ -225,5 +223,4 @@ class _Running:
         if self.num_cached is not None:
             # An earlier request computed the prompt for all samples, and it saw the cache.
             samples[0].num_cached_tokens = self.num_cached
-        copies = [copy.deepcopy(samples[0]) for _ in range(self.request.sampling.n)]
-        self.completions = samples if len(samples) > 1 else copies
+        self.completions = self.request.sampling.of_samples(samples)

@@ -104,12 +104,8 @@ def _engine_fingerprints(
 ) -> list[Tensor]:
     prints = Fingerprints(shapes, dtype, bits=addresses, round=round)
     _weights(scheduler, addresses, shapes).add_to(prints)
-    return [
-        numbers.cpu()
-        for numbers in prints.numbers(
-            next(scheduler.tp_worker.model_runner.model.parameters()).device
-        )
-    ]
+    device = next(scheduler.tp_worker.model_runner.model.parameters()).device
+    return [numbers.cpu() for numbers in prints.numbers(device)]
 
 
 def _num_cached(scheduler: Scheduler) -> int:

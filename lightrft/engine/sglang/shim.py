@@ -19,14 +19,7 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from lightrft.core.engine import Request
 from lightrft.engine.base import EngineError
-from lightrft.engine.sglang.lifetime import (
-    Loop,
-    NoHandlers,
-    contain_start,
-    kill,
-    raise_engine_error,
-    unlink_load_files,
-)
+from lightrft.engine.sglang import lifetime
 from lightrft.engine.sglang.scheduler import answer_question, run_scheduler
 from lightrft.models.weight_sync.names import NamedTensor
 
@@ -50,13 +43,13 @@ class SGLangShim:
         # SGLang logs our handler as an error.
         logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)
         sleeps = arguments.get("enable_memory_saver", False)
-        with contain_start(arguments["tp_size"], arguments["dtype"], sleeps=sleeps):
-            self.engine = _SGLang(**arguments, custom_sigquit_handler=raise_engine_error)
-            self.engine.tokenizer_manager.signal_handler_class = NoHandlers
+        with lifetime.contain_start(arguments["tp_size"], arguments["dtype"], sleeps=sleeps):
+            self.engine = _SGLang(**arguments, custom_sigquit_handler=lifetime.raise_engine_error)
+            self.engine.tokenizer_manager.signal_handler_class = lifetime.NoHandlers
             # The first call replaces the signal handlers, and contain_start() restores them.
             self.flush_cache()
-            unlink_load_files(self._processes())  # now, so that a killed run leaves none
-        self.engine.loop = Loop(self.engine.loop)
+            lifetime.unlink_load_files(self._processes())  # now, so that a killed run leaves none
+        self.engine.loop = lifetime.Loop(self.engine.loop)
         signal.signal(signal.SIGQUIT, self.engine.loop.on_death)
         # SGLang's own shutdown kills every child of this process, including the trainer's.
         atexit.unregister(self.engine.shutdown)
@@ -129,9 +122,8 @@ class SGLangShim:
 
     def resume_steps(self) -> None:
         going_on = ContinueGenerationReqInput(torch_empty_cache=False)
-        self.engine.loop.run_until_complete(
-            self.engine.tokenizer_manager.continue_generation(going_on)
-        )
+        manager = self.engine.tokenizer_manager
+        self.engine.loop.run_until_complete(manager.continue_generation(going_on))
 
     def begin_weight_update(self) -> None:
         _checked(self.engine.begin_weight_update())
@@ -178,24 +170,19 @@ class SGLangShim:
             torch.save((question, arguments), Path(folder, "question"))
             # collective_rpc() transfers plain values only, and no results.
             self.engine.collective_rpc(answer_question.__name__, folder=folder)
-            return [
-                torch.load(Path(folder, str(rank)))
-                for rank in range(self.engine.server_args.tp_size)
-            ]
+            ranks = range(self.engine.server_args.tp_size)
+            return [torch.load(Path(folder, str(rank))) for rank in ranks]
 
     def shutdown(self) -> None:
         """End SGLang's own processes only."""
         self.engine.tokenizer_manager._subprocess_watchdog.stop()
         atexit.unregister(self.shutdown)
-        kill(self._processes())
+        lifetime.kill(self._processes())
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
     def _processes(self) -> set[psutil.Process]:
-        return {
-            psutil.Process(pid)
-            for pid in self.engine.get_all_child_pids()
-            if psutil.pid_exists(pid)
-        }
+        children = self.engine.get_all_child_pids()
+        return {psutil.Process(child) for child in children if psutil.pid_exists(child)}
 
     @staticmethod
     def payload(bucket: list[NamedTensor]) -> tuple[Any, str]:

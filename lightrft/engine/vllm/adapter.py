@@ -1,6 +1,5 @@
 """Adapter of vLLM to the interface of all engines."""
 
-import copy
 import gc
 import math
 import random
@@ -246,7 +245,7 @@ class VLLMEngine(LibraryEngine):
                 counts.append(len(ended.token_ids))
             else:
                 counts.append(0 if name in self._held else self._shim.num_sampled(name))
-        return counts if len(counts) == sampling.n else counts * sampling.n
+        return sampling.of_samples(counts)
 
     def _leave_cache(self) -> None:
         """Give later requests another salt than earlier ones.
@@ -311,9 +310,7 @@ class VLLMEngine(LibraryEngine):
         sampling = self._requests.pop(key).sampling
         completions = [completion for _, completion in sorted(self._ended.pop(key).items())]
         # A greedy response is computed once, whatever the number of samples.
-        if len(completions) == sampling.n:
-            return completions
-        return [copy.deepcopy(completions[0]) for _ in range(sampling.n)]
+        return sampling.of_samples(completions)
 
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         with self._fatal("load_weights"), torch.no_grad():
@@ -380,11 +377,8 @@ class VLLMEngine(LibraryEngine):
             lambda module, inputs, output: logits.append(output)
         )
 
-        try:
-            with probe.attached(self._shim.model):
-                self._compute(token_ids)
-        finally:
-            hook.remove()
+        with hook, probe.attached(self._shim.model):
+            self._compute(token_ids)
 
         return probe.recorded(logits[0][-1])
 

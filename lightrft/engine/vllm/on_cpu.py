@@ -166,9 +166,8 @@ class _FastSampling:
         if not all(self._seeds):
             for seeds, generator in zip(self._seeds, generators.values(), strict=True):
                 if not seeds:
-                    seeds += torch.randint(0, NUM_SEEDS, (AHEAD, 2), generator=generator).tolist()[
-                        ::-1
-                    ]
+                    drawn = torch.randint(0, NUM_SEEDS, (AHEAD, 2), generator=generator)
+                    seeds += drawn.tolist()[::-1]
 
         result = np.zeros((2, num_rows), dtype=np.int64)
         result[:, self._rows] = np.array([seeds.pop() for seeds in self._seeds]).T

@@ -152,9 +152,8 @@ def with_the_noise_of_samples(drafter: Any, sampler: Sampler) -> None:
     def sample(hidden_states: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, None]:
         logits = drafter.model.compute_logits(hidden_states)
         sampling = _of_requests(replace(sampling, max_num_logprobs=None), range(len(logits)))
-        return sampler(logits=logits, sampling_metadata=sampling).sampled_token_ids[
-            :, 0
-        ].long(), None
+        output = sampler(logits=logits, sampling_metadata=sampling)
+        return output.sampled_token_ids[:, 0].long(), None
 
     drafter.propose = propose_ahead
     drafter._sample_draft_tokens = sample

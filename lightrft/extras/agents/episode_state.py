@@ -59,6 +59,8 @@ class EpisodeState:
     """Digest of the prompt of the row."""
     num_replies: int = 0
     """Number of replies that were sent to the program."""
+    num_exchanges: int = 0
+    """Number of exchanges that were recorded."""
     until: float = 0.0
     """Latest time for the program to ask for the next turn, in seconds of time.monotonic().
 
@@ -95,28 +97,32 @@ class EpisodeState:
             return None
         return self.turns[-1 if request.after is None else request.after]
 
-    def begin(self, prompt: Prompt, messages: list[Message]) -> Sample:
-        """Return a conversation that begins with a new prompt."""
+    def begin(self, prompt: Prompt, messages: list[Message], role: str) -> Sample:
+        """Return a conversation of a role that begins with a new prompt."""
         conversation = self.sample
         if self.turns or self.sampling:
             conversation = self._branch(prompt, Episode())
         conversation.prompt = prompt
+        conversation.episode.role = role
         conversation.episode.messages = messages
         return conversation
 
-    def read(self, turn: PlayedTurn, token_ids: list[int], messages: list[Message]) -> Sample:
-        """Return the conversation where the model reads an observation after a turn.
+    def read(
+        self, turn: PlayedTurn, token_ids: list[int], messages: list[Message], role: str
+    ) -> Sample:
+        """Return the conversation of a role where the model reads an observation after a turn.
 
-        If other turns have followed that turn, or are being sampled, it is a new branch.
+        It is a new branch if the turn is another role's, or if other turns have followed it or are
+        being sampled.
         """
         before = turn.conversation
         end = turn.num_tokens
-        if end < len(before.token_ids) or any(each is before for each in self.sampling):
+        continued = end < len(before.token_ids) or any(each is before for each in self.sampling)
+        if continued or before.episode.role != role:
             messages_before = before.episode.messages[: turn.num_messages]
             # The tokens up to here are learned in the conversation that had them first.
-            branch = self._branch(
-                before.prompt, Episode(sampled=[False] * end, messages=messages_before)
-            )
+            shared = Episode(sampled=[False] * end, messages=messages_before, role=role)
+            branch = self._branch(before.prompt, shared)
             branch.token_ids = before.token_ids[:end]
             branch.logprobs = before.logprobs[:end]
             branch.weight_versions = before.weight_versions[:end]
@@ -155,6 +161,7 @@ class EpisodeState:
             for turn, reward in ended.rewards
         ]
 
+        episode.role_rewards = ended.role_rewards
         episode.tool_calls = ended.tool_calls
         episode.tool_errors = ended.tool_errors
         episode.tool_seconds = ended.tool_seconds

@@ -23,6 +23,7 @@ from lightrft.extras.agents.messages import (
     COUNTED,
     LENGTH,
     Ended,
+    Exchanged,
     Message,
     Observation,
     Refused,
@@ -32,6 +33,7 @@ from lightrft.extras.agents.messages import (
     from_bytes,
 )
 from lightrft.extras.agents.programs import ProgramSetup
+from lightrft.extras.agents.recording import Recording
 from lightrft.extras.agents.tool_calls import Parse
 from lightrft.extras.agents.turn_format import TurnFormat
 from lightrft.rewards.forks import Forks, Mailbox, Worker
@@ -40,10 +42,10 @@ FAILURES_IN_A_ROW = 32
 """Number of failed episodes in a row that end a run: the environment itself must be broken."""
 LOGGED = 5
 """Number of failed episodes of a step to log; others are only counted."""
-MESSAGE_BYTES_PER_TOKEN = 64
+MESSAGE_BYTES_PER_TOKEN = 512
 """Bytes that a message of a program may have for each token of its limits.
 
-This leaves room for JSON.
+This leaves room for JSON, and for recorded replies with log-probs.
 """
 MESSAGE_BYTES = 1 << 20
 """Bytes that it may have in any case."""
@@ -66,13 +68,17 @@ class Episodes:
     """Largest number of tokens of a response, observations included."""
     other_rewards: str = ""
     """Rewards of the run if none of them is the environment's."""
+    recording: Recording | None = None
 
     def __post_init__(self, setup: ProgramSetup) -> None:
         self._max_message_bytes = MESSAGE_BYTES + MESSAGE_BYTES_PER_TOKEN * (
             self.longest + self.format.section.prompt_max_len
         )
+
         self._forks = Forks(setup)
         weakref.finalize(self, self._forks.close)
+        self.draw = 0
+        """Seed of the episodes that are played now."""
         self._selector = selectors.DefaultSelector()
         self._waiting: deque[EpisodeState] = deque()
         self._idle: list[Worker] = []
@@ -262,6 +268,8 @@ class Episodes:
                 return []
             if isinstance(message, Ended):
                 self._end(state, message)
+            elif isinstance(message, Exchanged) and self.recording is not None:
+                self.recording.add(self.draw, state, message)
             elif turn := self._requested(state, message):
                 requested.append(turn)
         return requested if self.is_active(state) else []
@@ -306,14 +314,15 @@ class Episodes:
 
         messages = _messages(request.observation)
         if before is None:
-            conversation = state.begin(prompt, messages)
+            conversation = state.begin(prompt, messages, request.role)
         else:
-            conversation = state.read(before, token_ids, messages)
+            conversation = state.read(before, token_ids, messages, request.role)
 
         return state.requested(conversation, request)
 
     def _end(self, state: EpisodeState, ended: Ended) -> None:
-        if self.other_rewards and any(reward for _, reward in ended.rewards):
+        rewards = [*ended.role_rewards.values(), *(reward for _, reward in ended.rewards)]
+        if self.other_rewards and any(rewards):
             raise ConfigError(
                 f"the environment or agent gives rewards, which --reward {self.other_rewards}"
                 " ignores: add environment to --reward, with the weight 0 to ignore them"
@@ -354,6 +363,7 @@ class Episodes:
         sample = state.sample
         state.episode.problem = problem
         state.episode.rewards = []
+        state.episode.role_rewards = {}
         sample.masked = True
         sample.finish_reason = "stop"
         self._ended.append(sample)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from lightrft.algorithms.rollout.episode_roles import POLICY
 from lightrft.data.rendering import messages as rendering
 from lightrft.extras.agents.messages import BEGINNING, Message, ToolCall, Turn
 
@@ -21,6 +22,8 @@ class TurnHistory:
     """
 
     def __init__(self) -> None:
+        self.roles: list[str] = []
+        """Role of each turn."""
         self._chats: list[tuple[str, list[Key]]] = []
         self._texts: list[str] = []
         self._stopped: list[str] = []
@@ -29,12 +32,14 @@ class TurnHistory:
     def add(
         self,
         turn: Turn,
+        role: str,
         *,
         messages: list[Message] | None = None,
         tools: Any = None,
         text: str | None = None,
     ) -> None:
-        """Remember a turn that answered messages with tools, or a text, or token ids alone."""
+        """Remember a role's turn that answered messages with tools, a text, or token ids alone."""
+        self.roles.append(role)
         self._chats.append(("", []))
         if messages is not None:
             self.set_chat(-1, turn, messages, tools)
@@ -46,12 +51,15 @@ class TurnHistory:
         """Remember that a turn, whose last tokens are turn `number`, answered these messages."""
         self._chats[number] = _json(tools), [*map(key, [*messages, reply(turn)])]
 
-    def of_chat(self, messages: list[Message], tools: Any = None) -> tuple[int, list[Message]]:
+    def of_chat(
+        self, messages: list[Message], tools: Any = None, role: str = POLICY
+    ) -> tuple[int, list[Message]]:
         """Return the number of the turn that the messages continue, and the messages after it.
 
         The number is BEGINNING if they continue none. Among several turns it is the one with the
-        most messages, and the latest of these. A turn still counts as sent back if the text differs
-        only in outer white space, and the calls only in ids and the form of the JSON.
+        most messages, and the latest of these, first among the role's own. A turn still counts as
+        sent back if the text differs only in outer white space, and the calls only in ids and the
+        form of the JSON.
         """
         keys = [*map(key, messages)]
         described = _json(tools)
@@ -60,35 +68,37 @@ class TurnHistory:
             for tools_of_it, chat in self._chats
         ]
 
-        turn, rest = _longest(chats, keys)
+        turn, rest = self._longest(chats, keys, role)
         return turn, messages[len(keys) - len(rest) :]
 
-    def of_text(self, text: str) -> tuple[int, str]:
+    def of_text(self, text: str, role: str = POLICY) -> tuple[int, str]:
         """Return the number of the turn that the text continues, and the text after it.
 
         The number is BEGINNING if it continues none.
         """
-        turn, rest = _longest(self._texts, text)
+        turn, rest = self._longest(self._texts, text, role)
         # Clients put the text behind a turn that has ended it, and the turn's tokens have it too.
         return turn, rest.removeprefix(self._stopped[turn] if turn != BEGINNING else "")
 
-    def of_token_ids(self, token_ids: list[int]) -> tuple[int, list[int]]:
+    def of_token_ids(self, token_ids: list[int], role: str = POLICY) -> tuple[int, list[int]]:
         """Return the number of the turn that the tokens continue, and the tokens after it.
 
         The number is BEGINNING if they continue none.
         """
-        return _longest(self._token_ids, token_ids)
+        return self._longest(self._token_ids, token_ids, role)
 
+    def _longest(self, earlier: Sequence[Any], sent: Any, role: str) -> tuple[int, Any]:
+        """Return the turn with the longest beginning of what was sent, and the rest of it.
 
-def _longest(earlier: Sequence[Any], sent: Any) -> tuple[int, Any]:
-    """Return the last turn with the longest beginning of what was sent, and the rest of it."""
-    found = (
-        (len(beginning), turn)
-        for turn, beginning in enumerate(earlier)
-        if beginning and sent[: len(beginning)] == beginning
-    )
-    size, turn = max(found, default=(0, BEGINNING))
-    return turn, sent[size:]
+        A role goes on with its own conversation if it can.
+        """
+        found = (
+            (self.roles[turn] == role, len(beginning), turn)
+            for turn, beginning in enumerate(earlier)
+            if beginning and sent[: len(beginning)] == beginning
+        )
+        _, size, turn = max(found, default=(False, 0, BEGINNING))
+        return turn, sent[size:]
 
 
 def reply(turn: Turn) -> Message:

@@ -5,10 +5,12 @@ objects that the program believes.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lightrft.algorithms.rollout.episode_roles import POLICY, ROLE_MARK
 from lightrft.config.values import COLDEST, check_text
 
 Message = dict[str, Any]
@@ -89,6 +91,8 @@ class TurnRequest:
     """True if no turn is sampled: the reply has the tokens that would come before it."""
     stop: list[str] = field(default_factory=list)
     """Texts that end the turn, in addition to the run's."""
+    role: str = POLICY
+    """Role that the model has. A turn of another role is continued by a separate conversation."""
     number: int = 0
     """Number of the request, which the reply repeats: several can wait at the same time."""
 
@@ -109,6 +113,8 @@ class Ended:
 
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """Number of a turn, from 0, and a reward for it."""
+    role_rewards: dict[str, float] = field(default_factory=dict)
+    """Role -> reward, if roles are rewarded separately."""
     tool_calls: int = 0
     tool_errors: int = 0
     """Number of calls that were answered with an error."""
@@ -124,6 +130,19 @@ class Ended:
 
     An unread one would be read by the next episode in the same process.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """A request to the server of an episode and the reply, for --agent_record."""
+
+    path: str
+    request: str
+    status: int
+    reply: str
+    """The body; of a stream, the text of all events."""
+    turn: int | None = None
+    """Number of the turn that was sampled."""
 
 
 # -- on the wire
@@ -187,10 +206,14 @@ def check_request(request: TurnRequest, num_turns: int) -> None:
     ):
         raise ValueError("tools are a list of schemas")
     check_stop(request.stop)
+    if not re.fullmatch(r"[\w-]+", request.role):
+        raise ValueError(
+            f"the role of the model {ROLE_MARK}{request.role} is a name of letters, digits, _ and -"
+        )
     check_sampling(request.sampling)
 
 
-def to_bytes(message: TurnRequest | Ended) -> bytes:
+def to_bytes(message: TurnRequest | Exchanged | Ended) -> bytes:
     """Return a message of a program. Raises ValueError for values that JSON does not know."""
     values = {each.name: getattr(message, each.name) for each in fields(message)}
     try:
@@ -199,18 +222,26 @@ def to_bytes(message: TurnRequest | Ended) -> bytes:
         raise ValueError(f"an observation is text, in plain Python: {error}") from error
 
 
-def from_bytes(content: bytes) -> TurnRequest | Ended:
+def from_bytes(content: bytes) -> TurnRequest | Exchanged | Ended:
     """Return a message of a program. Raises ValueError for anything else."""
     try:
         name, values = json.loads(content)
-        message = {"TurnRequest": TurnRequest, "Ended": Ended}[name](**values)
+        kinds = {kind.__name__: kind for kind in (TurnRequest, Exchanged, Ended)}
+        message = kinds[name](**values)
+        if isinstance(message, Exchanged):
+            texts = str(message.path), str(message.request), int(message.status), str(message.reply)
+            return Exchanged(*texts, message.turn)
         if isinstance(message, Ended):
             rewards = [(int(turn), float(reward)) for turn, reward in message.rewards]
+            roles = {str(role): float(reward) for role, reward in message.role_rewards.items()}
+
             numbers = int(message.tool_calls), int(message.tool_errors), float(message.tool_seconds)
             problem = str(message.problem)
             running = bool(message.calls_running)
             replaced = {str(name): int(count) for name, count in message.overridden.items()}
-            return Ended(rewards, *numbers, problem, running, replaced, int(message.num_replies))
+            return Ended(
+                rewards, roles, *numbers, problem, running, replaced, int(message.num_replies)
+            )
         return message
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error

@@ -127,10 +127,7 @@ class ProgramSetup:
             )
         from lightrft.extras.agents.endpoint.client import converse
 
-        async def program(session: Session, row: dict[str, Any]) -> None:
-            await converse(agent, session, row, self.served)
-
-        return program
+        return partial(converse, agent, served=self.served)
 
 
 class Program:
@@ -250,6 +247,7 @@ def _work(connection: Connection, program: Program) -> None:
         try:
             with kept_alive():
                 asyncio.run(program.run(session, row))
+            session.check_rewards()
         except EpisodeOver:
             pass
         except (EOFError, BrokenPipeError):
@@ -260,6 +258,7 @@ def _work(connection: Connection, program: Program) -> None:
         sys.stdout.flush()
         ended = Ended(
             session.rewards,
+            session.role_rewards,
             session.tool_calls,
             session.tool_errors,
             session.tool_seconds,

@@ -3,15 +3,17 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lightrft.algorithms.rollout.episode_roles import POLICY, ROLE_MARK
 from lightrft.extras.agents.history import TurnHistory, clean_message
 from lightrft.extras.agents.messages import (
     COUNTED,
+    Exchanged,
     Message,
     Observation,
     Refused,
@@ -54,6 +56,7 @@ class Session:
         self.num_replies = 0
         """Number of replies that were read."""
         self.rewards: list[tuple[int, float]] = []
+        self.role_rewards: Counter[str] = Counter()
         self.tool_calls = self.tool_errors = 0
         self.tool_seconds = 0.0
 
@@ -76,10 +79,10 @@ class Session:
     ) -> Turn:
         """Return the turn that follows the messages of a chat.
 
-        `tools` has the schemas of tools that it may call; `max_tokens` is an option. Messages that
-        were sent and turns that were returned before are recognised and not tokenized again; see
-        history.py. If the messages continue none of them, they begin a separate conversation,
-        which is learned like the first one.
+        `tools` has the schemas of tools that it may call; `max_tokens` and `role` are options.
+        Messages that were sent and turns that were returned before are recognised and not tokenized
+        again; see history.py. If the messages continue none of them, they begin a separate
+        conversation, which is learned like the first one.
 
         The turn has no tokens if a limit of the episode leaves no room for it. Raises ValueError
         for messages that cannot be read.
@@ -112,17 +115,17 @@ class Session:
                 " nothing to answer"
             )
 
-        after, rest = self.history.of_chat(messages, tools)
+        after, rest = self.history.of_chat(messages, tools, options.get("role", POLICY))
         return TurnRequest(rest, after, tools=tools or [], **options), messages
 
     async def complete(self, text: str, **options: Any) -> Turn:
         """Return the turn that follows a text, without the chat template; otherwise like chat()."""
-        after, rest = self.history.of_text(text)
+        after, rest = self.history.of_text(text, options.get("role", POLICY))
         return await self.request(TurnRequest(rest, after, plain=True, **options), text=text)
 
     async def generate(self, token_ids: list[int], **options: Any) -> Turn:
         """Return the turn that follows these tokens; otherwise like chat()."""
-        after, rest = self.history.of_token_ids(token_ids)
+        after, rest = self.history.of_token_ids(token_ids, options.get("role", POLICY))
         return await self.request(TurnRequest(rest, after, **options))
 
     async def request(self, request: TurnRequest, **sent: Any) -> Turn:
@@ -137,7 +140,7 @@ class Session:
         if not self._waiting:
             loop.add_reader(self.connection.fileno(), self._receive)
         turn = loop.create_future()
-        self._waiting[number] = turn, sent
+        self._waiting[number] = turn, {"role": request.role, **sent}
 
         await self._send(content)
         return await asyncio.shield(turn)
@@ -192,9 +195,31 @@ class Session:
     def _stop_reading(self) -> None:
         asyncio.get_running_loop().remove_reader(self.connection.fileno())
 
-    def reward(self, value: float) -> None:
-        """Give a reward for the latest turn; the rewards of an episode add up."""
-        self.rewards.append((max(len(self.turns) - 1, 0), float(value)))
+    def record(self, *exchange: Any) -> None:
+        """Let the rank write an exchange of the server, with the fields of Exchanged."""
+        self.connection.send_bytes(to_bytes(Exchanged(*exchange)))
+
+    def reward(self, value: float | Mapping[str, float]) -> None:
+        """Give a reward for the latest turn; the rewards of an episode add up.
+
+        A mapping has a reward for all turns of each role.
+        """
+        if isinstance(value, Mapping):
+            self.role_rewards.update({str(role): float(one) for role, one in value.items()})
+        else:
+            self.rewards.append((max(len(self.turns) - 1, 0), float(value)))
+
+    def check_rewards(self) -> None:
+        """Raise ValueError unless either turns have rewards, or all roles with turns."""
+        if self.role_rewards and self.rewards:
+            raise ValueError("the reward is a number, or a number for each role, not both")
+        missing = {*self.history.roles} - self.role_rewards.keys()
+        if self.role_rewards and missing:
+            raise ValueError(
+                f"the role {min(missing)!r} has turns and no reward, and {sorted(self.role_rewards)}"
+                " have one: return a number for each role (a request names its role as the model"
+                f" {ROLE_MARK}ROLE; without a role it is {POLICY!r})"
+            )
 
     def count_call(self, began: float, *, failed: bool) -> None:
         """Count a call of a tool that began at this time.perf_counter()."""

@@ -260,7 +260,5 @@ def amount(number: int) -> str:
 def _parser() -> argparse.ArgumentParser:
     usage = "lightrft plan [CONFIG.yaml] --ranks N [flags]"
     parser = command_parser("plan", __doc__, usage=usage, allow_abbrev=False)
-    used = "the command that the run uses"
-    parser.add_argument("--command", choices=TRAINING, default="train_ppo", help=used)
     parser.add_argument("--device", choices=DEVICES, default="h100", help="kind of device")
     return parser

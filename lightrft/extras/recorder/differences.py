@@ -22,6 +22,7 @@ from lightrft.app.run.digests import FILE, OF_SEQUENCES, PHASES, read_digests
 from lightrft.app.run.resume_check import NO_EFFECT_ON_NUMBERS
 from lightrft.app.run.run_folder import DESCRIPTION, checkpoints_of
 from lightrft.config.tables import table
+from lightrft.config.values import read_object
 from lightrft.extras.tools.comparison import read_settings
 from lightrft.strategy.checkpoint.manifest import checkpoints
 from lightrft.strategy.checkpoint.reader import CheckpointReader
@@ -145,8 +146,7 @@ def _descriptions(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _description(folder: Path) -> dict[str, Any]:
-    file = folder / DESCRIPTION
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return read_object(folder / DESCRIPTION)
 
 
 def _data(folders: Sequence[Path]) -> Iterator[str]:

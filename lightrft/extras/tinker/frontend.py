@@ -295,18 +295,12 @@ class Frontend:
     # -- training
 
     def forward_backward(self, content: bytes) -> dict[str, Any]:
-        body = protocol.read_training(content, self.served.limits)
-        self._model(body.model)
+        number, arguments = protocol.read_training(content, self.served.limits)
+        model = arguments["name"]
+        self._model(model)
         return self._promise(
-            _request_id(body.model, body.seq_id),
-            lambda: self.jobs.add(
-                "forward_backward",
-                name=body.model,
-                examples=body.examples,
-                loss=body.loss,
-                config=body.config,
-                learn=body.learn,
-            ),
+            _request_id(model, number),
+            lambda: self.jobs.add("forward_backward", **arguments),
             protocol.write_outputs,
         )
 

@@ -74,44 +74,34 @@ class Jobs:
         return found
 
 
-@dataclass(slots=True)
-class Promise:
-    """A result that comes later."""
-
-    result: Future[Any]
-    encode: Callable[[Any], bytes | dict[str, Any]]
-    """Function that writes the result: bytes of protobuf, or an object."""
+Encode = Callable[[Any], bytes | dict[str, Any]]
+"""Function that writes a result: bytes of protobuf, or an object."""
 
 
 class Promises:
     """Results by the id of the request. A request that is sent again is not done again."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Promise] = {}
+        self._known: dict[str, tuple[Future[Any], Encode]] = {}
         self._ended: deque[tuple[float, str]] = deque()
         """Requests that have ended, in this order, with the time."""
 
-    def add(
-        self,
-        request_id: str,
-        begin: Callable[[], Future[Any]],
-        encode: Callable[[Any], bytes | dict[str, Any]],
-    ) -> str:
+    def add(self, request_id: str, begin: Callable[[], Future[Any]], encode: Encode) -> str:
         """Begin a request, unless one with this id has begun; return the id."""
         self._forget_old()
         if request_id not in self._known:
             result = begin()
-            self._known[request_id] = Promise(result, encode)
+            self._known[request_id] = result, encode
             result.add_done_callback(lambda _: self._ended.append((time.monotonic(), request_id)))
         return request_id
 
     async def answer(self, request_id: str) -> Response:
         """Wait a moment for a result."""
-        promise = self._known.get(request_id)
-        if promise is None:
+        if request_id not in self._known:
             return JSONResponse({"detail": f"there is no request {request_id!r:.100}"}, 410)
 
-        waiting = asyncio.wrap_future(promise.result)
+        result, encode = self._known[request_id]
+        waiting = asyncio.wrap_future(result)
         # asyncio logs the errors that nobody looks at with a traceback.
         waiting.add_done_callback(asyncio.Future.exception)
         done, _ = await asyncio.wait({waiting}, timeout=LONG_POLL_SECONDS)
@@ -119,13 +109,13 @@ class Promises:
             again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return JSONResponse(again, 408)
 
-        error = promise.result.exception()
+        error = result.exception()
         if error is not None:
             of_the_user = isinstance(error, RequestRefused | ValueError)
             category = "user" if of_the_user else "server"
             return JSONResponse({"error": str(error), "category": category})
 
-        answer = promise.encode(promise.result.result())
+        answer = encode(result.result())
         if isinstance(answer, bytes):
             return Response(answer, media_type=PROTOBUF)
         return JSONResponse(answer)

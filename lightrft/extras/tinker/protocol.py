@@ -54,20 +54,8 @@ class RequestLimits:
     """Tokens of a response whose request does not say how many."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingRequest:
-    """A request for a loss, with or without gradients."""
-
-    model: str
-    seq_id: int
-    examples: Examples
-    loss: str
-    config: dict[str, float]
-    learn: bool
-
-
-def read_training(content: bytes, limits: RequestLimits) -> TrainingRequest:
-    """Read a request of forward() or forward_backward()."""
+def read_training(content: bytes, limits: RequestLimits) -> tuple[int, dict[str, Any]]:
+    """Return the number of a request of forward() or forward_backward(), and what a worker gets."""
     message = wire.ForwardBackwardRequest()
     try:
         message.ParseFromString(content)
@@ -91,14 +79,13 @@ def read_training(content: bytes, limits: RequestLimits) -> TrainingRequest:
         except ValueError as error:
             raise ValueError(f"datum {index}: {error}") from error
 
-    return TrainingRequest(
-        message.model_id,
-        message.seq_id,
-        _examples(rows, loss),
-        name,
-        _config(message, loss),
-        not message.forward_only,
-    )
+    return message.seq_id, {
+        "name": message.model_id,
+        "examples": _examples(rows, loss),
+        "loss": name,
+        "config": _config(message, loss),
+        "learn": not message.forward_only,
+    }
 
 
 def _config(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float]:

@@ -7,7 +7,6 @@ an element takes 4.127 bits.
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from lightrft.config.errors import ConfigError
 from lightrft.models.empty import real_parameters
 from lightrft.models.four_bits import SCALE_BLOCK, SCALE_GROUP
+from lightrft.models.parallel.collectives import with_gradient
 
 Gather = Callable[[Iterable[tuple[str, Tensor]], torch.dtype], Iterator[tuple[str, Tensor]]]
 """Function that yields the full tensors of parameters, in a dtype."""
@@ -57,27 +57,13 @@ class QuantizedLinear(nn.Linear):
         return dequantize(codes, scales, self.numbers.to(packed.device), self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return QuantizedProduct.apply(x.to(self.dtype), self.weight, self.bias, self)
-
-
-class QuantizedProduct(torch.autograd.Function):
-    """x W^T + b, with the gradient of x alone.
-
-    The matrix is computed again in the backward pass, so that it takes no memory in between.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, layer: QuantizedLinear
-    ) -> Tensor:
-        ctx.save_for_backward(packed)
-        ctx.layer = layer
-        return F.linear(x, layer.matrix(packed), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (packed,) = ctx.saved_tensors
-        return grad @ ctx.layer.matrix(packed), None, None, None
+        packed = self.weight
+        # The matrix is unpacked again for the gradient, so that it stays nowhere in between.
+        return with_gradient(
+            x.to(self.dtype),
+            lambda x: F.linear(x, self.matrix(packed), self.bias),
+            lambda grad: grad @ self.matrix(packed),
+        )
 
 
 def quantize_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:

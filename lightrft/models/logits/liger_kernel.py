@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightrft.config.tables import table
-from lightrft.models.weight_sync.stream import outermost
+from lightrft.models.outermost import outermost
 
 LIGER_FAMILIES: dict[str, str] = table("models/families")["liger"]
 """Supported values of model_type, with the kernel of the feed-forward layers.

@@ -49,9 +49,8 @@ class Truncation:
     @property
     def while_early(self) -> Self:
         """Return the restriction at the tokens of a response before the smallest allowed length."""
-        return replace(
-            self, banned=tuple(sorted({*self.banned, *self.banned_early})), banned_early=()
-        )
+        banned = tuple(sorted({*self.banned, *self.banned_early}))
+        return replace(self, banned=banned, banned_early=())
 
     def __call__(self, logits: Tensor, keep: Tensor | None = None) -> Tensor:
         """Return `logits` [t, V] with -inf outside of the part.
@@ -60,9 +59,8 @@ class Truncation:
         """
         if keep is not None:
             keep = torch.where(keep < 0, logits.shape[-1], keep)
-        return logits.masked_fill_(
-            self.outside(logits, self.threshold(logits), keep=keep), -torch.inf
-        )
+        outside = self.outside(logits, self.threshold(logits), keep=keep)
+        return logits.masked_fill_(outside, -torch.inf)
 
     def outside(
         self, logits: Tensor, threshold: Tensor, *, first: int = 0, keep: Tensor | None = None

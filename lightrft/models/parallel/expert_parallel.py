@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
+from lightrft.models.outermost import outermost
 from lightrft.models.parallel.collectives import Axis, same, with_gradient
 from lightrft.models.parallel.recompute import once
 from lightrft.models.parallel.tensor_parallel import LocalParameters, distribute
-from lightrft.models.weight_sync.stream import outermost
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Forward pass of a layer's experts: tokens [t, H], chosen experts [t, k], weights [t, k]."""

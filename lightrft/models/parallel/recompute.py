@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lightrft.models.outermost import outermost
 from lightrft.models.parallel.device import begin_copy
-from lightrft.models.weight_sync.stream import outermost
 
 KEPT = "kept, "
 """Beginning of the name of an attention that selective recomputation keeps, before its own name."""

@@ -275,11 +275,8 @@ class Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        size = ctx.axis.size
-        rank = ctx.axis.rank
-        return None, *(
-            None if gradient is None else gradient.chunk(size)[rank] for gradient in gradients
-        )
+        axis = ctx.axis
+        return None, *(g if g is None else g.chunk(axis.size)[axis.rank] for g in gradients)
 
 
 def gather_summed(values: Tensor, axis: Axis) -> Tensor:

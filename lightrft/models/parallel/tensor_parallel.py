@@ -40,6 +40,7 @@ from torch.distributed.tensor import (
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrft.config.tables import table
+from lightrft.models.outermost import outermost
 from lightrft.models.parallel.collectives import Axis, same, with_gradient
 from lightrft.models.parallel.sequence_parallel import (
     Gather,
@@ -47,7 +48,6 @@ from lightrft.models.parallel.sequence_parallel import (
     begin_reduce_scatter,
     select_tokens,
 )
-from lightrft.models.weight_sync.stream import outermost
 
 FAMILIES: list[str] = table("models/families")["tensor_parallel"]
 """Supported values of model_type."""

@@ -43,9 +43,8 @@ class Ulysses(SequenceParallel):
         """Exchange tensors [t, H, D] of one dtype for [T, H / ranks, D] in one all-to-all."""
         # Heads are grouped by rank: [ranks, t, H / ranks, D].
         grouped = [x.unflatten(1, (self.axis.size, -1)).transpose(0, 1) for x in values]
-        mixed = _exchanged(
-            torch.cat([tensor.flatten(2) for tensor in grouped], -1), self.axis
-        ).flatten(0, 1)
+        joined = torch.cat([tensor.flatten(2) for tensor in grouped], -1)
+        mixed = _exchanged(joined, self.axis).flatten(0, 1)
         exchanged = mixed.split([tensor[0, 0].numel() for tensor in grouped], -1)
 
         return tuple(
@@ -57,11 +56,8 @@ class Ulysses(SequenceParallel):
 
     def after_attention(self, output: Tensor) -> Tensor:
         """Exchange [T, H / ranks, D] for [t, H, D]."""
-        return (
-            _exchanged(output.unflatten(0, (self.axis.size, -1)), self.axis)
-            .transpose(0, 1)
-            .flatten(1, 2)
-        )
+        exchanged = _exchanged(output.unflatten(0, (self.axis.size, -1)), self.axis)
+        return exchanged.transpose(0, 1).flatten(1, 2)
 
 
 def head_problems(num_heads: int, sp: int) -> list[str]:

@@ -73,10 +73,8 @@ def _local_columns(layer: nn.Module) -> tuple[int, int]:
     Zero padding is included.
     """
     if _is_sglangs(layer):
-        return (
-            layer.moe_tp_rank * layer.intermediate_size_per_partition,
-            layer.intermediate_size_per_partition,
-        )
+        size = layer.intermediate_size_per_partition
+        return layer.moe_tp_rank * size, size
     size = layer.moe_config.intermediate_size_per_partition
     return layer.moe_config.moe_parallel_config.tp_rank * size, size
 

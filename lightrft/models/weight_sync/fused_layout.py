@@ -279,9 +279,8 @@ class FusedWeights:
             if piece.layer not in results:
                 x = signs(piece.column + columns, piece.layer.weight.device)[piece.column :]
                 x = x.to(prints.dtype)
-                results[piece.layer] = piece.layer.quant_method.apply(piece.layer, x[None], None)[
-                    0
-                ].double()
+                product = piece.layer.quant_method.apply(piece.layer, x[None], None)
+                results[piece.layer] = product[0].double()
             values = results[piece.layer][piece.index]
             if SCALE_NAME in piece.layer._parameters:  # they are compared by themselves
                 values = values / piece.layer.weight_scale.double()[piece.index, 0]

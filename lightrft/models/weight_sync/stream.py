@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from lightrft.models.outermost import outermost
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.device import ahead, free_memory
 from lightrft.models.parallel.dtensor_slices import ShardSlice, shard_slices
 from lightrft.models.parallel.shm_all_gather import AllGather
 from lightrft.models.weight_sync.names import NamedTensor
-
-Kind = TypeVar("Kind", bound=nn.Module)
 
 FREE_SHARE = 8
 """Divisor of the free memory that gives the size of a bucket if none is configured."""
@@ -67,15 +66,6 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(path, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer
-
-
-def outermost(module: nn.Module, kind: type[Kind]) -> Iterator[Kind]:
-    """Yield the modules of a class inside `module` that are in no other of this class."""
-    if isinstance(module, kind):
-        yield module
-    else:
-        for child in module.children():
-            yield from outermost(child, kind)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

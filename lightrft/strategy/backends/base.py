@@ -158,9 +158,8 @@ class Backend(Verbs, ABC):
         for parameter in module.parameters():
             # The optimizer updates float32 values, even if computation is in bfloat16.
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(
-                    torch.float32 if parameter.requires_grad else self.dtype
-                )
+                dtype = torch.float32 if parameter.requires_grad else self.dtype
+                parameter.data = parameter.data.to(dtype)
 
     @abstractmethod
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
@@ -195,9 +194,7 @@ class Backend(Verbs, ABC):
         A `max_norm` of 0 does not clip. Returns the norm before clipping: [] float32, equal on all
         ranks.
         """
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
         norm = global_grad_norm(parameters, self.device)
 
         # The norm covers all ranks, so either all of them step or none does.

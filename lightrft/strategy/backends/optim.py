@@ -229,9 +229,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
 
     `norm` comes from global_grad_norm().
     """
-    gradients = [
-        local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None
-    ]
+    gradients = [local_tensor(each.grad) for each in parameters if each.grad is not None]
     if gradients:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, scale.to(gradients[0].device))
@@ -298,9 +296,7 @@ class BitSums:
     @torch.no_grad()
     def _add(self, kind: str, optimizer: Optimizer, *_: Any) -> None:
         if kind == "gradient":
-            parameters = {
-                parameter for group in optimizer.param_groups for parameter in group["params"]
-            }
+            parameters = {each for group in optimizer.param_groups for each in group["params"]}
             if parameters & self._stepped:
                 self._update += 1
                 self._stepped.clear()

@@ -128,19 +128,11 @@ def _checksum(features: Features) -> int:
 
 def put_batch(store: MemoryStore, batch: Batch) -> None:
     """Write all columns of a batch under the batch's rows."""
-    sequences = {
-        name: value
-        for name, value in batch.columns("sequence").items()
-        if name not in ("rows", "lengths")
-    }
+    sequences = batch.columns("sequence")
+    del sequences["rows"], sequences["lengths"]
     objects = {} if batch.media is None else {"media": batch.media}
-    store.put(
-        batch.rows,
-        batch.lengths,
-        tokens=batch.columns("token"),
-        sequences=sequences,
-        objects=objects,
-    )
+    columns = {"tokens": batch.columns("token"), "sequences": sequences, "objects": objects}
+    store.put(batch.rows, batch.lengths, **columns)
 
 
 def get_batch(store: MemoryStore, ids: list[int], like: B) -> B:

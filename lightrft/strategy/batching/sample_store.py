@@ -276,9 +276,8 @@ class MemoryStore:
         index_of = {row: index for index, row in enumerate(rows.ids.tolist())}
         source = rows.ranks[[index_of[row] for row in after.ids.tolist()]]
         sent = _split_by_rank(after.select(source == rank), after.ranks[source == rank], size)
-        coming = _split_by_rank(
-            after.select(after.ranks == rank), source[after.ranks == rank], size
-        )
+        local = after.ranks == rank
+        coming = _split_by_rank(after.select(local), source[local], size)
         types = {name: self._columns[name] for name in names}
         flat = torch.cat(
             [pack_columns([each.select(share.ids) for each in types.values()]) for share in sent]

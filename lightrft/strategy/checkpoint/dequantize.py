@@ -28,6 +28,7 @@ SCALE_ENDINGS = ("_scale_inv", "_scale")
 UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")
 """Endings of scales for activations and caches."""
 BLOCKS_ENDING = "_blocks"
+PACKED_ENDINGS = ("_packed", "qweight", BLOCKS_ENDING)
 MXFP4_SCALES = "_scales"
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers with three bits, E2M1; the fourth bit is the sign."""
@@ -86,14 +87,9 @@ def _kinds(files: WeightFiles, source: Path, method: str) -> dict[str, str]:
     kinds = {name: kind for name, kind in files.dtypes().items() if not name.endswith(UNUSED)}
     for name, kind in kinds.items():
         scaled = any(name + suffix in kinds for suffix in SCALE_ENDINGS)
-        mxfp4 = (
-            name.endswith(BLOCKS_ENDING)
-            and name.removesuffix(BLOCKS_ENDING) + MXFP4_SCALES in kinds
-        )
-        packed = (
-            name.endswith((*WEIGHT_ENDINGS, "_packed", "qweight", BLOCKS_ENDING))
-            and kind in INTEGERS
-        )
+        plain = name.removesuffix(BLOCKS_ENDING)
+        mxfp4 = plain != name and plain + MXFP4_SCALES in kinds
+        packed = kind in INTEGERS and name.endswith((*WEIGHT_ENDINGS, *PACKED_ENDINGS))
 
         if (kind in FP8 and not scaled) or (packed and not mxfp4):
             raise ConfigError(

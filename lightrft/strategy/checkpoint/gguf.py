@@ -33,7 +33,7 @@ from lightrft.config.tables import table
 from lightrft.models.weight_files import check_finite, refuse_tensors, stored_tensors
 from lightrft.strategy.checkpoint.hf_export import export_whole
 
-FACTS: dict[str, Any] = table("strategy/checkpoint/gguf")
+GGUF_FACTS: dict[str, Any] = table("strategy/checkpoint/gguf")
 """What transformers does not know of these files."""
 LLAMA_FREQUENCIES = "rope_freqs.weight"
 """Tensor with the divisors of the rotary frequencies; llama.cpp computes it from Llama 3's
@@ -81,7 +81,7 @@ def _model(
     family = settings["general.architecture"]
     sizes = {
         field: settings[f"{family}.{key}"]
-        for key, field in FACTS["settings"].items()
+        for key, field in GGUF_FACTS["settings"].items()
         if f"{family}.{key}" in settings
     }
     config = AutoConfig.from_pretrained(folder, gguf_file=name, **sizes)
@@ -175,7 +175,7 @@ def _rope_of_llama_3(model: PreTrainedModel, divisors: Tensor) -> dict[str, Any]
     """
     plain = model.config.rope_parameters
     config = model.config
-    rope = plain | FACTS["llama_3_rope"] | {"factor": divisors.max().item()}
+    rope = plain | GGUF_FACTS["llama_3_rope"] | {"factor": divisors.max().item()}
     default = plain["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
     config.rope_parameters = rope
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
@@ -201,18 +201,18 @@ def _tokenizer(folder: Path, name: str, settings: dict[str, Any]) -> PreTrainedT
 
     if settings["tokenizer.ggml.model"] == "gpt2":
         pieces = settings.get("tokenizer.ggml.pre", "default")
-        if pieces in FACTS["single_digits"]:
+        if pieces in GGUF_FACTS["single_digits"]:
             digits = pre_tokenizers.Digits(individual_digits=True)
             backend.pre_tokenizer = pre_tokenizers.Sequence(
                 [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
             )
-        elif pieces not in GGUF_PRE_TOKENIZER_SPLITS.keys() | FACTS["like_gpt_2"]:
+        elif pieces not in GGUF_PRE_TOKENIZER_SPLITS.keys() | GGUF_FACTS["like_gpt_2"]:
             raise ValueError(
                 f"its pre-tokenizer {pieces!r} is unknown, so text would become other tokens than"
                 " in training"
             )
 
-        backend.model.ignore_merges = begins = pieces in FACTS["whole_words"]
+        backend.model.ignore_merges = begins = pieces in GGUF_FACTS["whole_words"]
     else:
         first, *_ = backend.encode("a", add_special_tokens=False).tokens
         if first.startswith(SPACE) != settings.get("tokenizer.ggml.add_space_prefix", True):

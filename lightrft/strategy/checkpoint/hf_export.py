@@ -35,14 +35,7 @@ from lightrft.models.qwen_omni import OTHER_PREFIXES, published_config, speaks
 from lightrft.models.weight_files import WeightFiles, cached_folder
 from lightrft.models.weight_sync.names import PublishedNames, transformers_class
 from lightrft.models.weight_sync.stream import persistent_buffers
-from lightrft.strategy.checkpoint.atomic import (
-    TEMPORARY,
-    CheckpointError,
-    run_on_first,
-    sync_file,
-    sync_folder,
-    write_folder,
-)
+from lightrft.strategy.checkpoint import atomic
 from lightrft.strategy.checkpoint.shard_writer import ShardWriter
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -83,9 +76,9 @@ def export(
             f" {type(model).__name__}"
         )
 
-    writer = ShardWriter(folder.with_name(folder.name + TEMPORARY), MAX_SHARD_BYTES, world)
+    writer = ShardWriter(folder.with_name(folder.name + atomic.TEMPORARY), MAX_SHARD_BYTES, world)
     published = PublishedNames.of(model).rename(stream)
-    write_folder(
+    atomic.write_folder(
         folder,
         world,
         partial(_check_target, folder),
@@ -118,10 +111,10 @@ def rehearse(
             _read_back(Path(folder), tokenizer, trust_remote_code=trust_remote_code)
 
     try:
-        run_on_first(
+        atomic.run_on_first(
             world, f"{model.name_or_path} cannot be saved as a model after training", attempt
         )
-    except CheckpointError as error:
+    except atomic.CheckpointError as error:
         raise ConfigError(str(error)) from error
 
 
@@ -212,9 +205,9 @@ def export_adapter(
             if tokenizer is not None:
                 _write_tokenizer(tokenizer, temporary)
             for path in temporary.rglob("*"):
-                (sync_folder if path.is_dir() else sync_file)(path)
+                (atomic.sync_folder if path.is_dir() else atomic.sync_file)(path)
 
-    write_folder(folder, world, partial(_check_target, folder, mark=ADAPTER_CONFIG), write)
+    atomic.write_folder(folder, world, partial(_check_target, folder, mark=ADAPTER_CONFIG), write)
     return folder
 
 
@@ -289,7 +282,7 @@ def _write_rest(
     for file in (*_files_beside(model), *code):
         shutil.copy(file, temporary)
     for path in temporary.rglob("*"):
-        (sync_folder if path.is_dir() else sync_file)(path)
+        (atomic.sync_folder if path.is_dir() else atomic.sync_file)(path)
 
 
 def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, temporary: Path) -> None:

@@ -19,17 +19,7 @@ from loguru import logger
 
 from lightrft.core.metrics import GB
 from lightrft.models.parallel.collectives import Axis
-from lightrft.strategy.checkpoint.atomic import (
-    TEMPORARY,
-    CheckpointError,
-    open_file,
-    remove,
-    remove_folder,
-    replace_file,
-    run_on_all_ranks,
-    run_on_first,
-    write_file,
-)
+from lightrft.strategy.checkpoint import atomic
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 MANIFEST = "manifest.json"
@@ -62,7 +52,7 @@ class Manifest:
         Raise OSError or ValueError if it is missing or invalid.
         """
         try:
-            with open_file(folder / MANIFEST) as file:
+            with atomic.open_file(folder / MANIFEST) as file:
                 manifest = Manifest(**json.load(file))
             numbers = [manifest.number, manifest.world_size]
             for size, checksum in manifest.files.values():
@@ -98,7 +88,7 @@ def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], Non
         for share in world.gather(measured):
             manifest.files |= share
         if world.rank == 0:
-            write_file(folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+            atomic.write_file(folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
 
     return [list_names, measure, write]
 
@@ -110,7 +100,7 @@ def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]
     """
     manifests = []
     for path in root.iterdir() if root.is_dir() else ():
-        if not path.is_dir() or path.name.endswith(TEMPORARY):
+        if not path.is_dir() or path.name.endswith(atomic.TEMPORARY):
             continue
 
         try:
@@ -130,7 +120,7 @@ def read_state(folder: Path, needs: Kinds = NOTHING) -> dict[str, Any]:
     Raise OSError or ValueError for anything else.
     """
     try:
-        with open_file(folder / STATE) as file:
+        with atomic.open_file(folder / STATE) as file:
             state = json.load(file)
         wrong = [
             name for name, kind in needs.items() if not isinstance(state["client"][name], kind)
@@ -196,11 +186,11 @@ def newest_intact(root: Path, needs: Kinds, world: Axis) -> tuple[Manifest, Path
 def read_intact(path: Path, needs: Kinds, world: Axis) -> tuple[Manifest, Path]:
     """Return the checkpoint at `path`; raise CheckpointError if it is missing or damaged."""
     manifest: list[Manifest] = []
-    run_on_all_ranks(
+    atomic.run_on_all_ranks(
         world, f"{path} is not a complete checkpoint", lambda: manifest.append(Manifest.read(path))
     )
     if problems := damage(path, manifest[0], needs, world):
-        raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
+        raise atomic.CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
     return manifest[0], path
 
 
@@ -209,17 +199,17 @@ def next_number(root: Path, *, being_written: Collection[str]) -> int:
 
     Remove what interrupted runs have left behind: incomplete folders and files.
     """
-    for path in root.glob(f"*{TEMPORARY}"):
+    for path in root.glob(f"*{atomic.TEMPORARY}"):
         if path.name not in being_written:
             logger.warning("removing {}, which an interrupted run left behind", path)
-            remove(path)
+            atomic.remove(path)
     return max((manifest.number for manifest, _ in checkpoints(root)), default=0) + 1
 
 
 def update_latest(root: Path, tag: str, world: Axis) -> None:
     latest = root / LATEST
-    run_on_first(
-        world, f"{latest} could not be written", partial(replace_file, latest, tag.encode())
+    atomic.run_on_first(
+        world, f"{latest} could not be written", partial(atomic.replace_file, latest, tag.encode())
     )
 
 
@@ -233,14 +223,14 @@ def rotate(root: Path, max_num: int, max_gb: float) -> None:
         total += manifest.num_bytes / GB
         if position and (position >= max_num or total > max_gb):
             try:
-                remove_folder(path)
+                atomic.remove_folder(path)
             except OSError as error:
                 logger.warning("old checkpoint {} could not be removed: {}", path, error)
 
 
 def _measure(path: Path) -> tuple[int, int]:
     checksum = 0
-    with open_file(path) as file:
+    with atomic.open_file(path) as file:
         while chunk := file.read(2**24):
             checksum = zlib.crc32(chunk, checksum)
         return os.fstat(file.fileno()).st_size, checksum

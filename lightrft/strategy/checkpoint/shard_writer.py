@@ -4,9 +4,9 @@ Each rank keeps the tensors of one file at most in memory.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -48,11 +48,8 @@ class ShardWriter:
         self.total_bytes = self.total_bytes + tensor.nbytes
 
         if (len(self.files) - 1) % self.world.size == self.world.rank and self._failure is None:
-            self._try(
-                lambda: self._tensors.update(
-                    {name: tensor.detach().to("cpu", copy=True).contiguous()}
-                )
-            )
+            with self._kept():
+                self._tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
 
     def finish(self) -> None:
         """Write the last file, and raise the first error of this rank, if there was one."""
@@ -66,12 +63,10 @@ class ShardWriter:
         The names contain the number of files, so one rank calls this after all ranks have finished.
         """
         count = len(self.files)
+        numbers = range(1, count + 1)
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in numbers]
         if count == 1:
             names = [WEIGHTS_FILE]
-        else:
-            names = [
-                f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
-            ]
         for number, name in enumerate(names):
             self._path(number).rename(self.folder / name)
 
@@ -89,16 +84,18 @@ class ShardWriter:
         self._tensors = {}
         if tensors and self._failure is None:
             path = self._path(len(self.files) - 1)
-            self._try(
-                lambda: (save_file(tensors, path, metadata={"format": "pt"}), sync_file(path))
-            )
+            with self._kept():
+                save_file(tensors, path, metadata={"format": "pt"})
+                sync_file(path)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}.tmp"
 
-    def _try(self, action: Callable[[], Any]) -> None:
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keep a failure until finish(), because the other ranks go on."""
         try:
             with naming(self.folder):
-                action()
+                yield
         except Exception as error:
             self._failure = self._failure or error

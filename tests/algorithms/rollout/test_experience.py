@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
@@ -17,10 +18,13 @@ from lightrft.algorithms.rollout.experience import flatten_for_run, with_branche
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.algorithms.stages.build import experience_maker
 from lightrft.algorithms.stages.compare import compare_rewards
+from lightrft.algorithms.terms import policy_objective
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
+from lightrft.config.errors import ConfigError
 from lightrft.core.advantages import reward_to_go
 from lightrft.core.experience import flatten, place_at_tokens
 from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm, micro_batches
 from lightrft.core.samples import Episode, Prompt, Sample
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
@@ -603,6 +607,227 @@ def test_branches_have_the_advantage_of_their_episode(folder, held):
             for index in members
         ]
         assert sorted(planned) == rows
+
+
+# -- episodes with several roles
+
+
+def roled() -> list[Sample]:
+    """Return two groups of episodes in which a solver, the judge, or both have conversations.
+
+    Every role has a separate reward. The second episode has two conversations of the judge, and the
+    third none. Another reward, of 0.5, counts for both in the last episode.
+    """
+    rewards = [(1.0, -1.0), (3.0, 2.0), (8.0, 9.0), (1.0, 0.0), (2.0, 4.0)]
+    episodes = [
+        with_a_branch(make_sample([60], [1, 2, 3], 0, 0.0), 3, [9]),
+        with_a_branch(make_sample([60], [4, 5], 0, 0.0), 1, [8, 7], [6]),
+        with_a_branch(make_sample([60], [10], 0, 0.0), 0),
+        with_a_branch(make_sample([70, 71], [11], 1, 0.0), 0, [12]),
+        with_a_branch(make_sample([70, 71], [14], 1, 0.0), 1, [15]),
+    ]
+    for episode, (solver, judge) in zip(episodes, rewards, strict=True):
+        episode.reward_components = {"policy:solver": solver, "policy:judge": judge}
+        episode.episode.role = "solver"
+        for branch in episode.episode.branches:
+            branch.episode.role = "judge"
+    episodes[4].reward_components["other"] = 0.5
+    for episode in episodes:
+        episode.reward = sum(episode.reward_components.values())
+    return episodes
+
+
+OF_ROLES = [("solver", [[1, 3, 8], [1, 2.5]]), ("judge", [[-1, 2], [0, 4.5]])]
+"""Rewards that are compared with each other, by role and group."""
+CONVERSATIONS = {
+    "solver": [[[1, 2, 3]], [[4, 5]], [[10]], [[11]], [[14]]],
+    "judge": [[[9]], [[8, 7], [6]], [[12]], [[15]]],
+}
+"""Learned tokens of each conversation of each role, by episode."""
+
+
+def minus_mean(rewards):
+    return [reward - sum(rewards) / len(rewards) for reward in rewards]
+
+
+def by_deviation(rewards):
+    centered = minus_mean(rewards)
+    std = (sum(each**2 for each in centered) / (len(rewards) - 1)) ** 0.5
+    return [each / (std + 1e-4) for each in centered]
+
+
+def minus_others(rewards):
+    return [each - (sum(rewards) - each) / (len(rewards) - 1) for each in rewards]
+
+
+BY_HAND = {
+    "dr_grpo": minus_mean,
+    "grpo": by_deviation,
+    "rloo": minus_others,
+    "reinforce++": lambda rewards: rewards,
+}
+
+
+def make_roled(folder: str, held: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    policy = make_policy(folder, 5, reference=False)
+    train = TrainSection(train_batch_size=5, max_tokens_per_microbatch=16)
+    algorithm = AlgorithmSection(**options)
+    return experience_of(policy, roled(), held, algorithm=algorithm, train=train, branches=True)
+
+
+def learned_advantages(results: list[dict[str, Any]]) -> dict[tuple[int, ...], set[float]]:
+    """Return learned tokens of a conversation -> the advantages of its tokens."""
+    return {
+        tuple(found["input_ids"][found["loss_mask"]].tolist()): {
+            round(value, 4) for value in found["advantages"][found["loss_mask"]].tolist()
+        }
+        for result in results
+        for found in sequences(result).values()
+    }
+
+
+@pytest.mark.parametrize("held", [[5], [1, 4], [0, 5]], ids=str)
+@pytest.mark.parametrize("across", [False, True], ids=["role", "group"])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_rewards_of_roles_are_compared_with_those_of_the_role_or_of_the_group(
+    folder, name, across, held
+):
+    options = {"advantage_estimator": name, "role_advantage": "group" if across else "role"}
+    found = learned_advantages(run_ranks(len(held), make_roled, folder, held, options))
+
+    expected = {}
+    rewards = dict(OF_ROLES)
+    pools = [[rewards[role][group]] for group in (0, 1) for role in rewards]
+    if across:
+        pools = [[rewards["solver"][group], rewards["judge"][group]] for group in (0, 1)]
+    for pool in pools:
+        values = iter(BY_HAND[name]([reward for part in pool for reward in part]))
+        for part in pool:
+            role = next(role for role, groups in OF_ROLES if part in groups)
+            first = 0 if part is rewards[role][0] else len(rewards[role][0])
+            for conversations in CONVERSATIONS[role][first : first + len(part)]:
+                value = next(values)
+                expected |= {tuple(tokens): {round(value, 4)} for tokens in conversations}
+    assert found == expected
+
+
+def test_roles_are_kept_out_of_the_loss(folder):
+    options = {"advantage_estimator": "dr_grpo", "train_roles": ["judge"]}
+    found = learned_advantages(run_ranks(2, make_roled, folder, [2, 3], options))
+    judged = [tuple(tokens) for episode in CONVERSATIONS["judge"] for tokens in episode]
+    assert sorted(found) == sorted([(), *judged])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"train_roles": ["solvr", "x"]},
+            "have only the roles judge, solver: the model policy:ROLE",
+        ),
+        ({"advantage_estimator": "remax"}, "remax does not support rewards of roles"),
+    ],
+)
+def test_roles_that_a_run_cannot_learn_from_are_named(folder, options, message):
+    assert message in run_ranks(1, roles_refused, folder, options)[0]
+
+
+def roles_refused(folder: str, options: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        make_roled(folder, [5], options)
+    return str(error.value)
+
+
+# -- the weight of an episode with branches
+
+
+def eight_branches() -> list[Sample]:
+    """Return an episode with eight branches, and one without; their rewards are 3 and 1."""
+    first = make_sample([60, 61], [1, 2, 3, 4], 0, 3.0)
+    branches = [[20 + index] * (1 + index % 3) for index in range(8)]
+    with_a_branch(first, 2, *branches)
+    for index, branch in enumerate(first.episode.branches[4:]):  # as after other first turns
+        branch.token_ids = branch.token_ids[2:]
+        branch.prompt = Prompt(0, "", [60, 61, 90 + index])
+        branch.logprobs = branch.logprobs[2:]
+        branch.episode = Episode(sampled=[True] * len(branch.token_ids))
+    return [first, with_a_branch(make_sample([60, 61], [7, 8], 0, 1.0), 0)]
+
+
+def gradients(folder: str, held: list[int], options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the gradients of the run's objective, of all ranks."""
+    policy = make_policy(folder, 2, reference=False)
+    algorithm = AlgorithmSection(advantage_estimator="dr_grpo", **options)
+    train = TrainSection(train_batch_size=2, max_tokens_per_microbatch=40)
+    data = policy.strategy.mesh.data
+    mine = eight_branches()[sum(held[: data.rank]) : sum(held[: data.rank + 1])]
+    shape = RewardShaper(RewardSection(), longest=10)
+    make = experience_maker(
+        policy,
+        algorithm,
+        train,
+        compare=compare_rewards(algorithm, shape, {}),
+        kl_coefficient=KLCoefficient(0.0),
+        branches=True,
+    )
+    plan = make(mine, Metrics())
+    (rows,) = plan.minibatches
+    batch = plan.experience
+    term = LossTerm(batch, rows, policy_objective(algorithm), policy.denominator(batch, rows))
+    policy.begin(len(rows))
+    for micro_batch in micro_batches(batch, rows, policy.strategy.to_device):
+        policy.add_gradients(micro_batch, term)
+    found = {
+        name: parameter.grad for name, parameter in policy.actor.language_model.named_parameters()
+    }
+    return {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in found.items()
+    }
+
+
+def gradients_of_separate_rows(
+    folder: str, weights: list[float], sizes: str
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of transformers' model, each row alone with its weight."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    losses, counts = [], []
+    for sample, advantage in zip(eight_branches(), [1.0, -1.0], strict=True):
+        for row in sample.rows:
+            ids = torch.tensor([*row.prompt.token_ids, *row.token_ids])
+            logp = (model(input_ids=ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+            logp = logp[:-1].gather(-1, ids[1:, None])[:, 0][-len(row.token_ids) :]
+            own = torch.tensor(row.episode.sampled)
+            losses.append(-advantage * logp[own].sum())  # a ratio of 1 has the log-prob's gradient
+            counts.append(int(own.sum()))
+    if sizes == "seq-mean-token-mean":
+        shares = [weight / count for weight, count in zip(weights, counts, strict=True)]
+        total = sum(weights)
+    elif sizes == "token-mean":
+        shares = weights
+        total = sum(weight * count for weight, count in zip(weights, counts, strict=True))
+    else:
+        shares, total = weights, sum(weights)
+    sum(loss * share / total for loss, share in zip(losses, shares, strict=True)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("held", [[2], [1, 1]], ids=str)
+@pytest.mark.parametrize("mean", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("weight", ["branch", "episode"])
+def test_branches_have_the_gradients_of_separate_samples_with_their_weights(
+    folder, weight, mean, held
+):
+    options = {"branch_weight": weight, "loss_agg_mode": mean}
+    weights = [1 / 9 if weight == "episode" else 1.0] * 9 + [1.0]
+    expected = gradients_of_separate_rows(folder, weights, mean)
+    for found in run_ranks(len(held), gradients, folder, held, options):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            largest = max(1.0, gradient.abs().max().item())
+            assert (found[name] - gradient).abs().max() < 1e-6 * largest, name
 
 
 def of_the_moon(rewards, groups, *, phase):

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,23 @@ async def delegates(client, row):
         last = await ask(row["prompt"], plan, "z")
     said = last + "".join(more)
     return sum(32 <= ord(letter) < 127 for letter in said) / max(len(said), 1)
+
+
+async def players(client, row):
+    """Two players of one model take turns; what one wins, the other loses."""
+    said = {"policy:first": [row["prompt"]], "policy:second": ["y"]}
+    letters = dict.fromkeys(said, 0)
+    last = ""
+    for player in [*said, *said]:
+        said[player][-1] += last
+        roles = ["user", "assistant"] * len(said[player])
+        messages = [{"role": role, "content": text} for role, text in zip(roles, said[player])]
+        reply = await client.chat.completions.create(model=player, messages=messages)
+        last = reply.choices[0].message.content
+        said[player] += [last, "z"]
+        letters[player] += sum(32 <= ord(letter) < 127 for letter in last) / 16
+    first, second = letters.values()
+    return {"first": first - second, "second": second - first}
 
 
 async def forgets(client, row):
@@ -300,6 +319,40 @@ def test_branches_are_learned_alike_in_every_layout(chats, tmp_path):
         assert {name: other[name] for name in names} == pytest.approx(
             {name: row[name] for name in names}, rel=2e-3, abs=1e-5
         )
+
+
+def test_roles_are_learned_alike_in_every_layout_and_after_a_resume(chats, tmp_path):
+    """A game of two roles, of which both learn, or only one."""
+    folder, flags = chats
+    flags = [*flags, f"--agent={folder}/agent.py:players", "--train_batch_size=16"]
+    layouts = [[], ["--sp_size=2"], ["--train_roles", "second"]]
+    runs = [([*flags, *layout], tmp_path / str(number)) for number, layout in enumerate(layouts)]
+    plain, divided, alone = train_in_turn("train_ppo", 2, runs)
+    assert_alike(plain, divided)
+    for row in [*plain, *alone]:
+        assert row["episodes/drift"] == 0 and row["episodes/branches"] > 0.9
+        assert row["reward/first"] == pytest.approx(-row["reward/second"], abs=1e-6)
+        assert row["train/grad_norm"] > 0 and row["rollout/reward_max"] < 1e-6
+    assert plain[0]["rollout/reward"] == alone[0]["rollout/reward"]
+    assert plain[0]["train/grad_norm"] != alone[0]["train/grad_norm"]
+    assert 0.4 < alone[0]["rollout/left_out"] < 0.6 and plain[0]["rollout/left_out"] < 0.1
+
+    recorded = [*flags, f"--agent_record={tmp_path}/agent.sqlite"]
+    saving = ["--save_steps=1"]
+    whole, resumed = train_and_resume(
+        "train_ppo", 2, recorded, tmp_path / "resumed", stop=1, end=2, saving=saving
+    )
+    assert_equal(whole, resumed)
+
+    # Both runs have the same file, and the same episodes. Each turn is there once.
+    rows = []
+    for rank in range(2):
+        with closing(sqlite3.connect(tmp_path / f"agent.rank{rank}.sqlite")) as file:
+            query = "SELECT draw, prompt_group, slot, number, role, token_ids FROM exchanges"
+            rows += file.execute(query).fetchall()
+    assert len({row[0] for row in rows}) == 2 and len({row[:4] for row in rows}) == len(rows)
+    assert len(rows) == 4 * 2 * 8 * 4
+    assert {row[4] for row in rows} == {"first", "second"} and all(row[5] for row in rows)
 
 
 def test_an_error_of_an_episode_is_told_and_not_what_the_engine_says_then(inputs, tmp_path):

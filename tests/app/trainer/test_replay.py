@@ -141,6 +141,8 @@ def test_all_of_a_sample_is_recorded_except_experts(tmp_path):
         "tool_seconds": 0.5,
         "problem": "late",
         "num_turns": 1,
+        "role": "solver",
+        "role_rewards": {"solver": 0.5},
         "overridden": {"temperature": 2},
         "branches": [branch],
         "drift": 1,

@@ -1,7 +1,7 @@
 """Run agents that talk to the model as a client of an OpenAI-compatible server."""
 
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -10,8 +10,8 @@ from lightrft.extras.agents.endpoint.protocol import EndpointModel
 from lightrft.extras.agents.endpoint.server import serving
 from lightrft.extras.agents.session import Session
 
-Agent = Callable[[AsyncOpenAI, dict[str, Any]], Awaitable[float | None]]
-"""Function from a client and the columns of a row to the reward of the episode."""
+Agent = Callable[[AsyncOpenAI, dict[str, Any]], Awaitable[float | Mapping[str, float] | None]]
+"""Function from a client and the columns of a row to the reward of the episode, or of each role."""
 CERTIFICATES = ssl.create_default_context()
 """Loaded once, before the workers are forked: loading them takes a client longer than a turn."""
 

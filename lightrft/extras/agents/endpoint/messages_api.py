@@ -15,7 +15,7 @@ from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel, event,
 from lightrft.extras.agents.history import split_thoughts
 from lightrft.extras.agents.messages import LENGTH, Turn
 
-MESSAGES_PARAMETERS = ("max_tokens", "temperature", "top_p", "top_k", "stream")
+MESSAGES_PARAMETERS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 """Parameters that have the same meaning in a chat completion."""
 ERROR_TYPES = {
     "invalid_api_key": "authentication_error",

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from lightrft.algorithms.rollout.episode_roles import POLICY, ROLE_MARK
 from lightrft.config.tables import table
 from lightrft.config.values import check_text
 from lightrft.extras.agents.history import good_calls
@@ -42,6 +43,8 @@ class EndpointModel:
     fixed: Mapping[str, float]
     """The run's temperature, top_p, top_k and min_p if the model learns. Empty: requests choose."""
     end_token_ids: frozenset[int] = frozenset()
+    records: bool = False
+    """True if each exchange is sent to the rank (--agent_record)."""
     refuses: bool = False
     """True if a request with other sampling parameters is refused, rather than sampled as the run
     says."""
@@ -58,6 +61,7 @@ class Options(TypedDict):
     max_tokens: int | None
     sampling: dict[str, float]
     stop: list[str]
+    role: str
 
 
 def read_body(content: bytes) -> Body:
@@ -144,7 +148,9 @@ def read_options(body: Body, served: EndpointModel) -> Options:
     if "top_k" in chosen:
         chosen["top_k"] = max(chosen["top_k"], 0)  # others write -1 for all tokens
 
-    return Options(max_tokens=min(limits, default=None), sampling=chosen, stop=stop)
+    model = body.get("model") or ""
+    role = model.removeprefix(ROLE_MARK) if model.startswith(ROLE_MARK) else POLICY
+    return Options(max_tokens=min(limits, default=None), sampling=chosen, stop=stop, role=role)
 
 
 def _check_tools(body: Body) -> None:

@@ -18,7 +18,8 @@ from lightrft.extras.agents.history import clean_message, split_thoughts
 from lightrft.extras.agents.messages import LENGTH, Message, Turn
 
 RESPONSES_PARAMETERS = (
-    *("temperature", "top_p", "tool_choice", "stream", "top_logprobs", "parallel_tool_calls"),
+    *("model", "temperature", "top_p", "tool_choice", "stream", "top_logprobs"),
+    "parallel_tool_calls",
 )
 """Parameters that have the same meaning in a chat completion."""
 DELTAS = {

@@ -30,6 +30,7 @@ from lightrft.extras.http_server import (
 )
 
 T = TypeVar("T")
+EVENTS = "text/event-stream"
 Sessions = Callable[[str], AbstractContextManager[Session]]
 """Function from the `x-session-id` of a request, which may be empty, to its episode's context."""
 
@@ -43,6 +44,8 @@ Events = Callable[[Body, Body], Iterator[str]]
 Problem = Callable[[str, str], Body]
 """Function from a message and a code to the body of an error."""
 Log = Callable[[Request, int, str], None]
+Record = Callable[[str, str, int, str, int | None], None]
+"""Function of the arguments of Exchanged."""
 
 
 def no_room() -> Refusal:
@@ -62,16 +65,23 @@ class Address(NamedTuple):
 
 
 def application(
-    sessions: Sessions, served: EndpointModel, key: str = "", *, log: Log | None = None
+    sessions: Sessions,
+    served: EndpointModel,
+    key: str = "",
+    *,
+    log: Log | None = None,
+    record: Record | None = None,
 ) -> Starlette:
     """Return the application that answers requests with turns of episodes.
 
     With a key, requests without it are refused. `log` gets each request with the status of the
-    answer, and a text about it.
+    answer, and a text about it. `record` gets each exchange.
     """
-    routes = _Routes(sessions, served, key, log)
+    routes = _Routes(sessions, served, key, log, record)
+    # The turn of an episode is complete when it comes.
+    grow = None if served.fixed else routes.growing_chat
     posts = {
-        "/v1/chat/completions": routes.handler(routes.chat, grow=routes.growing_chat),
+        "/v1/chat/completions": routes.handler(routes.chat, grow=grow),
         "/v1/completions": routes.handler(routes.complete),
         "/inference/v1/generate": routes.handler(routes.generate, events=None),
         "/v1/responses": routes.handler(routes.respond, events=responses_api.events),
@@ -100,6 +110,7 @@ class _Routes:
     served: EndpointModel
     key: str
     log: Log | None
+    record: Record | None
 
     def handler(
         self,
@@ -120,7 +131,13 @@ class _Routes:
 
         async def handle(request: Request) -> Response:
             began = time.monotonic()
+            request.state.content = b""
+            request.state.turn = None
             response, about = await answered(self._answer(request, take, events, grow), refuse)
+            if self.record is not None:
+                sent, reply = request.state.content.decode(errors="replace"), bytes(response.body)
+                status, turn = response.status_code, request.state.turn
+                self.record(request.url.path, sent, status, reply.decode(), turn)
             if self.log is not None:
                 seconds = time.monotonic() - began
                 self.log(request, response.status_code, f"{seconds:.2f} s{about}")
@@ -139,7 +156,8 @@ class _Routes:
         check_key(presented, self.key, "that of this server, or that of an earlier episode")
 
         # A mistake in a request costs that request alone: others go on.
-        body = protocol.read_body(await content_of(request, self.served.max_request_bytes))
+        request.state.content = await content_of(request, self.served.max_request_bytes)
+        body = protocol.read_body(request.state.content)
         with ExitStack() as context:
             session = context.enter_context(self.sessions(request.headers.get("x-session-id", "")))
             if grow is not None and body.get("stream"):
@@ -147,14 +165,16 @@ class _Routes:
                 first = await _unless_left(
                     request, anext(growing)
                 )  # a refusal still has a status of its own
-                return _event_stream(_all_events(first, growing, context.pop_all()))
+                grown = _all_events(first, growing, context.pop_all())
+                return StreamingResponse(grown, media_type=EVENTS)
 
             turn, content = await _unless_left(request, take(session, body))
             if not (turn.token_ids or turn.finish_reason == COUNTED):
                 raise no_room()
 
+        request.state.turn = turn.number if turn.token_ids else None
         if events is not None and body.get("stream"):
-            return _event_stream(events(content, body))
+            return Response("".join(events(content, body)), media_type=EVENTS)
         return JSONResponse(content)
 
     async def chat(self, session: Session, body: Body) -> tuple[Turn, Body]:
@@ -230,7 +250,7 @@ class _Routes:
         parameters = body.get("sampling_params") or {}
         if not isinstance(parameters, dict):
             raise ValueError("sampling_params is an object")
-        options = self._options(session, parameters)
+        options = self._options(session, parameters | {"model": body.get("model")})
         turn = await session.generate(protocol.read_token_ids(body.get("token_ids")), **options)
         return turn, protocol.generate_reply(turn)
 
@@ -261,10 +281,6 @@ async def _unless_left(request: Request, answer: Awaitable[T]) -> T:
         await asyncio.gather(answered, left, return_exceptions=True)
 
 
-def _event_stream(events: AsyncIterator[str] | Iterator[str]) -> Response:
-    return StreamingResponse(events, media_type="text/event-stream")
-
-
 async def _all_events(
     first: str, events: AsyncIterator[str], session: AbstractContextManager[Any]
 ) -> AsyncIterator[str]:
@@ -286,7 +302,8 @@ async def serving(session: Session, served: EndpointModel) -> AsyncIterator[Addr
     """
     key = secrets.token_hex(16)
     listener = listening("127.0.0.1", 0)
-    app = application(lambda _: nullcontext(session), served, key)
+    record = session.record if served.records else None
+    app = application(lambda _: nullcontext(session), served, key, record=record)
 
     server = uvicorn.Server(server_settings(app))
     running = asyncio.create_task(server.serve(sockets=[listener]))

@@ -3,13 +3,12 @@
 lightrft forecast runs/mine --target 0.9 --price 2.5
 """
 
-import json
-
 from rich.console import Console
 
 from lightrft.app.cli import command_parser
 from lightrft.app.observe.curves import read_history
 from lightrft.app.run.logs import set_up_logging
+from lightrft.config.values import read_object
 from lightrft.extras.tools.forecast import Forecast, Interval
 
 RECENT = 10
@@ -24,8 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     history = read_history(options.folder / "metrics.jsonl")
     rewards = [value for _, value in history.get("rollout/reward", ()) if value is not None]
     largest = [value for _, value in history.get("rollout/reward_max", ()) if value is not None]
-    file = options.folder / "run.json"
-    described = json.loads(file.read_text()) if file.is_file() else {}
+    described = read_object(options.folder / "run.json")
     until = options.steps or described.get("total_steps") or 2 * len(rewards)
     try:
         forecast = Forecast(rewards, most=max(largest, default=float("inf")))
