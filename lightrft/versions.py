@@ -65,6 +65,7 @@ EXTRAS = {
     "math": {"math-verify": ">=0.9,<0.10"},
     "json": {"jsonschema": ">=4.18"},
     "reasoning-gym": {"reasoning-gym": ">=0.1.25,<0.2"},
+    "ledger": {"datasketch": ">=1.6"},
     "transfer-queue": {"TransferQueue": ">=0.1.11,<0.2"},
     "docs": {
         "mkdocs": ">=1.6,<2",

@@ -64,7 +64,10 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "gamed.py").write_text(REWARDS)
 
-    lines = ["| reward | runs | false gain | alarm in | alarm before half of the gain |", "|---|---|---|---|---|"]
+    lines = [
+        "| reward | runs | false gain | alarm in | alarm before half of the gain |",
+        "|---|---|---|---|---|",
+    ]
     for name in GAMED:
         found = [gamed_run(options, name, seed) for seed in range(options.seeds)]
         gains = [gain for gain, *_ in found]

@@ -71,7 +71,9 @@ def plant(source: Path, target: Path, seed: int) -> set[int]:
     labels = [row["label"] for row in rows]
     for index in planted:
         rows[index]["label"] = next(
-            label for label in iter(lambda: generator.choice(labels), None) if label != labels[index]
+            label
+            for label in iter(lambda: generator.choice(labels), None)
+            if label != labels[index]
         )
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {index + 1 for index in planted}

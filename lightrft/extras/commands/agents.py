@@ -34,12 +34,7 @@ REPLY_SECONDS = 600.0
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = command_parser("agents", __doc__)
-    parser.add_argument("action", choices=["replay"], help="replay: send recorded requests again")
-    parser.add_argument("files", nargs="+", help="files of --agent_record")
-    parser.add_argument("--base_url", required=True, help="address of the server")
-    parser.add_argument("--limit", type=int, help="number of requests")
-    options = parser.parse_args(argv)
+    options = command_parser("agents", __doc__).parse_args(argv)
 
     with user_errors(ConfigError):
         exchanges = [each for file in options.files for each in read(file)][: options.limit]

@@ -8,7 +8,6 @@ The table is also in report.html. The file ledger.sqlite is open to other progra
 has a line for each row.
 """
 
-import argparse
 import csv
 import json
 import sqlite3
@@ -45,7 +44,7 @@ ON_PAGE = 2000
 
 
 def main(argv: list[str] | None = None) -> None:
-    commands = parser()
+    commands = command_parser("ledger", __doc__)
     options = commands.parse_args(argv)
     set_up_logging()
     dropped = set(options.drop.split(","))
@@ -93,21 +92,11 @@ def _write_table(
     chosen = sorted(records, key=lambda record: (record.row not in reasons, record.row))[:ON_PAGE]
     rows = []
     for record in chosen:
-        mean, deviation = rates.posterior(record.right, record.responses)
         signals = sum(draw.has_signal for draw in record.draws)
-        rows.append(
-            [
-                record.location,
-                excerpt(record.prompt),
-                ", ".join(record.labels),
-                len(record.draws),
-                round(mean, 3),
-                round(deviation, 3),
-                round(1000 * signals / max(record.tokens, 1), 3),
-                record.draws[-1].step,
-                "; ".join(reasons.get(record.row, [])),
-            ]
-        )
+        rate = rates.posterior(record.right, record.responses)
+        shown = [record.location, excerpt(record.prompt), ", ".join(record.labels)]
+        shown += [len(record.draws), *rate, 1000 * signals / max(record.tokens, 1)]
+        rows.append([*shown, record.draws[-1].step, "; ".join(reasons.get(record.row, []))])
     (folder / LEDGER).write_text(json.dumps({"rows": rows, "count": len(records)}))
     logger.info("report: {}", write_report(folder))
 
@@ -120,11 +109,8 @@ def _write_review(path: Path, records: Sequence[RowRecord], found: Sequence[Susp
         writer.writerow(["location", "suspect", "probability", "evidence", "prompt", "label"])
         for each in found:
             record = by_row[each.row]
-            label = ", ".join(record.labels)
-            probability = f"{each.probability:.3f}"
-            writer.writerow(
-                [each.location, each.kind, probability, each.evidence, record.prompt, label]
-            )
+            suspect = [each.location, each.kind, round(each.probability, 3), each.evidence]
+            writer.writerow([*suspect, record.prompt, ", ".join(record.labels)])
     logger.info("{} suspects: {}", len(found), path)
 
 
@@ -141,15 +127,3 @@ def _write_rows(path: Path, folder: Path, found: Sequence[Suspect], dropped: set
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     count += 1
     logger.info("{} rows without {} suspects: {}", count, len(left_out), path)
-
-
-def parser() -> argparse.ArgumentParser:
-    commands = command_parser("ledger", __doc__)
-    commands.add_argument("folder", type=Path, help="the save_path of a run of train_ppo")
-    cleaned = "write the rows of --prompt_data without the suspects to this JSONL file"
-    commands.add_argument("--write", type=Path, metavar="FILE", help=cleaned)
-    kinds = f"suspects that --write leaves out: {', '.join(SUSPECT_KINDS)}"
-    commands.add_argument("--drop", default="wrong_label,leak,duplicate", help=kinds)
-    review = "write all suspects with their evidence to this CSV file, to be looked through"
-    commands.add_argument("--review", type=Path, metavar="FILE", help=review)
-    return commands
