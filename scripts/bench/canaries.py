@@ -9,7 +9,6 @@ A run takes about ten seconds on a quiet core.
 """
 
 import argparse
-import json
 import math
 import subprocess
 import sys

@@ -179,7 +179,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     if has_episodes(config.environment) or config.engine.speculative != "none" or replays:
         measures.append(measure_turns_and_drafts)
     if config.watch.ledger:
-        book = extra("--ledger").book_of(config, strategy.mesh, observer.writer, eval_sets)
+        held_out = [prompt for each in eval_sets for prompt in each.prompts]
+        book = extra("--ledger").Book(config, strategy.mesh, observer.writer, held_out)
         measures.append(book.measure)
     if config.rollout.dump_rollouts:
         dump = RecordedSamples(config.rollout.dump_rollouts, strategy.mesh)

@@ -3,7 +3,7 @@
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightrft.app.observe.sinks import Writer
+from lightrft.config.sections import Config
 from lightrft.core.groups import RIGHT
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
+from lightrft.extras.ledger.answers import Reader, answer_reader
 from lightrft.models.parallel.mesh import Mesh
 from lightrft.rewards.functions import right_answers
 
@@ -22,7 +24,7 @@ LEDGER_FILE = "ledger.sqlite"
 TABLES = """
 CREATE TABLE IF NOT EXISTS prompts (
     row INTEGER PRIMARY KEY, location TEXT, prompt TEXT, labels TEXT);
-CREATE TABLE IF NOT EXISTS held_out (prompt TEXT);
+CREATE TABLE IF NOT EXISTS held_out (prompt TEXT UNIQUE);
 CREATE TABLE IF NOT EXISTS draws (
     step INTEGER, row INTEGER, responses INTEGER, right INTEGER, reward REAL, squares REAL,
     tokens INTEGER, truncated INTEGER, answers TEXT);
@@ -88,7 +90,7 @@ class RowRecord:
         return sum((Counter(json.loads(draw.answers)) for draw in self.draws), Counter())
 
 
-def labels_of(label: Any, answer: Callable[[str], str | None] | None) -> list[str]:
+def labels_of(label: Any, answer: Reader | None) -> list[str]:
     """Return the right answers of a row in the form of `answer`; none if the label is no answer."""
     try:
         texts = right_answers(label)
@@ -100,24 +102,13 @@ def labels_of(label: Any, answer: Callable[[str], str | None] | None) -> list[st
 class Book:
     """Adds the groups of each step to the ledger of a run. It is a measure of a step."""
 
-    def __init__(
-        self,
-        folder: Path,
-        mesh: Mesh,
-        writer: Writer,
-        answer: Callable[[str], str | None] | None,
-        held_out: Sequence[str] = (),
-    ):
-        """Set up the ledger in a run's folder.
-
-        `answer` returns what the reward reads as the answer of a response; None if it cannot be
-        told. `held_out` are the prompts of --eval_data.
-        """
-        self.path = folder / LEDGER_FILE
+    def __init__(self, config: Config, mesh: Mesh, writer: Writer, held_out: Sequence[Prompt] = ()):
+        """Set up the ledger in a run's folder. `held_out` are the prompts of --eval_data."""
+        self.path = Path(config.train.save_path) / LEDGER_FILE
         self.mesh = mesh
         self.writer = writer
-        self.answer = answer
-        self.held_out = held_out
+        self.answer = answer_reader(config.reward.reward)
+        self.held_out = [(prompt.text,) for prompt in held_out]
         self._known: set[int] = set()
         """Rows whose prompt is in the file."""
 
@@ -139,9 +130,7 @@ class Book:
             self.writer.submit(partial(self._write, step, draws, prompts))
 
     def _draw(self, step: int, group: list[Sample]) -> Draw:
-        answers: Counter[str] = Counter()
-        if self.answer is not None:
-            answers.update(filter(None, (self.answer(sample.text) for sample in group)))
+        answers = map(self.answer, [sample.text for sample in group]) if self.answer else ()
         return Draw(
             step,
             group[0].prompt.index,
@@ -151,7 +140,7 @@ class Book:
             sum(sample.reward**2 for sample in group),
             sum(len(sample.token_ids) for sample in group),
             sum(sample.truncated for sample in group),
-            json.dumps(answers, ensure_ascii=False),
+            json.dumps(Counter(filter(None, answers)), ensure_ascii=False),
         )
 
     def _prompt(self, prompt: Prompt) -> tuple[int, str, str, str] | None:
@@ -169,12 +158,8 @@ class Book:
             file.execute("DELETE FROM draws WHERE step >= ?", (step,))
             file.executemany("INSERT INTO draws VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", draws)
             file.executemany("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?, ?)", prompts)
-            if self.held_out:
-                file.execute("DELETE FROM held_out")
-                file.executemany(
-                    "INSERT INTO held_out VALUES (?)", [(text,) for text in self.held_out]
-                )
-                self.held_out = ()
+            file.executemany("INSERT OR IGNORE INTO held_out VALUES (?)", self.held_out)
+            self.held_out = []
 
 
 def read_ledger(folder: Path) -> tuple[list[RowRecord], list[str]]:

@@ -41,11 +41,14 @@ class Suspect:
     """A row that looks wrong."""
 
     kind: str
-    row: int
-    location: str
+    record: RowRecord
     evidence: str
     probability: float = 1.0
     """Probability that it is; 1 where the evidence is a fact."""
+
+    @property
+    def location(self) -> str:
+        return self.record.location
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def suspects(records: Sequence[RowRecord], held_out: Sequence[str] = ()) -> list
         *forgotten(records),
     ]
     return sorted(
-        found, key=lambda each: (SUSPECT_KINDS.index(each.kind), -each.probability, each.row)
+        found, key=lambda each: (SUSPECT_KINDS.index(each.kind), -each.probability, each.record.row)
     )
 
 
@@ -149,8 +152,7 @@ def wrong_labels(records: Sequence[RowRecord]) -> Iterator[Suspect]:
         if probability >= LIKELY:
             yield Suspect(
                 "wrong_label",
-                record.row,
-                record.location,
+                record,
                 f"{other} of {total} responses say {answer!r:.40}, and {label} say the label"
                 f" {', '.join(record.labels)!r:.40}",
                 probability,
@@ -195,7 +197,7 @@ def leaks(records: Sequence[RowRecord]) -> Iterator[Suspect]:
                 f" where right ones usually have {usual:.0f}"
             )
         if evidence:
-            yield Suspect("leak", record.row, record.location, evidence)
+            yield Suspect("leak", record, evidence)
 
 
 def _given_away(prompt: str, label: str, frequency: Counter[str], count: int) -> str | None:
@@ -241,7 +243,7 @@ def duplicates(records: Sequence[RowRecord], held_out: Sequence[str] = ()) -> It
         else:
             continue
 
-        yield Suspect("duplicate", record.row, record.location, reason)
+        yield Suspect("duplicate", record, reason)
 
 
 def _pairs(texts: Sequence[str]) -> set[tuple[int, int]]:
@@ -283,8 +285,7 @@ def dead(records: Sequence[RowRecord]) -> Iterator[Suspect]:
             kind = "too easy: all" if record.right else "too hard: none"
             yield Suspect(
                 "dead",
-                record.row,
-                record.location,
+                record,
                 f"{kind} of {record.responses} responses in {draws} draws were right",
             )
 
@@ -301,8 +302,7 @@ def forgotten(records: Sequence[RowRecord]) -> Iterator[Suspect]:
         ):
             yield Suspect(
                 "forgotten",
-                record.row,
-                record.location,
+                record,
                 f"{best.right} of {best.responses} responses were right in step {best.step}, none"
                 f" of {last.responses} in step {last.step}",
             )

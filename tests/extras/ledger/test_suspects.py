@@ -52,7 +52,7 @@ def test_planted_wrong_labels_are_found():
         truth = str(generator.randrange(1000))
         records.append(answered("none" if row in planted else truth, truth, generator, row))
 
-    found = {suspect.row for suspect in wrong_labels(records)}
+    found = {suspect.record.row for suspect in wrong_labels(records)}
     assert len(found & planted) >= 0.8 * len(planted)
     assert len(found & planted) >= 0.8 * len(found)
 
@@ -122,7 +122,7 @@ def test_rows_that_are_held_out_too_are_found():
     rows = [record(1, f"{WORDS} 5", "5"), record(2, f"{WORDS} 6", "6")]
 
     (found,) = duplicates(rows, [f"{WORDS}  6"])
-    assert (found.row, "--eval_data" in found.evidence) == (2, True)
+    assert (found.record.row, "--eval_data" in found.evidence) == (2, True)
 
 
 def test_short_prompts_are_duplicates_only_if_they_are_equal():
@@ -138,7 +138,10 @@ def test_rows_without_any_signal_are_dead():
     young = record(4, "a", "b", draw(0), draw(0))
 
     found = list(dead([hard, easy, alive, young]))
-    assert [(each.row, each.evidence[:8]) for each in found] == [(1, "too hard"), (2, "too easy")]
+    assert [(each.record.row, each.evidence[:8]) for each in found] == [
+        (1, "too hard"),
+        (2, "too easy"),
+    ]
 
 
 def test_rows_that_were_solved_once_are_forgotten():

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         _write_table(options.folder, records, found, rates)
         _show(records, found)
         if options.review:
-            _write_review(options.review, records, found)
+            _write_review(options.review, found)
         if options.write:
             _write_rows(options.write, options.folder, found, dropped)
     except (OSError, ValueError, sqlite3.Error, DataError) as error:
@@ -87,7 +87,9 @@ def _write_table(
     """Write the table of the report, and the report."""
     reasons: dict[int, list[str]] = {}
     for each in found:
-        reasons.setdefault(each.row, []).append(f"{each.kind.replace('_', ' ')}: {each.evidence}")
+        reasons.setdefault(each.record.row, []).append(
+            f"{each.kind.replace('_', ' ')}: {each.evidence}"
+        )
 
     chosen = sorted(records, key=lambda record: (record.row not in reasons, record.row))[:ON_PAGE]
     rows = []
@@ -101,16 +103,14 @@ def _write_table(
     logger.info("report: {}", write_report(folder))
 
 
-def _write_review(path: Path, records: Sequence[RowRecord], found: Sequence[Suspect]) -> None:
+def _write_review(path: Path, found: Sequence[Suspect]) -> None:
     """Write the suspects as a table that a person can look through."""
-    by_row = {record.row: record for record in records}
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["location", "suspect", "probability", "evidence", "prompt", "label"])
         for each in found:
-            record = by_row[each.row]
             suspect = [each.location, each.kind, round(each.probability, 3), each.evidence]
-            writer.writerow([*suspect, record.prompt, ", ".join(record.labels)])
+            writer.writerow([*suspect, each.record.prompt, ", ".join(each.record.labels)])
     logger.info("{} suspects: {}", len(found), path)
 
 
