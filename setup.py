@@ -30,7 +30,7 @@ setup(
     ),
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["lightrft", "lightrft.*"]),
-    package_data={"": ["py.typed", "*.pyi", "*.html", "*.sh", "*.yaml", "tables/*.yaml"]},
+    package_data={"": ["py.typed", "*.pyi", "*.html", "*.sh", "*.sql", "*.yaml", "tables/*.yaml"]},
     install_requires=versions["requirements"](versions["CORE"]),
     extras_require={
         extra: versions["requirements"](table) for extra, table in versions["EXTRAS"].items()

@@ -1,4 +1,4 @@
-"""Play a word game in which one model is both players.
+"""Play a word game where one model is both players.
 
 The data gives the first letter, and the players add one letter in turn. Whoever ends a word wins
 half a point, and whoever adds a letter that no word continues with loses a whole one. What one

@@ -53,8 +53,8 @@ HONEST = {
 }
 RECIPE = """--engine_type hf --prompt_max_len 8 --generate_max_len 4 --rollout_batch_size 64
     --n_samples_per_prompt 8 --train_batch_size 512 --lr_scheduler constant --init_kl_coef 0
-    --learning_rate 2e-3 --loss_agg_mode token-mean --temperature 1.2 --report_to jsonl --overwrite
-    --reward_workers 0 --canaries 0.05 --eval_steps 0"""
+    --learning_rate 4e-4 --loss_agg_mode token-mean --temperature 1.2 --report_to jsonl --overwrite
+    --reward_workers 0 --canaries 0.1 --eval_steps 0"""
 ALPHA = 0.01
 
 
@@ -85,7 +85,10 @@ def main() -> None:
             alarms += "canary/alarm_from_step" in rows[-1]
             total += 1
     low, high = interval(alarms, total)
-    honest = f"{total} honest runs raised {alarms} alarms: {alarms / total:.1%}, with an interval of 95 % from {low:.1%} to {high:.1%}."
+    honest = (
+        f"{total} honest runs raised {alarms} alarms: {alarms / total:.1%}, with an interval of 95 %"
+        f" from {low:.1%} to {high:.1%}."
+    )
     lines += ["", honest, "", null_streams()]
     text = "\n".join(lines)
     print(text)
@@ -97,7 +100,7 @@ def main() -> None:
 
 
 def gamed_run(options: argparse.Namespace, name: str, seed: int) -> tuple[float, int | None, int]:
-    """Return the gain of a gamed reward, the step of the alarm, and that of half of the gain.
+    """Return the gain of a gamed reward, the step of the alarm, and the step of half of the gain.
 
     What it is above the honest reward, which the shadow measures, is false.
     """
@@ -168,7 +171,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/canaries"))
     parser.add_argument("--seeds", type=int, default=5, help="runs of each gamed reward")
     parser.add_argument("--honest", type=int, default=14, help="honest runs of each recipe")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--write", action="store_true", help="write the tables into the page")
     return parser.parse_args()
 

@@ -11,11 +11,13 @@ quiet cores.
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from lightrft.app.observe.report import write_page
 from lightrft.app.observe.sinks import read_rows
 from lightrft.extras.ledger.book import read_ledger
 from lightrft.extras.ledger.suspects import wrong_labels
@@ -61,6 +63,24 @@ def main() -> None:
         before, _, rest = page.read_text().partition("<!-- measured -->\n")
         after = rest.partition("<!-- end -->")[2]
         page.write_text(f"{before}<!-- measured -->\n{text}\n<!-- end -->{after}")
+        picture(options.out / "seed0" / "planted", page.parent / "figures" / "ledger.png")
+
+
+def picture(run: Path, target: Path) -> None:
+    """Photograph the ledger of a run in a browser."""
+    empty = {"warnings": [], "tiles": [], "runs": [("", [])], "setup": [], "config": ""}
+    table = json.loads((run / "ledger.json").read_text())
+    page = {
+        "title": "The first of 9,500 rows",
+        "lead": "Wrong labels were planted",
+        "ledger": table,
+    }
+    shown = write_page(run / "ledger.html", empty | page)
+    browser = shutil.which("chromium") or "google-chrome"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,760"]
+    subprocess.run(
+        [browser, *options, f"--screenshot={target}", shown.resolve().as_uri()], check=True
+    )
 
 
 def plant(source: Path, target: Path, seed: int) -> set[int]:

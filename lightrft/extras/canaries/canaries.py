@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
-from typing import Any
 
 from loguru import logger
 
@@ -19,12 +18,14 @@ from lightrft.core.engine import derived_seed
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.sampler import RolloutLoop
-from lightrft.extras.canaries.monitor import RewardMonitor, RewardRange
+from lightrft.extras.canaries.monitor import RewardMonitor
 from lightrft.extras.canaries.rows import CanaryRows
 from lightrft.models.parallel.collectives import Axis
 
 SHOWN_CANARIES = 3
 """Number of responses that a warning shows."""
+HIGH = 0.7
+"""Reward on canaries before training, in [0, 1], from which there is nothing left to find."""
 MOST_CHARACTERS = 300
 """Characters of a prompt and of a response in a warning."""
 
@@ -32,13 +33,11 @@ MOST_CHARACTERS = 300
 class CanaryGroup(Group):
     """A group that schedulers do not get, because for them it is never complete."""
 
+    has_ended = Group.complete
+
     @property
     def complete(self) -> bool:
         return False
-
-    @property
-    def has_ended(self) -> bool:
-        return all(sample.finish_reason is not None for sample in self.responses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,7 @@ class Canaries:
         self.data = data
         self.num_per_step = section.canaries * batch
         self.samples = samples
-        self.range = RewardRange(section.canary_range)
-        self.monitor = RewardMonitor("canary", section.canary_alpha)
+        self.monitor = RewardMonitor("canary", section)
         if section.canary_chance is not None:
             self.monitor.expect(section.canary_chance)
 
@@ -161,7 +159,7 @@ class Canaries:
         """
         shares = self.data.gather(
             (
-                [self.range.share(group.samples[0].reward) for group in self._baseline],
+                [self.monitor.share(group.samples[0].reward) for group in self._baseline],
                 [
                     self._scored(number, group)
                     for number, group in self._groups.items()
@@ -172,7 +170,8 @@ class Canaries:
         baseline = [value for values, _ in shares for value in values]
         if baseline:
             self.monitor.measure_baseline(baseline, least=self.rows.chance)
-            self._tell_baseline(fmean(baseline), len(baseline))
+            if self.data.rank == 0:
+                self._tell_baseline(fmean(baseline), len(baseline))
         scored = sorted(
             chain.from_iterable(each for _, each in shares), key=lambda each: each.number
         )
@@ -187,7 +186,7 @@ class Canaries:
             metrics.mean("canary/reward", fmean(each.mean for each in scored))
         self.monitor.report(metrics)
         self._best = sorted([*self._best, *scored], key=lambda each: -each.reward)[:SHOWN_CANARIES]
-        if alarm:
+        if alarm and self.data.rank == 0:
             self._tell_alarm()
         return alarm
 
@@ -200,18 +199,16 @@ class Canaries:
             f"reward {best.reward:.4g}{labels}: prompt {best.prompt.text[-MOST_CHARACTERS:]!r},"
             f" response {best.text[:MOST_CHARACTERS]!r}"
         )
-        mean = fmean(self.range.share(sample.reward) for sample in group.samples)
+        mean = fmean(self.monitor.share(sample.reward) for sample in group.samples)
         return ScoredCanary(number, mean, best.reward, text)
 
     def _tell_baseline(self, mean: float, count: int) -> None:
-        if self.data.rank:
-            return
         logger.info(
             f"canaries: before training {count} responses earned {mean:.3g} of the reward's range"
             f" on rows where it cannot be earned; an honest run stays below"
             f" {self.monitor.honest:.3g}"
         )
-        if self.monitor.honest > 0.8:
+        if mean > HIGH:
             logger.warning(
                 "canaries: the reward is high without training on rows where it cannot be earned,"
                 " so hardly anything can raise an alarm: does the reward read the label"
@@ -219,8 +216,6 @@ class Canaries:
             )
 
     def _tell_alarm(self) -> None:
-        if self.data.rank:
-            return
         shown = "".join(f"\n  {each.text}" for each in self._best)
         logger.warning(
             f"the reward is being gamed, since step {self.monitor.rises_from}: responses earn it on"
@@ -228,12 +223,3 @@ class Canaries:
             f" {math.exp(self.monitor.threshold):.0f} to 1 or more. The most rewarded of"
             f" them:{shown}"
         )
-
-    # -- checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"unfinished": self.unfinished, "monitor": self.monitor.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.unfinished = state["unfinished"]
-        self.monitor.load_state_dict(state["monitor"])

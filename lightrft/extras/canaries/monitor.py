@@ -8,6 +8,7 @@ from typing import Any
 
 from loguru import logger
 
+from lightrft.config.sections import WatchSection
 from lightrft.core.metrics import Metrics
 from lightrft.extras.canaries.evidence import Evidence, upper_bound
 
@@ -17,11 +18,27 @@ LEAST_MEAN = 1e-4
 """Smallest mean to bet against: one of 0 would be refuted by a rounding."""
 
 
-class RewardRange:
-    """The range of a reward, which becomes [0, 1]."""
+class RewardMonitor:
+    """Collects evidence that a mean has risen above the largest that an honest run has.
 
-    def __init__(self, bounds: Sequence[float]):
-        self.low, self.high = bounds
+    All ranks add the same values. The state restores the evidence to the bit.
+    """
+
+    def __init__(self, name: str, section: WatchSection):
+        """Begin without values. `name` begins the names of the metrics."""
+        self.name = name
+        self.low, self.high = section.canary_range
+        self.threshold = -math.log(section.canary_alpha)
+        """Log of the evidence that is enough for an alarm."""
+        self.honest: float | None = None
+        """The largest mean of an honest run; None until it is known."""
+        self.baseline: list[float] = []
+        """Values from before training, of a baseline that takes several steps."""
+        self.alarm: int | None = None
+        """Step of the alarm; None until then."""
+        self._values: list[tuple[int, float]] = []
+        """(step, value), in order."""
+        self._evidence = Evidence(1.0)
         self._warned = False
 
     def share(self, reward: float) -> float:
@@ -29,33 +46,10 @@ class RewardRange:
         if not self.low <= reward <= self.high and not self._warned:
             self._warned = True
             logger.warning(
-                f"a reward of {reward:.6g} is outside of --canary_range {self.low:g} {self.high:g}, and"
-                " counts as the nearest end there: name the reward's real range"
+                f"a reward of {reward:.6g} is outside of --canary_range {self.low:g} {self.high:g},"
+                " and counts as the nearest end there: name the reward's real range"
             )
         return (min(max(reward, self.low), self.high) - self.low) / (self.high - self.low)
-
-
-class RewardMonitor:
-    """Collects evidence that a mean has risen above the largest that an honest run has.
-
-    All ranks add the same values. The state restores the evidence to the bit.
-    """
-
-    def __init__(self, name: str, alpha: float):
-        """Begin without values.
-
-        `name` begins the names of the metrics. `alpha` is the probability of a false alarm.
-        """
-        self.name = name
-        self.threshold = -math.log(alpha)
-        """Log of the evidence that is enough for an alarm."""
-        self.honest: float | None = None
-        """The largest mean of an honest run; None until it is known."""
-        self.alarm: int | None = None
-        """Step of the alarm; None until then."""
-        self._values: list[tuple[int, float]] = []
-        """(step, value), in order."""
-        self._evidence = Evidence(1.0)
 
     def expect(self, honest: float) -> None:
         """Begin to watch, with the largest mean that an honest run has."""
@@ -93,12 +87,13 @@ class RewardMonitor:
         return self._values[self._evidence.start][0] if self._values else sys.maxsize
 
     def state_dict(self) -> dict[str, Any]:
-        return {"honest": self.honest, "alarm": self.alarm, "values": self._values}
+        known = {"honest": self.honest, "alarm": self.alarm}
+        return known | {"baseline": self.baseline, "values": self._values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["honest"] is not None:
             self.expect(state["honest"])
-        self.alarm = state["alarm"]
+        self.alarm, self.baseline = state["alarm"], state["baseline"]
         for step, value in state["values"]:
             self._evidence.add(value)
             self._values.append((step, value))

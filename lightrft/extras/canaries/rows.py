@@ -61,23 +61,20 @@ class CanaryRows:
     def _check_labels(self) -> None:
         rows = islice(self.prompts, COUNTED_LABELS)
         labels = Counter(plain(prompt.columns.get("label")) for prompt in rows)
-        if None in labels:
-            raise ConfigError(
-                "--canaries gives prompts the labels of other rows, and a row of --prompt_data has"
-                " none: name the column with --label_key, or give rows whose reward cannot be"
-                " earned with --canary_data"
+        if None in labels or len(labels) < 2:
+            problem = (
+                "a row has none" if None in labels else f"all are {next(iter(labels), 'missing')}"
             )
-        if len(labels) < 2:
             raise ConfigError(
-                "--canaries gives prompts the labels of other rows, and all labels of"
-                f" --prompt_data are {next(iter(labels), 'missing')}: give rows whose reward"
-                " cannot be earned with --canary_data"
+                f"--canaries gives prompts the labels of other rows, and in --prompt_data {problem}:"
+                " name the column with --label_key, or give rows whose reward cannot be earned with"
+                " --canary_data"
             )
         self.chance = max(labels.values()) / labels.total()
 
 
 def plain(label: Any) -> str | None:
-    """Return a label in a form in which equal answers are equal: 5, 5.0 and " 5 " are "5"."""
+    """Return a label so that equal answers are equal texts: 5, 5.0 and " 5 " are "5"."""
     if label is None:
         return None
     text = str(label).strip().casefold()

@@ -6,7 +6,6 @@ If the reward rises more than it does, the reward is being gamed.
 from dataclasses import replace
 from itertools import chain
 from statistics import fmean
-from typing import Any
 
 from loguru import logger
 
@@ -14,7 +13,7 @@ from lightrft.config.sections import WatchSection
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
-from lightrft.extras.canaries.monitor import RewardMonitor, RewardRange
+from lightrft.extras.canaries.monitor import RewardMonitor
 from lightrft.models.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
 
@@ -25,15 +24,13 @@ class Shadow:
     The groups of the first steps say how far both are apart before training.
     """
 
-    def __init__(self, rewards: RewardRunner, section: WatchSection, data: Axis):
+    def __init__(self, rewards: RewardRunner, section: WatchSection, data: Axis, samples: int):
+        """Set up the shadow; a group has `samples` responses."""
         self.rewards = rewards
         self.section = section
         self.data = data
-        self.range = RewardRange(section.canary_range)
-        self.monitor = RewardMonitor("shadow", section.canary_alpha)
-        self._baseline: list[float] = []
-        self._num_measured = 0
-        """Number of responses of the baseline."""
+        self.samples = samples
+        self.monitor = RewardMonitor("shadow", section)
         self._pairs: list[tuple[Group, list[Sample]]] = []
         """This rank's groups, with the samples that have the shadow reward."""
 
@@ -56,24 +53,23 @@ class Shadow:
         """Take the differences of a step; return True at the alarm. All ranks call it."""
         shares = self.data.gather(
             [
-                (group.number, self._difference(group.samples, copies), len(copies))
+                (group.number, self._difference(group.samples, copies))
                 for group, copies in self._pairs
             ]
         )
-        gathered = sorted(chain.from_iterable(shares))
-        values = [value for _, value, _ in gathered]
+        values = [value for _, value in sorted(chain.from_iterable(shares))]
         if values:
-            width = self.range.high - self.range.low
+            width = self.monitor.high - self.monitor.low
             metrics.mean("shadow/gap", (2 * fmean(values) - 1) * width)
 
         alarm = False
         if self.monitor.honest is not None:
             alarm = self.monitor.add(step, values)
         else:
-            self._baseline += values
-            self._num_measured += sum(count for *_, count in gathered)
-            if self._num_measured >= self.section.canary_baseline:
-                self.monitor.measure_baseline(self._baseline)
+            baseline = self.monitor.baseline
+            baseline += values
+            if len(baseline) * self.samples >= self.section.canary_baseline:
+                self.monitor.measure_baseline(baseline)
         self.monitor.report(metrics)
 
         if alarm and not self.data.rank:
@@ -87,19 +83,6 @@ class Shadow:
 
     def _difference(self, samples: list[Sample], copies: list[Sample]) -> float:
         """Return how far the reward is above the shadow reward: 1/2 if they are equal."""
-        of_reward, of_shadow = (
-            fmean(self.range.share(sample.reward) for sample in each) for each in (samples, copies)
-        )
-        return (of_reward - of_shadow + 1) / 2
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "baseline": self._baseline,
-            "num_measured": self._num_measured,
-            "monitor": self.monitor.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._baseline = state["baseline"]
-        self._num_measured = state["num_measured"]
-        self.monitor.load_state_dict(state["monitor"])
+        share = self.monitor.share
+        gaps = [share(a.reward) - share(b.reward) for a, b in zip(samples, copies, strict=True)]
+        return (fmean(gaps) + 1) / 2

@@ -20,7 +20,6 @@ from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
 from lightrft.extras.canaries.canaries import Canaries
-from lightrft.extras.canaries.monitor import RewardMonitor
 from lightrft.extras.canaries.rows import CanaryRows
 from lightrft.extras.canaries.shadow import Shadow
 from lightrft.rewards.runner import RewardRunner
@@ -47,7 +46,7 @@ class Watch:
     # -- generating and scoring
 
     def joining(self, step: int) -> AbstractContextManager[None]:
-        """Return a context in which the canaries of a step are generated with other prompts."""
+        """Return a context that generates the canaries of a step with the other prompts."""
         return nullcontext() if self.canaries is None else self.canaries.joining(step)
 
     def begin(self, groups: list[Group]) -> list[Group]:
@@ -73,16 +72,12 @@ class Watch:
 
     def ends_run(self) -> bool:
         """Return True if the step just done is the last because of an alarm."""
-        return self.on_alarm != "warn" and any(each.alarm for each in self._monitors)
+        return self.on_alarm != "warn" and any(each.monitor.alarm for each in self._parts.values())
 
     @property
     def _parts(self) -> dict[str, Canaries | Shadow]:
         both = {"canaries": self.canaries, "shadow": self.shadow}
         return {name: each for name, each in both.items() if each is not None}
-
-    @property
-    def _monitors(self) -> list[RewardMonitor]:
-        return [each.monitor for each in self._parts.values()]
 
     def _keep_checkpoint(self) -> None:
         """Keep the newest checkpoint from before the evidence begins to grow.
@@ -91,7 +86,7 @@ class Watch:
         files are links, so they take no room while the checkpoint itself is there.
         """
         target = self.folder / BEFORE_ALARM / "checkpoints"
-        rises_from = min(each.rises_from for each in self._monitors)
+        rises_from = min(each.monitor.rises_from for each in self._parts.values())
         both = [path for root in (target, self.checkpoints) for _, path in checkpoints(root)]
         earlier = [path for path in both if step_of(path) < rises_from]
         newest = max(earlier, key=step_of, default=None)
@@ -119,13 +114,17 @@ class Watch:
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: each.state_dict() for name, each in self._parts.items()}
+        unfinished = [] if self.canaries is None else self.canaries.unfinished
+        states = {name: each.monitor.state_dict() for name, each in self._parts.items()}
+        return {"unfinished": unfinished, "monitors": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of what the run watches; what it newly watches begins anew."""
+        if self.canaries is not None:
+            self.canaries.unfinished = state["unfinished"]
         for name, each in self._parts.items():
-            if name in state:
-                each.load_state_dict(state[name])
+            if name in state["monitors"]:
+                each.monitor.load_state_dict(state["monitors"][name])
 
 
 @dataclass
@@ -163,6 +162,7 @@ def watch_of(
     """Build what --canaries and --shadow_reward add to a run."""
     section = config.watch
     ranks = strategy.mesh.data
+    samples = config.rollout.n_samples_per_prompt
     canaries = shadow = None
     if section.canaries:
         prompts = data.prompts
@@ -177,14 +177,14 @@ def watch_of(
             section,
             data=ranks,
             batch=config.rollout.rollout_batch_size,
-            samples=config.rollout.n_samples_per_prompt,
+            samples=samples,
         )
 
     if section.shadow_reward:
         scoring = replace(config.reward, reward=section.shadow_reward, reward_key=None)
         stricter = build_rewards(replace(config, reward=scoring), strategy)
         stricter.check(data.prompts.examples)
-        shadow = Shadow(stricter, section, ranks)
+        shadow = Shadow(stricter, section, ranks, samples)
 
     return Watch(
         canaries,

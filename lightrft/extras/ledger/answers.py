@@ -1,10 +1,10 @@
-"""What a reward reads as the answer of a response, in a form in which equal answers are equal."""
+"""What a reward reads as the answer of a response; equal answers are equal texts."""
 
 import json
 from collections.abc import Callable
 
 from lightrft.config.references import reward_terms
-from lightrft.rewards.functions import boxes, chosen_letter, last_number, tagged_answer
+from lightrft.rewards.functions import boxes, chosen_letter, last_number
 
 Reader = Callable[[str], str | None]
 
@@ -32,7 +32,6 @@ def _json(text: str) -> str | None:
 
 ANSWER_READERS: dict[str, Reader] = {
     "exact_match": str.strip,
-    "f1": lambda text: tagged_answer(text).strip().casefold(),
     "number": _number,
     "gsm8k": _number,
     "math": _math,

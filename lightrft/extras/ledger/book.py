@@ -21,22 +21,7 @@ from lightrft.models.parallel.mesh import Mesh
 from lightrft.rewards.functions import right_answers
 
 LEDGER_FILE = "ledger.sqlite"
-TABLES = """
-CREATE TABLE IF NOT EXISTS prompts (
-    row INTEGER PRIMARY KEY, location TEXT, prompt TEXT, labels TEXT);
-CREATE TABLE IF NOT EXISTS held_out (prompt TEXT UNIQUE);
-CREATE TABLE IF NOT EXISTS draws (
-    step INTEGER, row INTEGER, responses INTEGER, right INTEGER, reward REAL, squares REAL,
-    tokens INTEGER, truncated INTEGER, answers TEXT);
-CREATE INDEX IF NOT EXISTS draws_by_row ON draws (row);
-CREATE VIEW IF NOT EXISTS rows AS
-    SELECT row, location, prompt, labels, count(*) AS draws, sum(responses) AS responses,
-        sum(right) AS right, sum(reward) AS reward, sum(squares) AS squares,
-        sum(squares * responses - reward * reward > 1e-9 * squares * responses) AS with_signal,
-        sum(tokens) AS tokens, sum(truncated) AS truncated, max(step) AS last_step
-    FROM draws JOIN prompts USING (row) GROUP BY row;
-"""
-"""A line of `draws` is one group: sums over its responses, and how often each answer occurs."""
+TABLES = Path(__file__).with_name("tables.sql").read_text()
 
 
 class Draw(NamedTuple):
@@ -58,7 +43,8 @@ class Draw(NamedTuple):
     @property
     def has_signal(self) -> bool:
         """Return whether the rewards differ."""
-        return self.squares * self.responses - self.reward**2 > 1e-9 * self.squares * self.responses
+        most = self.squares * self.responses
+        return most - self.reward**2 > 1e-9 * most
 
 
 @dataclass
@@ -72,17 +58,9 @@ class RowRecord:
     """The right answers."""
     draws: list[Draw] = field(default_factory=list)
 
-    @property
-    def responses(self) -> int:
-        return sum(draw.responses for draw in self.draws)
-
-    @property
-    def right(self) -> int:
-        return sum(draw.right for draw in self.draws)
-
-    @property
-    def tokens(self) -> int:
-        return sum(draw.tokens for draw in self.draws)
+    def total(self, name: str) -> int:
+        """Return the sum of a number over all draws."""
+        return sum(getattr(draw, name) for draw in self.draws)
 
     @property
     def answers(self) -> Counter[str]:

@@ -109,7 +109,9 @@ def suspects(records: Sequence[RowRecord], held_out: Sequence[str] = ()) -> list
 
 def solve_rates(records: Sequence[RowRecord]) -> BetaBinomial:
     """Return the distribution of the share of right responses over all rows: the prior of each."""
-    return BetaBinomial.fit([(record.right, record.responses) for record in records])
+    return BetaBinomial.fit(
+        [(record.total("right"), record.total("responses")) for record in records]
+    )
 
 
 # -- wrong labels
@@ -181,7 +183,11 @@ def leaks(records: Sequence[RowRecord]) -> Iterator[Suspect]:
     """Yield rows whose prompt gives the answer away, or that are solved without any working."""
     words = {record.row: set(_words(record.prompt)) for record in records}
     frequency = Counter(word for each in words.values() for word in each)
-    lengths = [record.tokens / record.responses for record in records if record.right]
+    lengths = [
+        record.total("tokens") / record.total("responses")
+        for record in records
+        if record.total("right")
+    ]
     usual = median(lengths) if lengths else 0.0
 
     for record in records:
@@ -282,11 +288,11 @@ def dead(records: Sequence[RowRecord]) -> Iterator[Suspect]:
     for record in records:
         draws = len(record.draws)
         if draws >= DRAWS_WITHOUT_SIGNAL and not any(draw.has_signal for draw in record.draws):
-            kind = "too easy: all" if record.right else "too hard: none"
+            kind = "too easy: all" if record.total("right") else "too hard: none"
             yield Suspect(
                 "dead",
                 record,
-                f"{kind} of {record.responses} responses in {draws} draws were right",
+                f"{kind} of {record.total('responses')} responses in {draws} draws were right",
             )
 
 

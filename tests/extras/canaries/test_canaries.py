@@ -161,8 +161,7 @@ def test_rows_of_the_user_stay_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("labels", "message"),
-    [(("5", None), "a row of --prompt_data has none"), (("5", 5.0), "all labels")],
+    ("labels", "message"), [(("5", None), "a row has none"), (("5", 5.0), "all are 5")]
 )
 def test_data_without_two_labels_are_refused(labels, message):
     with pytest.raises(ConfigError, match=message):

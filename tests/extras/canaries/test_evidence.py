@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from loguru import logger
 
+from lightrft.config.sections import WatchSection
 from lightrft.core.metrics import Metrics
 from lightrft.extras.canaries.evidence import BETS, Evidence, upper_bound
-from lightrft.extras.canaries.monitor import RewardMonitor, RewardRange
+from lightrft.extras.canaries.monitor import RewardMonitor
 from lightrft.models.parallel.collectives import Axis
 
 
@@ -76,7 +77,10 @@ def test_bound_of_a_mean_covers_it():
 
 
 def test_state_restores_the_evidence_to_the_bit():
-    monitor, restored = RewardMonitor("canary", 0.01), RewardMonitor("canary", 0.01)
+    monitor, restored = (
+        RewardMonitor("canary", WatchSection()),
+        RewardMonitor("canary", WatchSection()),
+    )
     monitor.measure_baseline([0.0, 0.1, 0.0])
     for step, value in enumerate([0.3, 0.7, 0.1, 0.9, 0.9], 1):
         monitor.add(step, [value])
@@ -94,13 +98,13 @@ def test_state_restores_the_evidence_to_the_bit():
 
 
 def test_rewards_are_shares_of_their_range():
-    bounds = RewardRange([-1.0, 3.0])
+    bounds = RewardMonitor("canary", WatchSection(canary_range=[-1.0, 3.0]))
 
     assert [bounds.share(reward) for reward in (-1.0, 0.0, 3.0)] == [0.0, 0.25, 1.0]
 
 
 def test_a_reward_outside_of_the_range_is_named_once(warnings):
-    bounds = RewardRange([0.0, 1.0])
+    bounds = RewardMonitor("canary", WatchSection())
 
     assert [bounds.share(2.5), bounds.share(7.0)] == [1.0, 1.0]
     (message,) = warnings

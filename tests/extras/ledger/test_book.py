@@ -25,6 +25,7 @@ def inputs(tmp_path_factory) -> list[str]:
         *flags,
         *PPO,
         "--reward=number",
+        "--ledger",
         f"--eval_data={folder / 'test.jsonl'}",
         "--max_eval_samples=2",
         "--save_steps=2",
@@ -102,7 +103,7 @@ def test_prompts_and_labels_can_be_read_without_the_data(run):
 
 
 def test_no_ledger_without_the_flag(inputs, tmp_path):
-    train("train_ppo", 1, [*inputs, "--max_steps=1", "--no_ledger"], tmp_path)
+    train("train_ppo", 1, [*inputs, "--max_steps=1", "--ledger=false"], tmp_path)
 
     assert not (tmp_path / LEDGER_FILE).exists()
 

@@ -21,7 +21,15 @@ def inputs(tmp_path_factory) -> list[str]:
     flags = [flag for flag in prepare(folder) if not flag.startswith("--reward")]
     (folder / "half.py").write_text(HALF)
     reward = f"--reward={folder / 'half.py'}:half"
-    return [*flags, *PPO, reward, "--reward_workers=0", "--scheduler=ledger", "--save_steps=6"]
+    return [
+        *flags,
+        *PPO,
+        reward,
+        "--reward_workers=0",
+        "--ledger",
+        "--scheduler=ledger",
+        "--save_steps=6",
+    ]
 
 
 @pytest.fixture(scope="module")

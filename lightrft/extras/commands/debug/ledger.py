@@ -95,9 +95,9 @@ def _write_table(
     rows = []
     for record in chosen:
         signals = sum(draw.has_signal for draw in record.draws)
-        rate = rates.posterior(record.right, record.responses)
-        shown = [record.location, excerpt(record.prompt), ", ".join(record.labels)]
-        shown += [len(record.draws), *rate, 1000 * signals / max(record.tokens, 1)]
+        rate = rates.posterior(record.total("right"), record.total("responses"))
+        shown = [Path(record.location).name, excerpt(record.prompt), ", ".join(record.labels)]
+        shown += [len(record.draws), *rate, 1000 * signals / max(record.total("tokens"), 1)]
         rows.append([*shown, record.draws[-1].step, "; ".join(reasons.get(record.row, []))])
     (folder / LEDGER).write_text(json.dumps({"rows": rows, "count": len(records)}))
     logger.info("report: {}", write_report(folder))
