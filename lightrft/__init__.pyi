@@ -414,7 +414,7 @@ class TrainPpoFlags(TypedDict, total=False):
     branch_weight: Literal['branch', 'episode']
     """Weight of an episode with several conversations in loss_agg_mode. branch: each conversation counts like a whole episode with one, so an episode with more of them counts more. episode: they share the weight that an episode with one conversation has."""
     role_advantage: Literal['role', 'group']
-    """Comparison of rewards if an agent returns one for each role. role: a reward is compared with those of the same role in the group, since roles may be rewarded differently. group: all rewards of the group are compared, with one baseline."""
+    """Comparison of rewards if an agent returns one for each role. role: a reward is compared with rewards of this role in the group, since roles may be rewarded differently. group: all rewards of the group are compared, with one baseline."""
     train_roles: list[str] | str
     """Roles to learn from, such as solver for the conversations of the model policy:solver. The rewards of the others are compared and reported. Unset: all roles."""
     gamma: float

@@ -46,7 +46,7 @@ def flags_without_effect(config: Config, command: str) -> list[str]:
 
 
 def _literal_escapes(run: RunFacts) -> list[str]:
-    """Return a sentence for each text in which a line break was probably meant."""
+    """Return a sentence for each text that was probably meant to have a line break."""
     notices = []
     for name in LITERAL_TEXTS:
         texts = getattr(run, name) or ""

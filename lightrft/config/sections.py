@@ -837,7 +837,7 @@ class AlgorithmSection(Section, commands=PPO):
     episode: they share the weight that an episode with one conversation has."""
     role_advantage: Literal["role", "group"] = option("role", needs=EPISODES)
     """Comparison of rewards if an agent returns one for each role. role: a reward is compared with
-    those of the same role in the group, since roles may be rewarded differently. group: all rewards
+    rewards of this role in the group, since roles may be rewarded differently. group: all rewards
     of the group are compared, with one baseline."""
     train_roles: list[str] = option([], needs=EPISODES)
     """Roles to learn from, such as solver for the conversations of the model policy:solver. The

@@ -190,7 +190,7 @@ class Learner:
     phase: str = "train"
     """Name of the phase, and prefix of the metrics."""
     first_step: int = 1
-    """First step in which the role learns."""
+    """First step where the role learns."""
     count: Callable[[Denominator, Batch, Rows], Denominator] | None = None
     """Adds to the denominator what another mean divides by."""
     further_terms: Sequence[Callable[[], LossTerm]] = ()

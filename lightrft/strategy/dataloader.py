@@ -78,7 +78,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one.
 
-        The epoch in which a run resumes is not started again; `rows` keep the order that they have.
+        The epoch where a run resumes is not started again; `rows` keep the order that they have.
         """
         if epoch != self.epoch:
             self.epoch = epoch

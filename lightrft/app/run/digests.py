@@ -1,7 +1,7 @@
 """Write a digest of each phase of each step, so that two runs can be compared afterwards.
 
 A line of digests.jsonl has 16 bytes, in hexadecimal, for each phase. `lightrft bisect` finds the
-first one in which two runs differ:
+first one where two runs differ:
 
     {"step": 3, "prompts": "...", "samples": "...", "logprobs": "...", "rewards": "...",
      "outputs": "...", "advantages": "...", "plan": "...", "loss": "...",

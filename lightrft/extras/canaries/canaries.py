@@ -1,4 +1,4 @@
-"""Canaries: groups whose reward cannot be earned honestly, generated beside those of a step.
+"""Canaries: groups whose reward cannot be earned honestly, generated beside the groups of a step.
 
 Nobody learns from them. If their rewards rise, the reward is being gamed.
 """

@@ -235,7 +235,7 @@ def _of_samples(folders: Sequence[Path], found: Difference) -> Iterator[str]:
 
 
 def _element(name: str, one: Any, other: Any) -> str:
-    """Return the first element in which two values of a sample differ."""
+    """Return the first element where two values of a sample differ."""
     if isinstance(one, list) and isinstance(other, list):
         for index, (first, second) in enumerate(zip_longest(one, other)):
             if first != second:

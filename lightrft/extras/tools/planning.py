@@ -427,7 +427,7 @@ class Planner:
         return parameters - self.elsewhere - moved * (1 - shared)
 
     def visit_seconds(self, work: StepWork) -> dict[str, float]:
-        """Return the seconds in which tokens go to experts and back; nothing runs beside them."""
+        """Return the seconds while tokens go to experts and back; nothing runs beside them."""
         rate = self.device.link if self.ep <= self.ranks_per_node else self.device.network
         tokens = work.samples * (work.prompt + work.response) / self.training
         forward = tokens * visit_bytes(self.shape, self.width, self.ep) / (rate * LINK)

@@ -1,4 +1,4 @@
-"""Find the first step and phase in which two runs differ, and what differs around them.
+"""Find the first step and phase where two runs differ, and what differs around them.
 
 lightrft bisect runs/one runs/other
 
