@@ -331,9 +331,9 @@ ROLLOUT: Rules = {
     "rollout_batch_size {rollout_batch_size} x n_samples_per_prompt {n_samples_per_prompt} ="
     " {num_samples} samples are not a multiple of train_batch_size {train_batch_size}, but"
     " of {found}": _other_batch_size,
-    "--canaries gives prompts the labels of other rows, and an environment computes its reward"
-    " without them: set --canary_data": lambda run: (
-        run.canaries and run.environment and not run.canary_data
+    "--canaries gives prompts the labels of other rows, and an environment or a reward model does not"
+    " read them: set --canary_data, rows whose reward cannot be earned": lambda run: (
+        run.canaries and not run.canary_data and (run.environment or run.reward_models)
     ),
     "prompt_max_len {prompt_max_len} + generate_max_len {generate_max_len} = {found}": _too_small,
 }

@@ -51,7 +51,7 @@ def main() -> None:
         with_wrong = train(options, folder / "planted", folder / "planted.jsonl", seed, "--ledger")
 
         records, _ = read_ledger(folder / "planted")
-        found = {int(each.location.rpartition(":")[2]) for each in wrong_labels(records)}
+        found = {int(each.record.location.rpartition(":")[2]) for each in wrong_labels(records)}
         right = len(found & planted)
         cleaned = folder / "cleaned.jsonl"
         command = ["ledger", folder / "planted", "--write", cleaned, "--drop", "wrong_label"]

@@ -134,7 +134,7 @@ class GroupOutcome:
     def of(cls, group: Group) -> Self:
         samples = group.samples
         rewards = {
-            (*(reward for _, reward in sample.steps), *role_rewards(sample).values())
+            (*(reward for _, reward in sample.steps), *sorted(role_rewards(sample).items()))
             for sample in samples
         }
         has_signal = len(rewards) > 1 and not all(sample.masked for sample in samples)

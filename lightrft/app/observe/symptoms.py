@@ -50,6 +50,9 @@ class Course:
     def __contains__(self, name: str) -> bool:
         return len(self._values.get(name, ())) > 1
 
+    def values(self, name: str) -> list[float]:
+        return self._values.get(name, [])
+
     def first(self, name: str) -> float:
         values = self._values[name]
         return fmean(values[: self._width(values)])
@@ -87,9 +90,9 @@ class Course:
 def find_symptoms(history: History) -> list[Symptom]:
     """Return the symptoms of a run of train_ppo; none while it is too short to tell."""
     course = Course(history)
-    if course.num_steps < SYMPTOM_STEPS:
-        return []
-    found = {name: check(course) for name, check in CHECKS.items()}
+    # An alarm has its own evidence; all others need a course.
+    checks = CHECKS if course.num_steps >= SYMPTOM_STEPS else {"gamed reward": _gamed_reward}
+    found = {name: check(course) for name, check in checks.items()}
     return [
         Symptom(
             name, SYMPTOM_TEXTS[name]["evidence"].format(**numbers), SYMPTOM_TEXTS[name]["advice"]
@@ -199,8 +202,9 @@ def _exploding_gradients(run: Course) -> Numbers:
 
 
 def _gamed_reward(run: Course) -> Numbers:
-    names = [each for each in ("canary/alarm_from_step", "shadow/alarm_from_step") if each in run]
-    return {"step": min(map(run.last, names))} if names else None
+    names = ("canary/alarm_from_step", "shadow/alarm_from_step")
+    steps = [step for name in names for step in run.values(name)]
+    return {"step": min(steps)} if steps else None
 
 
 CHECKS: dict[str, Callable[[Course], Numbers]] = {

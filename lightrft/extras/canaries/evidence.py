@@ -58,17 +58,8 @@ def upper_bound(mean: float, count: int, error: float) -> float:
     A true mean above it would give such a low average with a probability below `error` (Hoeffding
     1963, theorem 1, in the form exp(-n KL)).
     """
-    low, high = mean, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if count * _divergence(mean, middle) < -math.log(error):
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def _divergence(p: float, q: float) -> float:
-    """Return the Kullback-Leibler divergence of two coins."""
-    terms = ((p, q), (1 - p, 1 - q))
-    return sum(a * math.log(a / b) if b else math.inf for a, b in terms if a)
+    means = np.linspace(mean, 1, 2**20)[:-1]
+    # the Kullback-Leibler divergence of coins
+    sides = ((mean, means), (1 - mean, 1 - means))
+    divergences = sum(p * np.log(p / q) for p, q in sides if p)
+    return float(means[count * divergences < -math.log(error)].max())

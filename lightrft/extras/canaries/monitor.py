@@ -91,7 +91,7 @@ class RewardMonitor:
         return known | {"baseline": self.baseline, "values": self._values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["honest"] is not None:
+        if state["honest"] is not None and self.honest is None:
             self.expect(state["honest"])
         self.alarm, self.baseline = state["alarm"], state["baseline"]
         for step, value in state["values"]:

@@ -10,6 +10,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.core.engine import derived_seed
 from lightrft.core.order import Order
 from lightrft.core.samples import Prompt
+from lightrft.extras.ledger.answers import Reader, labels_of
 
 COUNTED_LABELS = 10_000
 """Number of rows from which the chance of a guess is computed."""
@@ -27,8 +28,10 @@ class CanaryRow:
 class CanaryRows:
     """The canaries of a run in their order, a function of the seed."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, *, swaps: bool):
-        """Set up the rows.
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, *, swaps: bool, answer: Reader | None = None
+    ):
+        """Set up the rows. `answer` is what the reward reads as an answer.
 
         With `swaps` each prompt gets the label of another row. Otherwise `prompts` are rows whose
         reward cannot be earned as they are. Raises ConfigError if there are no two labels.
@@ -37,6 +40,7 @@ class CanaryRows:
         self.seed = derived_seed(seed, "canaries")
         self.order = Order(len(prompts), self.seed)
         self.swaps = swaps
+        self.answer = answer
         self.chance = 0.0
         """Reward in [0, 1] of the best guess that does not read the prompt."""
         if swaps:
@@ -50,34 +54,37 @@ class CanaryRows:
             return CanaryRow(prompt)
 
         label = prompt.columns["label"]
+        right = self._answers(prompt)
         first = derived_seed(self.seed, row) % len(self.prompts)
-        others = (
-            self.prompts[(first + index) % len(self.prompts)].columns["label"]
-            for index in range(len(self.prompts))
+        rows = (
+            self.prompts[(first + index) % len(self.prompts)] for index in range(len(self.prompts))
         )
-        false = next(other for other in others if plain(other) != plain(label))
-        return CanaryRow(replace(prompt, columns=prompt.columns | {"label": false}), label)
+        false = next(
+            other
+            for other in rows
+            if (answers := self._answers(other)) and right.isdisjoint(answers)
+        )
+        columns = prompt.columns | {"label": false.columns["label"]}
+        return CanaryRow(replace(prompt, columns=columns), label)
+
+    def _answers(self, prompt: Prompt) -> frozenset[str]:
+        return frozenset(map(plain, labels_of(prompt.columns.get("label"), self.answer)))
 
     def _check_labels(self) -> None:
         rows = islice(self.prompts, COUNTED_LABELS)
-        labels = Counter(plain(prompt.columns.get("label")) for prompt in rows)
-        if None in labels or len(labels) < 2:
-            problem = (
-                "a row has none" if None in labels else f"all are {next(iter(labels), 'missing')}"
-            )
+        labels = Counter(map(self._answers, rows))
+        if frozenset() in labels or len(labels) < 2:
             raise ConfigError(
-                f"--canaries gives prompts the labels of other rows, and in --prompt_data {problem}:"
-                " name the column with --label_key, or give rows whose reward cannot be earned with"
-                " --canary_data"
+                "--canaries gives prompts the labels of other rows, and in --prompt_data a row has"
+                " none, or no two differ: name the column with --label_key, or give rows whose"
+                " reward cannot be earned with --canary_data"
             )
         self.chance = max(labels.values()) / labels.total()
 
 
-def plain(label: Any) -> str | None:
-    """Return a label so that equal answers are equal texts: 5, 5.0 and " 5 " are "5"."""
-    if label is None:
-        return None
-    text = str(label).strip().casefold()
+def plain(answer: str) -> str:
+    """Return an answer so that equal ones are equal texts: 5, 5.0 and " 5 " are "5"."""
+    text = answer.strip().casefold()
     try:
         return format(float(text), "g")
     except ValueError:

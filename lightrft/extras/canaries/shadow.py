@@ -7,8 +7,6 @@ from dataclasses import replace
 from itertools import chain
 from statistics import fmean
 
-from loguru import logger
-
 from lightrft.config.sections import WatchSection
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
@@ -38,7 +36,10 @@ class Shadow:
         """Begin to compute the shadow reward of a share of this rank's groups."""
         share = 1.0 if self.monitor.honest is None else self.section.shadow_share
         self._pairs = [
-            (group, [replace(sample, reward_components={}) for sample in group.samples])
+            (
+                group,
+                [replace(sample, reward_components={}, masked=False) for sample in group.samples],
+            )
             for group in groups
             if int(group.number * share) > int((group.number - 1) * share)
         ]
@@ -49,12 +50,13 @@ class Shadow:
         """Wait for the shadow rewards. All ranks call it together."""
         self.rewards.finish([sample for _, copies in self._pairs for sample in copies])
 
-    def measure(self, step: int, metrics: Metrics) -> bool:
-        """Take the differences of a step; return True at the alarm. All ranks call it."""
+    def measure(self, step: int, metrics: Metrics) -> list[str]:
+        """Take the differences of a step; return the warning of an alarm. All ranks call it."""
         shares = self.data.gather(
             [
                 (group.number, self._difference(group.samples, copies))
                 for group, copies in self._pairs
+                if not any(sample.masked for sample in copies)
             ]
         )
         values = [value for _, value in sorted(chain.from_iterable(shares))]
@@ -62,24 +64,20 @@ class Shadow:
             width = self.monitor.high - self.monitor.low
             metrics.mean("shadow/gap", (2 * fmean(values) - 1) * width)
 
-        alarm = False
-        if self.monitor.honest is not None:
-            alarm = self.monitor.add(step, values)
-        else:
-            baseline = self.monitor.baseline
+        warnings = []
+        baseline = self.monitor.baseline
+        if self.monitor.honest is None:
             baseline += values
             if len(baseline) * self.samples >= self.section.canary_baseline:
                 self.monitor.measure_baseline(baseline)
-        self.monitor.report(metrics)
-
-        if alarm and not self.data.rank:
-            logger.warning(
-                "the reward is being gamed, since step {}: it has risen above --shadow_reward {} by"
-                " more than both differed before training",
-                self.monitor.rises_from,
-                self.section.shadow_reward,
+        elif self.monitor.add(step, values):
+            warnings.append(
+                f"the reward is being gamed since step {self.monitor.rises_from}: it has risen"
+                f" above --shadow_reward {self.section.shadow_reward} by more than both differed"
+                " before training"
             )
-        return alarm
+        self.monitor.report(metrics)
+        return warnings
 
     def _difference(self, samples: list[Sample], copies: list[Sample]) -> float:
         """Return how far the reward is above the shadow reward: 1/2 if they are equal."""

@@ -4,6 +4,7 @@ import os
 import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from lightrft.app.run.run_folder import RunFolder
 from lightrft.app.trainer.base import TrainingData
 from lightrft.app.trainer.build import build_rewards
 from lightrft.app.trainer.build_data import load_rewarded
-from lightrft.config.sections import Config
+from lightrft.config.sections import Config, has_episodes
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Sample
 from lightrft.extras.canaries.canaries import Canaries
 from lightrft.extras.canaries.rows import CanaryRows
 from lightrft.extras.canaries.shadow import Shadow
+from lightrft.extras.ledger.answers import answer_reader
 from lightrft.rewards.runner import RewardRunner
 from lightrft.strategy.checkpoint.manifest import checkpoints
 from lightrft.strategy.strategy import StrategyBase
@@ -36,10 +38,8 @@ class Watch:
 
     canaries: Canaries | None
     shadow: Shadow | None
-    on_alarm: str
-    folder: Path
-    """Folder of the run."""
-    checkpoints: Path
+    config: Config
+    run_folder: RunFolder
     is_first: bool
     """This is the rank that writes."""
 
@@ -53,7 +53,7 @@ class Watch:
         """Begin what is computed of the groups of a step; return the canaries to score."""
         if self.shadow is not None:
             self.shadow.begin(groups)
-        return [] if self.canaries is None else self.canaries.ended()
+        return [] if self.canaries is None else self.canaries.groups
 
     def finish(self) -> None:
         """Wait for the shadow rewards. All ranks call it together."""
@@ -64,15 +64,20 @@ class Watch:
 
     def measure(self, step: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
         """Take the rewards of a step. It is a measure of a step, on all ranks."""
-        alarms = [each.measure(step, metrics) for each in self._parts.values()]
-        if self.on_alarm == "fork" and self.is_first:
+        warnings = [each.measure(step, metrics) for each in self._parts.values()]
+        if not self.is_first:
+            return
+        for warning in chain.from_iterable(warnings):
+            logger.warning("{}", warning)
+        if self.config.watch.on_alarm == "fork":
             self._keep_checkpoint()
-            if any(alarms):
+            if self.ends_run():
                 self._offer_fork()
 
     def ends_run(self) -> bool:
         """Return True if the step just done is the last because of an alarm."""
-        return self.on_alarm != "warn" and any(each.monitor.alarm for each in self._parts.values())
+        alarms = [each.monitor.alarm for each in self._parts.values()]
+        return self.config.watch.on_alarm != "warn" and any(alarms)
 
     @property
     def _parts(self) -> dict[str, Canaries | Shadow]:
@@ -85,9 +90,11 @@ class Watch:
         Otherwise --max_ckpt_num would remove it before there is enough evidence for an alarm. The
         files are links, so they take no room while the checkpoint itself is there.
         """
-        target = self.folder / BEFORE_ALARM / "checkpoints"
+        target = self.run_folder.path / BEFORE_ALARM / "checkpoints"
         rises_from = min(each.monitor.rises_from for each in self._parts.values())
-        both = [path for root in (target, self.checkpoints) for _, path in checkpoints(root)]
+        both = [
+            path for root in (target, self.run_folder.checkpoints) for _, path in checkpoints(root)
+        ]
         earlier = [path for path in both if step_of(path) < rises_from]
         newest = max(earlier, key=step_of, default=None)
         if newest is None or newest.parent == target:
@@ -100,30 +107,33 @@ class Watch:
         unfinished.rename(target / newest.name)
 
     def _offer_fork(self) -> None:
-        folder = self.folder / BEFORE_ALARM
+        run = self.run_folder.path
+        folder = run / BEFORE_ALARM
         if not checkpoints(folder / "checkpoints"):
             logger.warning(
-                "there is no checkpoint from before the reward was gamed: lower --save_steps"
+                "no checkpoint is from before the reward was gamed: set a smaller --save_steps"
             )
             return
+
+        # What --fork_from reads; its checkpoints are inside.
+        replace(self.config, train=replace(self.config.train, ckpt_path=None)).write(
+            folder / "config.yaml"
+        )
         for name in ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "ledger.sqlite"):
-            if (self.folder / name).exists():
-                shutil.copyfile(self.folder / name, folder / name)
+            if (run / name).exists():
+                shutil.copyfile(run / name, folder / name)
         logger.warning("to go on from before the reward was gamed: --fork_from {}", folder)
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        unfinished = [] if self.canaries is None else self.canaries.unfinished
         states = {name: each.monitor.state_dict() for name, each in self._parts.items()}
-        return {"unfinished": unfinished, "monitors": states}
+        return {"run": self.run_folder.id, "monitors": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of what the run watches; what it newly watches begins anew."""
-        if self.canaries is not None:
-            self.canaries.unfinished = state["unfinished"]
+        """Restore the state. A fork may have another reward, so it begins anew."""
         for name, each in self._parts.items():
-            if name in state["monitors"]:
+            if state["run"] == self.run_folder.id and name in state["monitors"]:
                 each.monitor.load_state_dict(state["monitors"][name])
 
 
@@ -172,28 +182,31 @@ def watch_of(
                 replace(config, data=rows), data.tokenizer, data.expand, rewards
             )
         canaries = Canaries(
-            CanaryRows(prompts, config.train.seed, swaps=not section.canary_data),
+            CanaryRows(
+                prompts,
+                config.train.seed,
+                swaps=not section.canary_data,
+                answer=answer_reader(config.reward.reward),
+            ),
             sampler,
             section,
             data=ranks,
             batch=config.rollout.rollout_batch_size,
             samples=samples,
+            joins=not has_episodes(config.environment),
         )
 
     if section.shadow_reward:
-        scoring = replace(config.reward, reward=section.shadow_reward, reward_key=None)
+        # A failure is no low reward, so such a sample is left out.
+        failure = config.reward.reward_failure.replace("zero", "drop")
+        scoring = replace(
+            config.reward, reward=section.shadow_reward, reward_key=None, reward_failure=failure
+        )
         stricter = build_rewards(replace(config, reward=scoring), strategy)
         stricter.check(data.prompts.examples)
         shadow = Shadow(stricter, section, ranks, samples)
 
-    return Watch(
-        canaries,
-        shadow,
-        section.on_alarm,
-        run_folder.path,
-        run_folder.checkpoints,
-        is_first=strategy.is_rank_0(),
-    )
+    return Watch(canaries, shadow, config, run_folder, is_first=strategy.is_rank_0())
 
 
 def step_of(checkpoint: Path) -> int:

@@ -1,10 +1,10 @@
 """What a reward reads as the answer of a response; equal answers are equal texts."""
 
-import json
 from collections.abc import Callable
+from typing import Any
 
 from lightrft.config.references import reward_terms
-from lightrft.rewards.functions import boxes, chosen_letter, last_number
+from lightrft.rewards.functions import boxes, chosen_letter, last_number, right_answers
 
 Reader = Callable[[str], str | None]
 
@@ -22,21 +22,12 @@ def _math(text: str) -> str | None:
     return _number(content) if content.lstrip("-").replace(".", "").isdigit() else content
 
 
-def _json(text: str) -> str | None:
-    block = text.rpartition("```json")[2].partition("```")[0] if "```json" in text else text
-    try:
-        return json.dumps(json.loads(block), sort_keys=True)
-    except (ValueError, RecursionError):
-        return None
-
-
 ANSWER_READERS: dict[str, Reader] = {
     "exact_match": str.strip,
     "number": _number,
     "gsm8k": _number,
     "math": _math,
     "choice": chosen_letter,
-    "json_schema": _json,
 }
 """Reward -> what it reads as the answer; None for a response without one."""
 
@@ -47,3 +38,14 @@ def answer_reader(reward: str) -> Reader | None:
         (ANSWER_READERS[term.name] for term in reward_terms(reward) if term.name in ANSWER_READERS),
         None,
     )
+
+
+def labels_of(label: Any, answer: Reader | None) -> list[str]:
+    """Return the right answers of a row as `answer` reads them; none if the label is no answer."""
+    try:
+        texts = right_answers(label)
+    except ValueError:
+        return []
+    if answer is _math:  # the label of a row is an answer, with a box around it or without
+        texts = [text if boxes(text) else rf"\boxed{{{text}}}" for text in texts]
+    return [(answer and answer(text)) or text for text in texts]

@@ -16,9 +16,8 @@ from lightrft.config.sections import Config
 from lightrft.core.groups import RIGHT
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
-from lightrft.extras.ledger.answers import Reader, answer_reader
+from lightrft.extras.ledger.answers import answer_reader, labels_of
 from lightrft.models.parallel.mesh import Mesh
-from lightrft.rewards.functions import right_answers
 
 LEDGER_FILE = "ledger.sqlite"
 TABLES = Path(__file__).with_name("tables.sql").read_text()
@@ -66,15 +65,6 @@ class RowRecord:
     def answers(self) -> Counter[str]:
         """Return how often each answer was given."""
         return sum((Counter(json.loads(draw.answers)) for draw in self.draws), Counter())
-
-
-def labels_of(label: Any, answer: Reader | None) -> list[str]:
-    """Return the right answers of a row in the form of `answer`; none if the label is no answer."""
-    try:
-        texts = right_answers(label)
-    except ValueError:
-        return []
-    return [(answer and answer(text)) or text for text in texts]
 
 
 class Book:
@@ -127,10 +117,13 @@ class Book:
             return None
         self._known.add(prompt.index)
         labels = labels_of(prompt.columns.get("label"), self.answer)
-        return prompt.index, prompt.location, prompt.text, json.dumps(labels, ensure_ascii=False)
+        media = [item.name for items in prompt.multi_modal.values() for item in items]
+        text = " ".join([prompt.text, *media])
+        return prompt.index, prompt.location, text, json.dumps(labels, ensure_ascii=False)
 
     def _write(self, step: int, draws: list[Draw], prompts: list[tuple[Any, ...]]) -> None:
-        with closing(sqlite3.connect(self.path)) as file, file:
+        with closing(sqlite3.connect(self.path, timeout=60)) as file, file:
+            file.execute("PRAGMA journal_mode=WAL")  # others may read meanwhile
             file.executescript(TABLES)
             # A run that was killed comes to steps again that the file already has.
             file.execute("DELETE FROM draws WHERE step >= ?", (step,))

@@ -25,15 +25,13 @@ class DrawsBySignal(Rounds):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        size = len(self.prompts)
-        self.right, self.wrong = np.zeros(size), np.zeros(size)
-        """Responses to each row, of which older ones count less."""
-        self.numbers = np.zeros(size, dtype=np.int64)
-        """Number of the last group of each row."""
+        self.counts = np.zeros((3, len(self.prompts)))
+        """Right and wrong responses to each row, older ones counting less, and the number of its
+        last group, [3, rows]."""
 
     def _rows(self, count: int, left_out: set[int]) -> tuple[list[int], int]:
         generator = np.random.default_rng(derived_seed(self.seed, "ledger", self.position))
-        rates = generator.beta(1 + self.right, 1 + self.wrong)
+        rates = generator.beta(1 + self.counts[0], 1 + self.counts[1])
         n = self.section.n_samples_per_prompt
         with np.errstate(divide="ignore"):
             keys = np.log(1 - rates**n - (1 - rates) ** n) + generator.gumbel(size=len(rates))
@@ -43,33 +41,29 @@ class DrawsBySignal(Rounds):
 
     def scored(self, groups: list[Group]) -> list[GroupOutcome]:
         outcomes = super().scored(groups)
+        n = self.section.n_samples_per_prompt
         for outcome in outcomes:
-            row = outcome.row
-            if self.numbers[row] == outcome.number:  # --dynamic_sampling has told it before
-                continue
-            self.numbers[row] = outcome.number
-            n = self.section.n_samples_per_prompt
-            self.right[row] = KEPT_SHARE * self.right[row] + n * outcome.solved
-            self.wrong[row] = KEPT_SHARE * self.wrong[row] + n * (1 - outcome.solved)
+            *counts, number = self.counts[:, outcome.row]
+            if outcome.number > number:  # --dynamic_sampling tells a group twice
+                new = n * np.array([outcome.solved, 1 - outcome.solved])
+                self.counts[:, outcome.row] = *KEPT_SHARE * np.array(counts) + new, outcome.number
         return outcomes
 
     def snapshot(self) -> Callable[[], None]:
         rollback = super().snapshot()
-        before = self.right.copy(), self.wrong.copy(), self.numbers.copy()
+        before = self.counts.copy()
 
         def undo() -> None:
             rollback()
-            self.right, self.wrong, self.numbers = before
+            self.counts = before
 
         return undo
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {name: getattr(self, name).tolist() for name in ("right", "wrong", "numbers")}
-        return super().state_dict() | {"by_signal": counts}
+        return super().state_dict() | {"by_signal": self.counts.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state; a checkpoint of another scheduler says nothing of the signals."""
-        counts = state.pop("by_signal", {})
+        counts = state.pop("by_signal", self.counts)
         super().load_state_dict(state)
-        for name, values in counts.items():
-            setattr(self, name, np.array(values, dtype=getattr(self, name).dtype))
+        self.counts = np.array(counts)

@@ -7,7 +7,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from math import exp, lgamma, log, sqrt
 from statistics import fmean, median, pvariance
 
@@ -16,6 +15,8 @@ from lightrft.extras.ledger.book import RowRecord
 LIKELY = 0.7
 """Probability of a wrong label from which a row is a suspect."""
 ENOUGH_RESPONSES = 4
+LEAST_AGREEMENT = 0.25
+"""Share of the responses that have to agree on another answer than the label."""
 DRAWS_WITHOUT_SIGNAL = 3
 """Number of draws without any signal after which a row is dead."""
 RARE_SHARE = 0.005
@@ -27,9 +28,13 @@ LONG_WORKING = 16
 """Usual number of tokens from which responses have any working."""
 NEAR_SHARE = 0.8
 """Share of words (Jaccard) from which prompts with the same numbers are near-duplicates."""
+FEW_TEXTS = 20
+"""Number of texts up to which words that most of them have count."""
 FEW_WORDS = 6
 """Prompts with fewer words are duplicates only if they are equal."""
-CUE = re.compile(r"(?:answer|solution|result|=|####|\\boxed)[^\w\d-]{0,4}(?:is|:|=)?\W{0,3}$", re.I)
+CUE = re.compile(
+    r"(?:\b(?:answer|solution|result)\W{0,3}(?:is|:|=)|####|\\boxed\{)\W{0,3}$", re.IGNORECASE
+)
 """End of a text after which an answer is given away."""
 A_WORD = re.compile(r"\d+(?:[.,]\d+)*|\w+")
 
@@ -45,10 +50,6 @@ class Suspect:
     evidence: str
     probability: float = 1.0
     """Probability that it is; 1 where the evidence is a fact."""
-
-    @property
-    def location(self) -> str:
-        return self.record.location
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +169,13 @@ def _agreement(record: RowRecord) -> tuple[str, int, int, int] | None:
     """
     answers = record.answers
     total = answers.total()
-    label = sum(answers[each] for each in record.labels)
+    label = max(sum(answers[each] for each in record.labels), record.total("right"))
     others = Counter({each: count for each, count in answers.items() if each not in record.labels})
-    if not record.labels or not others or total < ENOUGH_RESPONSES:
+    answer, other = others.most_common(1)[0] if others else ("", 0)
+    if not record.labels or other < LEAST_AGREEMENT * total or total < ENOUGH_RESPONSES:
         return None
-    answer, other = others.most_common(1)[0]
-    return answer, other, label, total
+    # What the reward takes for right may be written in several ways.
+    return answer, min(other, total - label), label, total
 
 
 # -- leaks
@@ -193,7 +195,7 @@ def leaks(records: Sequence[RowRecord]) -> Iterator[Suspect]:
     for record in records:
         evidence = None
         for label in record.labels:
-            evidence = evidence or _given_away(record.prompt, label, frequency, len(records))
+            evidence = evidence or _given_away(record.prompt, label, frequency, records)
         first = record.draws[0]
         length = first.tokens / first.responses
         at_once = first.right == first.responses >= ENOUGH_RESPONSES
@@ -206,17 +208,22 @@ def leaks(records: Sequence[RowRecord]) -> Iterator[Suspect]:
             yield Suspect("leak", record, evidence)
 
 
-def _given_away(prompt: str, label: str, frequency: Counter[str], count: int) -> str | None:
+def _given_away(
+    prompt: str, label: str, frequency: Counter[str], records: Sequence[RowRecord]
+) -> str | None:
     words = _words(label)
     if not words:
         return None
     place = re.search(rf"(?<![\w.]){re.escape(label)}(?!\w|\.\d)", prompt, re.IGNORECASE)
     if place is None:
         return None
-    if CUE.search(prompt[: place.start()]):
-        return f"the prompt says {prompt[max(place.start() - 20, 0) : place.end()]!r}"
+    if cue := CUE.search(prompt[: place.start()]):
+        said = prompt[cue.start() : place.end()]
+        # Rows with other labels have an instruction such as "Answer: yes or no", too.
+        if all(label in each.labels for each in records if said in each.prompt):
+            return f"the prompt says {said!r}"
     others = min(frequency[word] for word in words) - 1
-    if len(words) > 1 or len(label) > 1 and others < RARE_SHARE * count:
+    if len(words) > 1 or len(label) > 1 and others < RARE_SHARE * len(records):
         return f"the prompt contains the label {label!r:.40}, and {others} other prompts do"
     return None
 
@@ -232,8 +239,10 @@ def duplicates(records: Sequence[RowRecord], held_out: Sequence[str] = ()) -> It
     """Yield rows whose prompt is equal or nearly equal to one with other labels, or held out."""
     texts = [record.prompt for record in records] + list(held_out)
     pairs = _pairs(texts)
-    for index, other in sorted(pairs | {(second, first) for first, second in pairs}):
-        if index >= len(records):
+    told: set[int] = set()
+    both = pairs | {(second, first) for first, second in pairs}
+    for index, other in sorted(both, key=lambda pair: (pair[0], -pair[1])):
+        if index >= len(records) or index in told:
             continue
         record = records[index]
 
@@ -249,6 +258,7 @@ def duplicates(records: Sequence[RowRecord], held_out: Sequence[str] = ()) -> It
         else:
             continue
 
+        told.add(index)
         yield Suspect("duplicate", record, reason)
 
 
@@ -258,6 +268,10 @@ def _pairs(texts: Sequence[str]) -> set[tuple[int, int]]:
 
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     words = [_words(text) for text in texts]
+    counts = Counter(word for each in words for word in set(each))
+    # An instruction that most prompts have says nothing of what they share beside it.
+    common = {word for word, count in counts.items() if 2 * count > len(texts) > FEW_TEXTS}
+    words = [[word for word in each if word not in common] for each in words]
     for index, each in enumerate(words):
         numbers = sorted(word for word in each if word[0].isdigit())
         short = each if len(each) < FEW_WORDS else []
@@ -266,7 +280,7 @@ def _pairs(texts: Sequence[str]) -> set[tuple[int, int]]:
     pairs = set()
     for indices in (each for each in alike.values() if len(each) > 1):
         if len(words[indices[0]]) < FEW_WORDS:
-            pairs.update(combinations(indices, 2))
+            pairs.update((indices[-1], other) for other in indices[:-1])  # held-out ones come last
             continue
         index = MinHashLSH(threshold=NEAR_SHARE - 0.2)  # so that hashing misses none
         for one in indices:

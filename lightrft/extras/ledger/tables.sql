@@ -5,6 +5,7 @@ CREATE TABLE IF NOT EXISTS held_out (prompt TEXT UNIQUE);
 CREATE TABLE IF NOT EXISTS draws (
     step INTEGER, row INTEGER, responses INTEGER, right INTEGER, reward REAL, squares REAL,
     tokens INTEGER, truncated INTEGER, answers TEXT);
+CREATE INDEX IF NOT EXISTS draws_by_step ON draws (step);
 CREATE INDEX IF NOT EXISTS draws_by_row ON draws (row);
 CREATE VIEW IF NOT EXISTS rows AS
     SELECT row, location, prompt, labels, count(*) AS draws, sum(responses) AS responses,

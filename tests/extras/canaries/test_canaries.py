@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.app.observe.symptoms import find_symptoms
 from lightrft.config.errors import ConfigError
 from lightrft.core.samples import Prompt
 from lightrft.extras.canaries.rows import CanaryRows, plain
+from lightrft.extras.ledger.answers import answer_reader
 from runs import PPO, prepare, repeatable, rows_of, train
 
 WATCHED = ["--canaries=0.5", "--canary_baseline=150", "--max_steps=20"]
@@ -38,6 +40,13 @@ def canaries(folder: Path) -> list[dict[str, float]]:
     return [
         {name: value for name, value in row.items() if name.startswith("canary/")}
         for row in rows_of(folder)
+    ]
+
+
+def without_canaries(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [
+        {name: value for name, value in row.items() if not name.startswith("canary/")}
+        for row in repeatable(rows)
     ]
 
 
@@ -79,12 +88,13 @@ def test_an_alarm_can_end_the_run_and_keep_the_model_from_before(inputs, watched
     rows = rows_of(run)
     assert len(rows) < 20
     rises_from = rows[-1]["canary/alarm_from_step"]
+    assert (run / "before_alarm" / "config.yaml").is_file()  # what the command looks for
     (kept,) = (run / "before_alarm" / "checkpoints").iterdir()
     assert kept.name == f"step{int(rises_from) - 1}"
     flags = [*inputs, *WATCHED, f"--max_steps={len(rows)}", f"--fork_from={run / 'before_alarm'}"]
     train("train_ppo", 1, flags, fork)
-    # with the same flags the fork repeats the run
-    assert repeatable(rows_of(fork)) == repeatable(rows)
+    # with the same flags the fork repeats the run, except that it measures a baseline of its own
+    assert without_canaries(rows_of(fork)) == without_canaries(rows)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +111,18 @@ def test_an_alarm_can_end_the_run_and_keep_the_model_from_before(inputs, watched
 def test_every_scheduler_generates_the_canaries(inputs, tmp_path, flags):
     train("train_ppo", 2, [*inputs, *WATCHED, *flags, "--max_steps=4"], tmp_path)
 
-    # two groups a step, or later if a round ended before they did
-    state = canaries(tmp_path)[-1]
-    assert "canary/reward" in state and state["canary/log_evidence"] != 0
+    # also if a round ended before they did
+    assert all("canary/reward" in row for row in canaries(tmp_path))
+
+
+def test_a_run_that_an_alarm_ends_early_has_the_symptom():
+    history = {
+        "rollout/reward": [(step, 0.5) for step in range(1, 7)],
+        "canary/alarm_from_step": [(6, 3.0)],
+    }
+
+    (symptom,) = find_symptoms(history)
+    assert (symptom.name, "since step 3" in symptom.evidence) == ("gamed reward", True)
 
 
 def test_a_shadow_reward_raises_an_alarm(inputs, tmp_path):
@@ -139,8 +158,32 @@ def test_a_canary_has_the_label_of_another_row():
     for position in range(10):
         canary = rows[position]
         assert canary.prompt.text == f"{canary.prompt.index}?"
-        assert plain(canary.prompt.columns["label"]) != plain(canary.true_label)
-        assert plain(canary.prompt.columns["label"]) in ("5", "7", "9")
+        false, right = str(canary.prompt.columns["label"]), str(canary.true_label)
+        assert plain(false) != plain(right)
+        assert plain(false) in ("5", "7", "9")
+
+
+def test_labels_with_working_differ_in_what_the_reward_reads():
+    labels = [f"{step} and then {step + 1} #### {step % 3}" for step in range(30)]
+    rows = CanaryRows(prompts(*labels), seed=0, swaps=True, answer=answer_reader("gsm8k"))
+
+    for position in range(30):
+        canary = rows[position]
+        assert canary.prompt.columns["label"][-1] != canary.true_label[-1]
+    assert rows.chance == pytest.approx(1 / 3)
+
+
+def test_alternatives_do_not_overlap():
+    rows = CanaryRows(prompts(["yes", "Yes"], "yes", "no"), seed=0, swaps=True)
+
+    assert {str(rows[position].prompt.columns["label"]) == "no" for position in range(3)} == {
+        True,
+        False,
+    }
+    assert all(
+        "no" in (str(rows[position].prompt.columns["label"]), str(rows[position].true_label))
+        for position in range(3)
+    )
 
 
 def test_the_data_keep_their_labels():
@@ -160,9 +203,7 @@ def test_rows_of_the_user_stay_as_they_are():
     assert {rows[position].prompt.columns["label"] for position in range(4)} == {"5"}
 
 
-@pytest.mark.parametrize(
-    ("labels", "message"), [(("5", None), "a row has none"), (("5", 5.0), "all are 5")]
-)
-def test_data_without_two_labels_are_refused(labels, message):
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("labels", [("5", None), ("5", 5.0)], ids=["one is missing", "equal"])
+def test_data_without_two_labels_are_refused(labels):
+    with pytest.raises(ConfigError, match="a row has none, or no two differ"):
         CanaryRows(prompts(*labels), seed=0, swaps=True)

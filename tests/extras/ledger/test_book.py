@@ -6,14 +6,21 @@ import shutil
 import sqlite3
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lightrft.app.observe.sinks import Writer
+from lightrft.config import Config
+from lightrft.core.metrics import Metrics
+from lightrft.core.samples import Prompt, Sample
 from lightrft.extras.commands.debug.ledger import main as ledger
-from lightrft.extras.ledger.book import LEDGER_FILE, read_ledger
+from lightrft.extras.ledger.book import LEDGER_FILE, Book, read_ledger
+from lightrft.models.parallel.collectives import Axis
 from runs import PPO, prepare, train
 
 STEPS = 6
+ALONE = Axis("one rank", 1, 0, None)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +128,36 @@ def test_the_command_writes_what_is_left(run, tmp_path, capsys):
     dropped = {each["location"] for each in suspects if each["suspect"] == "duplicate"}
     assert len(cleaned.read_text().splitlines()) == 24 - len(dropped)
     assert "Ledger" in (run / "report.html").read_text()
+
+
+def test_the_data_can_be_replaced_by_what_is_left(run, tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text(
+        "".join(json.dumps({"input": f"{row}?", "label": "1"}) + "\n" for row in range(5))
+    )
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(run / LEDGER_FILE, folder)
+    (folder / "config.yaml").write_text(
+        json.dumps({"data": {"prompt_data": str(data), "prompt_split": "train"}})
+    )
+    ledger([str(folder), f"--write={data}"])
+
+    assert len(data.read_text().splitlines()) == 5
+
+
+def test_a_run_goes_on_while_the_ledger_is_read(run, tmp_path):
+    shutil.copy(run / LEDGER_FILE, tmp_path)
+    mesh = SimpleNamespace(data=ALONE, world=ALONE)
+    book = Book(Config.of(save_path=str(tmp_path), reward="number"), mesh, Writer())
+    with sqlite3.connect(tmp_path / LEDGER_FILE) as reader:
+        lines = reader.execute("SELECT * FROM draws")
+        lines.fetchone()  # the statement is not over
+        sample = Sample(Prompt(0, "1+1=", [1], {"label": "2"}), 1, [1], [0.0], "2", "stop")
+        book.measure(STEPS + 1, [sample], 0, Metrics())
+        book.writer.flush()
+
+    assert draws(tmp_path)[-1][:3] == (STEPS + 1, 0, 1)
 
 
 def test_a_folder_without_a_ledger_is_named(tmp_path, capsys):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lightrft.extras.ledger.answers import answer_reader
+from lightrft.extras.ledger.answers import answer_reader, labels_of
 from lightrft.extras.ledger.book import Draw, RowRecord
 from lightrft.extras.ledger.suspects import (
     BetaBinomial,
@@ -27,7 +27,7 @@ def record(row: int, prompt: str, label: str, *draws: Draw) -> RowRecord:
 
 
 def locations(found) -> list[str]:
-    return [suspect.location for suspect in found]
+    return [suspect.record.location for suspect in found]
 
 
 def answered(label: str, truth: str, generator: random.Random, row: int) -> RowRecord:
@@ -161,12 +161,58 @@ def test_rows_that_were_solved_once_are_forgotten():
         ("math", r"so \boxed{ \frac{1}{2} }", r"\frac{1}{2}"),
         ("math", "the answer is 42", "42"),
         ("choice", "The answer is (B)", "B"),
-        ("json_schema", '```json\n{"b": 1, "a": 2}\n```', '{"a": 2, "b": 1}'),
         ("number:0.9,length:-0.1", "5", "5"),
     ],
 )
 def test_answers_are_read_as_the_reward_reads_them(reward, text, answer):
     assert answer_reader(reward)(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("reward", "label", "answers"),
+    [
+        ("math", r"\frac{1}{2}", [r"\frac{1}{2}"]),
+        ("math", r"so \boxed{2\pi}", [r"2\pi"]),
+        ("math", 0.5, ["1/2"]),
+        ("gsm8k", "3 + 4 #### 7", ["7"]),
+        ("exact_match", ["7", 8.5], ["7", "8.5"]),
+        ("choice", "(b)", ["B"]),
+        ("exact_match", {"a": 1}, []),
+    ],
+)
+def test_labels_are_read_as_answers(reward, label, answers):
+    assert labels_of(label, answer_reader(reward)) == answers
+
+
+def test_a_row_that_the_reward_says_is_solved_is_not_accused():
+    # the reward knows that 1/2 and 0.5 are equal, the texts do not
+    others = [record(row, "q", "x", draw(6, answers={"x": 6, "y": 2})) for row in range(50)]
+    equal = record(99, "q", "1/2", draw(8, answers={"0.5": 8}))
+
+    assert locations(wrong_labels([*others, equal])) == []
+
+
+def test_an_instruction_is_no_leak():
+    rows = [
+        record(row, f"{WORDS} {row}? Answer: yes or no", "yes no".split()[row % 2])
+        for row in range(40)
+    ]
+
+    assert locations(leaks(rows)) == []
+
+
+def test_a_common_instruction_makes_no_duplicates():
+    system = " ".join(f"rule{number}" for number in range(100))
+    topics = [f"{name} of {thing}" for name in ("capital", "river", "king") for thing in "abcdefgh"]
+    rows = [record(row, f"{system} {topic}?", str(row)) for row, topic in enumerate(topics)]
+
+    assert locations(duplicates(rows)) == []
+
+
+def test_a_row_is_told_once():
+    rows = [record(row, "what is this", str(row)) for row in range(30)]
+
+    assert len(locations(duplicates(rows))) == 30
 
 
 def test_a_function_of_the_user_has_no_answers():

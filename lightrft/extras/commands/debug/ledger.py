@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> None:
             _write_rows(options.write, options.folder, found, dropped)
     except (OSError, ValueError, sqlite3.Error, DataError) as error:
         commands.error(str(error))
+    except ModuleNotFoundError as error:
+        commands.error(f"{error}: pip install 'lightrft-spmd[ledger]'")
 
 
 def _show(records: Sequence[RowRecord], found: Sequence[Suspect]) -> None:
@@ -78,7 +80,7 @@ def _show(records: Sequence[RowRecord], found: Sequence[Suspect]) -> None:
         console.print(f"[bold]{kind.replace('_', ' ')}[/bold]: {counts[kind]:,} rows")
         for each in [one for one in found if one.kind == kind][:SHOWN_SUSPECTS]:
             sure = f" ({each.probability:.0%})" if each.probability < 1 else ""
-            console.print(f"    {escape(each.location)}: {escape(each.evidence)}{sure}")
+            console.print(f"    {escape(each.record.location)}: {escape(each.evidence)}{sure}")
 
 
 def _write_table(
@@ -91,9 +93,9 @@ def _write_table(
             f"{each.kind.replace('_', ' ')}: {each.evidence}"
         )
 
-    chosen = sorted(records, key=lambda record: (record.row not in reasons, record.row))[:ON_PAGE]
+    ordered = {each.row: each for each in [*(one.record for one in found), *records]}
     rows = []
-    for record in chosen:
+    for record in [*ordered.values()][:ON_PAGE]:
         signals = sum(draw.has_signal for draw in record.draws)
         rate = rates.posterior(record.total("right"), record.total("responses"))
         shown = [Path(record.location).name, excerpt(record.prompt), ", ".join(record.labels)]
@@ -109,7 +111,7 @@ def _write_review(path: Path, found: Sequence[Suspect]) -> None:
         writer = csv.writer(file)
         writer.writerow(["location", "suspect", "probability", "evidence", "prompt", "label"])
         for each in found:
-            suspect = [each.location, each.kind, round(each.probability, 3), each.evidence]
+            suspect = [each.record.location, each.kind, round(each.probability, 3), each.evidence]
             writer.writerow([*suspect, each.record.prompt, ", ".join(each.record.labels)])
     logger.info("{} suspects: {}", len(found), path)
 
@@ -117,13 +119,16 @@ def _write_review(path: Path, found: Sequence[Suspect]) -> None:
 def _write_rows(path: Path, folder: Path, found: Sequence[Suspect], dropped: set[str]) -> None:
     """Write the rows of the run's data as they are, without those that look wrong."""
     data: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())["data"]
-    left_out = {each.location for each in found if each.kind in dropped}
+    left_out = {each.record.location for each in found if each.kind in dropped}
     count = 0
-    with path.open("w", encoding="utf-8") as file:
+    # The rows may be read from the file that is written.
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
         for source in data_sources(data["prompt_data"]):
             bad = BadRows(skip=True, flag="--prompt_data")
             for location, row in read_rows(source.name, data["prompt_split"], bad):
                 if location not in left_out:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     count += 1
+    unfinished.replace(path)
     logger.info("{} rows without {} suspects: {}", count, len(left_out), path)
