@@ -255,6 +255,19 @@ def test_the_rewards_of_turns_are_learned_and_shown(inputs, tmp_path, monkeypatc
     assert r"\u003c1>" in (tmp_path / "report.html").read_text()
 
 
+def test_canaries_are_episodes_too(inputs, tmp_path):
+    data = next(flag for flag in inputs if flag.startswith("--prompt_data="))
+    canaries = ["--canaries=0.5", data.replace("prompt", "canary"), "--canary_baseline=8"]
+    runs = [
+        ([*inputs, "--max_steps=2"], tmp_path / "without"),
+        ([*inputs, "--max_steps=2", *canaries], tmp_path / "with"),
+    ]
+    without, found = train_in_turn("train_ppo", 2, runs)
+
+    assert all(0 <= row["canary/reward"] <= 1 for row in found)
+    assert found[0]["rollout/reward"] == pytest.approx(without[0]["rollout/reward"], rel=1e-6)
+
+
 @pytest.fixture(scope="module")
 def chats(inputs, tmp_path_factory):
     """The same data and model, with a chat template."""

@@ -115,6 +115,27 @@ def test_every_scheduler_generates_the_canaries(inputs, tmp_path, flags):
     assert all("canary/reward" in row for row in canaries(tmp_path))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--tp_size=2"], ["--sp_size=2"]], ids=" ".join)
+def test_ranks_that_share_samples_measure_them_once(inputs, watched, tmp_path, flags):
+    flags = [*inputs, *WATCHED, *flags, "--max_steps=2", "--max_tokens_per_microbatch=256"]
+    train("train_ppo", 2, flags, tmp_path)
+
+    assert canaries(tmp_path)[0] == pytest.approx(canaries(watched)[0], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_an_engine_measure_canaries_once(inputs, tmp_path):
+    found = []
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        layout = ["--engine_type=vllm", f"--engine_tp_size={size}", "--max_steps=2"]
+        train("train_ppo", 2, [*inputs, *WATCHED, *layout], folder)
+        found.append(canaries(folder)[0])
+
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
 def test_a_run_that_an_alarm_ends_early_has_the_symptom():
     history = {
         "rollout/reward": [(step, 0.5) for step in range(1, 7)],
