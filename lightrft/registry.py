@@ -94,7 +94,7 @@ class Registry:
             hint = f"; add the name of the function: {self.flag} {name}:function."
         raise ValueError(
             f"{self.flag} {name}: no {self.kind} of this name{hint} Choices:"
-            f" {', '.join(self.names())}; for your own: {self.flag} module:object or {self.flag}"
+            f" {', '.join(self.names()) or 'none'}; for your own: {self.flag} module:object or {self.flag}"
             " file.py:object"
         )
 

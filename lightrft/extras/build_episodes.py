@@ -92,8 +92,8 @@ def episode_sampler(
     together = strategy.device.type == "cpu" or config.strategy.deterministic
     if together:
         strategy.print(
-            "turns begin when the programs of all episodes have asked for theirs, so that the run"
-            " repeats to the last bit; time/generate/tools is how long the engine waits"
+            "turns begin when all programs have asked for theirs, so that the run repeats to the last"
+            " bit unless an agent asks for several at once; time/generate/tools is the engine's wait"
         )
     episodes = new_episodes(config, tokenizer, recording(config, strategy.mesh.world))
     return EpisodeSampler(strategy, tokenizer, config.rollout, episodes, together=together)

@@ -281,7 +281,7 @@ class Episodes:
             return self._observe(state, request)
         # Whatever a request raises that cannot be read, only its own program has to know.
         except Exception as error:
-            problem = Refused(f"the observation cannot be rendered: {error}")
+            problem = Refused(f"the request cannot be answered: {error}")
             self._reply(request, state, problem)
             return None
 
