@@ -37,13 +37,10 @@ class Sampler:
 
     def open(self, seed: int) -> "RolloutLoop":
         """Open a loop for groups. All ranks open it together."""
-        return self._begun(RolloutLoop(self, self.strategy.open_generation(self.sampling), seed))
-
-    def _begun(self, loop: "RolloutLoop") -> "RolloutLoop":
-        self.loop = loop
+        self.loop = RolloutLoop(self, self.strategy.open_generation(self.sampling), seed)
         for begin in self.companions:
-            begin(loop)
-        return loop
+            begin(self.loop)
+        return self.loop
 
     def requests(self, group: Group, slots: Sequence[int], seed: int) -> Iterator[PendingRequest]:
         """Yield the requests for these responses of a group.

@@ -190,7 +190,8 @@ class EpisodeSampler(RunSampler):
     def open(self, seed: int) -> EpisodeLoop:
         self.episodes.draw = seed
         session = self.strategy.open_generation(self.sampling, shared=True)
-        return self._begun(EpisodeLoop(self, session, seed))
+        self.loop = EpisodeLoop(self, session, seed)
+        return self.loop
 
     def prepare(self, groups: list[GroupSlots], seed: int) -> list[PendingRequest] | None:
         """Return None: a turn is unknown until a program asks for it."""

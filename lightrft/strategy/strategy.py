@@ -433,7 +433,9 @@ class StrategyBase(Backend):
             " another strategy"
         )
 
-    create_scheduler = staticmethod(create_lr_scheduler)
+    def create_scheduler(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> LRScheduler:
+        """Build the schedule of an optimizer: see create_lr_scheduler()."""
+        return create_lr_scheduler(optimizer, *args, **kwargs)
 
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Distribute modules in place.
@@ -554,7 +556,9 @@ class StrategyBase(Backend):
         self.clear_gradients(model)
         return norm
 
-    unwrap_model = staticmethod(unwrap)
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the Hugging Face model inside a role's wrapper, or the module itself."""
+        return unwrap(model)
 
     def full_params(
         self, model: nn.Module, dtype: torch.dtype | None = None

@@ -202,8 +202,7 @@ def _exploding_gradients(run: Course) -> Numbers:
 
 
 def _gamed_reward(run: Course) -> Numbers:
-    names = ("canary/alarm_from_step", "shadow/alarm_from_step")
-    steps = [step for name in names for step in run.values(name)]
+    steps = [*run.values("canary/alarm_from_step"), *run.values("shadow/alarm_from_step")]
     return {"step": min(steps)} if steps else None
 
 

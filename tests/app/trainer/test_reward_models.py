@@ -124,7 +124,7 @@ def test_what_cannot_judge_is_refused(inputs, tmp_path):
         f"--reward_pretrain {model}: 1 tensors of the model are not in the folder, the first is score.weight": [
             f"--reward_pretrain={model}"
         ],
-        "--dynamic_sampling needs rewards while the engine is awake": [
+        "--dynamic_sampling does not support --reward_pretrain, as it needs rewards": [
             f"--reward_pretrain={scored}",
             "--dynamic_sampling",
         ],
