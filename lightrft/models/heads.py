@@ -79,7 +79,9 @@ class Actor(SequenceParallelModule):
         `temperature`. With a truncation, it refers to the part of the vocabulary that was sampled
         from.
         """
-        computed = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
+        computed = pad_to_multiple(
+            with_blank(batch, self.blank) if self.blank else batch, self.sequence.multiple
+        )
         choices = self.router_choices and self.router_choices.begin(
             computed, self.sequence, measure=self.training
         )
@@ -310,7 +312,9 @@ class Scorer(SequenceParallelModule):
 
         It is [T] float32, or [T, K] of K heads.
         """
-        padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
+        padded = pad_to_multiple(
+            with_blank(batch, self.blank) if self.blank else batch, self.sequence.multiple
+        )
         hidden = self.backbone(padded, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
         scores = F.linear(

@@ -330,7 +330,7 @@ class EngineHost:
         elif quantization is not None:
             # They are rounded once, from the weights that the optimizer updates.
             weights = self.strategy.full_params(actor, torch.float32)
-        elif not self.always_full and self._divides_experts():
+        elif self.strategy.mesh.ep.size > 1 and not self.always_full and self._divides_experts():
             weights = self.strategy.expert_params(actor)
         else:
             weights = self.strategy.full_params(actor)
@@ -340,8 +340,6 @@ class EngineHost:
         """Return True if the ranks of each engine divide the experts as the trainer's do."""
         assert self._axis is not None
         size = self.strategy.mesh.ep.size
-        if size == 1:
-            return False
         alike = self.engine.takes_local_experts and self._axis.size == size
         # All ranks gather the same shards, or all would wait.
         return all(self.strategy.mesh.world.gather(alike))

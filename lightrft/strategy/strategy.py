@@ -583,6 +583,8 @@ class StrategyBase(Backend):
         self.reload_model(model)
         unwrapped = unwrap(model)
         stream = chain(self.stream(model, *options), persistent_buffers(unwrapped))
+        if "peft_config" not in vars(unwrapped):  # peft sets it when it adds adapters
+            return stream
         return merge_adapters(unwrapped, stream)
 
     def adapter_params(self, model: nn.Module, *, base: bool) -> Iterator[tuple[str, Tensor]]:

@@ -26,7 +26,8 @@ from lightrft.app.observe.sinks import Writer, read_rows
 from lightrft.config import Config
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
-from lightrft.extras.ledger.book import Book, read_ledger
+from lightrft.extras.ledger.book import Book
+from lightrft.extras.ledger.records import read_ledger
 from lightrft.extras.ledger.suspects import wrong_labels
 from lightrft.models.parallel.collectives import Axis
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.rollout.episode_roles import role_rewards
+from lightrft.algorithms.rollout.episode_roles import ROLE_MARK
 from lightrft.algorithms.rollout.media_expansion import Expander
 from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.config.errors import ConfigError
@@ -133,10 +133,11 @@ class GroupOutcome:
     @classmethod
     def of(cls, group: Group) -> Self:
         samples = group.samples
-        rewards = {
-            (*(reward for _, reward in sample.steps), *sorted(role_rewards(sample).items()))
-            for sample in samples
-        }
+        rewards = set()
+        for sample in samples:
+            named = sorted(sample.reward_components.items())
+            of_roles = [item for item in named if ROLE_MARK in item[0]]
+            rewards.add((*(reward for _, reward in sample.steps), *of_roles))
         has_signal = len(rewards) > 1 and not all(sample.masked for sample in samples)
         solved = sum(sample.reward > RIGHT for sample in samples) / len(samples)
         length = sum(len(sample.token_ids) for sample in samples) / len(samples)

@@ -494,11 +494,8 @@ class Trainer(ABC):
 
     def _check_end(self) -> None:
         scheduler = self.role.scheduler
-        self.health.check_end(
-            self.done,
-            taken=scheduler.last_epoch if scheduler else 0,
-            skipped=self.strategy.skipped_steps,
-        )
+        taken = scheduler.last_epoch if scheduler else 0
+        self.health.check_end(self.done, taken=taken, skipped=self.strategy.skipped_steps)
 
     def _describe_run(self, status: str, seconds: float) -> None:
         """Write `run.json`, which describes the run for people and for the report."""

@@ -64,8 +64,7 @@ class Shadow:
             width = self.monitor.high - self.monitor.low
             metrics.mean("shadow/gap", (2 * fmean(values) - 1) * width)
 
-        warnings = []
-        baseline = self.monitor.baseline
+        warnings, baseline = [], self.monitor.baseline
         if self.monitor.honest is None:
             baseline += values
             if len(baseline) * self.samples >= self.section.canary_baseline:

@@ -1,15 +1,14 @@
-"""Write a record of each group into ledger.sqlite, and read what each row of the data was worth."""
+"""Write a record of each group into ledger.sqlite (--ledger)."""
 
 import json
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightrft.app.observe.sinks import Writer
 from lightrft.config.sections import Config
@@ -17,54 +16,10 @@ from lightrft.core.groups import RIGHT
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
 from lightrft.extras.ledger.answers import answer_reader, labels_of
+from lightrft.extras.ledger.records import LEDGER_FILE, Draw
 from lightrft.models.parallel.mesh import Mesh
 
-LEDGER_FILE = "ledger.sqlite"
 TABLES = Path(__file__).with_name("tables.sql").read_text()
-
-
-class Draw(NamedTuple):
-    """One group of a row: the sums over its responses."""
-
-    step: int
-    row: int
-    responses: int
-    right: int
-    """Number of responses with a reward above 1/2."""
-    reward: float
-    squares: float
-    """Sum of the squares of the rewards."""
-    tokens: int
-    truncated: int
-    answers: str
-    """JSON object: answer -> number of responses that give it; empty if the reward reads none."""
-
-    @property
-    def has_signal(self) -> bool:
-        """Return whether the rewards differ."""
-        most = self.squares * self.responses
-        return most - self.reward**2 > 1e-9 * most
-
-
-@dataclass
-class RowRecord:
-    """What a ledger knows of a row."""
-
-    row: int
-    location: str
-    prompt: str
-    labels: list[str]
-    """The right answers."""
-    draws: list[Draw] = field(default_factory=list)
-
-    def total(self, name: str) -> int:
-        """Return the sum of a number over all draws."""
-        return sum(getattr(draw, name) for draw in self.draws)
-
-    @property
-    def answers(self) -> Counter[str]:
-        """Return how often each answer was given."""
-        return sum((Counter(json.loads(draw.answers)) for draw in self.draws), Counter())
 
 
 class Book:
@@ -131,22 +86,3 @@ class Book:
             file.executemany("INSERT OR REPLACE INTO prompts VALUES (?, ?, ?, ?)", prompts)
             file.executemany("INSERT OR IGNORE INTO held_out VALUES (?)", self.held_out)
             self.held_out = []
-
-
-def read_ledger(folder: Path) -> tuple[list[RowRecord], list[str]]:
-    """Return the rows of a run's ledger with their draws in order, and the held-out prompts.
-
-    Raises FileNotFoundError if there is no ledger.
-    """
-    path = folder / LEDGER_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no {LEDGER_FILE}: --ledger writes one")
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as file:
-        records = {
-            row: RowRecord(row, location, prompt, json.loads(labels))
-            for row, location, prompt, labels in file.execute("SELECT * FROM prompts ORDER BY row")
-        }
-        for line in file.execute("SELECT * FROM draws ORDER BY step, rowid"):
-            records[line[1]].draws.append(Draw(*line))
-        held_out = [text for (text,) in file.execute("SELECT prompt FROM held_out")]
-    return [record for record in records.values() if record.draws], held_out

@@ -36,8 +36,7 @@ class DrawsBySignal(Rounds):
         with np.errstate(divide="ignore"):
             keys = np.log(1 - rates**n - (1 - rates) ** n) + generator.gumbel(size=len(rates))
         ranked = [row for row in np.argsort(-keys).tolist() if row not in left_out]
-        rows = [ranked[index % len(ranked)] for index in range(count)]
-        return rows, self.position + count
+        return [ranked[index % len(ranked)] for index in range(count)], self.position + count
 
     def scored(self, groups: list[Group]) -> list[GroupOutcome]:
         outcomes = super().scored(groups)

@@ -3,6 +3,7 @@
 Counts of right responses follow beta-binomial distributions, whose parameters come from all rows.
 """
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from math import exp, lgamma, log, sqrt
 from statistics import fmean, median, pvariance
 
-from lightrft.extras.ledger.book import RowRecord
+from lightrft.extras.ledger.records import RowRecord
 
 LIKELY = 0.7
 """Probability of a wrong label from which a row is a suspect."""
@@ -96,13 +97,9 @@ def _log_beta(a: float, b: float) -> float:
 
 def suspects(records: Sequence[RowRecord], held_out: Sequence[str] = ()) -> list[Suspect]:
     """Return all suspects, the most probable of each kind first."""
-    found = [
-        *wrong_labels(records),
-        *leaks(records),
-        *duplicates(records, held_out),
-        *dead(records),
-        *forgotten(records),
-    ]
+    found = list(duplicates(records, held_out))
+    for find in (wrong_labels, leaks, dead, forgotten):
+        found += find(records)
     return sorted(
         found, key=lambda each: (SUSPECT_KINDS.index(each.kind), -each.probability, each.record.row)
     )
@@ -167,7 +164,7 @@ def _agreement(record: RowRecord) -> tuple[str, int, int, int] | None:
 
     None if there are too few answers to tell.
     """
-    answers = record.answers
+    answers = sum((Counter(json.loads(draw.answers)) for draw in record.draws), Counter())
     total = answers.total()
     label = max(sum(answers[each] for each in record.labels), record.total("right"))
     others = Counter({each: count for each, count in answers.items() if each not in record.labels})
@@ -212,10 +209,8 @@ def _given_away(
     prompt: str, label: str, frequency: Counter[str], records: Sequence[RowRecord]
 ) -> str | None:
     words = _words(label)
-    if not words:
-        return None
     place = re.search(rf"(?<![\w.]){re.escape(label)}(?!\w|\.\d)", prompt, re.IGNORECASE)
-    if place is None:
+    if place is None or not words:
         return None
     if cue := CUE.search(prompt[: place.start()]):
         said = prompt[cue.start() : place.end()]

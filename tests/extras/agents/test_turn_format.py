@@ -97,6 +97,6 @@ def test_a_call_that_comes_back_is_recognised_in_either_form():
     sampled = Turn("t", [1], "stop", tool_calls=[ToolCall("add", {"a": None})], context_ids=[7])
     for form in ({"a": None}, '{"a": null}'):
         history = TurnHistory()
-        history.add(sampled, messages=[ASK])
+        history.add(sampled, "policy", messages=[ASK])
         sent = [clean_message(each) for each in (ASK, call(form), TOOL_CHAT[2])]
         assert history.of_chat(sent, None)[0] == 0, form

@@ -15,7 +15,8 @@ from lightrft.config import Config
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
 from lightrft.extras.commands.debug.ledger import main as ledger
-from lightrft.extras.ledger.book import LEDGER_FILE, Book, read_ledger
+from lightrft.extras.ledger.book import Book
+from lightrft.extras.ledger.records import LEDGER_FILE, read_ledger
 from lightrft.models.parallel.collectives import Axis
 from runs import PPO, prepare, train
 

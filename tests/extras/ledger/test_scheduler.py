@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.extras.ledger.book import read_ledger
+from lightrft.extras.ledger.records import read_ledger
 from runs import PPO, prepare, repeatable, rows_of, train
 
 HALF = '''

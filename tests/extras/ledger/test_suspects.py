@@ -6,7 +6,7 @@ import random
 import pytest
 
 from lightrft.extras.ledger.answers import answer_reader, labels_of
-from lightrft.extras.ledger.book import Draw, RowRecord
+from lightrft.extras.ledger.records import Draw, RowRecord
 from lightrft.extras.ledger.suspects import (
     BetaBinomial,
     dead,

@@ -28,7 +28,7 @@ from lightrft.app.run.logs import set_up_logging
 from lightrft.config.errors import DataError
 from lightrft.config.references import data_sources
 from lightrft.data.readers import BadRows, read_rows
-from lightrft.extras.ledger.book import RowRecord, read_ledger
+from lightrft.extras.ledger.records import RowRecord, read_ledger
 from lightrft.extras.ledger.suspects import (
     SUSPECT_KINDS,
     BetaBinomial,
