@@ -277,7 +277,7 @@ class Engine(ABC):
 
     def problem(self, request: Request) -> str | None:
         """Return why add() would refuse a request, or None; media are not looked at."""
-        return self._problem_of(_seeded(request, 0, 0))
+        return self._problem_of(request if request.seeds else _seeded(request, 0, 0))
 
     def check_media(self, media: Iterable[str]) -> None:
         """Raise ConfigError if the engine does not support one of the media of the data."""
@@ -334,7 +334,8 @@ class Engine(ABC):
         for index, request in enumerate(requests, loop.num_requests):
             sampling = cast(Sampling, request.sampling or loop.sampling).resolved(banned, ends)
             request = replace(request, sampling=sampling)
-            resolved.append(_seeded(request, loop.sampling.seed, index))
+            seed = loop.sampling.seed
+            resolved.append(request if request.seeds else _seeded(request, seed, index))
 
         return self._validated(resolved, loop.sampling)
 
@@ -685,5 +686,4 @@ class Engine(ABC):
 def _seeded(request: Request, seed: int, index: int) -> Request:
     """Derive the seeds of a request that has none."""
     samples = range(cast(Sampling, request.sampling).n)
-    seeds = request.seeds or tuple(derived_seed(seed, index, sample) for sample in samples)
-    return replace(request, seeds=seeds)
+    return replace(request, seeds=tuple(derived_seed(seed, index, each) for each in samples))

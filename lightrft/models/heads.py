@@ -93,6 +93,9 @@ class Actor(SequenceParallelModule):
     def hf_model(self) -> PreTrainedModel:
         return self.language_model
 
+    def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.language_model.named_parameters()
+
 
 @dataclass(frozen=True, slots=True)
 class Hidden:

@@ -124,8 +124,10 @@ class DeviceMemory:
                 if other is not model and other is not optimizer:
                     self.offload(other)
 
-        self.reload(model)
-        self.reload(optimizer)
+        if model is not None:
+            self.strategy.reload_model(model)
+        if optimizer is not None:
+            self.strategy.maybe_load_optimizer(optimizer)
 
     # -- moves
 

@@ -312,18 +312,6 @@ class EngineHost:
         self.strategy.enter(Phase.REFIT, actor)
         self._wake_weights()
 
-        weights = self._stream(actor)
-        if self.draft is not None:
-            weights = chain(weights, self._draft_weights(self.draft))
-        with self.strategy.trace.phase("weight_sync"):
-            self.engine.load_weights(weights, self.version + 1)
-            self.strategy.sync_and_clear_cache()
-
-        if self.status is EngineStatus.WAKEUP:
-            self.strategy.enter(Phase.GENERATE)
-
-    def _stream(self, actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Start the stream of a model that the engine takes."""
         quantization = self.engine.quantization
         if self.engine.adapters is not None and not self.always_full:
             weights = self.strategy.adapter_params(actor, base=not self.engine.has_base)
@@ -334,7 +322,17 @@ class EngineHost:
             weights = self.strategy.expert_params(actor)
         else:
             weights = self.strategy.full_params(actor)
-        return weights if quantization is None else quantization.of_stream(weights)
+
+        if quantization is not None:
+            weights = quantization.of_stream(weights)
+        if self.draft is not None:
+            weights = chain(weights, self._draft_weights(self.draft))
+        with self.strategy.trace.phase("weight_sync"):
+            self.engine.load_weights(weights, self.version + 1)
+            self.strategy.sync_and_clear_cache()
+
+        if self.status is EngineStatus.WAKEUP:
+            self.strategy.enter(Phase.GENERATE)
 
     def _divides_experts(self) -> bool:
         """Return True if the ranks of each engine divide the experts as the trainer's do."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -81,7 +81,7 @@ class FSDPStrategy(StrategyBase):
         if trained and not self._shards and self.mesh.replicate.size > 1:
             self._replicas[module] = Replicas(module, self.mesh.replicate)
 
-    @property
+    @cached_property
     def _shards(self) -> bool:
         """Return True if ranks divide a model, or if parameters are cast or fetched from the host.
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial, wraps
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import numpy as np
@@ -58,14 +58,22 @@ ALONE = Axis("data", 1, 0, None)
 _ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
-def verb(aspect: str, method: Callable[..., Any]) -> Any:
-    """Return a method of a strategy that one of its aspects does, with the aspect's signature."""
+class Verb:
+    """Method of a strategy that one of its aspects does, with the signature that it has there."""
 
-    @wraps(method)
-    def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(getattr(strategy, aspect), *args, **kwargs)
+    def __init__(self, aspect: str, method: Callable[..., Any]):
+        self.aspect = aspect
+        self.method = method
 
-    return call
+    def __get__(self, strategy: Any, owner: type | None = None) -> Any:
+        if strategy is not None:
+            return self.method.__get__(getattr(strategy, self.aspect))
+
+        @wraps(self.method)
+        def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.__get__(strategy)(*args, **kwargs)
+
+        return call
 
 
 def reads(aspect: str, attribute: str) -> Any:
@@ -433,9 +441,15 @@ class StrategyBase(Backend):
             " another strategy"
         )
 
-    def create_scheduler(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> LRScheduler:
-        """Build the schedule of an optimizer: see create_lr_scheduler()."""
-        return create_lr_scheduler(optimizer, *args, **kwargs)
+    def create_scheduler(
+        self,
+        optimizer: Optimizer,
+        kind: Literal["cosine", "constant"],
+        warmup_steps: int,
+        total_steps: int,
+    ) -> LRScheduler:
+        """Build a schedule: linear warm-up, then a cosine to 10 % of the peak, or constant."""
+        return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps)
 
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Distribute modules in place.
@@ -569,23 +583,22 @@ class StrategyBase(Backend):
         follow unchanged. A tensor is valid until the next one is requested. dtype None: bfloat16
         with --bf16, else float32. An offloaded model is loaded back first.
         """
-        return self._merged(model, dtype or self.dtype)
+        self.reload_model(model)
+        unwrapped = unwrap(model)
+        stream = chain(self.stream(model, dtype or self.dtype), persistent_buffers(unwrapped))
+        if "peft_config" in vars(unwrapped):  # peft sets it when it adds adapters
+            return merge_adapters(unwrapped, stream)
+        return stream
 
     def expert_params(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield full_params() for an engine whose ranks divide the experts as --ep_size does.
 
         Stacked experts come as DTensors with the experts of this rank.
         """
-        return self._merged(model, self.dtype, self.mesh.experts)
-
-    def _merged(self, model: nn.Module, *options: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield stream() with merged adapters, then the buffers."""
         self.reload_model(model)
         unwrapped = unwrap(model)
-        stream = chain(self.stream(model, *options), persistent_buffers(unwrapped))
-        if "peft_config" not in vars(unwrapped):  # peft sets it when it adds adapters
-            return stream
-        return merge_adapters(unwrapped, stream)
+        stream = self.stream(model, self.dtype, self.mesh.experts)
+        return merge_adapters(unwrapped, chain(stream, persistent_buffers(unwrapped)))
 
     def adapter_params(self, model: nn.Module, *, base: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream of `model` for an engine that holds adapters beside the weights.
@@ -621,11 +634,11 @@ class StrategyBase(Backend):
 
     # -- device memory
 
-    enter = verb("memory", DeviceMemory.enter)
-    offload_model = verb("memory", DeviceMemory.offload_model)
-    reload_model = verb("memory", DeviceMemory.reload_model)
-    maybe_offload_optimizer = verb("memory", DeviceMemory.offload_optimizer)
-    maybe_load_optimizer = verb("memory", DeviceMemory.reload_optimizer)
+    enter = Verb("memory", DeviceMemory.enter)
+    offload_model = Verb("memory", DeviceMemory.offload_model)
+    reload_model = Verb("memory", DeviceMemory.reload_model)
+    maybe_offload_optimizer = Verb("memory", DeviceMemory.offload_optimizer)
+    maybe_load_optimizer = Verb("memory", DeviceMemory.reload_optimizer)
     phase = reads("memory", "phase")
 
     @classmethod
@@ -642,13 +655,13 @@ class StrategyBase(Backend):
 
     # -- checkpoints and Hugging Face folders
 
-    save_ckpt = verb("checkpoints", Checkpoints.save)
-    load_ckpt = verb("checkpoints", Checkpoints.load)
-    finish_ckpt = verb("checkpoints", Checkpoints.finish)
-    close_checkpoints = verb("checkpoints", Checkpoints.close)
-    save_model = verb("checkpoints", Checkpoints.save_model)
-    save_adapter = verb("checkpoints", Checkpoints.save_adapter)
-    rehearse_save = verb("checkpoints", Checkpoints.rehearse_save)
+    save_ckpt = Verb("checkpoints", Checkpoints.save)
+    load_ckpt = Verb("checkpoints", Checkpoints.load)
+    finish_ckpt = Verb("checkpoints", Checkpoints.finish)
+    close_checkpoints = Verb("checkpoints", Checkpoints.close)
+    save_model = Verb("checkpoints", Checkpoints.save_model)
+    save_adapter = Verb("checkpoints", Checkpoints.save_adapter)
+    rehearse_save = Verb("checkpoints", Checkpoints.rehearse_save)
 
     # -- engine
 
@@ -671,14 +684,14 @@ class StrategyBase(Backend):
         check_strategy(config)
         return self.host.start(config, engine_type, actor, draft=draft)
 
-    engine_awake = verb("host", EngineHost.awake)
-    wakeup_inference_engine = verb("host", EngineHost.wake)
-    maybe_sleep_inference_engine = verb("host", EngineHost.sleep)
-    update_engine_weights = verb("host", EngineHost.update_weights)
-    engine_lags = verb("host", EngineHost.invalidate_weights)
-    open_generation = verb("host", EngineHost.open)
-    serve_engine = verb("host", EngineHost.serve)
-    close_engine = verb("host", EngineHost.close)
+    engine_awake = Verb("host", EngineHost.awake)
+    wakeup_inference_engine = Verb("host", EngineHost.wake)
+    maybe_sleep_inference_engine = Verb("host", EngineHost.sleep)
+    update_engine_weights = Verb("host", EngineHost.update_weights)
+    engine_lags = Verb("host", EngineHost.invalidate_weights)
+    open_generation = Verb("host", EngineHost.open)
+    serve_engine = Verb("host", EngineHost.serve)
+    close_engine = Verb("host", EngineHost.close)
 
     engine = reads("host", "engine")
 

@@ -6,9 +6,9 @@ Nobody learns from them. If their rewards rise, the reward is being gamed.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from loguru import logger
@@ -41,8 +41,7 @@ class CanaryGroup(Group):
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredCanary:
+class ScoredCanary(NamedTuple):
     """What all ranks learn about a canary."""
 
     number: int
@@ -162,9 +161,7 @@ class Canaries:
         if baseline:
             self.monitor.measure_baseline(baseline, least=self.rows.chance)
             warnings += self._warnings_of(fmean(baseline), len(baseline))
-        scored = sorted(
-            chain.from_iterable(each for _, each in shares), key=lambda each: each.number
-        )
+        scored = sorted(chain.from_iterable(each for _, each in shares))
         if scored:
             metrics.mean("canary/reward", fmean(each.mean for each in scored))
         self._best = sorted([*self._best, *scored], key=lambda each: -each.reward)[:SHOWN_CANARIES]

@@ -60,6 +60,5 @@ def upper_bound(mean: float, count: int, error: float) -> float:
     """
     means = np.linspace(mean, 1, 2**20)[:-1]
     # the Kullback-Leibler divergence of coins
-    sides = ((mean, means), (1 - mean, 1 - means))
-    divergences = sum(p * np.log(p / q) for p, q in sides if p)
+    divergences = sum(p * np.log(p / q) for p, q in ((mean, means), (1 - mean, 1 - means)) if p)
     return float(means[count * divergences < -math.log(error)].max())

@@ -2,9 +2,9 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightrft.config.errors import ConfigError
 from lightrft.core.engine import derived_seed
@@ -16,8 +16,7 @@ COUNTED_LABELS = 10_000
 """Number of rows from which the chance of a guess is computed."""
 
 
-@dataclass(frozen=True, slots=True)
-class CanaryRow:
+class CanaryRow(NamedTuple):
     """A prompt with a reward that cannot be earned."""
 
     prompt: Prompt

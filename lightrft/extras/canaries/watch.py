@@ -55,11 +55,6 @@ class Watch:
             self.shadow.begin(groups)
         return [] if self.canaries is None else self.canaries.groups
 
-    def finish(self) -> None:
-        """Wait for the shadow rewards. All ranks call it together."""
-        if self.shadow is not None:
-            self.shadow.finish()
-
     # -- measuring
 
     def measure(self, step: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
@@ -156,7 +151,8 @@ class WatchedRollout(JudgedRollout):
         """Wait for the rewards of groups and canaries, and return the samples of the groups."""
         scored = [*groups, *self._further]
         self.rewards.finish([sample for group in scored for sample in group.responses])
-        self.watch.finish()
+        if self.watch.shadow is not None:
+            self.watch.shadow.finish()
         self.scheduler.scored(groups)
         return [sample for group in groups for sample in group.samples]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,11 @@ class Book:
 
     def measure(self, step: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
         """Let the writer of rank 0 add the groups of a step. All ranks call it together."""
-        groups: dict[int, list[Sample]] = {}
-        for sample in samples:
-            groups.setdefault(sample.group, []).append(sample)
+        # Samples of a group come together.
+        groups = [list(each) for _, each in groupby(samples, lambda sample: sample.group)]
         local = [
-            (number, self._draw(step, group), self._prompt(group[0].prompt))
-            for number, group in groups.items()
+            (group[0].group, self._draw(step, group), self._prompt(group[0].prompt))
+            for group in groups
         ]
 
         shares = self.mesh.data.gather(local)

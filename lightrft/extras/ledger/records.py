@@ -29,8 +29,7 @@ class Draw(NamedTuple):
     @property
     def has_signal(self) -> bool:
         """Return whether the rewards differ."""
-        most = self.squares * self.responses
-        return most - self.reward**2 > 1e-9 * most
+        return self.squares * self.responses > (1 + 1e-9) * self.reward**2
 
 
 @dataclass

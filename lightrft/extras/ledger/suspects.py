@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, lgamma, log, sqrt
 from statistics import fmean, median, pvariance
+from typing import NamedTuple
 
 from lightrft.extras.ledger.records import RowRecord
 
@@ -42,8 +43,7 @@ A_WORD = re.compile(r"\d+(?:[.,]\d+)*|\w+")
 SUSPECT_KINDS = ("wrong_label", "leak", "duplicate", "dead", "forgotten")
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
+class Suspect(NamedTuple):
     """A row that looks wrong."""
 
     kind: str

@@ -10,6 +10,6 @@ CREATE INDEX IF NOT EXISTS draws_by_row ON draws (row);
 CREATE VIEW IF NOT EXISTS rows AS
     SELECT row, location, prompt, labels, count(*) AS draws, sum(responses) AS responses,
         sum(right) AS right, sum(reward) AS reward, sum(squares) AS squares,
-        sum(squares * responses - reward * reward > 1e-9 * squares * responses) AS with_signal,
+        sum(squares * responses > (1 + 1e-9) * reward * reward) AS with_signal,
         sum(tokens) AS tokens, sum(truncated) AS truncated, max(step) AS last_step
     FROM draws JOIN prompts USING (row) GROUP BY row;

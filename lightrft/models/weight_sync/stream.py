@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from lightrft.models.outermost import outermost
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.device import ahead, free_memory
 from lightrft.models.parallel.dtensor_slices import ShardSlice, shard_slices
@@ -73,7 +72,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     The first may be `model` itself.
     """
-    return next(outermost(model, PreTrainedModel), model)
+    return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), model)
 
 
 def bucket_limit(megabytes: int, axis: Axis, device: torch.device) -> int:
