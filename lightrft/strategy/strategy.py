@@ -61,6 +61,9 @@ _ACTORS: WeakSet[nn.Module] = WeakSet()
 class Verb:
     """Method of a strategy that one of its aspects does, with the signature that it has there."""
 
+    def __new__(cls, aspect: str, method: Callable[..., Any]) -> Any:
+        return super().__new__(cls)
+
     def __init__(self, aspect: str, method: Callable[..., Any]):
         self.aspect = aspect
         self.method = method
@@ -68,12 +71,9 @@ class Verb:
     def __get__(self, strategy: Any, owner: type | None = None) -> Any:
         if strategy is not None:
             return self.method.__get__(getattr(strategy, self.aspect))
-
-        @wraps(self.method)
-        def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.__get__(strategy)(*args, **kwargs)
-
-        return call
+        return wraps(self.method)(
+            lambda strategy, *args, **kwargs: self.__get__(strategy)(*args, **kwargs)
+        )
 
 
 def reads(aspect: str, attribute: str) -> Any:

@@ -41,29 +41,26 @@ class Course:
     """The metrics of a run, by windows of steps."""
 
     def __init__(self, history: History):
-        self._values = {
+        self.values = {
             name: [value for _, value in points if value is not None]
             for name, points in history.items()
         }
-        self.num_steps = len(self._values.get("rollout/reward", ()))
+        self.num_steps = len(self.values.get("rollout/reward", ()))
 
     def __contains__(self, name: str) -> bool:
-        return len(self._values.get(name, ())) > 1
-
-    def values(self, name: str) -> list[float]:
-        return self._values.get(name, [])
+        return len(self.values.get(name, ())) > 1
 
     def first(self, name: str) -> float:
-        values = self._values[name]
+        values = self.values[name]
         return fmean(values[: self._width(values)])
 
     def last(self, name: str) -> float:
-        values = self._values[name]
+        values = self.values[name]
         return fmean(values[-self._width(values) :])
 
     def best(self, name: str) -> float:
         """Return the largest mean of neighbouring steps, as many as a window has."""
-        values = self._values[name]
+        values = self.values[name]
         width = self._width(values)
         sums = [0.0, *accumulate(values)]
         return max(
@@ -71,12 +68,12 @@ class Course:
         )
 
     def usual(self, name: str) -> float:
-        return median(self._values[name])
+        return median(self.values[name])
 
     def spread(self, name: str) -> float:
         """Return the usual distance from the median."""
         middle = self.usual(name)
-        return median(abs(value - middle) for value in self._values[name])
+        return median(abs(value - middle) for value in self.values[name])
 
     @staticmethod
     def _width(values: list[float]) -> int:
@@ -84,7 +81,7 @@ class Course:
 
     def components(self) -> list[str]:
         """Return the metrics of the components of the reward."""
-        return [name for name in self._values if name.startswith(REWARD_COMPONENT_PREFIX)]
+        return [name for name in self.values if name.startswith(REWARD_COMPONENT_PREFIX)]
 
 
 def find_symptoms(history: History) -> list[Symptom]:
@@ -202,7 +199,8 @@ def _exploding_gradients(run: Course) -> Numbers:
 
 
 def _gamed_reward(run: Course) -> Numbers:
-    steps = [*run.values("canary/alarm_from_step"), *run.values("shadow/alarm_from_step")]
+    names = ("canary/alarm_from_step", "shadow/alarm_from_step")
+    steps = [step for name in names for step in run.values.get(name, ())]
     return {"step": min(steps)} if steps else None
 
 
