@@ -173,7 +173,6 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
     measures: list[Measure] = []
     if watch is not None:
-        items["watch"] = watch
         measures.append(watch.measure)
     replays = bool(config.rollout.replay_rollouts)
     if has_episodes(config.environment) or config.engine.speculative != "none" or replays:

@@ -59,7 +59,7 @@ class Watch:
 
     def measure(self, step: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
         """Take the rewards of a step. It is a measure of a step, on all ranks."""
-        warnings = [each.measure(step, metrics) for each in self._parts.values()]
+        warnings = [each.measure(step, metrics) for each in self.parts.values()]
         if not self.is_first:
             return
         for warning in chain.from_iterable(warnings):
@@ -71,11 +71,11 @@ class Watch:
 
     def ends_run(self) -> bool:
         """Return True if the step just done is the last because of an alarm."""
-        alarms = [each.monitor.alarm for each in self._parts.values()]
+        alarms = [each.monitor.alarm for each in self.parts.values()]
         return self.config.watch.on_alarm != "warn" and any(alarms)
 
     @property
-    def _parts(self) -> dict[str, Canaries | Shadow]:
+    def parts(self) -> dict[str, Canaries | Shadow]:
         both = {"canaries": self.canaries, "shadow": self.shadow}
         return {name: each for name, each in both.items() if each is not None}
 
@@ -86,7 +86,7 @@ class Watch:
         files are links, so they take no room while the checkpoint itself is there.
         """
         target = self.run_folder.path / BEFORE_ALARM / "checkpoints"
-        rises_from = min(each.monitor.rises_from for each in self._parts.values())
+        rises_from = min(each.monitor.rises_from for each in self.parts.values())
         both = [
             path for root in (target, self.run_folder.checkpoints) for _, path in checkpoints(root)
         ]
@@ -95,11 +95,11 @@ class Watch:
         if newest is None or newest.parent == target:
             return
 
-        for path in target.glob("*"):
-            shutil.rmtree(path)
-        unfinished = target / f"{newest.name}.unfinished"
-        shutil.copytree(newest, unfinished, copy_function=_link)
-        unfinished.rename(target / newest.name)
+        unfinished = target.with_name("unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(newest, unfinished / newest.name, copy_function=_link)
+        shutil.rmtree(target, ignore_errors=True)
+        unfinished.rename(target)
 
     def _offer_fork(self) -> None:
         run = self.run_folder.path
@@ -118,18 +118,6 @@ class Watch:
             if (run / name).exists():
                 shutil.copyfile(run / name, folder / name)
         logger.warning("to go on from before the reward was gamed: --fork_from {}", folder)
-
-    # -- checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        states = {name: each.monitor.state_dict() for name, each in self._parts.items()}
-        return {"run": self.run_folder.id, "monitors": states}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state. A fork may have another reward, so it begins anew."""
-        for name, each in self._parts.items():
-            if state["run"] == self.run_folder.id and name in state["monitors"]:
-                each.monitor.load_state_dict(state["monitors"][name])
 
 
 @dataclass
@@ -155,6 +143,20 @@ class WatchedRollout(JudgedRollout):
             self.watch.shadow.finish()
         self.scheduler.scored(groups)
         return [sample for group in groups for sample in group.samples]
+
+    def state_dict(self) -> dict[str, Any]:
+        monitors = {name: each.monitor.state_dict() for name, each in self.watch.parts.items()}
+        return super().state_dict() | {"watched": self.watch.run_folder.id, "monitors": monitors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state; what is newly watched begins anew, as does all in a fork.
+
+        A fork may have another reward.
+        """
+        for name, each in self.watch.parts.items():
+            if state.get("watched") == self.watch.run_folder.id and name in state["monitors"]:
+                each.monitor.load_state_dict(state["monitors"][name])
+        super().load_state_dict(state)
 
 
 def watch_of(

@@ -97,6 +97,18 @@ def test_an_alarm_can_end_the_run_and_keep_the_model_from_before(inputs, watched
     assert without_canaries(rows_of(fork)) == without_canaries(rows)
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["without them", "with them"])
+def test_a_run_with_canaries_goes_on(inputs, tmp_path, before):
+    """The flags may come or go when a run is resumed."""
+    flags = [*inputs, "--save_steps=2"]
+    parts = [[*flags, *WATCHED], flags] if before else [flags, [*flags, *WATCHED]]
+    train("train_ppo", 1, [*parts[0], "--max_steps=2"], tmp_path)
+    train("train_ppo", 1, [*parts[1], "--max_steps=4", "--load_checkpoint"], tmp_path)
+
+    watched = ["canary/log_evidence" in row for row in canaries(tmp_path)]
+    assert watched == [before, before, not before, not before]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
