@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +32,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import pytest  # noqa: E402  (the environment comes first)
 from hypothesis import settings  # noqa: E402
+from loguru import logger  # noqa: E402
 
 from forks import keep_inherited_objects  # noqa: E402
 
@@ -76,6 +78,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 else:
     # otherwise libraries that look for leaks at exit report what is frozen
     atexit.register(gc.unfreeze)
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """The warnings that are logged meanwhile."""
+    messages: list[str] = []
+    handler = logger.add(messages.append, level="WARNING", format="{message}")
+    yield messages
+    logger.remove(handler)
 
 
 def pytest_collection_finish() -> None:

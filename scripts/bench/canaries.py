@@ -1,7 +1,7 @@
 """Measure when canaries raise an alarm: on rewards that can be gamed, and on honest runs.
 
     lightrft quickstart                                        # the model and the data
-    python scripts/bench/canaries.py runs/quickstart --out runs/canaries
+    python -m scripts.bench.canaries runs/quickstart --out runs/canaries
 
 Each gamed reward can be earned without the right answer, and the model of the quick start learns
 to. Honest runs have exact_match with three recipes. `--write` puts the tables into docs/canaries.md.
@@ -19,6 +19,7 @@ import numpy as np
 
 from lightrft.app.observe.sinks import read_rows
 from lightrft.extras.canaries.evidence import Evidence
+from scripts.bench.harness import write_measured
 
 REWARDS = '''
 def at_least(samples, label, **columns):
@@ -93,10 +94,7 @@ def main() -> None:
     text = "\n".join(lines)
     print(text)
     if options.write:
-        page = Path(__file__).parents[2] / "docs" / "canaries.md"
-        before, _, rest = page.read_text().partition("<!-- measured -->\n")
-        after = rest.partition("<!-- end -->")[2]
-        page.write_text(f"{before}<!-- measured -->\n{text}\n<!-- end -->{after}")
+        write_measured("canaries.md", text)
 
 
 def gamed_run(options: argparse.Namespace, name: str, seed: int) -> tuple[float, int | None, int]:

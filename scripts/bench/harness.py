@@ -141,3 +141,11 @@ class _HeapCounts(ctypes.Structure):
 def _peak() -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def write_measured(page: str, text: str) -> None:
+    """Write what was measured into a page of docs/, between its two marks."""
+    path = Path(__file__).parents[2] / "docs" / page
+    before, _, rest = path.read_text().partition("<!-- measured -->\n")
+    after = rest.partition("<!-- end -->")[2]
+    path.write_text(f"{before}<!-- measured -->\n{text}\n<!-- end -->{after}")

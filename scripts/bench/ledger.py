@@ -1,7 +1,7 @@
 """Plant wrong labels in the data of the quick start, train two passes, and look for them.
 
     lightrft quickstart                                         # the model and the data
-    python scripts/bench/ledger.py runs/quickstart --out runs/ledger
+    python -m scripts.bench.ledger runs/quickstart --out runs/ledger
 
 Then a run on the cleaned rows is compared with one on all rows, by the tokens to the same held-out
 accuracy. `--write` puts the table into docs/ledger.md. The whole takes about ten minutes on two
@@ -30,8 +30,10 @@ from lightrft.extras.ledger.book import Book
 from lightrft.extras.ledger.records import read_ledger
 from lightrft.extras.ledger.suspects import wrong_labels
 from lightrft.models.parallel.collectives import Axis
+from scripts.bench.harness import write_measured
 
 SHARE = 0.05
+DOCS = Path(__file__).parents[2] / "docs"
 ALONE = Axis("one rank", 1, 0, None)
 RECIPE = """--engine_type hf --prompt_max_len 8 --generate_max_len 4 --rollout_batch_size 128
     --n_samples_per_prompt 8 --train_batch_size 1024 --lr_scheduler constant --init_kl_coef 0
@@ -70,11 +72,8 @@ def main() -> None:
     text = "\n".join(lines)
     print(text)
     if options.write:
-        page = Path(__file__).parents[2] / "docs" / "ledger.md"
-        before, _, rest = page.read_text().partition("<!-- measured -->\n")
-        after = rest.partition("<!-- end -->")[2]
-        page.write_text(f"{before}<!-- measured -->\n{text}\n<!-- end -->{after}")
-        picture(options.out / "seed0" / "planted", page.parent / "figures" / "ledger.png")
+        write_measured("ledger.md", text)
+        picture(options.out / "seed0" / "planted", DOCS / "figures" / "ledger.png")
 
 
 def overhead(run: Path, calls: int = 50) -> str:

@@ -39,14 +39,6 @@ def cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
-def warnings():
-    messages: list[str] = []
-    handler = logger.add(messages.append, level="WARNING", format="{message}")
-    yield messages
-    logger.remove(handler)
-
-
-@pytest.fixture
 def infos():
     messages: list[str] = []
     handler = logger.add(messages.append, level="INFO", format="{message}")

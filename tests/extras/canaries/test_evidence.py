@@ -4,21 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from loguru import logger
 
 from lightrft.config.sections import WatchSection
 from lightrft.core.metrics import Metrics
 from lightrft.extras.canaries.evidence import BETS, Evidence, upper_bound
 from lightrft.extras.canaries.monitor import RewardMonitor
 from lightrft.models.parallel.collectives import Axis
-
-
-@pytest.fixture
-def warnings():
-    messages: list[str] = []
-    handler = logger.add(messages.append, level="WARNING", format="{message}")
-    yield messages
-    logger.remove(handler)
 
 
 def mixture(values: list[float], null: float) -> float:

@@ -20,6 +20,8 @@ from lightrft.extras.ledger.records import LEDGER_FILE, read_ledger
 from lightrft.models.parallel.collectives import Axis
 from runs import PPO, prepare, train
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 ALONE = Axis("one rank", 1, 0, None)
 

@@ -8,6 +8,8 @@ import pytest
 from lightrft.extras.ledger.records import read_ledger
 from runs import PPO, prepare, repeatable, rows_of, train
 
+pytestmark = pytest.mark.slow
+
 HALF = '''
 def half(samples, label, **columns):
     """Odd labels are never right; to even ones every other response is."""
