@@ -34,5 +34,4 @@ def test_a_small_run_prints_its_line():
     found = json.loads(ran.stdout.splitlines()[-1])
     assert set(found) == {"overhead_ms", "overhead_cpu_ms", "workers_of_alone", "thread_of_alone"}
     assert all(value > 0 for value in found.values())
-    assert found["overhead_cpu_ms"] < 20, "milliseconds that the rank computes for a call"
     assert "in this process" not in ran.stderr, "or the figures would be those of no worker"

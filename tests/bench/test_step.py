@@ -58,6 +58,7 @@ def test_two_ranks_report_every_phase(tmp_path, monkeypatch, capsys):
 
 
 def test_time_is_charged_once():
+    began = time.perf_counter()
     clock = Clock()
     with clock.phase("gen"):
         time.sleep(0.02)
@@ -65,9 +66,9 @@ def test_time_is_charged_once():
             time.sleep(0.05)
     clock.end_of_step({})
     (row,) = clock.rows
-    assert row["sync"] >= 0.05 > row["gen"] - 0.02 and row["total"] == pytest.approx(
-        row["gen"] + row["sync"]
-    )
+    assert row["sync"] >= 0.05 and row["gen"] >= 0.02
+    assert row["total"] == pytest.approx(row["gen"] + row["sync"])
+    assert row["total"] <= time.perf_counter() - began
 
 
 def test_time_of_an_iterator_is_that_of_its_items():
@@ -107,7 +108,7 @@ def test_worker_processes_belong_to_the_step():
     first, second = clock.rows
     assert first["prep_cpu"] == first["total_cpu"]
     assert round(first["total_cpu"], 6) >= 0.38  # the kernel counts in 0.01 s
-    assert second["prep_cpu"] < 0.1
+    assert second["prep_cpu"] < 0.1  # processor time, which a busy machine does not lengthen
 
 
 def test_summary_names_the_model(tmp_path):
