@@ -27,6 +27,8 @@ if "TEST_RUN" not in os.environ:  # the first of all processes that share the te
         os.environ["TEST_RUN"],
         os.getpid(),
     )
+# a C++ exception that nothing catches prints its stack
+os.environ["TORCH_CUSTOM_TERMINATE"] = "1"
 # otherwise torch.cuda.is_available() makes CUDA unusable in forked ranks
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
@@ -121,7 +123,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show the restarts even where warnings are not shown."""
     file = Path(os.environ.get("RESTARTED_RANKS", os.devnull))
     for line in file.read_text().splitlines() if file.is_file() else ():
-        terminalreporter.write_line(f"ranks hung and were started once more in {line}")
+        terminalreporter.write_line(f"ranks hung or aborted and were started once more in {line}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

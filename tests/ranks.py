@@ -62,6 +62,10 @@ LATER = {
 """Package -> what a run imports late: until an engine of ZeRO has started, or for adapters."""
 
 
+class RankAborted(RuntimeError):
+    """A rank ended with SIGABRT, as it does if a C++ thread throws what nothing catches."""
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor of all ranks, if they share it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -76,10 +80,11 @@ def run_ranks(
     An exception on a rank, a dead rank or the time limit (seconds) raises here, with that rank's
     traceback.
 
-    Ranks that hang are started once more, with a warning that shows their stacks. A test run does
-    this only once, because a race in the code under test would come again. A hang was seen once in
-    some thousand starts, on busy cores, with all ranks waiting in the same gloo collective, and the
-    cause was not found. If the code under test hangs, it hangs twice. The cause is not the order of
+    Ranks that hang, or one of which a thread of gloo aborts, are started once more, with a warning
+    that shows their stacks. A test run does this only once, because a race in the code under test
+    would come again. Both were seen once in some thousand starts, on busy cores, with all ranks
+    waiting in the same gloo collective, and the cause was not found. If the code under test hangs,
+    it hangs twice. The cause is not the order of
     collectives, because there was one group. As 1,400 starts and 150,000 all-gathers on busy cores
     went well, it is neither connecting nor waiting by itself. A rank does hang if it is forked
     while another thread of this process is inside torch and holds a lock: keep such threads out of
@@ -87,15 +92,17 @@ def run_ranks(
     """
     try:
         return _run(world_size, function, args, timeout)
-    except TimeoutError as hung:
+    except (TimeoutError, RankAborted) as ended:
         with open(os.environ[RESTARTS], "a") as restarts:
             restarts.write(f"{os.environ.get('PYTEST_CURRENT_TEST', '')}: {function.__name__}\n")
         before = Path(os.environ[RESTARTS]).read_text().splitlines()
         if len(before) > MOST_RESTARTS:
-            raise TimeoutError(
-                f"ranks hung {len(before)} times in this test run, in {before}:\n{hung}"
-            ) from hung
-        warnings.warn(f"{function.__name__} hung and is run once more:\n{hung}", stacklevel=2)
+            raise type(ended)(
+                f"ranks hung or aborted {len(before)} times in this test run, in {before}:\n{ended}"
+            ) from ended
+        warnings.warn(
+            f"{function.__name__} hung or aborted and is run once more:\n{ended}", stacklevel=2
+        )
         return _run(world_size, function, args, timeout)
 
 
@@ -311,8 +318,9 @@ def _join(processes: list, folder: str, deadline: float) -> None:
         for rank, process in enumerate(processes)
         if process.exitcode
     ]
+    aborted = any(process.exitcode == -signal.SIGABRT for process in processes)
     if errors or dead:
-        raise RuntimeError("\n".join(errors or dead))
+        raise (RankAborted if aborted else RuntimeError)("\n".join(errors + dead))
 
 
 @contextmanager
