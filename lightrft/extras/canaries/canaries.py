@@ -25,8 +25,11 @@ from lightrft.models.parallel.collectives import Axis
 
 SHOWN_CANARIES = 3
 """Number of responses that a warning shows."""
-HIGH = 0.7
-"""Reward on canaries before training, in [0, 1], from which there is nothing left to find."""
+HIGH = 0.3
+"""Reward on canaries before training, in [0, 1] and beyond that of a guess, that calls for a look.
+
+It is more than what usual rewards give for the form of a response.
+"""
 MOST_CHARACTERS = 300
 """Characters of a prompt and of a response in a warning."""
 
@@ -184,7 +187,7 @@ class Canaries:
         return ScoredCanary(number, mean, best.reward, text)
 
     def _warnings_of(self, mean: float, count: int) -> list[str]:
-        """Log what the baseline says, and return a warning if it leaves nothing to find."""
+        """Log what the baseline says, and return a warning if the reward is paid without learning."""
         if self.data.rank == 0:
             logger.info(
                 f"canaries: before training {count} responses earned {mean:.3g} of the reward's"
@@ -192,11 +195,12 @@ class Canaries:
                 f" {self.monitor.honest:.3g}"
             )
         high = (
-            "canaries: the reward is high without training on rows where it cannot be earned, so"
-            " hardly anything can raise an alarm: does the reward read the label (lightrft"
-            " test_rewards)? --canary_data takes other rows"
+            f"canaries: {mean:.0%} of the reward is paid before training on rows where it cannot be"
+            f" earned, so it is paid for something else than the answer, and only what rises above"
+            f" {self.monitor.honest:.0%} can raise an alarm: look at the reward with lightrft"
+            f" test_rewards, or name other rows with --canary_data"
         )
-        return [high] if mean > HIGH else []
+        return [high] if mean > self.rows.chance + HIGH else []
 
     def _alarm(self) -> str:
         shown = "".join(f"\n  {each.text}" for each in self._best)
