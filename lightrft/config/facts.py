@@ -64,8 +64,11 @@ class RunFacts:
         return getattr(getattr(self.config, section_of_field()[name]), name)
 
     def __getitem__(self, name: str) -> Any:
-        """Return an attribute for a placeholder in a message."""
-        return getattr(self, name)
+        """Return an attribute for a placeholder in a message, or for a condition."""
+        try:
+            return getattr(self, name)
+        except AttributeError as error:
+            raise KeyError(name) from error
 
     def has(self, text: str) -> bool:
         """Return whether a flag is set, or has one of the values in a text such as `--exact`,
