@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.sections import DataSection, PreferenceSection
 from lightrft.core.batch import JudgedBatch
@@ -37,7 +37,7 @@ DESIRABLE = "desirable"
 def load_pairs(
     section: DataSection,
     preference: PreferenceSection,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     heads: Sequence[str] = (),
     **options: Any,
@@ -51,7 +51,7 @@ def load_pairs(
 def load_judged(
     section: DataSection,
     preference: PreferenceSection,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     read: Callable[..., Reading],
     requirements: Any = None,
@@ -111,10 +111,7 @@ def pair_batch(
 
 
 def load_answers(
-    section: DataSection,
-    preference: PreferenceSection,
-    tokenizer: PreTrainedTokenizerBase,
-    **options: Any,
+    section: DataSection, preference: PreferenceSection, tokenizer: Tokenizer, **options: Any
 ) -> PromptSet:
     """Load prompts with an Answer that is good or bad, as load_judged() does."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.errors import DataError
 from lightrft.config.references import REASONING_GYM, data_problems, data_sources
@@ -71,7 +71,7 @@ class RowContext:
     """Holds what the rows of a data set are read with."""
 
     section: DataSection
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     measure: MediaTokenCounter | None = None
     folder: Path = HERE
     """Folder of the file, where the media of rows are."""
@@ -83,7 +83,7 @@ Make = Callable[[RowContext, dict[str, Any]], Prompt]
 
 def load_prompts(
     section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     source: str = "prompt_data",
     row_problem: RowProblem | None = None,
@@ -157,7 +157,7 @@ def load_prompts(
 
 
 def _check_loaded(
-    section: DataSection, source: str, tokenizer: PreTrainedTokenizerBase, prompts: PromptSet
+    section: DataSection, source: str, tokenizer: Tokenizer, prompts: PromptSet
 ) -> None:
     """Raise DataError if a column of media is in no row. Warn of texts without a chat template."""
     is_formed = section.apply_chat_template or section.input_template is not None
@@ -329,7 +329,7 @@ def _locations(names: list[str], split: str) -> set[str]:
     return locations
 
 
-def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_templates(section: DataSection, tokenizer: Tokenizer) -> None:
     """Raise DataError for problems with templates that would affect every row."""
     if section.input_template is not None and "{}" not in section.input_template:
         raise DataError(f"--input_template {section.input_template!r} has no {{}} for the prompt")
@@ -443,7 +443,7 @@ def reward_columns(section: DataSection, row: dict[str, Any], reading: Reading) 
 
 def prompt_text(
     section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     row: Mapping[str, Any],
     value: Any,
     *,

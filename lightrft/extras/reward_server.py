@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.roles.reward_model import RewardModel
 from lightrft.app.run.interruption import SERVER_STOPS, Interruption
@@ -66,7 +66,7 @@ class ServedModel:
 
     label: str
     model: RewardModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     weight: float = 1.0
     steps: StepRewards | None = None
     """Rewards of the steps of a response, for a process reward model; the reward is the sum."""

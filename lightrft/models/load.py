@@ -22,8 +22,8 @@ from transformers import (
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -172,7 +172,7 @@ def head_names(section: ModelSection, requested: Sequence[str]) -> list[str]:
 
 
 def load_reward_model(
-    section: ModelSection, heads: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    section: ModelSection, heads: Sequence[str], tokenizer: Tokenizer
 ) -> PreTrainedModel:
     """Load --pretrain with a score for each of the named heads.
 
@@ -425,7 +425,7 @@ def _local_folder(name: str) -> Path:
 
 
 def check_vocabulary(
-    section: ModelSection, flag: str, tokenizer: PreTrainedTokenizerBase, *, name: str = ""
+    section: ModelSection, flag: str, tokenizer: Tokenizer, *, name: str = ""
 ) -> None:
     """Raise ValueError if the model given by `flag` has other ids for the tokens of `tokenizer`.
 
@@ -445,9 +445,7 @@ def check_vocabulary(
         )
 
 
-def load_tokenizer(
-    section: ModelSection, flag: str = "pretrain", *, name: str = ""
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> Tokenizer:
     """Load the tokenizer of the model given by `flag`; `name` selects one of several.
 
     Raise ValueError if there is no tokenizer, or if it has no end token.
@@ -474,9 +472,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def _check_rows(
-    source: str, name: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
-) -> None:
+def _check_rows(source: str, name: str, tokenizer: Tokenizer, *, trust_remote_code: bool) -> None:
     """Raise ValueError for tokens without a row in the model's embedding.
 
     A model may have more rows than tokens.

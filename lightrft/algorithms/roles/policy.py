@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.roles.policy_methods import PolicyMethods
 from lightrft.algorithms.roles.role import DistributedRole
@@ -51,7 +51,7 @@ class Policy(DistributedRole, PolicyMethods):
         reference: Actor | None = None,
         temperature: float = 1.0,
         truncation: Truncation = ALL,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Tokenizer | None = None,
         **options: Any,
     ):
         """Set up the policy.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.roles.padded import flatten_padded
 from lightrft.core.batch import Batch, padded
@@ -42,7 +42,7 @@ class PolicyMethods:
     actor: Actor
     optimizer: Optimizer | None
     scheduler: LRScheduler | None
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: Tokenizer | None
     temperature: float
     truncation: Truncation
     width_multiple: int

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import lightrft
 from lightrft.algorithms.roles.operations import count_parameters
@@ -55,7 +55,7 @@ from lightrft.versions import installed_versions
 class TrainingData:
     """Data of a run: tokenized rows, the tokenizer, and the number of steps."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     prompts: PromptSet
     eval_prompts: PromptSet
     """Held-out prompts with the answers to learn. Empty without --eval_data, and in runs that

@@ -5,7 +5,7 @@ from functools import partial
 from inspect import signature
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
@@ -258,7 +258,7 @@ def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
 def build_eval_sets(
     config: Config,
     strategy: StrategyBase,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     expand: Expander | None,
     rewards: RewardRunner,
 ) -> list[HeldOut]:
@@ -449,9 +449,7 @@ def build_experience_maker(
     )
 
 
-def build_sampler(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
-) -> RunSampler:
+def build_sampler(config: Config, strategy: StrategyBase, tokenizer: Tokenizer) -> RunSampler:
     """Build what samples responses, or episodes if the run has environments or tools."""
     if has_episodes(config.environment):
         return extra(WITH_EPISODES).episode_sampler(config, strategy, tokenizer)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from PIL.Image import Image
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.device_allocator import cumem
@@ -97,7 +97,7 @@ class VLLMShim:
         """Names of the draft model's weights in a stream. None: streams bring none of them, except
         for embeddings and an output layer that both models share."""
         self._draft_weights: dict[str, torch.Tensor] = {}
-        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.tokenizer: Tokenizer | None = None
         """Tokenizer to search for stop strings with. vLLM starts without one."""
         self.cache: KVCacheManager = (
             llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
