@@ -64,19 +64,11 @@ def cache_key(
     }
     # Another version may render, tokenize or generate rows differently.
     versions = [lightrft.__version__, installed_version("reasoning-gym")]
-    content = [
-        [_state(name) for name in names],
-        split,
-        limit,
-        options,
-        _state_of_tokenizer(tokenizer),
-        versions,
-        others,
-    ]
-
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[
-        :16
-    ]
+    states = [*map(_state, names)], _state_of_tokenizer(tokenizer)
+    content = json.dumps(
+        [*states, split, limit, options, versions, others], sort_keys=True, default=str
+    )
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _state(name: str) -> Any:

@@ -139,19 +139,13 @@ def mismatched(answers: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
     The last prompt gets the answer to the first one.
     """
     others = [*answers[1:], *answers[:1]]
-    return [
-        _with_answer_of(prompt, other.columns[ANSWER], max_tokens)
-        for prompt, other in zip(answers, others, strict=True)
-    ]
-
-
-def _with_answer_of(prompt: Prompt, answer: Answer, max_tokens: int) -> Prompt:
-    longest = max_tokens - prompt.num_tokens
-    columns = {
-        ANSWER: Answer(answer.token_ids[:longest], answer.learned[:longest]),
-        DESIRABLE: False,
-    }
-    return replace(prompt, columns=columns)
+    mixed = []
+    for prompt, other in zip(answers, others, strict=True):
+        answer = other.columns[ANSWER]
+        longest = max_tokens - prompt.num_tokens
+        answer = Answer(answer.token_ids[:longest], answer.learned[:longest])
+        mixed.append(replace(prompt, columns={ANSWER: answer, DESIRABLE: False}))
+    return mixed
 
 
 def judged_batch(
@@ -263,11 +257,7 @@ def _margin(preference: PreferenceSection, row: dict[str, Any]) -> float:
         return 0.0
 
     margin = column(row, preference.margin_key, "margin_key")
-    if (
-        isinstance(margin, bool)
-        or not isinstance(margin, int | float)
-        or not abs(margin) < float("inf")
-    ):
+    if type(margin) not in (int, float) or not abs(margin) < float("inf"):
         raise ValueError(
             f"{preference.margin_key!r} (--margin_key) must be a finite number, not {margin!r}"
         )

@@ -102,15 +102,8 @@ class StoredPrompts(Sequence[Prompt]):
             file = MEDIA_CLASSES[entry["medium"]](*source, *options)
             files.setdefault(entry["medium"], []).append(file)
 
-        return Prompt(
-            row,
-            text.as_py(),
-            _token_ids(token_ids),
-            values,
-            files,
-            media_tokens.as_py(),
-            location.as_py(),
-        )
+        size, where = media_tokens.as_py(), location.as_py()
+        return Prompt(row, text.as_py(), _token_ids(token_ids), values, files, size, where)
 
 
 def _token_ids(ids: pa.ListScalar) -> TokenIds:

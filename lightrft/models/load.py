@@ -101,10 +101,8 @@ class Scores:
         kind = cls._of(config)
         if kind is AutoModelForSequenceClassification:
             return kind.from_config(config, **options)
-        return kind._from_config(
-            config,
-            **{name: value for name, value in options.items() if name != "trust_remote_code"},
-        )
+        options.pop("trust_remote_code", None)
+        return kind._from_config(config, **options)
 
     @staticmethod
     def _of(config: PretrainedConfig) -> Any:
@@ -222,12 +220,9 @@ def _load(
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
 
-    problems = not_flat(model)
-    if problems:
+    if problems := "; ".join(not_flat(model)):
         name = type(model).__name__
-        raise ValueError(
-            f"{source}: {name} cannot be trained on flat batches: {'; '.join(problems)}"
-        )
+        raise ValueError(f"{source}: {name} cannot be trained on flat batches: {problems}")
 
     if compute_capability() >= (10, 0):
         occupy_experts(model)

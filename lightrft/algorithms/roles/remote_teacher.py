@@ -75,14 +75,8 @@ class RemoteTeacher:
 
         The first log-prob is 0.
         """
-        request = {
-            "model": self._model,
-            "prompt": ids,
-            "echo": True,
-            "logprobs": 1,
-            "max_tokens": 0,
-            "temperature": 1.0,
-        }
+        options = {"echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 1.0}
+        request = {"model": self._model, "prompt": ids, **options}
         answer = self._server.ask("POST", "completions", request)
         logprobs = answer["choices"][0].get("logprobs") or {}
         values, tokens = (

@@ -175,12 +175,8 @@ class LiveConsole(Console):
         evaluated = {name: f"held-out {label}" for name, label in held_out(latest).items()}
         for name, label in (headlines(self._history) | evaluated).items():
             values = self._history[name]
-            table.add_row(
-                label,
-                short(values[-1]),
-                sparkline(values),
-                f"from {short(values[0])}" if len(values) > 1 else "",
-            )
+            began = f"from {short(values[0])}" if len(values) > 1 else ""
+            table.add_row(label, short(values[-1]), sparkline(values), began)
 
         return Group(self._progress, table, *([self._sample_line()] if self._sample else []))
 

@@ -381,19 +381,13 @@ class Trainer(ABC):
         digests = {}
         if self.strategy.is_rank_0():
             digests = {name: weights_of(model.name_or_path) for name, model in models.items()}
-        weights = {
-            name: digest
-            for name, digest in self.strategy.mesh.world.broadcast(digests).items()
-            if digest
-        }
+        digests = self.strategy.mesh.world.broadcast(digests)
+        weights = {name: digest for name, digest in digests.items() if digest}
         config = models[self.role_name].config
+        rows = self.learned_rows
 
         return identity(
-            self.config,
-            config,
-            self.learned_rows,
-            weights,
-            probabilities=self.prompts.probabilities,
+            self.config, config, rows, weights, probabilities=self.prompts.probabilities
         )
 
     @property

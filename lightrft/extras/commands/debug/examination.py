@@ -143,14 +143,8 @@ def _gaps(diagnosis: Diagnosis, strategy: str) -> Table:
         allowed = 0.0 if diagnosis.exact else MAX_MISMATCH[diagnosis.dtype]
         colour = "green" if gap.mean <= allowed else "red"
         mean = f"[{colour}]{gap.mean:.1e}[/]"
-        table.add_row(
-            name,
-            str(gap.tokens),
-            mean,
-            f"{gap.largest:.1e}",
-            f"{gap.mean_exp:.4f}",
-            escape(gap.worst),
-        )
+        numbers = f"{gap.largest:.1e}", f"{gap.mean_exp:.4f}"
+        table.add_row(name, str(gap.tokens), mean, *numbers, escape(gap.worst))
 
     return table
 
