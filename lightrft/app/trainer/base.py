@@ -120,16 +120,11 @@ class Trainer(ABC):
         }
         """What a checkpoint contains, by name. A trainer with more models adds them."""
         if role.average is not None:
-            self.models["ema" if self.role_name == "actor" else f"{self.role_name}_ema"] = (
-                role.average,
-                None,
-                None,
-            )
+            name = "ema" if self.role_name == "actor" else f"{self.role_name}_ema"
+            self.models[name] = (role.average, None, None)
 
-        self.items = {
-            "unreported_metrics": PendingMetrics(self.metrics, strategy.mesh.world),
-            **items,
-        }
+        unreported = PendingMetrics(self.metrics, strategy.mesh.world)
+        self.items = {"unreported_metrics": unreported, **items}
         self.digests: Digests | None = None
         """What compares this run with others, once it has started."""
         self.done = 0
@@ -241,9 +236,8 @@ class Trainer(ABC):
 
     def _start(self) -> None:
         # A model that is saved has to stop generating where the run's responses stop.
-        ends = turn_end_ids(self.config.data, self.tokenizer).union(
-            self.config.rollout.stop_token_ids
-        )
+        stops = self.config.rollout.stop_token_ids
+        ends = turn_end_ids(self.config.data, self.tokenizer).union(stops)
         for model in self.models_to_save().values():
             end_generation_at(self.strategy.unwrap_model(model), ends)
             if model is not self.role.average:  # it has the same class as the model itself
@@ -271,9 +265,8 @@ class Trainer(ABC):
             self._describe_run("running", 0.0)
 
         if self.config.observe.digests and not self.nothing_left:
-            self.digests = Digests(
-                self.learning_roles, self.strategy.mesh, self.folder, self.observer.writer
-            )
+            writer = self.observer.writer
+            self.digests = Digests(self.learning_roles, self.strategy.mesh, self.folder, writer)
             self.digests.start(resumed)
         self.observer.start(asdict(self.config), self.total_steps, resumed)
 
@@ -306,9 +299,8 @@ class Trainer(ABC):
 
             self._report(number, last)
             # Ranks wait for each other in each collective, so both travel in one.
-            signals, digests_of_ranks = zip(
-                *self.strategy.mesh.world.gather((self.interruption.received, digests)), strict=True
-            )
+            of_ranks = self.strategy.mesh.world.gather((self.interruption.received, digests))
+            signals, digests_of_ranks = zip(*of_ranks, strict=True)
             if self.digests is not None:
                 self.digests.write(number, digests_of_ranks)
             if saves and (last or train.save_steps > 0 and number % train.save_steps == 0):
@@ -528,10 +520,8 @@ class Trainer(ABC):
         """
         module = self.role.module
         shape = self.strategy.full_shape
-        return count_parameters(
-            ((name, shape(each)) for name, each in module.named_parameters()),
-            module.hf_model.config,
-        )
+        shapes = ((name, shape(each)) for name, each in module.named_parameters())
+        return count_parameters(shapes, module.hf_model.config)
 
     def _log_end(self, status: str) -> None:
         """Log the folder, and write the report unless the run failed.

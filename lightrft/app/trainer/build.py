@@ -220,11 +220,9 @@ def check_engine(config: Config, strategy: StrategyBase) -> None:
         return
     from lightrft.engine.build import check_quantization
 
+    code = config.model.trust_remote_code
     check_quantization(
-        config.engine,
-        config.model.pretrain,
-        strategy.device,
-        trust_remote_code=config.model.trust_remote_code,
+        config.engine, config.model.pretrain, strategy.device, trust_remote_code=code
     )
 
 
@@ -235,9 +233,8 @@ def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
     """
     labels = [term.label for _, term in reward_model_terms(config.model)]
     terms = reward_terms(config.reward.reward)
-    judges = (
-        [term for term in terms if term.name == JUDGE] if config.reward.judge_url == ENGINE else []
-    )
+    in_engine = config.reward.judge_url == ENGINE
+    judges = [term for term in terms if in_engine and term.name == JUDGE]
     name = config.reward.reward
     if judges:
         name = ",".join(str(term) for term in terms if term not in judges) or "none"
@@ -526,6 +523,7 @@ def build_scheduler(
 ) -> Scheduler:
     """Build the scheduler that chooses the prompts of a step."""
     prompts = training_data.prompts
+    chosen, skips = scheduler_class(config, training_data)
     options = {
         "section": config.rollout,
         "data": strategy.mesh.data,
@@ -534,10 +532,6 @@ def build_scheduler(
         "order": prompts.order(strategy.data_order, config.train.seed),
         "expander": training_data.expand,
         "trace": trace,
-    }
-
-    chosen, skips = scheduler_class(config, training_data)
-    options |= {
         "skips_unreadable": skips,
         "overlap": overlap,
         "total_steps": training_data.total_steps,

@@ -49,23 +49,15 @@ def load_training_data(config: Config, *, rewards: RewardRunner | None = None) -
     check_tools(config, tokenizer)
     expand = load_trained_expander(config, tokenizer, engine=rewards is not None)
     arguments = config, tokenizer, expand
-    if rewards:
-        load = partial(load_rewarded, *arguments, rewards)
-    else:
-        load = partial(load_supervised, *arguments)
+    load = partial(load_rewarded, rewards=rewards) if rewards else load_supervised
     # Runs that generate responses load held-out sets elsewhere, each with its own rewards.
     held_out = config.data.eval_data and rewards is None
-    prompts = load()
-    eval_prompts = load(source="eval_data") if held_out else PromptSet([])
+    prompts = load(*arguments)
+    eval_prompts = load(*arguments, source="eval_data") if held_out else PromptSet([])
     warn_of_learned_rows(prompts, eval_prompts, tokenizer.decode)
 
-    return TrainingData(
-        tokenizer,
-        prompts,
-        eval_prompts,
-        steps_of_epochs(config, prompts.draws_of_epoch, generates=rewards is not None),
-        expand,
-    )
+    steps = steps_of_epochs(config, prompts.draws_of_epoch, generates=rewards is not None)
+    return TrainingData(tokenizer, prompts, eval_prompts, steps, expand)
 
 
 def load_trained_expander(config: Config, tokenizer: Tokenizer, *, engine: bool) -> Expander | None:

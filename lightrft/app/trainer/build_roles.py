@@ -194,13 +194,9 @@ def build_draft(
     # It imitates what the engine samples, so it learns at the rollout's temperature.
     truncation = Truncation(banned=never_sampled(name, model.language_model.config, tokenizer))
 
-    return Draft(
-        strategy,
-        *_trained(config, strategy, model, rate, updates),
-        temperature=config.rollout.temperature,
-        truncation=truncation,
-        **limits(config),
-    )
+    trained = _trained(config, strategy, model, rate, updates)
+    options = limits(config) | {"temperature": config.rollout.temperature}
+    return Draft(strategy, *trained, truncation=truncation, **options)
 
 
 def build_teacher(
@@ -271,13 +267,8 @@ def _teachers(
 def _frozen_policy(
     config: Config, strategy: StrategyBase, actor: Actor, truncation: Truncation
 ) -> Policy:
-    return Policy(
-        strategy,
-        actor,
-        temperature=config.rollout.temperature,
-        truncation=truncation,
-        **limits(config),
-    )
+    options = limits(config) | {"temperature": config.rollout.temperature}
+    return Policy(strategy, actor, truncation=truncation, **options)
 
 
 def build_model_rewards(
@@ -293,9 +284,8 @@ def build_model_rewards(
         role = build_frozen_reward_model(config, strategy, flag, term.name)
         set_blank_media(expand, role.module)
         steps = of_steps if flag == "process_reward_pretrain" else None
-        models.append(
-            ScoringModel(term.label, role, config.reward.reward_model_coef * term.weight, steps)
-        )
+        weight = config.reward.reward_model_coef * term.weight
+        models.append(ScoringModel(term.label, role, weight, steps))
 
     return ModelRewards(models, key=config.reward.reward_key, expand=expand) if models else None
 
