@@ -6,40 +6,13 @@ from collections import ChainMap
 from collections.abc import Iterable
 from datetime import date
 
+from lightrft.config import references, sections
 from lightrft.config.facts import (
     BIASED_FAMILIES,
     EXPERT_FAMILIES,
     RunFacts,
     text_config,
     unreadable,
-)
-from lightrft.config.references import (
-    ENGINE,
-    GGUF,
-    JUDGE,
-    JUDGE_KEY,
-    REWARD_KEY,
-    SERVER,
-    address_problem,
-    data_problems,
-    eval_sources,
-    report_names,
-    reward_model_terms,
-    reward_terms,
-    teacher_terms,
-)
-from lightrft.config.sections import (
-    ALL_BUT_SERVE_REWARD,
-    EVALUATED,
-    EVERY,
-    PPO,
-    SAMPLING,
-    SUPERVISED,
-    TRAINING,
-    WITH_ENGINE,
-    WITH_PRETRAIN,
-    fields_read,
-    longest_sequence,
 )
 from lightrft.config.tables import table
 from lightrft.config.values import COLDEST, nearest
@@ -64,22 +37,22 @@ value of the condition, an expression of Python; with {found}, each item of a li
 RULES: dict[str, list[Rule]] = table("config/rules")
 COMMANDS_OF_RULES = {
     "serve_reward": ("serve_reward",),
-    "pretrain": WITH_PRETRAIN,
-    "inputs": EVERY,
-    "supervised": SUPERVISED,
-    "prompt_data": TRAINING,
+    "pretrain": sections.WITH_PRETRAIN,
+    "inputs": sections.EVERY,
+    "supervised": sections.SUPERVISED,
+    "prompt_data": sections.TRAINING,
     "evaluate": ("evaluate",),
-    "generation": WITH_ENGINE,
-    "algorithm": PPO,
-    "rollout": PPO,
-    "exact": PPO,
+    "generation": sections.WITH_ENGINE,
+    "algorithm": sections.PPO,
+    "rollout": sections.PPO,
+    "exact": sections.PPO,
     "dpo": ("train_dpo",),
     "kto": ("train_kto",),
     "scores": ("train_rm", "train_prm"),
     "reward_model": ("train_rm",),
-    "training": TRAINING,
-    "strategy": EVERY,
-    "routers": PPO,
+    "training": sections.TRAINING,
+    "strategy": sections.EVERY,
+    "routers": sections.PPO,
 }
 """Group of rules -> commands. Two more groups depend on the strategy and the sizes: `deepspeed` and
 `layout`.
@@ -130,7 +103,9 @@ def unusable_models(run: RunFacts) -> list[str]:
     models = [(name, run[name]) for name in names]
     try:
         models += [("teacher_pretrain", path) for _, path in run.teachers]
-        models += [(flag, term.name) for flag, term in reward_model_terms(run.config.model)]
+        models += [
+            (flag, term.name) for flag, term in references.reward_model_terms(run.config.model)
+        ]
     except ValueError as error:
         problems.append(str(error))
 
@@ -142,7 +117,7 @@ def unusable_models(run: RunFacts) -> list[str]:
                 " has such a name"
             )
         elif path.startswith((".", "/", "~")) and not (
-            os.path.isdir(here) or (path.endswith(GGUF) and os.path.isfile(here))
+            os.path.isdir(here) or (path.endswith(references.GGUF) and os.path.isfile(here))
         ):
             problems.append(f"--{name} {path}: no such folder")
 
@@ -155,40 +130,46 @@ def _unusable_data(run: RunFacts) -> list[str]:
     return [
         problem
         for flag, text in sets
-        if text and flag in fields_read(run.command)
-        for problem in data_problems(flag, text, run.prompt_data_probs)
+        if text and flag in sections.fields_read(run.command)
+        for problem in references.data_problems(flag, text, run.prompt_data_probs)
     ]
 
 
 def _unusable_addresses(run: RunFacts) -> list[str]:
-    addresses = [("--reward", name, REWARD_KEY) for name in run.rewards if name.startswith(SERVER)]
-    if JUDGE in run.rewards and run.judge_url not in ("", ENGINE):
-        addresses.append(("--judge_url", run.judge_url, JUDGE_KEY))
-    return [address_problem(*address) for address in addresses]
+    addresses = [
+        ("--reward", name, references.REWARD_KEY)
+        for name in run.rewards
+        if name.startswith(references.SERVER)
+    ]
+    if references.JUDGE in run.rewards and run.judge_url not in ("", references.ENGINE):
+        addresses.append(("--judge_url", run.judge_url, references.JUDGE_KEY))
+    return [references.address_problem(*address) for address in addresses]
 
 
 def missing_judge(run: RunFacts) -> list[str]:
-    if run.command not in SAMPLING or JUDGE not in run.rewards:
+    if run.command not in sections.SAMPLING or references.JUDGE not in run.rewards:
         return []
-    needed = ("judge_url",) if run.judge_url == ENGINE else ("judge_url", "judge_model")
+    needed = ("judge_url",) if run.judge_url == references.ENGINE else ("judge_url", "judge_model")
     return [name for name in needed if not run[name]]
 
 
 def wrong_date(run: RunFacts) -> str:
-    date_of_run = run.chat_template_date if run.command in ALL_BUT_SERVE_REWARD else ""
+    date_of_run = run.chat_template_date if run.command in sections.ALL_BUT_SERVE_REWARD else ""
     return unreadable(date.fromisoformat, date_of_run) if date_of_run else ""
 
 
 def unusable_inputs(run: RunFacts) -> list[str]:
     problems = unusable_models(run)
-    if run.command in PPO and run.teacher_url:
-        problems.append(address_problem("--teacher_url", run.teacher_url, "TEACHER_API_KEY"))
-    if run.command in SAMPLING:
-        problems += [unreadable(reward_terms, run.reward), *_unusable_addresses(run)]
-    if run.command in EVALUATED:
-        problems += [unreadable(eval_sources, run.eval_data), *_unusable_data(run)]
-    if run.command in TRAINING:
-        problems.append(unreadable(report_names, run.report_to))
+    if run.command in sections.PPO and run.teacher_url:
+        problems.append(
+            references.address_problem("--teacher_url", run.teacher_url, "TEACHER_API_KEY")
+        )
+    if run.command in sections.SAMPLING:
+        problems += [unreadable(references.reward_terms, run.reward), *_unusable_addresses(run)]
+    if run.command in sections.EVALUATED:
+        problems += [unreadable(references.eval_sources, run.eval_data), *_unusable_data(run)]
+    if run.command in sections.TRAINING:
+        problems.append(unreadable(references.report_names, run.report_to))
     return problems
 
 
@@ -212,13 +193,13 @@ def too_cold(run: RunFacts) -> str:
 
 def too_long(run: RunFacts) -> int:
     """Return the length of the longest sequence if the model has no positions for it, else 0."""
-    longest = longest_sequence(run.config)
+    longest = sections.longest_sequence(run.config)
     fits = run.engine_type == "hf" or run.window is None or longest <= run.window
     return 0 if fits else longest
 
 
 def unreadable_teachers(run: RunFacts) -> str:
-    return unreadable(teacher_terms, run.teacher_pretrain)
+    return unreadable(references.teacher_terms, run.teacher_pretrain)
 
 
 # -- the prompts and samples of a step

@@ -31,6 +31,7 @@ from transformers.conversion_mapping import (
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
+from lightrft.models import weight_files
 from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.attention.recurrent import install
 from lightrft.models.converted_files import ConvertedFiles
@@ -39,15 +40,6 @@ from lightrft.models.lora import is_adapter_folder
 from lightrft.models.parallel.device import compute_capability
 from lightrft.models.parallel.expert_parallel import occupy_experts
 from lightrft.models.qwen_omni import generating_class, load_config, load_generation_config
-from lightrft.models.weight_files import (
-    MASK,
-    WeightFiles,
-    check_finite,
-    hub_folder,
-    is_backbone,
-    missing_and_unexpected,
-    stored_tensors,
-)
 
 SCORE = "score"
 """Name of the only head of a reward model."""
@@ -205,7 +197,7 @@ def _load(
                 " quantizes the original model itself"
             )
         # Only headers are read, so a damaged file is found in the first seconds.
-        if Path(name).is_dir() and (files := WeightFiles.of(name)):
+        if Path(name).is_dir() and (files := weight_files.WeightFiles.of(name)):
             files.check()
     except (OSError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from error
@@ -309,7 +301,7 @@ def _load_checked(
         )
 
     missing = info["missing_keys"]
-    unexpected = {name for name in info["unexpected_keys"] if not MASK.search(name)}
+    unexpected = {name for name in info["unexpected_keys"] if not weight_files.MASK.search(name)}
     if new_head:
         missing, unexpected = _without_head(model, missing, unexpected)
 
@@ -325,7 +317,7 @@ def _load_checked(
             raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}{hint}")
 
     for parameter_name, parameter in model.named_parameters():
-        check_finite(parameter_name, parameter.detach())
+        weight_files.check_finite(parameter_name, parameter.detach())
     return model
 
 
@@ -357,7 +349,7 @@ def _empty(
     Return None if from_pretrained() has to read it whole.
     """
     folder = _local_folder(name)
-    files = WeightFiles.of(folder)
+    files = weight_files.WeightFiles.of(folder)
     config = load_config(folder, **options)
     if files is None:
         logger.info("{} has no plain safetensors files: every rank reads the whole folder", name)
@@ -371,8 +363,12 @@ def _empty(
     model.name_or_path = config.name_or_path
     converted = ConvertedFiles(model, files)
 
-    missing, unexpected = missing_and_unexpected(model, converted.shapes)
-    heads = {name for name in missing if not is_backbone(model, name)} if new_head else set()
+    missing, unexpected = weight_files.missing_and_unexpected(model, converted.shapes)
+    heads = (
+        {name for name in missing if not weight_files.is_backbone(model, name)}
+        if new_head
+        else set()
+    )
     # from_pretrained() may know how to read them, and otherwise says what is missing.
     if any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected)):
         logger.info(
@@ -381,7 +377,7 @@ def _empty(
         )
         return None
 
-    tensors = stored_tensors(model)
+    tensors = weight_files.stored_tensors(model)
     for tensor_name in sorted(converted.shapes.keys() & tensors.keys()):
         converted.check_shape(tensor_name, tensors[tensor_name].shape)
 
@@ -401,10 +397,10 @@ def _without_head(
     The head is removed from the missing names, and the head that it replaces from the unexpected
     names.
     """
-    head = {name for name in missing if not is_backbone(model, name)}
+    head = {name for name in missing if not weight_files.is_backbone(model, name)}
     if model.can_generate() or not head:
         return missing, unexpected
-    return missing - head, {name for name in unexpected if is_backbone(model, name)}
+    return missing - head, {name for name in unexpected if weight_files.is_backbone(model, name)}
 
 
 def _local_folder(name: str) -> Path:
@@ -558,7 +554,7 @@ def _checked(section: ModelSection, flag: str, name: str) -> tuple[str, str]:
 
     if not folder.exists():
         try:
-            hub_folder(name)
+            weight_files.hub_folder(name)
         except OSError as error:
             raise ValueError(
                 f"{source}: neither an existing folder nor a hub name that can be loaded: {error}"

@@ -3,18 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich import progress
 from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -214,16 +206,16 @@ def _one_line(text: str, length: int = 60) -> str:
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
-def _progress(console: RichConsole) -> Progress:
+def _progress(console: RichConsole) -> progress.Progress:
     """Build the progress display. Only the live view draws it; elsewhere it measures the time."""
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.fields[phase]:<12}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left", style="dim"),
-        TimeRemainingColumn(),
+    return progress.Progress(
+        progress.SpinnerColumn(),
+        progress.TextColumn("{task.fields[phase]:<12}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left", style="dim"),
+        progress.TimeRemainingColumn(),
         console=console,
         # A step takes minutes, so the default of 30 seconds would never cover two of them.
         speed_estimate_period=3600,

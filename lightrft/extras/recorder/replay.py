@@ -222,7 +222,7 @@ class _Step:
         config = bundle.config
         total = bundle.content["total_steps"] or bundle.content["step"]
         tokenizer = load_tokenizer(config.model)
-        config = self.config = build.with_token_ids(bundle.config, tokenizer)
+        config = self.config = build.build_data.with_token_ids(bundle.config, tokenizer)
         data = build.TrainingData(tokenizer, PromptSet([]), PromptSet([]), total)
         policy, critic, teacher = build.build_ppo_roles(config, strategy, data)
         self.policy = policy
