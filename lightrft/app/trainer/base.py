@@ -7,9 +7,8 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ from lightrft.models.parallel.device import device_name, machine
 from lightrft.models.weight_files import weights_of
 from lightrft.strategy.backends.optim import kept_settings
 from lightrft.strategy.checkpoint.hf_export import end_generation_at
-from lightrft.strategy.checkpoint.manifest import NOTHING, Kinds
+from lightrft.strategy.checkpoint.manifest import Kinds
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.versions import installed_versions
 
@@ -69,62 +68,52 @@ CLIENT_STATE: Kinds = {"step": int, "run": str, "identity": dict}
 """What a trainer writes into a checkpoint beside models and items."""
 
 
+@dataclass(eq=False)
 class Trainer(ABC):
     """Runs the training loop: calls `step` from the first (or the resumed) step to the last.
 
     Steps count from 1.
     """
 
-    role_name = "actor"
+    config: Config
+    strategy: StrategyBase
+    role: DistributedRole
+    """Role that learns."""
+    training_data: InitVar[TrainingData]
+    _: KW_ONLY
+    observer: Observer
+    trace: Trace
+    run_folder: RunFolder
+    items: dict[str, Stateful] = field(default_factory=dict)
+    """Further objects whose state goes into checkpoints; see Checkpoints.save()."""
+    role_name: str = "actor"
     """Name of the role's model in checkpoints."""
 
-    def __init__(
-        self,
-        config: Config,
-        strategy: StrategyBase,
-        role: DistributedRole,
-        training_data: TrainingData,
-        *,
-        observer: Observer,
-        trace: Trace,
-        run_folder: RunFolder,
-        items: Mapping[str, Stateful] = NOTHING,
-    ):
-        """Set up the trainer of the role that learns.
-
-        `items` are further objects whose state goes into checkpoints; see Checkpoints.save().
-        """
-        self.config = config
-        self.strategy = strategy
-        self.role = role
+    def __post_init__(self, training_data: TrainingData) -> None:
         self.tokenizer = training_data.tokenizer
         self.total_steps = training_data.total_steps
         self.prompts = training_data.prompts
         self.eval_prompts = training_data.eval_prompts
-        self.expand = training_data.expand
-        self.observer = observer
-        self.trace = trace
         self.metrics = Metrics()
         self._measured: Counter[str] = Counter()
         """How many steps since the last row, and how many of them had each phase."""
         self._operations = 0.0
         """Operations of the role that are already in the metrics."""
-        self.interruption = Interruption(strategy.mesh.world)
+        self.interruption = Interruption(self.strategy.mesh.world)
         self.interruption.at_once = True
-        self.run_folder = run_folder
-        self.folder = run_folder.path
-        self.health = Health(config, strategy.dtype, logs=strategy.is_rank_0())
+        self.folder = self.run_folder.path
+        self.health = Health(self.config, self.strategy.dtype, logs=self.strategy.is_rank_0())
 
         self.models: dict[str, tuple[nn.Module, Optimizer | None, LRScheduler | None]] = {
-            self.role_name: (role.module, role.optimizer, role.scheduler)
+            self.role_name: (self.role.module, self.role.optimizer, self.role.scheduler)
         }
         """What a checkpoint contains, by name. A trainer with more models adds them."""
-        if role.average is not None:
+        if self.role.average is not None:
             name = "ema" if self.role_name == "actor" else f"{self.role_name}_ema"
-            self.models[name] = (role.average, None, None)
+            self.models[name] = (self.role.average, None, None)
 
-        unreported = PendingMetrics(self.metrics, strategy.mesh.world)
-        self.items = {"unreported_metrics": unreported, **items}
+        unreported = PendingMetrics(self.metrics, self.strategy.mesh.world)
+        self.items = {"unreported_metrics": unreported, **self.items}
         self.digests: Digests | None = None
         """What compares this run with others, once it has started."""
         self.done = 0
