@@ -63,12 +63,8 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     if section.rollout_quantization != "none":
         if not adapter.quantizes:
             raise ConfigError(f"--rollout_quantization needs --engine_type vllm, and not {name}")
-        check_quantization(
-            section,
-            setup["model_path"],
-            setup["device"],
-            trust_remote_code=setup.get("trust_remote_code", False),
-        )
+        code = setup.get("trust_remote_code", False)
+        check_quantization(section, setup["model_path"], setup["device"], trust_remote_code=code)
 
     if section.speculative in ("eagle3", "mtp") and setup["device"].type != "cpu":
         # Level 2 loses what vLLM allocates for heads that draft (vllm-project/vllm#55013).

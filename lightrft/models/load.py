@@ -234,12 +234,9 @@ def new_model(
     Raise ValueError for a family whose attention cannot be replaced.
     """
     with _replaced_attention(config):
-        return (kind or generating_class(config)).from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
-        )
+        options = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
+        kind = kind or generating_class(config)
+        return kind.from_config(config, dtype=torch.float32, **options)
 
 
 @contextmanager

@@ -277,12 +277,8 @@ class DeepSpeedStrategy(StrategyBase):
         # This is the group of --zpg, if it exists.
         options["zero_param_parallel_group"] = groups._get_zero_param_intra_parallel_group()
 
-        deepspeed.zero.Init(
-            module=_ParameterContainer(parameters),
-            config_dict_or_path=config,
-            dtype=dtype,
-            **options,
-        )
+        container = _ParameterContainer(parameters)
+        deepspeed.zero.Init(module=container, config_dict_or_path=config, dtype=dtype, **options)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.device)
 

@@ -184,14 +184,9 @@ class Fingerprints:
             if not right
         ]
         lengths = [self.shapes[name][0] for name in self.products]
-        products = zip(
-            self.products,
-            copies[len(self.bits) :],
-            values.split(lengths),
-            expected.split(lengths),
-            strict=True,
-        )
-        for name, times, in_engine, streamed in products:
+        products = values.split(lengths), expected.split(lengths)
+        times_of = zip(self.products, copies[len(self.bits) :], *products, strict=True)
+        for name, times, in_engine, streamed in times_of:
             # Kernels sum in float32, in any order. The results are in the engine's dtype.
             walk = WALK_FACTOR * math.sqrt(self.shapes[name][-1]) * 2.0**-24
             tolerance = (walk + torch.finfo(self.dtype).eps) * streamed.abs().max()

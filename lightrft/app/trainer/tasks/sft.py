@@ -71,12 +71,9 @@ class PtxLoss:
         size = self.train.train_batch_size
         prompts = [self.prompts[row] for row in self.order.rows(self.num_batches * size, size)]
         self.num_batches += 1
+        most = self.train.max_tokens_per_microbatch
         batch, rows, denominator = supervised_share(
-            prompts,
-            self.policy.strategy,
-            self.train,
-            max_tokens=self.train.max_tokens_per_microbatch,
-            expand=self.expand,
+            prompts, self.policy.strategy, self.train, max_tokens=most, expand=self.expand
         )
 
         forward = self.policy.supervised
