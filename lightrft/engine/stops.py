@@ -36,10 +36,8 @@ class StopStrings:
         length = bisect_left(
             range(len(tokens)), True, key=lambda count: self._inside(tokens[:count])
         )
-        shortened = {
-            name: getattr(completion, name)[:length]
-            for name in ("token_ids", "logprobs", "weight_versions")
-        }
+        names = ("token_ids", "logprobs", "weight_versions")
+        shortened = {name: getattr(completion, name)[:length] for name in names}
 
         if completion.experts is not None:
             kept = len(completion.experts) - (len(tokens) - length)

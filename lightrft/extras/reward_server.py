@@ -96,10 +96,8 @@ class ServedModel:
         ]
         columns = flat_columns(texts)
         rows = self.model.get_flat_scores(columns).split(columns["lengths"].tolist())
-        return [
-            self.weight * self._reward(row, response)
-            for row, (_, response) in zip(rows, tokens, strict=True)
-        ]
+        scored = zip(rows, tokens, strict=True)
+        return [self.weight * self._reward(row, response) for row, (_, response) in scored]
 
     def _tokens(self, prompt: str, response: str) -> Tokens:
         """Tokenize as training does.
@@ -123,11 +121,8 @@ class ServedModel:
     def _reward(self, scores: torch.Tensor, response: list[int]) -> float:
         if self.steps is None:
             return float(scores[-1])
-        return math.fsum(
-            reward
-            for reward in self.steps(response, scores[-len(response) :])
-            if reward is not None
-        )
+        rewards = self.steps(response, scores[-len(response) :])
+        return math.fsum(reward for reward in rewards if reward is not None)
 
 
 class RewardServer:

@@ -217,10 +217,8 @@ class PolicyMethods:
 
         They are in the order of the stream.
         """
-        shapes = (
-            (name, self.strategy.full_shape(parameter))
-            for name, parameter in hf_parameters(self.actor)
-        )
+        full_shape = self.strategy.full_shape
+        shapes = ((name, full_shape(parameter)) for name, parameter in hf_parameters(self.actor))
         learned = {
             name: (shape, self.strategy.dtype)
             for name, shape in fold_adapters(shapes, lambda _, base, *adapter: base)

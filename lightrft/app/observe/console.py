@@ -187,10 +187,8 @@ class LiveConsole(Console):
 def sparkline(values: Sequence[float], width: int = 32) -> str:
     """Draw the course of a metric in `width` characters; non-finite values are gaps."""
     chunk = max(1, -(-len(values) // width))
-    means = [
-        sum(values[i : i + chunk]) / len(values[i : i + chunk])
-        for i in range(0, len(values), chunk)
-    ]
+    chunks = [values[i : i + chunk] for i in range(0, len(values), chunk)]
+    means = [sum(each) / len(each) for each in chunks]
     finite = [value for value in means if abs(value) < float("inf")]
     low = min(finite, default=0.0)
     high = max(finite, default=0.0)

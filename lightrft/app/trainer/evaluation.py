@@ -56,10 +56,8 @@ class Evaluation:
 
         data = strategy.mesh.data
         metrics = Metrics()
-        estimates = [
-            evaluate(held_out, groups, metrics, data)
-            for held_out, groups in zip(self.sets, answered, strict=True)
-        ]
+        of_sets = zip(self.sets, answered, strict=True)
+        estimates = [evaluate(held_out, groups, metrics, data) for held_out, groups in of_sets]
         result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(data).items()}
         result |= self._bounds(estimates)
         self._write_responses(answered)

@@ -178,11 +178,8 @@ class Fingerprints:
         # An engine repeats heads when it has more ranks than heads, so its sums are a multiple.
         copies = torch.div(table[:, 1], sent[:, 1].clamp(min=1), rounding_mode="floor")
         fits = (copies[:, None] * sent == table).all(1) & ((copies > 0) | (sent[:, 1] == 0))
-        names = [
-            name
-            for name, right in zip([*self.bits, *self.products], fits.tolist(), strict=True)
-            if not right
-        ]
+        judged = zip([*self.bits, *self.products], fits.tolist(), strict=True)
+        names = [name for name, right in judged if not right]
         lengths = [self.shapes[name][0] for name in self.products]
         products = values.split(lengths), expected.split(lengths)
         times_of = zip(self.products, copies[len(self.bits) :], *products, strict=True)

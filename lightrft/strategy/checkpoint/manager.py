@@ -197,10 +197,8 @@ def _read_tensors(
     contents: CheckpointState, path: Path, *, strict: bool, module_only: bool
 ) -> None:
     reader = CheckpointReader(path)
-    saved = {
-        name: getattr(entry, "size", None)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-    }
+    entries = reader.read_metadata().state_dict_metadata.items()
+    saved = {name: getattr(entry, "size", None) for name, entry in entries}
     _check_same(
         set(contents.models), {name.split(".")[0] for name in saved}, "model", subset=module_only
     )

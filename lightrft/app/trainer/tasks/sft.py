@@ -108,9 +108,7 @@ def supervised_share(
     batch = supervised_batch([prompts[row] for row in local_rows], local_rows, expand)
 
     # All ranks know all rows. The first token of a sequence is never learned.
-    learned = [
-        sum(answer.learned[0 if prompt.num_tokens else 1 :])
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    answered = zip(prompts, answers, strict=True)
+    learned = [sum(each.learned[0 if prompt.num_tokens else 1 :]) for prompt, each in answered]
     sequences = sum(count > 0 for count in learned)
     return batch, micro_batches, known_denominator(sum(learned), sequences, strategy.device)
