@@ -212,11 +212,8 @@ class RunFolder:
 
     def _saved_runs(self) -> set[str]:
         """Return the ids of the runs whose checkpoints can be resumed without a tag."""
-        return {
-            run
-            for manifest, path in checkpoints(self.checkpoints)
-            if manifest.resume and (run := _run_of(path))
-        }
+        saved = [path for manifest, path in checkpoints(self.checkpoints) if manifest.resume]
+        return {run for run in map(_run_of, saved) if run}
 
     def _results(self) -> list[str]:
         results = [

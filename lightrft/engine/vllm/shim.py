@@ -350,10 +350,8 @@ class VLLMShim:
         LOCAL_WORLD_SIZE and sets VLLM_DIST_IDENT: a second engine in the same process would warn
         that it does not know it.
         """
-        before = {
-            name: os.environ.get(name)
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "VLLM_DIST_IDENT")
-        }
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "VLLM_DIST_IDENT")
+        before = {name: os.environ.get(name) for name in names}
         os.environ.setdefault("RANK", str(dist.get_rank()))
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
 

@@ -119,11 +119,8 @@ class Source:
 
     def read(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Load the whole value of an empty parameter into `values`, in that dtype."""
-        name = next(
-            name
-            for name, other in weight_files.stored_tensors(self.model).items()
-            if other is parameter
-        )
+        tensors = weight_files.stored_tensors(self.model).items()
+        name = next(name for name, other in tensors if other is parameter)
         self._read(name, parameter, values)
 
     def _read(self, name: str, tensor: Tensor, values: Tensor) -> None:
