@@ -506,6 +506,7 @@ def build_scheduler(
         "overlap": overlap,
         "total_steps": training_data.total_steps,
     }
+
     options = vars(config.rollout) | options
     named = named_by(chosen) & options.keys()
     return chosen(sampler, rewards, prompts, **{name: options[name] for name in named})
