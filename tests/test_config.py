@@ -1,5 +1,7 @@
 """The command line and the YAML file: what they set, which one wins, and what their errors say."""
 
+import ast
+import builtins
 import copy
 import json
 import math
@@ -34,6 +36,7 @@ from lightrft.config import (
     section_of_field,
     summary,
 )
+from lightrft.config import rules as configuration_rules
 from lightrft.config.command_line import help_text, parse
 from lightrft.config.effects import COMPUTED_NEEDS
 from lightrft.config.facts import RunFacts
@@ -864,6 +867,23 @@ def test_every_placeholder_of_a_rule_has_a_value():
     names = {name for message in messages for _, name, *_ in Formatter().parse(message) if name}
     assert len(every) > 90 and len(names) > 20
     assert all(run[name] is not Ellipsis for name in names - {"found"})
+
+
+def test_every_condition_of_a_rule_names_facts():
+    """A misspelt one would show only when what stands before it is true."""
+    run = RunFacts(Config(), "train_ppo", 2)
+    known = {"run": run, **vars(builtins), **vars(configuration_rules)}
+    every = [rule for rules in RULES.values() for rule in rules if not isinstance(rule, str)]
+    assert len(every) > 40
+    for rule in every:
+        nodes = list(ast.walk(ast.parse(rule["if"], mode="eval")))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        for name in {node.id for node in names} - bound:
+            assert name in known or run[name] is not Ellipsis
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in known:
+                assert node.attr in dir(known[node.value.id])
 
 
 def test_every_need_names_fields():
