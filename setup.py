@@ -1,6 +1,6 @@
 """Packaging of lightrft.
 
-Version ranges have one home, lightrft/versions.py; the version has one, lightrft/__init__.py.
+Version ranges have one home, lightrft/versions.toml; the version has one, lightrft/__init__.py.
 """
 
 import re
@@ -30,7 +30,9 @@ setup(
     ),
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["lightrft", "lightrft.*"]),
-    package_data={"": ["py.typed", "*.pyi", "*.html", "*.sh", "*.sql", "*.yaml", "tables/*.yaml"]},
+    package_data={
+        "": ["py.typed", "*.pyi", "*.html", "*.sh", "*.sql", "*.toml", "*.yaml", "tables/*.yaml"]
+    },
     install_requires=versions["requirements"](versions["CORE"]),
     extras_require={
         extra: versions["requirements"](table) for extra, table in versions["EXTRAS"].items()

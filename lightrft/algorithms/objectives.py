@@ -14,7 +14,7 @@ from torch import Tensor
 from lightrft.algorithms.kl import generalized_jsd
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch, Experience
-from lightrft.core.losses import Denominator, Report, by_token, token_mean
+from lightrft.core.losses import Denominator, Reported, by_token, token_mean
 from lightrft.models.balance import Balance
 
 
@@ -24,9 +24,7 @@ class ValueObjective:
     def __init__(self, section: AlgorithmSection):
         self.section = section
 
-    def __call__(
-        self, values: Tensor, batch: Experience, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
+    def __call__(self, values: Tensor, batch: Experience, denominator: Denominator) -> Reported:
         """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, mean over all learned tokens.
 
         The mean is over the optimizer step. values [T]; returns [] and reports [T]. The clip is
@@ -50,7 +48,7 @@ class ValueObjective:
         return token_mean(loss / 2, batch, denominator), report
 
 
-def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
+def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> Reported:
     """Compute the negative log-likelihood [] from log-probs [T].
 
     It is the mean over all learned tokens of the optimizer step.
@@ -75,9 +73,7 @@ class PtxObjective:
 
     reach = staticmethod(by_token)
 
-    def __call__(
-        self, logprobs: Tensor, batch: Batch, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
+    def __call__(self, logprobs: Tensor, batch: Batch, denominator: Denominator) -> Reported:
         """Compute the mean over answer tokens, from log-probs [T], or [T, 1 + K] with a teacher."""
         name = "train/ptx_loss"
         values = -logprobs
@@ -90,16 +86,12 @@ class PtxObjective:
 class Balanced:
     """Another objective plus the load-balancing loss of experts times a coefficient."""
 
-    def __init__(
-        self, objective: Callable[..., tuple[Tensor, Report]], balance: Balance, coefficient: float
-    ):
+    def __init__(self, objective: Callable[..., Reported], balance: Balance, coefficient: float):
         self.of_logprobs = objective
         self.balance = balance
         self.coefficient = coefficient
 
-    def __call__(
-        self, logprobs: Tensor, batch: Batch, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
+    def __call__(self, logprobs: Tensor, batch: Batch, denominator: Denominator) -> Reported:
         loss, report = self.of_logprobs(logprobs, batch, denominator)
         report |= {"train/aux_loss": self.balance.loss.expand(len(logprobs))}
         return loss + self.coefficient * self.balance.share(batch.routing), report

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch
-from lightrft.core.losses import Report, clipped_surrogate, gspo, ppo, reinforce, sequence_means
+from lightrft.core.losses import Reported, clipped_surrogate, gspo, ppo, reinforce, sequence_means
 from lightrft.registry import Registry
 
 policy_losses = Registry("policy loss", flag="--policy_loss")
@@ -37,7 +37,7 @@ def gspo_token(
     batch: Batch,
     eps_clip_low: float,
     eps_clip_high: float,
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """s_t = sg(s) p / sg(p): the value of gspo, and each token's own gradient.
 
     This is for advantages that differ within a sequence. GSPO-token, arXiv 2507.18071, section 4.3.
@@ -56,7 +56,7 @@ def gmpo(
     batch: Batch,
     eps_clip_low: float,
     eps_clip_high: float,
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """-A times the geometric mean of a sequence's ratios, clipped to [exp(-low), exp(high)].
 
     Only the side that A favours is clipped. In the paper (GMPO, arXiv 2507.20673) a sequence has
@@ -80,7 +80,7 @@ def gmpo(
 @policy_losses.register("cispo", per="token")
 def cispo(
     logprobs: Tensor, old: Tensor, advantages: Tensor, *, eps_clip_low: float, eps_clip_high: float
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """-sg(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, no token loses the gradient.
 
     MiniMax-M1, arXiv 2506.13585.
@@ -102,7 +102,7 @@ def sapo(
     *,
     sapo_tau_positive: float,
     sapo_tau_negative: float,
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """-4 / tau sigmoid(tau (r - 1)) A, with tau chosen by the sign of A.
 
     This is a soft gate: the slope is A at r = 1 and falls to both sides. SAPO, arXiv 2511.20347.
@@ -123,7 +123,7 @@ def cpgd(
     eps_clip_high: float,
     policy_drift_coef: float,
     policy_drift_clip: float | None = None,
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """-min(log r A, clip(log r, log(1 - low), log(1 + high)) A) + c (r - 1 - log r).
 
     No ratio multiplies the advantage. The last term estimates the divergence of the old policy from
@@ -142,7 +142,7 @@ def cpgd(
 @policy_losses.register("dppo_tv", per="token")
 def dppo_tv(
     logprobs: Tensor, old: Tensor, advantages: Tensor, *, eps_clip_low: float, eps_clip_high: float
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """-r A M, M = 0 where |p - p_old| exceeds the bound and A moves p further away.
 
     |p - p_old| is the total variation of token or not token. A token that was rare may change its
@@ -156,7 +156,7 @@ def dppo_tv(
 @policy_losses.register("dppo_kl", per="token")
 def dppo_kl(
     logprobs: Tensor, old: Tensor, advantages: Tensor, *, eps_clip_low: float, eps_clip_high: float
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """dppo_tv with p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) as the divergence.
 
     DPPO with binary KL, arXiv 2602.04879.
@@ -171,9 +171,7 @@ def dppo_kl(
 
 
 @policy_losses.register("dro", per="token")
-def dro(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, *, policy_drift_coef: float
-) -> tuple[Tensor, Report]:
+def dro(logprobs: Tensor, old: Tensor, advantages: Tensor, *, policy_drift_coef: float) -> Reported:
     """-(A logp - beta / 2 (logp - old)^2), beta = `policy_drift_coef`.
 
     Nothing is clipped: the square holds the policy. Direct reward optimisation, Richemond et al.,
@@ -189,7 +187,7 @@ def dro(
 @policy_losses.register("stable_reinforce", per="token")
 def stable_reinforce(
     logprobs: Tensor, old: Tensor, advantages: Tensor, *, eps_clip_low: float, eps_clip_high: float
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """ppo with log r within log 1e-3 and log 1e3, and without tokens where |A| is above 3.
 
     The bounds of log r come before the exponential, so no ratio overflows; advantages come from
@@ -208,7 +206,7 @@ def stable_reinforce(
 @policy_losses.register("kl_cov", per="token")
 def kl_cov(
     logprobs: Tensor, old: Tensor, advantages: Tensor, *, marked: Tensor, kl_cov_coef: float
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """-r A, plus c |log r| for the tokens with the highest covariance of logp and A.
 
     These reduce the entropy most. KL-Cov: Cui et al., arXiv 2505.22617.
@@ -228,7 +226,7 @@ def clip_cov(
     marked: Tensor,
     eps_clip_low: float,
     eps_clip_high: float,
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """ppo, without some tokens that are drawn where the covariance of logp and A is high.
 
     Clip-Cov, arXiv 2505.22617. A token that ppo already clips has no gradient, and is not left out.
@@ -244,7 +242,7 @@ def clip_cov(
 
 def trust_region(
     log_ratio: Tensor, advantages: Tensor, divergence: Tensor, low: float, high: float
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """-r A, 0 where the divergence exceeds the bound of the side that A moves the token to."""
     ratio = log_ratio.exp()
     report = {

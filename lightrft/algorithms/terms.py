@@ -25,7 +25,7 @@ from lightrft.core.losses import (
     PolicyLoss,
     PolicyObjective,
     Reach,
-    Report,
+    Reported,
     Term,
     check_tokens,
     reach_of,
@@ -54,7 +54,7 @@ class EngineCorrection(Term):
         # for them, and a weight depends on those of its token or sequence.
         return "token" if batch.old_logprobs is not None else self.joined
 
-    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
+    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> Reported:
         ratios = correction.importance_ratios(inputs.old, inputs.batch, self.level)
         weights = self.correct(ratios, **self.options)
         check_tokens(self.label, weights, ratios, ConfigError)
@@ -76,7 +76,7 @@ class SequenceMask(Term):
     def reach(self, batch: Experience) -> Reach:
         return "token" if batch.old_logprobs is not None else "sequence"
 
-    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
+    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> Reported:
         kept = correction.kept_sequences(inputs.old, inputs.batch, *self.bounds)
         return torch.where(kept, losses, 0.0), {"engine/sequences_masked_share": ~kept}
 
@@ -92,7 +92,7 @@ class OffPolicyMask(Term):
     def reach(self, batch: Experience) -> Reach:
         return "sequence"
 
-    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
+    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> Reported:
         masked = correction.off_policy(inputs.logprobs, inputs.advantages, inputs.batch, self.delta)
         return torch.where(masked, 0.0, losses), {"train/off_policy_masked_share": masked}
 
@@ -108,7 +108,7 @@ class ReferenceDivergence(Term):
     coefficient: kl.KLCoefficient
     adds: bool
 
-    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
+    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> Reported:
         reference = inputs.batch.reference_logprobs
         if reference is None:
             return losses, {}
@@ -129,7 +129,7 @@ class TeacherDivergence(Term):
     coefficient: float
     beta: float
 
-    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
+    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> Reported:
         distance = kl.generalized_jsd(
             inputs.values[:, 1:], inputs.batch.teacher_logprobs, self.beta
         )
@@ -144,7 +144,7 @@ class EntropyBonus(Term):
     def __init__(self, coefficient: kl.EntropyCoefficient):
         self.coefficient = coefficient
 
-    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
+    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> Reported:
         # An adapted coefficient is 0 while the entropy is high. Then the head need not compute the
         # gradient of the entropy.
         if self.coefficient.value:
@@ -158,7 +158,7 @@ class CurrentMismatch(EngineMismatch):
     The trainer's are then the current ones, until an update has changed them.
     """
 
-    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
+    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> Reported:
         if inputs.updates_before:
             return losses, {}
         return super().__call__(losses, replace(inputs, old=inputs.logprobs))
@@ -214,7 +214,7 @@ def checked(loss: PolicyLoss, flag: str) -> PolicyLoss:
     """Return a user's own loss, and refuse what is not one value for each token."""
 
     @wraps(loss)
-    def call(logprobs: Tensor, *args: Tensor, **options: Any) -> tuple[Tensor, Report]:
+    def call(logprobs: Tensor, *args: Tensor, **options: Any) -> Reported:
         result = loss(logprobs, *args, **options)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ConfigError(

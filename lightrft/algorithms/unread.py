@@ -38,11 +38,8 @@ def unread_flags(section: AlgorithmSection) -> list[str]:
 
 def unread_columns(section: AlgorithmSection, columns: Collection[str]) -> list[str]:
     """Return a sentence for each column of the data that an estimator names with a default."""
-    optional = {
-        name
-        for name, needed in keywords(estimators[section.advantage_estimator]).items()
-        if not needed
-    }
+    read = keywords(estimators[section.advantage_estimator])
+    optional = {name for name, needed in read.items() if not needed}
     return [
         f"--advantage_estimator {section.advantage_estimator}: the column {name!r} of the data is"
         " not read, because the parameter has a default; leave the default out"

@@ -4,18 +4,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from lightrft.config import sections
 from lightrft.config.facts import RunFacts
 from lightrft.config.references import JUDGE
-from lightrft.config.sections import (
-    A_JUDGE,
-    EARLY_OUTPUTS,
-    OTHER_FORMATS,
-    SEVERAL_SETS,
-    Config,
-    fields_read,
-    options,
-    section_of_field,
-)
 
 OTHER_NAMES = {("train_ppo", "beta"): "; the coefficient of the KL penalty is --init_kl_coef"}
 """Command and flag -> the flag here that means what other tools mean by it."""
@@ -25,12 +16,12 @@ ESCAPE = re.compile(r"\\[nt](?!(eq?|u|abla|ot|i|ewline|ext\w*|imes|heta|au|an|op
 """A line break or a tab as programs write it, which is not the beginning of a command of LaTeX."""
 
 
-def flags_without_effect(config: Config, command: str) -> list[str]:
+def flags_without_effect(config: sections.Config, command: str) -> list[str]:
     """Return a sentence with the reason for each changed flag that nothing reads in this run."""
     run = RunFacts(config, command)
-    read = fields_read(command)
+    read = sections.fields_read(command)
     notices = []
-    for name in section_of_field():
+    for name in sections.section_of_field():
         if name not in config.written or not _changed(run, name):
             continue
         if name not in read:
@@ -39,7 +30,7 @@ def flags_without_effect(config: Config, command: str) -> list[str]:
             continue
         if need := _missing(run, name):
             notices.append(f"--{name} has no effect without {need}")
-        if _holds(run, unless := options()[name].unless):
+        if _holds(run, unless := sections.options()[name].unless):
             notices.append(f"--{name} has no effect with {unless}")
 
     return notices + _literal_escapes(run)
@@ -64,13 +55,13 @@ def _changed(run: RunFacts, name: str) -> bool:
     The file of a resolved configuration contains every field, so a written value may well be the
     default.
     """
-    section = getattr(run.config, section_of_field()[name])
+    section = getattr(run.config, sections.section_of_field()[name])
     return getattr(section, name) != getattr(type(section)(), name)
 
 
 def _missing(run: RunFacts, name: str) -> str:
     """Return what a field needs to have an effect and does not have; empty if there is nothing."""
-    needs = options()[name].needs
+    needs = sections.options()[name].needs
     need = needs if isinstance(needs, str) else needs.get(run.command, "")
     return need if need and not _holds(run, need) else ""
 
@@ -90,7 +81,7 @@ def _holds(run: RunFacts, need: str) -> bool:
         words = term.split()
         if term.startswith("--"):
             flag = words.pop(0).removeprefix("--")
-        if flag in fields_read(run.command):
+        if flag in sections.fields_read(run.command):
             holds.append(_is_set(run, flag, words))
 
     return any(holds) or bool(need and not holds)
@@ -120,9 +111,9 @@ def _computes_early(run: RunFacts) -> bool:
 
 
 COMPUTED_NEEDS: dict[str, Callable[[RunFacts], bool]] = {
-    A_JUDGE: lambda run: JUDGE in run.rewards,
-    EARLY_OUTPUTS: _computes_early,
-    OTHER_FORMATS: lambda run: any(not each.benchmark for each in run.eval_sets),
-    SEVERAL_SETS: lambda run: "," in run.prompt_data,
+    sections.A_JUDGE: lambda run: JUDGE in run.rewards,
+    sections.EARLY_OUTPUTS: _computes_early,
+    sections.OTHER_FORMATS: lambda run: any(not each.benchmark for each in run.eval_sets),
+    sections.SEVERAL_SETS: lambda run: "," in run.prompt_data,
 }
 """What a field needs, where it is not the value of a flag -> whether the run has it."""

@@ -7,21 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lightrft.config import sections
 from lightrft.config.references import (
     EvalSource,
     eval_sources,
     report_names,
     reward_terms,
     teacher_terms,
-)
-from lightrft.config.sections import (
-    SECTIONS,
-    Config,
-    engine_name,
-    media_columns,
-    needs_critic,
-    needs_reference,
-    section_of_field,
 )
 from lightrft.config.values import read_object
 
@@ -53,19 +45,22 @@ class RunFacts:
     because another rule reports it.
     """
 
-    def __init__(self, config: Config, command: str = "", world_size: int = 1):
+    def __init__(self, config: sections.Config, command: str = "", world_size: int = 1):
         self.config = config
         self.command = command
         self.world_size = world_size
 
     def __getattr__(self, name: str) -> Any:
-        if name not in section_of_field():
+        if name not in sections.section_of_field():
             raise AttributeError(name)
-        return getattr(getattr(self.config, section_of_field()[name]), name)
+        return getattr(getattr(self.config, sections.section_of_field()[name]), name)
 
     def __getitem__(self, name: str) -> Any:
-        """Return an attribute for a placeholder in a message."""
-        return getattr(self, name)
+        """Return an attribute for a placeholder in a message, or for a condition."""
+        try:
+            return getattr(self, name)
+        except AttributeError as error:
+            raise KeyError(name) from error
 
     def has(self, text: str) -> bool:
         """Return whether a flag is set, or has one of the values in a text such as `--exact`,
@@ -76,21 +71,21 @@ class RunFacts:
         name, *values = re.sub(" {.*}| or", "", text.removeprefix("--")).strip("{}").split()
         if values:
             return str(self[name]) in values
-        owner = section_of_field().get(name)
-        return self[name] != (getattr(SECTIONS[owner](), name) if owner else "")
+        owner = sections.section_of_field().get(name)
+        return self[name] != (getattr(sections.SECTIONS[owner](), name) if owner else "")
 
     @property
     def engine_type(self) -> str:
         """Return the engine of this machine, if the field is auto."""
-        return engine_name(self.config.engine)
+        return sections.engine_name(self.config.engine)
 
     @property
     def has_critic(self) -> bool:
-        return needs_critic(self.config.algorithm)
+        return sections.needs_critic(self.config.algorithm)
 
     @property
     def has_reference(self) -> bool:
-        return needs_reference(self.config.algorithm)
+        return sections.needs_reference(self.config.algorithm)
 
     @property
     def reward_models(self) -> list[str]:
@@ -120,7 +115,7 @@ class RunFacts:
 
     @property
     def media_flags(self) -> str:
-        return " ".join(f"--{medium}_key" for medium in media_columns(self.config.data))
+        return " ".join(f"--{medium}_key" for medium in sections.media_columns(self.config.data))
 
     @property
     def episode_flags(self) -> str:

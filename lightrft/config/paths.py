@@ -7,18 +7,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from lightrft.config import references
 from lightrft.config.errors import refuse
 from lightrft.config.facts import RunFacts
-from lightrft.config.references import (
-    DATA_FILES,
-    ENGINE,
-    JUDGE,
-    SERVER,
-    TRACKERS,
-    data_sources,
-    eval_sources,
-    reward_terms,
-)
 from lightrft.config.resolve import strategy_name
 from lightrft.config.rules import unusable_models
 from lightrft.config.sections import Config, fields_read
@@ -52,15 +43,16 @@ def missing(config: Config, command: str) -> Iterator[str]:
 def _missing_data(config: Config, command: str) -> Iterator[str]:
     data = config.data
     sets = [("prompt_data", data.prompt_data), ("pretrain_data", data.pretrain_data)]
-    sets += [("eval_data", each.source) for each in eval_sources(data.eval_data)]
+    sets += [("eval_data", each.source) for each in references.eval_sources(data.eval_data)]
 
     for flag, text in sets:
         names = []
         if text and flag in fields_read(command):
-            names = [each.name for each in data_sources(text)]
+            names = [each.name for each in references.data_sources(text)]
         for name in names:
             is_path = ":" not in name and (
-                name.startswith(("/", "./", "../", "~")) or Path(name).suffix in DATA_FILES
+                name.startswith(("/", "./", "../", "~"))
+                or Path(name).suffix in references.DATA_FILES
             )
             if is_path and not os.path.exists(os.path.expanduser(name)):
                 yield (
@@ -72,7 +64,7 @@ def _missing_data(config: Config, command: str) -> Iterator[str]:
 def code_files(config: Config) -> list[tuple[str, str, str]]:
     """Return (flag, name, file) for the user's files of code that a configuration names."""
     section = config.environment
-    named = [("reward", term.name) for term in reward_terms(config.reward.reward)]
+    named = [("reward", term.name) for term in references.reward_terms(config.reward.reward)]
     named += [("environment", section.environment), ("strategy", config.strategy.strategy)]
     named += [("tools", name) for name in section.tools if not name.startswith("mcp:")]
     named += [(flag, getattr(config, flag) or "") for flag in CODE_FLAGS]
@@ -108,14 +100,18 @@ def _missing_packages(config: Config, command: str) -> Iterator[str]:
     engine = run.engine_type
     needs += [("engine_type", engine, engine in ("vllm", "sglang") and (engine, engine))]
     for name in run.trackers:
-        needs += [("report_to", name, name in TRACKERS and (name, name.removesuffix("_ml")))]
+        needs += [
+            ("report_to", name, name in references.TRACKERS and (name, name.removesuffix("_ml")))
+        ]
     for name in run.rewards:
-        asks = name.startswith(SERVER) or (name == JUDGE and run.judge_url != ENGINE)
+        asks = name.startswith(references.SERVER) or (
+            name == references.JUDGE and run.judge_url != references.ENGINE
+        )
         needs += [
             ("reward", name, ("httpx", "http") if asks else NEEDED_PACKAGES["rewards"].get(name))
         ]
     named = [("environment", run.environment), *(("tools", name) for name in run.tools)]
-    named += [("prompt_data", each.name) for each in data_sources(run.prompt_data)]
+    named += [("prompt_data", each.name) for each in references.data_sources(run.prompt_data)]
     for flag, name in named:
         needs += [(flag, name, NEEDED_PACKAGES["prefixes"].get(name.partition(":")[0]))]
 

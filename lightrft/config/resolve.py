@@ -12,14 +12,7 @@ from lightrft.config.effects import flags_without_effect
 from lightrft.config.errors import ConfigError, refuse
 from lightrft.config.facts import RunFacts
 from lightrft.config.presets import COMMAND_DEFAULTS, RATE_OF_ADAPTERS, correction_bounds, recipe
-from lightrft.config.rules import (
-    DEEPSPEED,
-    LAYOUT_RULES,
-    ROUTER_RULES,
-    RULES,
-    STRATEGY,
-    problems_of,
-)
+from lightrft.config.rules import COMMANDS_OF_RULES, RULES, problems_of
 from lightrft.config.sections import (
     OF_ZERO,
     PPO,
@@ -206,13 +199,13 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
     """Raise one ConfigError with every problem of the configuration."""
     run = RunFacts(config, command, world_size)
     problems = range_problems(config, fields_read(command))
-    for commands, rules in RULES:
-        problems += problems_of(rules, run) if command in commands else []
+    for group, commands in COMMANDS_OF_RULES.items():
+        problems += problems_of(RULES[group], run) if command in commands else []
 
     if run.strategy == "deepspeed":
-        problems += problems_of(DEEPSPEED, run)
+        problems += problems_of(RULES["deepspeed"], run)
     if run.has_positive_sizes:
-        problems += problems_of(LAYOUT_RULES, run)
+        problems += problems_of(RULES["layout"], run)
 
     refuse(problems)
 
@@ -231,9 +224,9 @@ def range_problems(config: Config, read: Collection[str]) -> list[str]:
 def strategy_problems(config: Config) -> list[str]:
     """Return the settings that no strategy can use, on any number of ranks."""
     run = RunFacts(config)
-    return problems_of(STRATEGY, run) + problems_of(ROUTER_RULES, run)
+    return problems_of(RULES["strategy"] + RULES["routers"], run)
 
 
 def deepspeed_problems(config: Config) -> list[str]:
     """Return the settings that ZeRO does not support, each with the solution."""
-    return problems_of(DEEPSPEED, RunFacts(config))
+    return problems_of(RULES["deepspeed"], RunFacts(config))

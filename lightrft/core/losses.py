@@ -24,7 +24,9 @@ Sum = Callable[[Tensor], Tensor]
 Report = dict[str, Any]
 """Metric name -> values [T] to average over learned tokens, or Weighted; `_max`, `_min` take the
 extreme."""
-PolicyLoss = Callable[..., tuple[Tensor, Report]]
+Reported = tuple[Tensor, Report]
+"""Values, and what to report about them."""
+PolicyLoss = Callable[..., Reported]
 
 
 class Weighted(NamedTuple):
@@ -42,7 +44,7 @@ def ppo(
     eps_clip_low: float = 0.2,
     eps_clip_high: float = 0.2,
     dual_clip: float | None = None,
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """-min(r A, clip(r, 1 - low, 1 + high) A).
 
     Schulman et al., arXiv 1707.06347, equation 7; different bounds below and above: DAPO, arXiv
@@ -68,7 +70,7 @@ def gspo(
     batch: Batch,
     eps_clip_low: float = 0.2,
     eps_clip_high: float = 0.2,
-) -> tuple[Tensor, Report]:
+) -> Reported:
     """ppo with one ratio for a whole sequence: s = exp(mean of log r over the tokens).
 
     GSPO, arXiv 2507.18071.
@@ -77,7 +79,7 @@ def gspo(
     return clipped_surrogate(ratio, ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high), advantages)
 
 
-def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor) -> tuple[Tensor, Report]:
+def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor) -> Reported:
     """-A logp.
 
     Williams, Machine Learning 8, 1992. Changes of the policy since the samples were drawn are not
@@ -86,7 +88,7 @@ def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor) -> tuple[Tensor
     return -advantages * logprobs, {"train/ratio": (logprobs - old).exp()}
 
 
-def clipped_surrogate(ratio: Tensor, bounded: Tensor, advantages: Tensor) -> tuple[Tensor, Report]:
+def clipped_surrogate(ratio: Tensor, bounded: Tensor, advantages: Tensor) -> Reported:
     """-min(r A, b A), with the bounded ratio b; report where b counts."""
     plain_loss = -ratio * advantages
     clipped_loss = -bounded * advantages
@@ -197,7 +199,7 @@ class Term(ABC):
         return "token"
 
     @abstractmethod
-    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
+    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> Reported:
         """Return the new losses of tokens, [T] as before, and reports [T]."""
 
 
@@ -239,9 +241,7 @@ class PolicyObjective:
         reaches: list[Reach] = [self.loss_reach, *(term.reach(batch) for term in self.terms)]
         return max(reaches, key=REACHES.index)
 
-    def __call__(
-        self, values: Tensor, batch: Experience, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
+    def __call__(self, values: Tensor, batch: Experience, denominator: Denominator) -> Reported:
         """Compute the loss [] and reports [T] from what the actor returned, [T] or [T, 1 + K].
 
         Without `old_logprobs` the actor has not changed since the step began, so the ratio is 1 and
@@ -287,7 +287,7 @@ def check_tokens(
 class Drift(Term):
     """Reports how far the policy is from the one before the step: k1 and k3 of the divergence."""
 
-    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
+    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> Reported:
         now = inputs.logprobs.detach()
         change = now - inputs.old
         # exp(d) - 1 of a small d loses its digits, and the result its sign.
@@ -300,7 +300,7 @@ class EngineMismatch(Term):
 
     reads = ("engine_logprobs",)
 
-    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Report]:
+    def __call__(self, losses: Tensor, inputs: PolicyInputs) -> Reported:
         difference = (inputs.old - inputs.batch.engine_logprobs).detach().abs()
         return losses, {
             "engine/logprob_mismatch": difference,

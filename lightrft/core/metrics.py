@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -259,6 +260,7 @@ class Untraced:
         """Ignore what ends now."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Trace(Untraced):
     """Measures the wall-clock seconds of each phase of a step, and the memory.
 
@@ -273,30 +275,22 @@ class Trace(Untraced):
     step in phases that leave the device idle.
     """
 
-    def __init__(
-        self,
-        *,
-        peak_memory: Callable[[], int],
-        memory_in_use: Callable[[], int],
-        synchronize: Callable[[], None] = lambda: None,
-        on_phase: Sequence[Callable[[str], None]] = (),
-    ):
-        """Start the clock.
+    peak_memory: Callable[[], int]
+    """Returns the largest number of bytes so far."""
+    memory_in_use: Callable[[], int]
+    """Returns the present number of bytes."""
+    synchronize: Callable[[], None] = lambda: None
+    """Waits for the device, so that a phase includes the kernels that it launched."""
+    on_phase: Sequence[Callable[[str], None]] = ()
+    """Functions that get the path of each phase that begins, or "" between phases."""
 
-        Memory is in bytes. `synchronize` waits for the device, so that a phase includes the kernels
-        that it launched. `on_phase` get the path of each phase that begins, or an empty string
-        between phases.
-        """
+    def __post_init__(self) -> None:
         self.current = ""
         """Path of the current phase, such as `generate/weight_sync`, or ""."""
         self.began = time.perf_counter()
         """When the newest phase began."""
         self.failed = ""
         """Path of the innermost phase that an exception left; empty if there was none."""
-        self._peak_memory = peak_memory
-        self._memory_in_use = memory_in_use
-        self._synchronize = synchronize
-        self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
         self._idle_seconds = 0.0
         self._spans: list[Span] = []
@@ -311,13 +305,13 @@ class Trace(Untraced):
         """
         outer = self.current
         path = self.current = f"{outer}/{name}" if outer else name
-        for callback in self._on_phase:
+        for callback in self.on_phase:
             callback(path)
 
         began = self.began = time.perf_counter()
         try:
             yield
-            self._synchronize()
+            self.synchronize()
         except BaseException:
             # The innermost phase gets here first, and that is the one to report.
             self.failed = self.failed or path
@@ -329,7 +323,7 @@ class Trace(Untraced):
             self._spans.append(Span(path, self._epoch + began, self._epoch + ended, idle))
             self.current = outer
 
-        for callback in self._on_phase:
+        for callback in self.on_phase:
             callback(outer)
 
     def record(self, track: str, name: str, began: float) -> None:
@@ -358,8 +352,8 @@ class Trace(Untraced):
         row = {f"time/{path}": seconds for path, seconds in self._seconds.items()}
         row["time/step"] = now - self._step_began
         row["time/idle_share"] = self._idle_seconds / row["time/step"]
-        row["memory/peak_gb"] = self._peak_memory() / GB
-        row["memory/now_gb"] = self._memory_in_use() / GB
+        row["memory/peak_gb"] = self.peak_memory() / GB
+        row["memory/now_gb"] = self.memory_in_use() / GB
         self._seconds = {}
         self._idle_seconds = 0.0
         self._step_began = now

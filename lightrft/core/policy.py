@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.core.batch import Batch, Rows
-from lightrft.core.losses import Report
+from lightrft.core.losses import Reported
 from lightrft.core.role import Role
 
 
@@ -21,7 +21,7 @@ class LogitsPolicy(Role):
         """Return log p of every learned token under the actor, 0 elsewhere: [T] on the host."""
         return self.infer(lambda share: self.read(share)[0], batch, rows)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
+    def forward(self, batch: Batch) -> Reported:
         """Return log-probs of learned tokens [T], 0 elsewhere; store the entropy in the batch."""
         logprobs, batch.entropy = self.read(batch)
         return logprobs, {"train/entropy": batch.entropy.detach()}

@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.core.batch import Batch, Rows, TrainingPlan, infer, micro_batches
-from lightrft.core.losses import Denominator, Report, Weighted, sequence_sums
+from lightrft.core.losses import Denominator, Report, Reported, Weighted, sequence_sums
 from lightrft.core.metrics import Metrics
 from lightrft.core.strategy import Strategy
 
 Forward = Callable[[Batch], Tensor]
 """Function that computes one value per token of a micro-batch."""
-Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
+Objective = Callable[[Tensor, Any, Denominator], Reported]
 """(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports
 by metric name.
 """
@@ -34,7 +34,7 @@ class LossTerm:
     rows: Rows
     objective: Objective
     denominator: Denominator
-    forward: Callable[..., tuple[Tensor, Report]] | None = None
+    forward: Callable[..., Reported] | None = None
     """Function that computes the input of the objective, and further reports; None: the role's."""
 
 
@@ -69,10 +69,10 @@ class Role(ABC):
         """Number of tokens among them that the head predicted."""
 
     @abstractmethod
-    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
+    def forward(self, batch: Batch) -> Reported:
         """Return the input of objectives, and further reports."""
 
-    def loss(self, batch: Batch, term: LossTerm) -> tuple[Tensor, Report]:
+    def loss(self, batch: Batch, term: LossTerm) -> Reported:
         """Return a micro-batch's share of the loss, and reports.
 
         A model whose head can compute its gradients in the forward pass overrides this.

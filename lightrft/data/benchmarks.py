@@ -47,13 +47,8 @@ def with_benchmark_columns(section: DataSection) -> DataSection:
 
     Chat template and limits stay the same as for other prompts.
     """
-    keys = {
-        "eval_input_key": INPUT_FORM,
-        "eval_label_key": LABEL,
-        "reference_key": None,
-        "images_key": None,
-    }
-    return replace(section, **keys, input_template=None)
+    keys = {"eval_input_key": INPUT_FORM, "eval_label_key": LABEL}
+    return replace(section, **keys, reference_key=None, images_key=None, input_template=None)
 
 
 def _text(row: dict[str, Any], *names: str) -> str:

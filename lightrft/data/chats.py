@@ -45,12 +45,8 @@ class Conversation:
         self, template: ChatTemplate, *, answer_follows: bool, end: int | None = None
     ) -> str:
         """Render the messages before the index `end`, or all."""
-        return template.render(
-            self.messages[:end],
-            answer_follows=answer_follows,
-            tools=self.tools,
-            variables=self.variables,
-        )
+        options = {"tools": self.tools, "variables": self.variables}
+        return template.render(self.messages[:end], answer_follows=answer_follows, **options)
 
     def for_template(self, template: ChatTemplate) -> "Conversation":
         """Return the conversation with answers as the template takes them.

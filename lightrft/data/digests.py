@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import lightrft
 from lightrft.config.sections import DataSection
@@ -51,7 +52,7 @@ def cache_key(
     names: list[str],
     split: str,
     limit: int | None,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     others: Any,
 ) -> str:
     """Return a digest of everything that tokenized data depend on.
@@ -63,19 +64,11 @@ def cache_key(
     }
     # Another version may render, tokenize or generate rows differently.
     versions = [lightrft.__version__, installed_version("reasoning-gym")]
-    content = [
-        [_state(name) for name in names],
-        split,
-        limit,
-        options,
-        _state_of_tokenizer(tokenizer),
-        versions,
-        others,
-    ]
-
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[
-        :16
-    ]
+    states = [*map(_state, names)], _state_of_tokenizer(tokenizer)
+    content = json.dumps(
+        [*states, split, limit, options, versions, others], sort_keys=True, default=str
+    )
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _state(name: str) -> Any:
@@ -101,7 +94,7 @@ def _state(name: str) -> Any:
     ]
 
 
-def _state_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
+def _state_of_tokenizer(tokenizer: Tokenizer) -> Any:
     fast = isinstance(tokenizer, PreTrainedTokenizerFast)
     rules = tokenizer.backend_tokenizer.to_str() if fast else sorted(tokenizer.get_vocab().items())
     return [type(tokenizer).__name__, rules, tokenizer.chat_template, tokenizer.special_tokens_map]

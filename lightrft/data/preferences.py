@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.sections import DataSection, PreferenceSection
 from lightrft.core.batch import JudgedBatch
@@ -37,7 +37,7 @@ DESIRABLE = "desirable"
 def load_pairs(
     section: DataSection,
     preference: PreferenceSection,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     heads: Sequence[str] = (),
     **options: Any,
@@ -51,7 +51,7 @@ def load_pairs(
 def load_judged(
     section: DataSection,
     preference: PreferenceSection,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     read: Callable[..., Reading],
     requirements: Any = None,
@@ -111,10 +111,7 @@ def pair_batch(
 
 
 def load_answers(
-    section: DataSection,
-    preference: PreferenceSection,
-    tokenizer: PreTrainedTokenizerBase,
-    **options: Any,
+    section: DataSection, preference: PreferenceSection, tokenizer: Tokenizer, **options: Any
 ) -> PromptSet:
     """Load prompts with an Answer that is good or bad, as load_judged() does."""
 
@@ -142,19 +139,13 @@ def mismatched(answers: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
     The last prompt gets the answer to the first one.
     """
     others = [*answers[1:], *answers[:1]]
-    return [
-        _with_answer_of(prompt, other.columns[ANSWER], max_tokens)
-        for prompt, other in zip(answers, others, strict=True)
-    ]
-
-
-def _with_answer_of(prompt: Prompt, answer: Answer, max_tokens: int) -> Prompt:
-    longest = max_tokens - prompt.num_tokens
-    columns = {
-        ANSWER: Answer(answer.token_ids[:longest], answer.learned[:longest]),
-        DESIRABLE: False,
-    }
-    return replace(prompt, columns=columns)
+    mixed = []
+    for prompt, other in zip(answers, others, strict=True):
+        answer = other.columns[ANSWER]
+        longest = max_tokens - prompt.num_tokens
+        answer = Answer(answer.token_ids[:longest], answer.learned[:longest])
+        mixed.append(replace(prompt, columns={ANSWER: answer, DESIRABLE: False}))
+    return mixed
 
 
 def judged_batch(
@@ -266,11 +257,7 @@ def _margin(preference: PreferenceSection, row: dict[str, Any]) -> float:
         return 0.0
 
     margin = column(row, preference.margin_key, "margin_key")
-    if (
-        isinstance(margin, bool)
-        or not isinstance(margin, int | float)
-        or not abs(margin) < float("inf")
-    ):
+    if type(margin) not in (int, float) or not abs(margin) < float("inf"):
         raise ValueError(
             f"{preference.margin_key!r} (--margin_key) must be a finite number, not {margin!r}"
         )

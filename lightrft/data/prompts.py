@@ -11,28 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.errors import DataError
 from lightrft.config.references import REASONING_GYM, data_problems, data_sources
 from lightrft.config.sections import DataSection, media_columns
 from lightrft.core.samples import Answer, Prompt
+from lightrft.data import media_files
 from lightrft.data.chats import Conversation
 from lightrft.data.columns.values import label_value, plain_row
 from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
-from lightrft.data.media_files import (
-    AUDIOS,
-    IMAGES,
-    PART_TYPES,
-    VIDEOS,
-    MediaFile,
-    MediaLocation,
-    items_in,
-    items_of,
-    media_checked,
-    with_parts,
-)
 from lightrft.data.prompt_set import LoadedSet, PromptSet
 from lightrft.data.readers import BadRows, files_of, is_first_rank, read_rows
 from lightrft.data.rendering.forms import SYSTEMS, Reading, column, scored
@@ -54,7 +43,7 @@ It raises ValueError for bad ones.
 HERE = Path()
 ROW_NUMBER = re.compile(r"(:| row )\d+$")
 """Place of a row in its file, at the end of a location."""
-NO_MEDIA: Mapping[str, list[MediaFile]] = {}
+NO_MEDIA: Mapping[str, list[media_files.MediaFile]] = {}
 INPUT = "prompt"
 """Column with the input of a row, as environments receive it."""
 
@@ -71,7 +60,7 @@ class RowContext:
     """Holds what the rows of a data set are read with."""
 
     section: DataSection
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     measure: MediaTokenCounter | None = None
     folder: Path = HERE
     """Folder of the file, where the media of rows are."""
@@ -83,7 +72,7 @@ Make = Callable[[RowContext, dict[str, Any]], Prompt]
 
 def load_prompts(
     section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     source: str = "prompt_data",
     row_problem: RowProblem | None = None,
@@ -157,7 +146,7 @@ def load_prompts(
 
 
 def _check_loaded(
-    section: DataSection, source: str, tokenizer: PreTrainedTokenizerBase, prompts: PromptSet
+    section: DataSection, source: str, tokenizer: Tokenizer, prompts: PromptSet
 ) -> None:
     """Raise DataError if a column of media is in no row. Warn of texts without a chat template."""
     is_formed = section.apply_chat_template or section.input_template is not None
@@ -222,7 +211,7 @@ class _Rows:
         bad = BadRows(skip=self.section.bad_rows == "skip", flag=f"--{self.source}")
         count = 0
         built = self._built(getattr(self.section, split), bad)
-        for location, prompt, problem in media_checked(built, self.section.check_media):
+        for location, prompt, problem in media_files.media_checked(built, self.section.check_media):
             if problem:
                 bad.add(location, problem)
             elif not self.duplicates.omits(prompt):
@@ -329,7 +318,7 @@ def _locations(names: list[str], split: str) -> set[str]:
     return locations
 
 
-def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_templates(section: DataSection, tokenizer: Tokenizer) -> None:
     """Raise DataError for problems with templates that would affect every row."""
     if section.input_template is not None and "{}" not in section.input_template:
         raise DataError(f"--input_template {section.input_template!r} has no {{}} for the prompt")
@@ -386,7 +375,7 @@ def built_prompt(
 
 def row_media(
     context: RowContext, row: Mapping[str, Any], messages: Sequence[Message]
-) -> dict[str, list[MediaFile]]:
+) -> dict[str, list[media_files.MediaFile]]:
     """Return the media of a row.
 
     They come from the row's columns, or else from the parts of the messages. Raise ValueError for
@@ -394,16 +383,19 @@ def row_media(
     """
     section = context.section
     root = Path(section.media_root).expanduser() if section.media_root else None
-    location = MediaLocation(
+    location = media_files.MediaLocation(
         context.folder, root, round(section.media_max_mb * 1e6), section.media_urls
     )
     of_item = {
-        IMAGES: location.image,
-        AUDIOS: partial(location.audio, rate=section.audio_sampling_rate),
-        VIDEOS: partial(location.video, fps=section.video_fps, most=section.video_max_frames),
+        media_files.IMAGES: location.image,
+        media_files.AUDIOS: partial(location.audio, rate=section.audio_sampling_rate),
+        media_files.VIDEOS: partial(
+            location.video, fps=section.video_fps, most=section.video_max_frames
+        ),
     }
     items = {
-        medium: items_of(medium, row.get(column)) or items_in(medium, messages)
+        medium: media_files.items_of(medium, row.get(column))
+        or media_files.items_in(medium, messages)
         for medium, column in media_columns(section).items()
     }
     media = {medium: [of_item[medium](item) for item in found] for medium, found in items.items()}
@@ -443,11 +435,11 @@ def reward_columns(section: DataSection, row: dict[str, Any], reading: Reading) 
 
 def prompt_text(
     section: DataSection,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     row: Mapping[str, Any],
     value: Any,
     *,
-    media: Mapping[str, list[MediaFile]] = NO_MEDIA,
+    media: Mapping[str, list[media_files.MediaFile]] = NO_MEDIA,
 ) -> str:
     """Return the text of a prompt that is a text or chat messages.
 
@@ -476,7 +468,7 @@ def complete_chat(
     section: DataSection,
     row: Mapping[str, Any],
     messages: list[Message],
-    media: Mapping[str, list[MediaFile]],
+    media: Mapping[str, list[media_files.MediaFile]],
 ) -> Conversation:
     """Return the conversation of a row, ready to render.
 
@@ -500,12 +492,12 @@ def complete_chat(
         if message["role"] == "user" and not has_media and is_blank(str(content or "")):
             raise ValueError(f"message {number} of {len(messages)}, of role 'user', is empty")
         parts = content if isinstance(content, list) else ()
-        known = {"text", *(PART_TYPES[medium] for medium in counts)}
+        known = {"text", *(media_files.PART_TYPES[medium] for medium in counts)}
         kinds = {str(part["type"]) for part in parts} - known
         if kinds:
             kind = kinds.pop()
             advice = "parts are texts, media, or Anthropic's thinking, tool_use and tool_result"
-            if kind in PART_TYPES.values():
+            if kind in media_files.PART_TYPES.values():
                 advice = (
                     "media are read with --images_key, --videos_key or --audios_key, from the"
                     " column of this name or from the parts themselves"
@@ -513,7 +505,7 @@ def complete_chat(
             where = f"message {number} of {len(messages)}"
             raise ValueError(f"{where} has a part of type {kind!r}: {advice}")
     if counts:
-        messages = with_parts(messages, counts)
+        messages = media_files.with_parts(messages, counts)
     variables = as_object(row.get("chat_template_kwargs"), "the column 'chat_template_kwargs'")
     tools = as_tools(row.get("tools")) or as_tools(variables.pop("tools", ()), written=True)
     return Conversation(messages, tools, variables)

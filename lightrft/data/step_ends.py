@@ -5,7 +5,7 @@ The training of a process reward model and the responses that it scores are divi
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.errors import ConfigError
 
@@ -21,7 +21,7 @@ A token has at least one byte, so this is also the maximum number of tokens of a
 class StepEnds:
     """Search for the tokens that complete a separator, however its text is divided into tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str):
+    def __init__(self, tokenizer: Tokenizer, separator: str):
         """Set up the search. Raise ConfigError for an empty separator."""
         if not separator:
             raise ConfigError("--step_separator is empty, so no step would have an end")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.sections import DataSection, PreferenceSection
 from lightrft.core.batch import JudgedBatch
@@ -23,10 +23,7 @@ TARGETS = "targets"
 
 
 def load_steps(
-    section: DataSection,
-    preference: PreferenceSection,
-    tokenizer: PreTrainedTokenizerBase,
-    **options: Any,
+    section: DataSection, preference: PreferenceSection, tokenizer: Tokenizer, **options: Any
 ) -> PromptSet:
     """Load prompts with an Answer of steps, as load_judged() does.
 

@@ -19,16 +19,8 @@ from loguru import logger
 
 from lightrft.config.errors import DataError
 from lightrft.core.samples import Answer, Prompt, TokenIds
+from lightrft.data import media_files
 from lightrft.data.digests import digests_of_pieces
-from lightrft.data.media_files import (
-    AUDIOS,
-    IMAGES,
-    VIDEOS,
-    AudioFile,
-    ImageFile,
-    MediaFile,
-    VideoFile,
-)
 from lightrft.data.readers import is_first_rank
 
 ANSWER_STRUCT = pa.struct(
@@ -56,7 +48,11 @@ SCHEMA = pa.schema(
     }
 )
 """Columns of the file. `columns` is a JSON object of the row's columns that are no Answer."""
-MEDIA_CLASSES = {IMAGES: ImageFile, VIDEOS: VideoFile, AUDIOS: AudioFile}
+MEDIA_CLASSES = {
+    media_files.IMAGES: media_files.ImageFile,
+    media_files.VIDEOS: media_files.VideoFile,
+    media_files.AUDIOS: media_files.AudioFile,
+}
 ROWS_OF_BATCH = 1024
 """Number of rows in each record batch except the last."""
 
@@ -95,22 +91,15 @@ class StoredPrompts(Sequence[Prompt]):
                 _token_ids(answer["token_ids"]), answer["learned"].as_py()
             )
 
-        files: dict[str, list[MediaFile]] = {}
+        files: dict[str, list[media_files.MediaFile]] = {}
         for entry in media.as_py() or ():
             source = entry["name"], entry["content"] or Path(entry["path"])
-            options = (entry["fps"], entry["most"]) if entry["medium"] == VIDEOS else ()
+            options = (entry["fps"], entry["most"]) if entry["medium"] == media_files.VIDEOS else ()
             file = MEDIA_CLASSES[entry["medium"]](*source, *options)
             files.setdefault(entry["medium"], []).append(file)
 
-        return Prompt(
-            row,
-            text.as_py(),
-            _token_ids(token_ids),
-            values,
-            files,
-            media_tokens.as_py(),
-            location.as_py(),
-        )
+        size, where = media_tokens.as_py(), location.as_py()
+        return Prompt(row, text.as_py(), _token_ids(token_ids), values, files, size, where)
 
 
 def _token_ids(ids: pa.ListScalar) -> TokenIds:
@@ -201,7 +190,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _media(medium: str, item: MediaFile) -> dict[str, Any]:
+def _media(medium: str, item: media_files.MediaFile) -> dict[str, Any]:
     inside = isinstance(item.source, bytes)
     file = {
         "name": item.name,
@@ -209,7 +198,7 @@ def _media(medium: str, item: MediaFile) -> dict[str, Any]:
         "content": item.source if inside else None,
     }
 
-    frames = {"fps": item.fps, "most": item.most} if isinstance(item, VideoFile) else {}
+    frames = {"fps": item.fps, "most": item.most} if isinstance(item, media_files.VideoFile) else {}
     return {"medium": medium} | file | frames
 
 

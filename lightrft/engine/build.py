@@ -63,12 +63,8 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     if section.rollout_quantization != "none":
         if not adapter.quantizes:
             raise ConfigError(f"--rollout_quantization needs --engine_type vllm, and not {name}")
-        check_quantization(
-            section,
-            setup["model_path"],
-            setup["device"],
-            trust_remote_code=setup.get("trust_remote_code", False),
-        )
+        code = setup.get("trust_remote_code", False)
+        check_quantization(section, setup["model_path"], setup["device"], trust_remote_code=code)
 
     if section.speculative in ("eagle3", "mtp") and setup["device"].type != "cpu":
         # Level 2 loses what vLLM allocates for heads that draft (vllm-project/vllm#55013).
@@ -141,11 +137,7 @@ def _asleep_with_weights(section: EngineSection) -> EngineSection:
 
 
 def check_quantization(
-    section: EngineSection,
-    model_path: str,
-    device: torch.device,
-    *,
-    trust_remote_code: bool = False,
+    section: EngineSection, folder: str, device: torch.device, *, trust_remote_code: bool = False
 ) -> None:
     """Raise ConfigError if --rollout_quantization is not possible with the model, or the device.
 
@@ -153,7 +145,7 @@ def check_quantization(
     """
     from lightrft.models.weight_sync.quantized import quantization_problem
 
-    config = load_config(model_path, trust_remote_code=trust_remote_code)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
     names = published_names(config, trust_remote_code=trust_remote_code)
     chosen = section.rollout_quantization
     media = media_limits(section, config)
@@ -170,7 +162,7 @@ def check_quantization(
     else:
         problem = quantization_problem(names)
     if problem:
-        raise ConfigError(f"--rollout_quantization {chosen} with {model_path}: {problem}")
+        raise ConfigError(f"--rollout_quantization {chosen} with {folder}: {problem}")
 
 
 def _mixture_problem(names: PublishedNames) -> str | None:

@@ -186,10 +186,8 @@ class HFEngine(FolderEngine):
         longest = max(len(prompt) for prompt in prompts)
         # Padding is on the left, so that all rows continue at the same position.
         padding = [longest - len(prompt) for prompt in prompts]
-        ids = torch.tensor(
-            [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)],
-            device=self.device,
-        )
+        padded = [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
+        ids = torch.tensor(padded, device=self.device)
         columns = torch.arange(longest, device=self.device)
         mask = (columns >= torch.tensor(padding, device=self.device)[:, None]).long()
         cache = DynamicCache(config=self.model.config)

@@ -303,10 +303,8 @@ class MediaReader:
 
         if name == "audios" and self._frames_alone:
             longest = int(output["feature_attention_mask"].sum(-1).max())
-            output |= {
-                name: output[name][..., :longest].clone()
-                for name in ("input_features", "feature_attention_mask")
-            }
+            padded = ("input_features", "feature_attention_mask")
+            output |= {name: output[name][..., :longest].clone() for name in padded}
 
         texts = [row[mask].tolist() for row, mask in zip(ids, real, strict=True)]
         return texts, {

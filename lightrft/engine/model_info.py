@@ -7,13 +7,8 @@ from itertools import chain
 from typing import Self
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from lightrft.config.sections import EngineSection
@@ -103,7 +98,7 @@ class Vocabulary:
         ]
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> Tokenizer:
         """Load the tokenizer at first use, because only stop strings and text prompts need it.
 
         Raises ValueError if there is none.
@@ -173,7 +168,7 @@ def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def unknown_token_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[int, ...]:
+def unknown_token_ids(tokenizer: Tokenizer, size: int) -> tuple[int, ...]:
     """Return the ids below `size` that the tokenizer lacks, in order.
 
     There are none if the tokenizer has no vocabulary at all.
@@ -186,7 +181,7 @@ def unknown_token_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[in
 
 
 def never_sampled(
-    model_path: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None
+    model_path: str, config: PretrainedConfig, tokenizer: Tokenizer | None = None
 ) -> tuple[int, ...]:
     """Return the tokens that no engine samples, like Vocabulary.never_sampled.
 

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from dataclasses import replace
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.core.samples import Completion
 
@@ -14,7 +14,7 @@ BYTES_OF_A_CHARACTER = 4
 class StopStrings:
     """Searches for any of several strings in decoded tokens, including special tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]):
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
         self.tokenizer = tokenizer
         self.stop = stop
         self.window = BYTES_OF_A_CHARACTER * (max(map(len, stop)) + 1)
@@ -36,10 +36,8 @@ class StopStrings:
         length = bisect_left(
             range(len(tokens)), True, key=lambda count: self._inside(tokens[:count])
         )
-        shortened = {
-            name: getattr(completion, name)[:length]
-            for name in ("token_ids", "logprobs", "weight_versions")
-        }
+        names = ("token_ids", "logprobs", "weight_versions")
+        shortened = {name: getattr(completion, name)[:length] for name in names}
 
         if completion.experts is not None:
             kept = len(completion.experts) - (len(tokens) - length)

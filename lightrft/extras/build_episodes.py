@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_terms
@@ -84,9 +85,7 @@ def _described(config: Config) -> tuple[list[dict[str, Any]], str]:
         return [], str(error)
 
 
-def episode_sampler(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
-) -> EpisodeSampler:
+def episode_sampler(config: Config, strategy: StrategyBase, tokenizer: Tokenizer) -> EpisodeSampler:
     """Build what samples episodes with the program of --environment, --agent or --tools."""
     # On an accelerator, other kernels differ from run to run too, unless the user asks for it.
     together = strategy.device.type == "cpu" or config.strategy.deterministic
@@ -114,7 +113,7 @@ def recording(config: Config, world: Axis) -> Recording | None:
 
 
 def new_episodes(
-    config: Config, tokenizer: PreTrainedTokenizerBase, recording: Recording | None = None
+    config: Config, tokenizer: Tokenizer, recording: Recording | None = None
 ) -> Episodes:
     section = config.environment
     placeholders = placeholder_token_ids(_model_config(config))
@@ -138,7 +137,7 @@ def _other_rewards(config: Config) -> str:
     return "" if reads_them or not has_episodes(config.environment) else config.reward.reward
 
 
-def build_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parse:
+def build_parser(config: Config, tokenizer: Tokenizer) -> Parse:
     """Return the function that reads tool calls; raises ConfigError for an unknown name."""
     name = config.environment.tool_parser
     if name == "hermes":

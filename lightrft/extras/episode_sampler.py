@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from itertools import count
 from multiprocessing.connection import Connection
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.rollout.sampler import RunSampler, greedy_sampling
 from lightrft.config.sections import RolloutSection
@@ -172,7 +172,7 @@ class EpisodeSampler(RunSampler):
     def __init__(
         self,
         strategy: StrategyBase,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         section: RolloutSection,
         episodes: Episodes,
         *,

@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.roles.reward_model import RewardModel
 from lightrft.app.run.interruption import SERVER_STOPS, Interruption
@@ -33,13 +33,7 @@ from lightrft.data.conversations import flat_columns
 from lightrft.data.loader import share_of
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
-from lightrft.extras.http_server import (
-    answered,
-    check_key,
-    content_of,
-    listener_of_rank_0,
-    start_answering,
-)
+from lightrft.extras import http_server
 from lightrft.rewards.steps import StepRewards
 from lightrft.strategy.strategy import StrategyBase
 
@@ -66,7 +60,7 @@ class ServedModel:
 
     label: str
     model: RewardModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     weight: float = 1.0
     steps: StepRewards | None = None
     """Rewards of the steps of a response, for a process reward model; the reward is the sum."""
@@ -102,10 +96,8 @@ class ServedModel:
         ]
         columns = flat_columns(texts)
         rows = self.model.get_flat_scores(columns).split(columns["lengths"].tolist())
-        return [
-            self.weight * self._reward(row, response)
-            for row, (_, response) in zip(rows, tokens, strict=True)
-        ]
+        scored = zip(rows, tokens, strict=True)
+        return [self.weight * self._reward(row, response) for row, (_, response) in scored]
 
     def _tokens(self, prompt: str, response: str) -> Tokens:
         """Tokenize as training does.
@@ -129,11 +121,8 @@ class ServedModel:
     def _reward(self, scores: torch.Tensor, response: list[int]) -> float:
         if self.steps is None:
             return float(scores[-1])
-        return math.fsum(
-            reward
-            for reward in self.steps(response, scores[-len(response) :])
-            if reward is not None
-        )
+        rewards = self.steps(response, scores[-len(response) :])
+        return math.fsum(reward for reward in rewards if reward is not None)
 
 
 class RewardServer:
@@ -147,7 +136,7 @@ class RewardServer:
         self.models = models
         self._waiting: queue.Queue[tuple[Job, Future[list[Reward]]]] = queue.Queue()
         self._authorization = authorization(os.environ.get(REWARD_KEY, ""))
-        self._listener = listener_of_rank_0(section, strategy.mesh.world)
+        self._listener = http_server.listener_of_rank_0(section, strategy.mesh.world)
 
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""
@@ -158,7 +147,7 @@ class RewardServer:
                     Route("/{path:path}", self._ready, methods=["GET"]),
                     Route("/{path:path}", self._answer, methods=["POST"]),
                 ]
-                address = start_answering(Starlette(routes=routes), self._listener)
+                address = http_server.start_answering(Starlette(routes=routes), self._listener)
                 labels = ", ".join(each.label for each in self.models)
                 logger.info("serving {} at {}", labels, address)
             while True:
@@ -170,7 +159,7 @@ class RewardServer:
 
     async def _answer(self, request: Request) -> Response:
         """Return the rewards of the texts in a request, or what is wrong with it."""
-        response, _ = await answered(
+        response, _ = await http_server.answered(
             self._rewarded(request),
             lambda refusal: JSONResponse({"error": refusal.message}, refusal.status),
         )
@@ -178,8 +167,8 @@ class RewardServer:
 
     async def _rewarded(self, request: Request) -> Response:
         presented = request.headers.get("authorization", "")
-        check_key(presented, self._authorization, f"that of the server's {REWARD_KEY}")
-        texts = _texts(json.loads(await content_of(request, MAX_REQUEST)))
+        http_server.check_key(presented, self._authorization, f"that of the server's {REWARD_KEY}")
+        texts = _texts(json.loads(await http_server.content_of(request, MAX_REQUEST)))
         job = await asyncio.to_thread(self._tokens, texts)
         answer: Future[list[Reward]] = Future()
         self._waiting.put((job, answer))

@@ -413,10 +413,8 @@ class Backbone:
         bidirectional = None
         split: AbstractContextManager[None] = nullcontext()
         if batch.media is not None and any(batch.media):
-            features = {
-                name: to_device(value, device)
-                for name, value in concatenated_features(computed_images(batch)).items()
-            }
+            images = concatenated_features(computed_images(batch))
+            features = {name: to_device(value, device) for name, value in images.items()}
             bidirectional = bidirectional_tokens(self.model, batch)
             positions = media_positions(self.model, batch)
 

@@ -22,8 +22,8 @@ from transformers import (
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -31,6 +31,7 @@ from transformers.conversion_mapping import (
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
+from lightrft.models import weight_files
 from lightrft.models.attention.flat import ATTENTION
 from lightrft.models.attention.recurrent import install
 from lightrft.models.converted_files import ConvertedFiles
@@ -39,15 +40,6 @@ from lightrft.models.lora import is_adapter_folder
 from lightrft.models.parallel.device import compute_capability
 from lightrft.models.parallel.expert_parallel import occupy_experts
 from lightrft.models.qwen_omni import generating_class, load_config, load_generation_config
-from lightrft.models.weight_files import (
-    MASK,
-    WeightFiles,
-    check_finite,
-    hub_folder,
-    is_backbone,
-    missing_and_unexpected,
-    stored_tensors,
-)
 
 SCORE = "score"
 """Name of the only head of a reward model."""
@@ -101,10 +93,8 @@ class Scores:
         kind = cls._of(config)
         if kind is AutoModelForSequenceClassification:
             return kind.from_config(config, **options)
-        return kind._from_config(
-            config,
-            **{name: value for name, value in options.items() if name != "trust_remote_code"},
-        )
+        options.pop("trust_remote_code", None)
+        return kind._from_config(config, **options)
 
     @staticmethod
     def _of(config: PretrainedConfig) -> Any:
@@ -172,7 +162,7 @@ def head_names(section: ModelSection, requested: Sequence[str]) -> list[str]:
 
 
 def load_reward_model(
-    section: ModelSection, heads: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    section: ModelSection, heads: Sequence[str], tokenizer: Tokenizer
 ) -> PreTrainedModel:
     """Load --pretrain with a score for each of the named heads.
 
@@ -207,7 +197,7 @@ def _load(
                 " quantizes the original model itself"
             )
         # Only headers are read, so a damaged file is found in the first seconds.
-        if Path(name).is_dir() and (files := WeightFiles.of(name)):
+        if Path(name).is_dir() and (files := weight_files.WeightFiles.of(name)):
             files.check()
     except (OSError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from error
@@ -222,12 +212,9 @@ def _load(
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
 
-    problems = not_flat(model)
-    if problems:
+    if problems := "; ".join(not_flat(model)):
         name = type(model).__name__
-        raise ValueError(
-            f"{source}: {name} cannot be trained on flat batches: {'; '.join(problems)}"
-        )
+        raise ValueError(f"{source}: {name} cannot be trained on flat batches: {problems}")
 
     if compute_capability() >= (10, 0):
         occupy_experts(model)
@@ -247,12 +234,9 @@ def new_model(
     Raise ValueError for a family whose attention cannot be replaced.
     """
     with _replaced_attention(config):
-        return (kind or generating_class(config)).from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
-        )
+        options = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
+        kind = kind or generating_class(config)
+        return kind.from_config(config, dtype=torch.float32, **options)
 
 
 @contextmanager
@@ -314,7 +298,7 @@ def _load_checked(
         )
 
     missing = info["missing_keys"]
-    unexpected = {name for name in info["unexpected_keys"] if not MASK.search(name)}
+    unexpected = {name for name in info["unexpected_keys"] if not weight_files.MASK.search(name)}
     if new_head:
         missing, unexpected = _without_head(model, missing, unexpected)
 
@@ -330,7 +314,7 @@ def _load_checked(
             raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}{hint}")
 
     for parameter_name, parameter in model.named_parameters():
-        check_finite(parameter_name, parameter.detach())
+        weight_files.check_finite(parameter_name, parameter.detach())
     return model
 
 
@@ -362,7 +346,7 @@ def _empty(
     Return None if from_pretrained() has to read it whole.
     """
     folder = _local_folder(name)
-    files = WeightFiles.of(folder)
+    files = weight_files.WeightFiles.of(folder)
     config = load_config(folder, **options)
     if files is None:
         logger.info("{} has no plain safetensors files: every rank reads the whole folder", name)
@@ -376,8 +360,12 @@ def _empty(
     model.name_or_path = config.name_or_path
     converted = ConvertedFiles(model, files)
 
-    missing, unexpected = missing_and_unexpected(model, converted.shapes)
-    heads = {name for name in missing if not is_backbone(model, name)} if new_head else set()
+    missing, unexpected = weight_files.missing_and_unexpected(model, converted.shapes)
+    heads = (
+        {name for name in missing if not weight_files.is_backbone(model, name)}
+        if new_head
+        else set()
+    )
     # from_pretrained() may know how to read them, and otherwise says what is missing.
     if any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected)):
         logger.info(
@@ -386,7 +374,7 @@ def _empty(
         )
         return None
 
-    tensors = stored_tensors(model)
+    tensors = weight_files.stored_tensors(model)
     for tensor_name in sorted(converted.shapes.keys() & tensors.keys()):
         converted.check_shape(tensor_name, tensors[tensor_name].shape)
 
@@ -406,10 +394,10 @@ def _without_head(
     The head is removed from the missing names, and the head that it replaces from the unexpected
     names.
     """
-    head = {name for name in missing if not is_backbone(model, name)}
+    head = {name for name in missing if not weight_files.is_backbone(model, name)}
     if model.can_generate() or not head:
         return missing, unexpected
-    return missing - head, {name for name in unexpected if is_backbone(model, name)}
+    return missing - head, {name for name in unexpected if weight_files.is_backbone(model, name)}
 
 
 def _local_folder(name: str) -> Path:
@@ -425,7 +413,7 @@ def _local_folder(name: str) -> Path:
 
 
 def check_vocabulary(
-    section: ModelSection, flag: str, tokenizer: PreTrainedTokenizerBase, *, name: str = ""
+    section: ModelSection, flag: str, tokenizer: Tokenizer, *, name: str = ""
 ) -> None:
     """Raise ValueError if the model given by `flag` has other ids for the tokens of `tokenizer`.
 
@@ -445,9 +433,7 @@ def check_vocabulary(
         )
 
 
-def load_tokenizer(
-    section: ModelSection, flag: str = "pretrain", *, name: str = ""
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> Tokenizer:
     """Load the tokenizer of the model given by `flag`; `name` selects one of several.
 
     Raise ValueError if there is no tokenizer, or if it has no end token.
@@ -474,9 +460,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def _check_rows(
-    source: str, name: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
-) -> None:
+def _check_rows(source: str, name: str, tokenizer: Tokenizer, *, trust_remote_code: bool) -> None:
     """Raise ValueError for tokens without a row in the model's embedding.
 
     A model may have more rows than tokens.
@@ -567,7 +551,7 @@ def _checked(section: ModelSection, flag: str, name: str) -> tuple[str, str]:
 
     if not folder.exists():
         try:
-            hub_folder(name)
+            weight_files.hub_folder(name)
         except OSError as error:
             raise ValueError(
                 f"{source}: neither an existing folder nor a hub name that can be loaded: {error}"

@@ -54,11 +54,8 @@ def freeze_parameters(model: PreTrainedModel, section: ModelSection) -> PreTrain
 
     for prefix in section.freeze_prefix:
         # Tied parameters are found under each of their names.
-        frozen = [
-            parameter
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if name.startswith(prefix)
-        ]
+        named = model.named_parameters(remove_duplicate=False)
+        frozen = [parameter for name, parameter in named if name.startswith(prefix)]
         if not frozen:
             names = sorted({".".join(name.split(".")[:2]) for name, _ in model.named_parameters()})
             raise ConfigError(

@@ -202,10 +202,8 @@ class RouterChoices:
             if self.bias_rate:
                 bias.add_(step.to(bias.device))
         peaks = load.amax(1) / mean[:, 0].clamp(min=1e-9)
-        layers = {
-            f"experts/load_of_layer_{number}": peak
-            for number, peak in zip(self.layers, peaks, strict=True)
-        }
+        of_layers = zip(self.layers, peaks, strict=True)
+        layers = {f"experts/load_of_layer_{number}": peak for number, peak in of_layers}
         return {"train/expert_load": peaks.mean(), "train/expert_load_max": peaks.max(), **layers}
 
 

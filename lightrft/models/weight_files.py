@@ -244,10 +244,8 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
     These are the names without adapters.
     """
-    return {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-    }
+    tensors = model.state_dict(keep_vars=True).items()
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors}
 
 
 def missing_and_unexpected(

@@ -205,19 +205,15 @@ class RewardFunction:
                 {name: values[row] for name, values in arguments.items()}
                 for row in range(len(samples))
             ]
-            return [
-                self._reward(value)
-                for value in self._finish([self.function(**call) for call in calls])
-            ]
+            values = self._finish([self.function(**call) for call in calls])
+            return list(map(self._reward, values))
 
         return self._reward(self._finish([self.function(**arguments)])[0])
 
     def judge(self, samples: list[Sample]) -> Any:
         """Call the function with samples and the columns that all of them have."""
-        columns = {
-            name: [sample.prompt.columns[name] for sample in samples]
-            for name in common_columns(samples)
-        }
+        prompts = [sample.prompt.columns for sample in samples]
+        columns = {name: [each[name] for each in prompts] for name in common_columns(samples)}
         return self(samples, **columns)
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.references import RewardTerm, chosen_labels
 from lightrft.config.sections import Config, longest_sequence
@@ -31,7 +31,7 @@ class EngineJudge:
     term: RewardTerm
     config: Config
     strategy: StrategyBase
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     _replies: dict[int, tuple[Sample, str]] = field(default_factory=dict)
     """id() of a sample -> the sample, and the judge's last reply."""
 

@@ -248,12 +248,8 @@ def _fork(
     parent = os.getpid()
     keeper = os.fork()
     if keeper == 0:
-        for inherited in (
-            control,
-            parent_end,
-            keeper_end,
-            *(each.socket for each in keepers.values()),
-        ):
+        sockets = [each.socket for each in keepers.values()]
+        for inherited in (control, parent_end, keeper_end, *sockets):
             inherited.close()
         end_with(parent, signal.SIGHUP)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -317,10 +313,7 @@ def end_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
 def _limit_memory(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory:
-        used = next(
-            line
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("VmData")
-        )
+        lines = Path("/proc/self/status").read_text().splitlines()
+        used = next(line for line in lines if line.startswith("VmData"))
         limit = int(used.split()[1]) * 1024 + memory
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

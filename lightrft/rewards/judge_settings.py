@@ -32,13 +32,9 @@ class JudgeSettings:
     def text(self, sample: Sample, columns: Mapping[str, Any]) -> str:
         """Return the text that asks for a score of the sample; `columns` has the row's columns."""
         low, high = self.section.judge_range
-        filled_in = {
-            "prompt": sample.prompt.text,
-            "response": sample.text,
-            "low": f"{low:g}",
-            "high": f"{high:g}",
-        }
-        return fill_template(_template(self.section.judge_template), {**columns, **filled_in})
+        texts = {"prompt": sample.prompt.text, "response": sample.text}
+        filled_in = {**columns, **texts, "low": f"{low:g}", "high": f"{high:g}"}
+        return fill_template(_template(self.section.judge_template), filled_in)
 
     def score(self, reply: str) -> float | None:
         """Return the last score of a reply, scaled to 0 to 1.

@@ -92,10 +92,8 @@ class ModelRewards:
             counts = [1 if scorer.steps is None else len(sample.token_ids) for sample in scored]
             scores = [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
             _check(scorer, scores)
-            self._early |= {
-                (scorer.label, id(sample)): (sample, row)
-                for sample, row in zip(scored, scores, strict=True)
-            }
+            early = zip(scored, scores, strict=True)
+            self._early |= {(scorer.label, id(sample)): (sample, row) for sample, row in early}
 
     def _scored_samples(self, scorer: ScoringModel, samples: list[Sample]) -> list[Sample]:
         """Return the samples that a model scores."""

@@ -371,13 +371,9 @@ class RewardRunner:
             return [error]
 
         # Each call goes to the front of the queue, so the last one comes first: they run in order.
-        calls = [(sample, self._calls.begin([sample], first=True)) for sample in reversed(samples)][
-            ::-1
-        ]
-        failures = (
-            failure for sample, result in calls if (failure := self._set_result([sample], result))
-        )
-        return list(islice(failures, None if zero else 1))
+        calls = [(sample, self._calls.begin([sample], first=True)) for sample in reversed(samples)]
+        results = (self._set_result([sample], result) for sample, result in reversed(calls))
+        return list(islice(filter(None, results), None if zero else 1))
 
     def _replace(self, failed: list[Sample]) -> None:
         """Set the rewards of samples that failed as --reward_failure requires."""
@@ -390,9 +386,8 @@ class RewardRunner:
 
     def _describe(self, error: CallFailed, samples: list[Sample], *, name: str = "") -> str:
         prompt = (error.sample or samples[0]).prompt
-        texts = [
-            f"{sample.text!r:.200}" for sample in ([error.sample] if error.sample else samples)
-        ]
+        failed = [error.sample] if error.sample else samples
+        texts = [f"{sample.text!r:.200}" for sample in failed]
         others = f" and {len(texts) - MAX_QUOTED} others" if len(texts) > MAX_QUOTED else ""
         responses = f"the response{'s' * (len(texts) > 1)} {', '.join(texts[:MAX_QUOTED])}{others}"
         row = prompt.location or f"row {prompt.index}"

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.data.step_ends import StepEnds
 
@@ -45,7 +45,7 @@ STEP_FORMS: dict[str, Callable[[list[float]], Sequence[float | None]]] = {
 class StepRewards:
     """Rewards at the last token of each step of a response."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str, form: str):
+    def __init__(self, tokenizer: Tokenizer, separator: str, form: str):
         """Set up the rewards.
 
         `separator` ends a step and belongs to it; `form` is one of STEP_FORMS.

@@ -135,10 +135,8 @@ def _combine(components: list[tuple[str, Any]]) -> Any:
             f" {', '.join(str(len(values)) for values in of_tokens)}"
         )
 
-    total = [
-        _sum([each for each in column if each is not None])
-        for column in zip(*of_tokens, strict=True)
-    ]
+    columns = zip(*of_tokens, strict=True)
+    total = [_sum([each for each in column if each is not None]) for column in columns]
     of_responses = [value for _, value in components if not isinstance(value, list)]
     return [*total[:-1], _sum([*of_responses, *([] if total[-1] is None else [total[-1]])])]
 

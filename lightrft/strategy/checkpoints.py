@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.core.metrics import GB
 from lightrft.models.parallel.device import free_host_memory, idle_pinned_memory
@@ -66,7 +66,7 @@ class Checkpoints:
         *,
         items: Mapping[str, Stateful] = NOTHING,
         hf_model: nn.Module | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Tokenizer | None = None,
         async_save: bool = False,
     ) -> Path:
         """Write all that a run needs to continue to `save_dir/tag`, and return that path.
@@ -182,7 +182,7 @@ class Checkpoints:
 
     # -- Hugging Face folders
 
-    def rehearse_save(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def rehearse_save(self, model: nn.Module, tokenizer: Tokenizer | None) -> None:
         """Write a model's folder without the weights into a temporary folder, and read it back.
 
         Raises ConfigError on all ranks if save_model() could not write it.
@@ -198,7 +198,7 @@ class Checkpoints:
     def save_model(
         self,
         model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: Tokenizer | None,
         folder: str | Path,
         dtype: torch.dtype | None = None,
     ) -> Path:
@@ -212,7 +212,7 @@ class Checkpoints:
         return export(unwrap(model), stream, tokenizer, Path(folder), dtype, self.strategy.world)
 
     def save_adapter(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path
+        self, model: nn.Module, tokenizer: Tokenizer | None, folder: str | Path
     ) -> Path:
         """Write only the adapters, in float32, for peft's PeftModel.from_pretrained().
 

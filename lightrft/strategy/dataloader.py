@@ -1,6 +1,7 @@
 """Assign rows of data to data ranks, in an order that a resumed run continues."""
 
 from collections.abc import Collection, Iterator, Sized
+from dataclasses import KW_ONLY, InitVar, dataclass
 
 import torch
 from torch.utils.data import Sampler
@@ -9,6 +10,7 @@ from lightrft.data.loader import share_of
 from lightrft.models.parallel.collectives import Axis
 
 
+@dataclass(eq=False)
 class ResumableBatchSampler(Sampler[list[int]]):
     """Sample batches of row indices for one data rank.
 
@@ -16,43 +18,36 @@ class ResumableBatchSampler(Sampler[list[int]]):
     data ranks` rows, and each rank takes a contiguous part, so a resumed run reads the rest of the
     epoch even on another number of ranks. Every iteration is the next epoch, reshuffled; calling
     set_epoch is not necessary.
-
-    `rows`, if given, determines the order: it is iterated once for each epoch, also for epochs that
-    a resumed run has already done.
     """
 
-    def __init__(
-        self,
-        dataset: Sized,
-        batch_size: int,
-        axis: Axis,
-        *,
-        shuffle: bool,
-        drop_last: bool,
-        seed: int,
-        consumed_samples: int,
-        rows: Collection[int] | None = None,
-    ):
-        self.row_order = rows
-        self.rows = len(dataset if rows is None else rows)
-        self.batch_size = batch_size
-        self.axis = axis
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        self.seed = seed
-        self.global_batch = batch_size * axis.size
+    dataset: InitVar[Sized]
+    batch_size: int
+    axis: Axis
+    _: KW_ONLY
+    shuffle: bool
+    drop_last: bool
+    seed: int
+    consumed_samples: InitVar[int]
+    row_order: Collection[int] | None = None
+    """Order of the rows, iterated once for each epoch, also for epochs that a resumed run has
+    already done; None for the order by the seed."""
 
-        per_epoch = self.rows // self.global_batch * self.global_batch if drop_last else self.rows
+    def __post_init__(self, dataset: Sized, consumed_samples: int) -> None:
+        self.rows = len(dataset if self.row_order is None else self.row_order)
+        self.global_batch = self.batch_size * self.axis.size
+
+        whole = self.rows // self.global_batch * self.global_batch
+        per_epoch = whole if self.drop_last else self.rows
         if not per_epoch:
             raise ValueError(
-                f"{self.rows} rows do not fill one batch of {batch_size} rows on each of"
-                f" {axis.size} data ranks: use a smaller batch size"
+                f"{self.rows} rows do not fill one batch of {self.batch_size} rows on each of"
+                f" {self.axis.size} data ranks: use a smaller batch size"
             )
 
         self.epoch, self.start = divmod(consumed_samples, per_epoch)
-        # `rows` may draw anew at each iteration, so epochs that are done are drawn again.
-        for _ in range(self.epoch if rows is not None else 0):
-            list(rows)
+        # An order may draw anew at each iteration, so epochs that are done are drawn again.
+        for _ in range(self.epoch if self.row_order is not None else 0):
+            list(self.row_order)
 
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch; it is equal on all ranks."""

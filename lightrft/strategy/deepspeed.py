@@ -29,6 +29,7 @@ from lightrft.models.lora import adapter_parameters
 from lightrft.models.parallel.device import local_rank
 from lightrft.models.weight_sync.expert_layout import is_a
 from lightrft.models.weight_sync.stream import hf_parameters, stream
+from lightrft.strategy.backends import zero_state
 from lightrft.strategy.backends.materialize import one_by_one
 from lightrft.strategy.backends.offload import (
     Offloaded,
@@ -37,13 +38,6 @@ from lightrft.strategy.backends.offload import (
     guard_optimizer,
 )
 from lightrft.strategy.backends.optim import follow, parameter_names
-from lightrft.strategy.backends.zero_state import (
-    Partitions,
-    ZeroModelState,
-    engine_config,
-    local_shard,
-    whole_shape,
-)
 from lightrft.strategy.checkpoint.model_state import ModelState
 from lightrft.strategy.strategy import StrategyBase
 
@@ -108,7 +102,7 @@ class DeepSpeedStrategy(StrategyBase):
         import deepspeed
 
         names = parameter_names(module, optimizer)
-        config = engine_config(
+        config = zero_state.engine_config(
             self.config, module, optimizer is not None, self.device, self.max_norm
         )
         self._group_names[module] = names
@@ -196,15 +190,15 @@ class DeepSpeedStrategy(StrategyBase):
         shards = ((name, self._as_shard(parameter)) for name, parameter in named)
         tensors = stream(shards, dtype, self.bucket_limit(), self.device)
         for (_, parameter), (name, tensor) in zip(named, tensors, strict=True):
-            yield name, tensor.view(whole_shape(parameter))
+            yield name, tensor.view(zero_state.whole_shape(parameter))
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
-        return whole_shape(parameter)
+        return zero_state.whole_shape(parameter)
 
     def lerp(self, model: nn.Module, target: nn.Module, weight: float) -> None:
         for parameter, goal in zip(model.parameters(), target.parameters(), strict=True):
-            shard = local_shard(goal)
-            shard.data.lerp_(local_shard(parameter).to(shard), weight)
+            shard = zero_state.local_shard(goal)
+            shard.data.lerp_(zero_state.local_shard(parameter).to(shard), weight)
         if target in self._engines:
             self._engines[target].optimizer.empty_partition_cache()
 
@@ -251,7 +245,7 @@ class DeepSpeedStrategy(StrategyBase):
         if model not in self._engines or self.config.strategy.zero_stage == 0:
             return super().training(model, optimizer, scheduler)
 
-        return ZeroModelState(
+        return zero_state.ZeroModelState(
             model,
             optimizer,
             scheduler,
@@ -283,12 +277,8 @@ class DeepSpeedStrategy(StrategyBase):
         # This is the group of --zpg, if it exists.
         options["zero_param_parallel_group"] = groups._get_zero_param_intra_parallel_group()
 
-        deepspeed.zero.Init(
-            module=_ParameterContainer(parameters),
-            config_dict_or_path=config,
-            dtype=dtype,
-            **options,
-        )
+        container = _ParameterContainer(parameters)
+        deepspeed.zero.Init(module=container, config_dict_or_path=config, dtype=dtype, **options)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.device)
 
@@ -300,7 +290,7 @@ class DeepSpeedStrategy(StrategyBase):
             )
         return self._engines[model]
 
-    def _partitions(self, model: nn.Module) -> Partitions:
+    def _partitions(self, model: nn.Module) -> zero_state.Partitions:
         zero = self._engines[model].optimizer
         groups = flats = ()
         if is_a(zero, STAGE_3):
@@ -313,7 +303,7 @@ class DeepSpeedStrategy(StrategyBase):
             groups = zero.bf16_groups
             flats = zero.fp32_groups_flat_partition
         by_parameter = self.config.strategy.zero_stage == 3
-        return Partitions(groups, flats, self.mesh.world.rank, by_parameter)
+        return zero_state.Partitions(groups, flats, self.mesh.world.rank, by_parameter)
 
     def _copy_masters(self, model: nn.Module) -> None:
         """Copy loaded master weights into the parameters."""
@@ -347,15 +337,15 @@ class DeepSpeedStrategy(StrategyBase):
             else:
                 shard = [(name, self._as_shard(parameter))]
                 ((_, full),) = stream(shard, torch.float32, self.bucket_limit())
-                yield name, full.view(whole_shape(parameter))
+                yield name, full.view(zero_state.whole_shape(parameter))
 
     def _as_shard(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's partition as a shard of the flattened parameter, without padding."""
-        shard = local_shard(parameter)
+        shard = zero_state.local_shard(parameter)
         if shard is parameter:
             return parameter
 
-        num_elements = whole_shape(parameter).numel()
+        num_elements = zero_state.whole_shape(parameter).numel()
         num_local = max(0, min(shard.numel(), num_elements - self.mesh.world.rank * shard.numel()))
         local = shard.detach()[:num_local].to(self.device)
 
@@ -365,7 +355,9 @@ class DeepSpeedStrategy(StrategyBase):
     def _model_tensors(self, model: nn.Module) -> list[Tensor]:
         if model in self._engines and self.config.strategy.zero_stage == 3:
             self._engines[model].optimizer.empty_partition_cache()
-        return [local_shard(parameter) for parameter in model.parameters()] + list(model.buffers())
+        return [zero_state.local_shard(parameter) for parameter in model.parameters()] + list(
+            model.buffers()
+        )
 
 
 def _scratch(zero: Any) -> list[Tensor]:

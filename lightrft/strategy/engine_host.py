@@ -214,13 +214,9 @@ class EngineHost:
             adapters=Adapters.from_json(adapters) if adapters else None,
         )
 
-        EngineServer(
-            self.engine,
-            processes,
-            self.strategy.device,
-            announce,
-            weight_update=config.rollout.weight_update,
-        ).serve()
+        update = config.rollout.weight_update
+        device = self.strategy.device
+        EngineServer(self.engine, processes, device, announce, weight_update=update).serve()
 
     def close(self) -> None:
         """Close the engine, if there is one."""

@@ -339,7 +339,7 @@ class StrategyBase(Backend):
             drop_last=drop_last,
             seed=self.seed,
             consumed_samples=consumed_samples,
-            rows=sampler,
+            row_order=sampler,
         )
 
         return DataLoader(

@@ -19,7 +19,7 @@ def sampler(rank: int = 0, size: int = 1, **options):
         "consumed_samples": 0,
         "rows": 20,
     } | options
-    rows, options["rows"] = range(options.pop("rows")), options.pop("rows_of", None)
+    rows, options["row_order"] = range(options.pop("rows")), options.pop("rows_of", None)
     return ResumableBatchSampler(
         rows, options.pop("batch_size"), Axis("data", size, rank, None), **options
     )

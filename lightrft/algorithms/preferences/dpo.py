@@ -7,7 +7,7 @@ from torch import Tensor
 from lightrft.algorithms.preferences.pairs import pair_report, split_pairs
 from lightrft.config.sections import PreferenceSection
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.losses import Denominator, Report, Weighted, sequence_sums
+from lightrft.core.losses import Denominator, Reported, Weighted, sequence_sums
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
@@ -47,9 +47,7 @@ class DPOObjective:
         """Return "pair": both answers of a pair determine the gradients of their tokens."""
         return "pair"
 
-    def __call__(
-        self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
+    def __call__(self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator) -> Reported:
         """Compute the loss [] from log-probs [T]. Reports are [P].
 
         `batch.reference` [N] has the sum of the reference's log-probs for each answer. Without it

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lightrft.config.sections import PreferenceSection
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.losses import Denominator, Report, Weighted, sequence_sums
+from lightrft.core.losses import Denominator, Reported, Weighted, sequence_sums
 
 
 def kto(
@@ -43,9 +43,7 @@ class KTOObjective:
         """Return "sequence": an answer alone determines the gradients of its tokens."""
         return "sequence"
 
-    def __call__(
-        self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
+    def __call__(self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator) -> Reported:
         """Compute the loss [] from log-probs [T]. Reports are [N].
 
         `batch.reference` [N] has the sum of the reference's log-probs for each answer.

@@ -18,12 +18,8 @@ def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def pair_report(chosen: Tensor, rejected: Tensor, right: Tensor) -> Report:
     """Report both rewards, the difference, and whether the judgement is predicted; [P] each."""
-    values = {
-        "accuracy": right,
-        "margin": chosen - rejected,
-        "reward_chosen": chosen,
-        "reward_rejected": rejected,
-    }
+    values = {"reward_chosen": chosen, "reward_rejected": rejected}
+    values |= {"accuracy": right, "margin": chosen - rejected}
     return {
         f"train/{name}": Weighted(value.detach().float(), torch.ones_like(chosen))
         for name, value in values.items()

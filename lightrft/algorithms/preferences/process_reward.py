@@ -5,12 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.losses import Denominator, Report, Weighted, token_mean
+from lightrft.core.losses import Denominator, Reported, Weighted, token_mean
 
 
-def step_objective(
-    scores: Tensor, batch: JudgedBatch, denominator: Denominator
-) -> tuple[Tensor, Report]:
+def step_objective(scores: Tensor, batch: JudgedBatch, denominator: Denominator) -> Reported:
     """Binary cross entropy of sigmoid(score) and the label at the end of each step.
 
     The mean is over all steps of the optimizer step. scores [T] float32, read at the learned

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightrft.algorithms.preferences.pairs import pair_report, split_pairs
 from lightrft.config.sections import PreferenceSection
 from lightrft.core.batch import JudgedBatch
-from lightrft.core.losses import Denominator, Report, Weighted
+from lightrft.core.losses import Denominator, Reported, Weighted
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
@@ -56,9 +56,7 @@ class RewardObjective:
         self.section = section
         self.heads = heads
 
-    def __call__(
-        self, scores: Tensor, batch: JudgedBatch, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
+    def __call__(self, scores: Tensor, batch: JudgedBatch, denominator: Denominator) -> Reported:
         """Compute the loss [] from scores [N]; reports are [P]."""
         chosen, rejected = split_pairs(scores)
         tie = split_pairs(batch.ties)[0]

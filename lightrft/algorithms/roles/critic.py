@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.core.batch import Batch, Rows
-from lightrft.core.losses import Report
+from lightrft.core.losses import Reported
 
 
 class Critic(DistributedRole):
@@ -28,7 +28,7 @@ class Critic(DistributedRole):
         """Return the same values for a flat batch: [T] float32 on the host."""
         return self.infer(lambda micro: self.forward(micro)[0], batch, rows)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
+    def forward(self, batch: Batch) -> Reported:
         """Return the values of all tokens [T]; objectives use the learned ones."""
         scores = self.module(batch)
         return torch.where(batch.position_ids > 0, scores.roll(1), 0.0), {}

@@ -1,10 +1,8 @@
 """The model that drafts for the engine and learns to say what the actor says."""
 
-from torch import Tensor
-
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.core.batch import Batch
-from lightrft.core.losses import Report
+from lightrft.core.losses import Reported
 from lightrft.models.heads import LocalGradients, TokenLogprobs
 
 
@@ -17,9 +15,7 @@ class Draft(Policy):
 
     NAME = "draft"
 
-    def forward(
-        self, batch: Batch, gradients: LocalGradients | None = None
-    ) -> tuple[Tensor, Report]:
+    def forward(self, batch: Batch, gradients: LocalGradients | None = None) -> Reported:
         """Return log-probs of learned tokens [T], 0 elsewhere."""
         read = TokenLogprobs(entropy=False, gradients=gradients)
         return self.module(batch, self.temperature, self.truncation, read)[0], {}

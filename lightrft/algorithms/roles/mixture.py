@@ -15,7 +15,7 @@ from torch import Tensor
 from lightrft.algorithms.objectives import Balanced
 from lightrft.algorithms.roles.policy import WITHOUT_ENTROPY, Policy
 from lightrft.core.batch import Batch, Routing, Rows, micro_batches
-from lightrft.core.losses import Report
+from lightrft.core.losses import Report, Reported
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import LossTerm
 from lightrft.models.balance import Balance
@@ -37,9 +37,7 @@ class MixturePolicy(Policy):
         self._load_report: Report = {}
         """Reports of the load of the experts in the newest optimizer step, if it is measured."""
 
-    def forward(
-        self, batch: Batch, gradients: LocalGradients | None = None
-    ) -> tuple[Tensor, Report]:
+    def forward(self, batch: Batch, gradients: LocalGradients | None = None) -> Reported:
         with self.routers.watch() if self.routers else nullcontext([]) as outputs:
             logprobs, report = super().forward(batch, gradients)
         if self.routers:

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.roles.policy_methods import PolicyMethods
 from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch, Rows
-from lightrft.core.losses import Report
+from lightrft.core.losses import Reported
 from lightrft.core.role import LossTerm
 from lightrft.models.heads import Actor, Likeliest, LocalGradients, TokenLogprobs, local_gradients
 from lightrft.models.logits.truncation import ALL, Truncation
@@ -51,7 +51,7 @@ class Policy(DistributedRole, PolicyMethods):
         reference: Actor | None = None,
         temperature: float = 1.0,
         truncation: Truncation = ALL,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Tokenizer | None = None,
         **options: Any,
     ):
         """Set up the policy.
@@ -123,9 +123,7 @@ class Policy(DistributedRole, PolicyMethods):
                 lambda micro: self._token_logprobs(reference, micro), batch, rows, reference
             )
 
-    def forward(
-        self, batch: Batch, gradients: LocalGradients | None = None
-    ) -> tuple[Tensor, Report]:
+    def forward(self, batch: Batch, gradients: LocalGradients | None = None) -> Reported:
         """Return log-probs of learned tokens [T], 0 elsewhere; store the entropy in the batch.
 
         If the batch has `candidates` [T, K], the log-probs are [T, 1 + K].
@@ -137,7 +135,7 @@ class Policy(DistributedRole, PolicyMethods):
         logprobs, batch.entropy = self.actor(batch, self.temperature, self.truncation, read)
         return logprobs, {"train/entropy": batch.entropy.detach()}
 
-    def loss(self, batch: Batch, term: LossTerm) -> tuple[Tensor, Report]:
+    def loss(self, batch: Batch, term: LossTerm) -> Reported:
         """Return a micro-batch's share of the loss, and reports.
 
         The head computes its gradients in the forward pass if the objective's are known early.
@@ -160,7 +158,7 @@ class Policy(DistributedRole, PolicyMethods):
 
     def supervised(
         self, batch: Batch, gradients: LocalGradients | None = None, targets: Tensor | None = None
-    ) -> tuple[Tensor, Report]:
+    ) -> Reported:
         """Return log-probs of given answers that were not sampled, [T].
 
         They are at temperature 1, of all tokens, without the entropy. `targets` [T] are other

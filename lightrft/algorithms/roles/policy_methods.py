@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.roles.padded import flatten_padded
 from lightrft.core.batch import Batch, padded
@@ -42,7 +42,7 @@ class PolicyMethods:
     actor: Actor
     optimizer: Optimizer | None
     scheduler: LRScheduler | None
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: Tokenizer | None
     temperature: float
     truncation: Truncation
     width_multiple: int
@@ -217,10 +217,8 @@ class PolicyMethods:
 
         They are in the order of the stream.
         """
-        shapes = (
-            (name, self.strategy.full_shape(parameter))
-            for name, parameter in hf_parameters(self.actor)
-        )
+        full_shape = self.strategy.full_shape
+        shapes = ((name, full_shape(parameter)) for name, parameter in hf_parameters(self.actor))
         learned = {
             name: (shape, self.strategy.dtype)
             for name, shape in fold_adapters(shapes, lambda _, base, *adapter: base)

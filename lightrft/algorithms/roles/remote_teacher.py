@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.roles.endpoint import AWAY_SECONDS, Endpoint
 from lightrft.core.batch import Batch, Rows
@@ -33,7 +33,7 @@ class RemoteTeacher:
     def __init__(
         self,
         url: str,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         model_parallel: Axis,
         *,
         patience: float = AWAY_SECONDS,
@@ -75,14 +75,8 @@ class RemoteTeacher:
 
         The first log-prob is 0.
         """
-        request = {
-            "model": self._model,
-            "prompt": ids,
-            "echo": True,
-            "logprobs": 1,
-            "max_tokens": 0,
-            "temperature": 1.0,
-        }
+        options = {"echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 1.0}
+        request = {"model": self._model, "prompt": ids, **options}
         answer = self._server.ask("POST", "completions", request)
         logprobs = answer["choices"][0].get("logprobs") or {}
         values, tokens = (
@@ -97,7 +91,7 @@ class RemoteTeacher:
 
         return [0.0, *values[1:]], tokens
 
-    def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _check_vocabulary(self, tokenizer: Tokenizer) -> None:
         """Compare the ids of tokens that are plain text.
 
         Bytes of a character and special tokens are printed in different ways.

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightrft.algorithms.roles.padded import LENGTHS, SAMPLE_MASK, rows_of_ranks
 from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.core.batch import Batch, JudgedBatch, to_device
-from lightrft.core.losses import Report, sequence_sums
+from lightrft.core.losses import Reported, sequence_sums
 
 
 class RewardModel(DistributedRole):
@@ -47,16 +47,16 @@ class RewardModel(DistributedRole):
         """Return `scores` [B]: get_rewards() by the name that NeMo-RL has for it."""
         return {"scores": self.get_rewards(data, micro_batch_size)}
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
+    def forward(self, batch: Batch) -> Reported:
         """Return the scores [N]."""
         return _mean(self._last(batch)), {}
 
-    def scores_of_heads(self, batch: JudgedBatch) -> tuple[Tensor, Report]:
+    def scores_of_heads(self, batch: JudgedBatch) -> Reported:
         """Return for each sequence the score of the head that `batch.heads` names: [N]."""
         scores = self._last(batch)
         return scores if scores.ndim == 1 else scores.gather(1, batch.heads[:, None])[:, 0], {}
 
-    def scores_of_tokens(self, batch: Batch) -> tuple[Tensor, Report]:
+    def scores_of_tokens(self, batch: Batch) -> Reported:
         """Return the score at each token, [T], for a model with one head.
 
         A process reward model is read after each step.

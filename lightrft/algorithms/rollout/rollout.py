@@ -331,10 +331,8 @@ class FixedBatch(NextPrompts):
 
     def _prepared_round(self, plan: RolloutPlan, seed: int) -> PreparedRequests:
         groups = self._local_groups(plan)
-        begun = [
-            (groups[number], slots or groups[number].slots)
-            for number, _, slots in plan.share_of(self.data.rank)
-        ]
+        share = plan.share_of(self.data.rank)
+        begun = [(groups[number], slots or groups[number].slots) for number, _, slots in share]
         requests = self.sampler.prepare(begun, seed)
         if self.expander is not None:
             self.expander.prepare([group.prompt for group in groups.values()])

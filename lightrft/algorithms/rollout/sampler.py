@@ -6,7 +6,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.sections import RolloutSection
 from lightrft.core.engine import Request
@@ -26,9 +26,7 @@ class RunSampler(Sampler):
     divides_groups = True
     """Whether several ranks can generate the responses of one group."""
 
-    def __init__(
-        self, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, section: RolloutSection
-    ):
+    def __init__(self, strategy: StrategyBase, tokenizer: Tokenizer, section: RolloutSection):
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         super().__init__(strategy, decode, sampling_of(section))
         self.section = section

@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.sections import DataSection
 from lightrft.core.experience import LocalSamples
@@ -24,7 +24,7 @@ class TeacherColumns:
     """
 
     section: DataSection
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     labels: Sequence[str]
     """Names of the teachers, in order."""
     _: KW_ONLY

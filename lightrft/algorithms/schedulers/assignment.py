@@ -113,11 +113,8 @@ class Assignment:
         # Chunks that began after the exchange are not in these counts.
         for index in self._counted:
             self._running[index] = running[index]
-        incomplete = {
-            chunk.group
-            for chunk, running in zip(self.chunks, self._running, strict=True)
-            if running
-        }
+        of_chunks = zip(self.chunks, self._running, strict=True)
+        incomplete = {chunk.group for chunk, running in of_chunks if running}
         self.complete = set(range(self.num_groups)) - incomplete
 
         if self.waiting and not self.over:

@@ -103,11 +103,8 @@ class PartialGroups:
         if state["num_ranks"] != self.data.size:
             owners = [index % self.data.size for index in range(len(groups))]
 
-        fitting = [
-            (group, rank)
-            for group, rank in zip(groups, owners, strict=True)
-            if fits(group, longest)
-        ]
+        owned = zip(groups, owners, strict=True)
+        fitting = [(group, rank) for group, rank in owned if fits(group, longest)]
         self.of_all = [PartialGroup.of(group, rank) for group, rank in fitting]
         self.local = [group for group, rank in fitting if rank == self.data.rank]
 

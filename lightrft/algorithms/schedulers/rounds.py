@@ -180,16 +180,13 @@ class Rounds(FixedBatch):
         # Unfinished groups go first, then deferred ones; only the rest of the round is new.
         left_out = self.media.left_out if self.media else set()
         deferred = [each for each in self.deferred if each[2] not in left_out]
-        again = deferred[: size - len(continued)]
-        num_new = size - len(continued) - len(again)
+        ahead = size - len(continued)
+        again = deferred[:ahead]
+        num_new = ahead - len(again)
         if self.tail_rounds:
             needed = missing
-            again, num_new = next_tail_round(
-                deferred,
-                self._rows_left,
-                batch=missing - len(continued),
-                ahead=size - len(continued),
-            )
+            batch = missing - len(continued)
+            again, num_new = next_tail_round(deferred, self._rows_left, batch=batch, ahead=ahead)
 
         rows, position = self._rows(num_new, left_out)
         new = list(enumerate(rows, self.number + 1))
@@ -207,14 +204,9 @@ class Rounds(FixedBatch):
             rank if index < len(continued) or not shared else None
             for index, rank in enumerate(ranks)
         ]
+        room = {"num_ranks": self.data.size, "at_once": capacity}
         assignment = Assignment(
-            lengths,
-            first_owners,
-            responses,
-            num_ranks=self.data.size,
-            needed=needed,
-            at_once=capacity,
-            divided=divided,
+            lengths, first_owners, responses, needed=needed, divided=divided, **room
         )
 
         return OpenPlan(

@@ -76,12 +76,9 @@ class GeneralizedAdvantages(Stage):
 
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
         experience = plan.experience
+        rewards, values = experience.reward_advantages, experience.values
         experience.advantages, returns = gae(
-            experience.reward_advantages,
-            experience.values,
-            experience,
-            gamma=self.gamma,
-            lambd=self.lambd,
+            rewards, values, experience, gamma=self.gamma, lambd=self.lambd
         )
         experience.returns = returns.float()
 

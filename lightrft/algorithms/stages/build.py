@@ -9,22 +9,8 @@ from lightrft.algorithms.roles.critic import Critic
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.roles.teacher import Teacher
 from lightrft.algorithms.rollout.experience import BranchExperience, EarlyOutputs
-from lightrft.algorithms.stages.advantages import (
-    EngineLogprobs,
-    GeneralizedAdvantages,
-    ModelOutputs,
-    NormalizedAdvantages,
-    PolicyEntropy,
-    TeacherDistribution,
-    TeacherTerm,
-)
+from lightrft.algorithms.stages import advantages, filters
 from lightrft.algorithms.stages.branch_weights import BranchWeights, split_among_branches
-from lightrft.algorithms.stages.filters import (
-    DifficultyFilter,
-    EntropyFilter,
-    LengthFilter,
-    RoleFilter,
-)
 from lightrft.algorithms.stages.penalty import EntropyControl, KLPenalty
 from lightrft.algorithms.stages.tokens import HighEntropyTokens, SelectedTokens
 from lightrft.config.sections import AlgorithmSection, TrainSection
@@ -57,13 +43,13 @@ def experience_maker(
     # Samples are masked before they are balanced, because only learned tokens are work.
     local_stages: list[LocalStage] = []
     if algorithm.length_filter or algorithm.mask_truncated:
-        local_stages.append(LengthFilter(algorithm.length_filter, algorithm.mask_truncated))
+        local_stages.append(filters.LengthFilter(algorithm.length_filter, algorithm.mask_truncated))
     if teacher_columns is not None:
         local_stages.append(teacher_columns)
     if algorithm.train_roles:
-        local_stages.append(RoleFilter(algorithm.train_roles))
+        local_stages.append(filters.RoleFilter(algorithm.train_roles))
     if algorithm.difficulty_filter:
-        local_stages.append(DifficultyFilter(algorithm.difficulty_filter))
+        local_stages.append(filters.DifficultyFilter(algorithm.difficulty_filter))
 
     if algorithm.branch_weight == "episode":
         local_stages.append(split_among_branches)
@@ -81,16 +67,18 @@ def experience_maker(
     chosen: list[Stage] = []
     if entropy or not algorithm.use_engine_logprobs:
         needed = selects or penalty or (teacher is not None and not algorithm.distill_top_k)
-        chosen.append((PolicyEntropy if entropy else PolicyLogprobs)(policy, needed=needed))
+        chosen.append(
+            (advantages.PolicyEntropy if entropy else PolicyLogprobs)(policy, needed=needed)
+        )
     if algorithm.use_engine_logprobs:
-        chosen.append(EngineLogprobs())
+        chosen.append(advantages.EngineLogprobs())
     if policy.reference is not None:
-        chosen.append(ModelOutputs("reference_logprobs", policy.reference_logprobs))
+        chosen.append(advantages.ModelOutputs("reference_logprobs", policy.reference_logprobs))
     if critic is not None:
-        chosen.append(ModelOutputs("values", critic.values))
+        chosen.append(advantages.ModelOutputs("values", critic.values))
 
     if algorithm.entropy_filter:
-        chosen.append(EntropyFilter(algorithm.entropy_filter))
+        chosen.append(filters.EntropyFilter(algorithm.entropy_filter))
     if adapts_entropy:
         chosen.append(EntropyControl(entropy_coefficient, data))
     if penalty:
@@ -99,12 +87,14 @@ def experience_maker(
     if critic is None:
         chosen.append(RewardToGo(algorithm.gamma))
     else:
-        chosen.append(GeneralizedAdvantages(algorithm.gamma, algorithm.lambd, data.sum))
+        chosen.append(advantages.GeneralizedAdvantages(algorithm.gamma, algorithm.lambd, data.sum))
     if teacher is not None and not algorithm.distill_top_k:
-        chosen.append(TeacherTerm(teacher, algorithm.distill_coef))
+        chosen.append(advantages.TeacherTerm(teacher, algorithm.distill_coef))
     if algorithm.advantages_norm or algorithm.advantage_clip is not None:
         chosen.append(
-            NormalizedAdvantages(algorithm.advantages_norm, algorithm.advantage_clip, data.sum)
+            advantages.NormalizedAdvantages(
+                algorithm.advantages_norm, algorithm.advantage_clip, data.sum
+            )
         )
 
     if algorithm.high_entropy_token_ratio:
@@ -116,7 +106,7 @@ def experience_maker(
     # The last one, because its columns only matter to the update.
     if algorithm.distill_top_k:
         num_candidates = min(algorithm.distill_top_k, policy.vocabulary_size)
-        chosen.append(TeacherDistribution(teacher, num_candidates))
+        chosen.append(advantages.TeacherDistribution(teacher, num_candidates))
 
     most = train.micro_train_batch_size
     if num_updates:

@@ -51,11 +51,9 @@ def command_parser(name: str, description: str | None, **options: Any) -> argpar
 
     It has the arguments of arguments.yaml.
     """
+    form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        f"lightrft {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        **options,
+        f"lightrft {name}", description=description, formatter_class=form, **options
     )
     for argument, details in table("app/cli/arguments")[name].items():
         kind = {"type": TYPES[details["type"]]} if "type" in details else {}

@@ -39,13 +39,10 @@ def _export(arguments: argparse.Namespace) -> Path:
         return convert(arguments.checkpoint, arguments.folder)
 
     pretrain = converted_folder(arguments.pretrain, "--pretrain")
-    trust_remote_code = arguments.trust_remote_code
+    code = arguments.trust_remote_code
     if is_adapter_folder(arguments.checkpoint):
         return export_merged(
-            str(arguments.checkpoint),
-            arguments.folder,
-            base=pretrain,
-            trust_remote_code=trust_remote_code,
+            str(arguments.checkpoint), arguments.folder, base=pretrain, trust_remote_code=code
         )
 
     return export_checkpoint(
@@ -54,5 +51,5 @@ def _export(arguments: argparse.Namespace) -> Path:
         name=arguments.name,
         pretrain=pretrain,
         adapter_only=arguments.adapter_only,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=code,
     )

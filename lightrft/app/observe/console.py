@@ -3,18 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich import progress
 from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -175,12 +167,8 @@ class LiveConsole(Console):
         evaluated = {name: f"held-out {label}" for name, label in held_out(latest).items()}
         for name, label in (headlines(self._history) | evaluated).items():
             values = self._history[name]
-            table.add_row(
-                label,
-                short(values[-1]),
-                sparkline(values),
-                f"from {short(values[0])}" if len(values) > 1 else "",
-            )
+            began = f"from {short(values[0])}" if len(values) > 1 else ""
+            table.add_row(label, short(values[-1]), sparkline(values), began)
 
         return Group(self._progress, table, *([self._sample_line()] if self._sample else []))
 
@@ -199,10 +187,8 @@ class LiveConsole(Console):
 def sparkline(values: Sequence[float], width: int = 32) -> str:
     """Draw the course of a metric in `width` characters; non-finite values are gaps."""
     chunk = max(1, -(-len(values) // width))
-    means = [
-        sum(values[i : i + chunk]) / len(values[i : i + chunk])
-        for i in range(0, len(values), chunk)
-    ]
+    chunks = [values[i : i + chunk] for i in range(0, len(values), chunk)]
+    means = [sum(each) / len(each) for each in chunks]
     finite = [value for value in means if abs(value) < float("inf")]
     low = min(finite, default=0.0)
     high = max(finite, default=0.0)
@@ -218,16 +204,16 @@ def _one_line(text: str, length: int = 60) -> str:
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
-def _progress(console: RichConsole) -> Progress:
+def _progress(console: RichConsole) -> progress.Progress:
     """Build the progress display. Only the live view draws it; elsewhere it measures the time."""
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.fields[phase]:<12}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left", style="dim"),
-        TimeRemainingColumn(),
+    return progress.Progress(
+        progress.SpinnerColumn(),
+        progress.TextColumn("{task.fields[phase]:<12}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left", style="dim"),
+        progress.TimeRemainingColumn(),
         console=console,
         # A step takes minutes, so the default of 30 seconds would never cover two of them.
         speed_estimate_period=3600,

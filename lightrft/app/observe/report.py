@@ -235,10 +235,8 @@ def _time(history: History) -> dict[str, Any] | None:
     # With the rest, the longest seven are as many as there are colours.
     longest = sorted(phases, key=lambda name: -sum(phases[name]))[:7]
     phases = {name: values for name, values in phases.items() if name in longest}
-    phases["other"] = [
-        max(0.0, total - sum(column))
-        for total, *column in zip(totals.values(), *phases.values(), strict=True)
-    ]
+    of_steps = zip(totals.values(), *phases.values(), strict=True)
+    phases["other"] = [max(0.0, total - sum(column)) for total, *column in of_steps]
 
     # A bar for every step of a long run would be thinner than a pixel.
     steps = list(totals)

@@ -88,9 +88,8 @@ def _choose(groups: Sequence[Group]) -> list[Group]:
         ranked.append((counts[prompt], group))
         counts[prompt] += 1
     ranked.sort(key=lambda pair: pair[0])
-    return sorted(
-        (group for _, group in ranked[:PROMPTS_PER_END]), key=lambda group: group[0]["step"]
-    )
+    chosen = [group for _, group in ranked[:PROMPTS_PER_END]]
+    return sorted(chosen, key=lambda group: group[0]["step"])
 
 
 def _group(group: Group, low: float, high: float) -> dict[str, Any]:
@@ -137,10 +136,8 @@ def _response(row: dict[str, Any], low: float, high: float) -> dict[str, Any]:
     length = f"{row['length']} tokens" if "length" in row else ""
     note = f"{length}, truncated" if row.get("finish_reason") == "length" else length
     note += f"; the episode failed: {row['problem']}" if row.get("problem") else ""
-    conversations = [
-        row.get("messages") or [{"content": row.get("response", "")}],
-        *row.get(BRANCHES, ()),
-    ]
+    answer = [{"content": row.get("response", "")}]
+    conversations = [row.get("messages") or answer, *row.get(BRANCHES, ())]
 
     return {
         "conversations": [list(map(_turn, messages)) for messages in conversations],

@@ -210,9 +210,8 @@ class TensorBoard(Sink):
 
         first_step = 0 if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(self._folder, purge_step=first_step)
-        self._writer.add_text(
-            "config", _code_block(json.dumps(config, indent=2, default=str)), first_step
-        )
+        text = json.dumps(config, indent=2, default=str)
+        self._writer.add_text("config", _code_block(text), first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -221,9 +220,8 @@ class TensorBoard(Sink):
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         for index, row in enumerate(readable(rows)):
-            self._writer.add_text(
-                f"samples/{index}", _code_block(json.dumps(row, indent=2, ensure_ascii=False)), step
-            )
+            text = json.dumps(row, indent=2, ensure_ascii=False)
+            self._writer.add_text(f"samples/{index}", _code_block(text), step)
 
     def close(self, status: str) -> None:
         self._writer.close()

@@ -139,9 +139,7 @@ class Tracker(Sink):
 
     def _attempt(self, call: Callable[[], Any]) -> Future:
         future = self._submit(call)
-        future.add_done_callback(
-            lambda done: self._report(done.exception()) if done.exception() else None
-        )
+        future.add_done_callback(lambda done: self._report(done.exception()))
         return future
 
     def _submit(self, call: Callable[[], Any]) -> Future:
@@ -160,8 +158,8 @@ class Tracker(Sink):
             except BaseException as error:  # a package without a login may end the process
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
-    def _report(self, problem: BaseException) -> None:
-        if not self._failed:
+    def _report(self, problem: BaseException | None) -> None:
+        if problem is not None and not self._failed:
             self._failed = True
             logger.warning(
                 f"--report_to {self._name}: {describe(problem)}; the run continues, and"

@@ -71,12 +71,8 @@ def table(summary: Json, folder: Path) -> Table:
         f"{summary['logprob_mismatch_max']:.1e} ({summary['engine']} and trainer)",
     )
 
-    phases = {
-        name: seconds
-        for name, seconds in summary["seconds_per_phase"].items()
-        if name != "step" and "/" not in name
-    }
-    split = ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases.items())
+    phases = [name for name in summary["seconds_per_phase"] if name != "step" and "/" not in name]
+    split = ", ".join(f"{name} {summary['seconds_per_phase'][name]:.0f}" for name in phases)
     rows.add_row(f"seconds of {summary['steps']} GRPO steps", split)
     rows.add_row("peak memory of a rank", f"{summary['peak_memory_gb']:.2f} GB")
     rows.add_row("ranks, strategy", f"{summary['world_size']}, {summary['strategy']}")

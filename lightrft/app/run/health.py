@@ -74,9 +74,8 @@ class Health:
                     self._tell_symptoms(number)
         if MISMATCH_NAME not in row:
             return False
-        return self._check_mismatch(
-            number, row[MISMATCH_NAME], row.get(f"{MISMATCH_NAME}_max", row[MISMATCH_NAME])
-        )
+        mismatch = row[MISMATCH_NAME]
+        return self._check_mismatch(number, mismatch, row.get(f"{MISMATCH_NAME}_max", mismatch))
 
     def check_end(self, number: int, *, taken: int, skipped: int) -> None:
         """Warn of symptoms up to the last step, of rewards without any signal, of skipped steps.

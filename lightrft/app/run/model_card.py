@@ -29,30 +29,21 @@ def write_card(
     """Write the card of the model in `folder`; `results` has held-out numbers by name."""
     model = config.model
     base = model.pretrain if _is_hub_name(model.pretrain) else ""
-    data = [
-        source.name for source in data_sources(config.data.prompt_data) if _is_hub_name(source.name)
-    ]
+    names = [source.name for source in data_sources(config.data.prompt_data)]
+    data = list(filter(_is_hub_name, names))
     about: dict[str, Any] = {"library_name": "transformers", "tags": ["lightrft", config.command]}
     if config.command not in ("train_rm", "train_prm"):
         about["pipeline_tag"] = "text-generation"
 
-    about |= ({"base_model": base} if base else _of_card(model.pretrain)) | (
-        {"datasets": data} if data else {}
+    about |= {"base_model": base} if base else _of_card(model.pretrain)
+    about |= {"datasets": data} if data else {}
+    head = yaml.safe_dump(about, sort_keys=False).strip()
+    origin = (
+        f"Trained from `{_public(model.pretrain)}` by {METHODS[config.command]} with lightrft"
+        f" {version}, in {steps:,} steps."
     )
-    lines = [
-        "---",
-        yaml.safe_dump(about, sort_keys=False).strip(),
-        "---",
-        "",
-        f"# {folder.resolve().parent.name}",
-        "",
-        (
-            f"Trained from `{_public(model.pretrain)}` by {METHODS[config.command]} with lightrft"
-            f" {version}, in {steps:,} steps."
-        ),
-        "",
-        *_table(("Setting", "Value"), _settings(config)),
-    ]
+    lines = ["---", head, "---", "", f"# {folder.resolve().parent.name}", "", origin, ""]
+    lines += _table(("Setting", "Value"), _settings(config))
     if results:
         shown = {name: short(value) for name, value in results.items()}
         lines += _table(("Held-out", "Value"), shown)
@@ -156,18 +147,13 @@ def _settings(config: Config) -> dict[str, str]:
         name: _public(str(value)) if name in ("pretrain", "prompt_data") else str(value)
         for name, value in values.items()
     }
-    shown["reward"] = ",".join(
-        reference.rpartition("/")[2] for reference in shown.get("reward", "").split(",")
-    )
+    references = shown.get("reward", "").split(",")
+    shown["reward"] = ",".join(reference.rpartition("/")[2] for reference in references)
 
     unset = ("", "0", "False")
     return {f"`--{name}`": f"`{value}`" for name, value in shown.items() if value not in unset}
 
 
 def _table(head: tuple[str, str], rows: dict[str, str]) -> list[str]:
-    return [
-        f"| {head[0]} | {head[1]} |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in rows.items()),
-        "",
-    ]
+    first, *others = [f"| {name} | {value} |" for name, value in (head, *rows.items())]
+    return [first, "|---|---|", *others, ""]

@@ -45,9 +45,8 @@ class RecordedSamples:
     ) -> None:
         """Let the writer write the samples of this rank's replica; it is a measure of a step."""
         if not self.mesh.model_parallel.rank:
-            writer.submit(
-                partial(self._write, step, [{"version": version}, *map(_as_json, samples)])
-            )
+            lines = [{"version": version}, *map(_as_json, samples)]
+            writer.submit(partial(self._write, step, lines))
 
     def _write(self, step: int, lines: Sequence[dict[str, Any]]) -> None:
         self._file(step).parent.mkdir(parents=True, exist_ok=True)
@@ -88,22 +87,15 @@ class RecordedSamples:
         return samples, version
 
     def _file(self, step: int) -> Path:
-        return (
-            self.folder
-            / f"step_{step:06d}"
-            / f"replica_{self.mesh.data.rank}_of_{self.mesh.data.size}.jsonl"
-        )
+        data = self.mesh.data
+        return self.folder / f"step_{step:06d}" / f"replica_{data.rank}_of_{data.size}.jsonl"
 
 
 def _as_json(sample: Sample) -> dict[str, Any]:
     prompt = sample.prompt
     episode = sample.episode
     row = {name: getattr(sample, name) for name in SAMPLE_FIELDS} | {"drafts": list(sample.drafts)}
-    row["prompt"] = {
-        "index": prompt.index,
-        "text": prompt.text,
-        "token_ids": list(prompt.token_ids),
-    }
+    row["prompt"] = {"index": prompt.index, "text": prompt.text, "token_ids": [*prompt.token_ids]}
 
     if episode is not None:
         row["episode"] = {name: getattr(episode, name) for name in EPISODE_FIELDS} | {

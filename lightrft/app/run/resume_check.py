@@ -66,19 +66,14 @@ def changed_settings(
 ) -> list[str]:
     """Return the changes that are allowed; raise ConfigError with all that are not."""
     settings = _changes(before["settings"], now["settings"])
-    partly = any(
-        run["settings"].get(name)
-        for run in (before, now)
-        for name in ("lora_rank", "freeze_prefix")
-    )
+    freezing = ("lora_rank", "freeze_prefix")
+    partly = any(run["settings"].get(name) for run in (before, now) for name in freezing)
     partly |= any(name in now["model"] for name in TOWERS)
     fixed = (*FIXED, *FIXED_WITH_FROZEN) if partly else FIXED
     fixed = set(fixed).difference(SETTINGS["free_in_fork"] if fork else ())
     problems = [f"--{name} {change}" for name, change in settings.items() if name in fixed]
-    problems += [
-        f"the model's {name} {change}"
-        for name, change in _changes(before["model"], now["model"]).items()
-    ]
+    model = _changes(before["model"], now["model"])
+    problems += [f"the model's {name} {change}" for name, change in model.items()]
     # A checkpoint lacks frozen parameters, so the resumed run would silently get other ones.
     others = [
         f"the weights of the {name}'s base model have changed, and frozen parameters are not in the"
@@ -95,9 +90,7 @@ def changed_settings(
 
     if before["rows"] != now["rows"]:
         problems.append(f"the training data had {before['rows']} rows, has {now['rows']}")
-    elif other := [
-        number for number in range(NUM_PIECES) if before["pieces"][number] != now["pieces"][number]
-    ]:
+    elif other := [n for n in range(NUM_PIECES) if before["pieces"][n] != now["pieces"][n]]:
         piece = share_of(other[0], NUM_PIECES, now["rows"])
         problems.append(
             f"the training data has changed, first in the rows {piece.start + 1} to {piece.stop} of"
@@ -115,11 +108,9 @@ def changed_settings(
     of_reference = now.get("command") in ("train_dpo", "train_kto")
     of_reference |= bool(now["settings"].get("use_kl_loss") or now["settings"].get("init_kl_coef"))
 
-    return notices + (
-        ["the weights of --pretrain, the reference of the divergence, have changed"]
-        if others and of_reference
-        else []
-    )
+    if others and of_reference:
+        notices.append("the weights of --pretrain, the reference of the divergence, have changed")
+    return notices
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:

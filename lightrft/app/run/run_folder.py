@@ -146,13 +146,9 @@ class RunFolder:
         This needs no free space on a full disk.
         """
         with open(os.open(self.path / DESCRIPTION, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
-            owner = {
-                "run": self.id,
-                "date": self.date,
-                "process": self.process,
-                "launchers": self.launchers,
-            }
-            file.write((json.dumps(owner | description, indent=2) + "\n").encode())
+            owner = {"process": self.process, "launchers": self.launchers}
+            about = {"run": self.id, "date": self.date, **owner, **description}
+            file.write((json.dumps(about, indent=2) + "\n").encode())
             file.truncate()
 
     def release(self) -> None:
@@ -167,10 +163,8 @@ class RunFolder:
 
     def _is_restarted(self) -> bool:
         before = self.description()
-        return (
-            not set(self.launchers).isdisjoint(before.get("launchers", ()))
-            and before.get("process") != self.process
-        )
+        launched = not set(self.launchers).isdisjoint(before.get("launchers", ()))
+        return launched and before.get("process") != self.process
 
     def _together(self, action: Callable[[], None]) -> None:
         problem = ""
@@ -218,11 +212,8 @@ class RunFolder:
 
     def _saved_runs(self) -> set[str]:
         """Return the ids of the runs whose checkpoints can be resumed without a tag."""
-        return {
-            run
-            for manifest, path in checkpoints(self.checkpoints)
-            if manifest.resume and (run := _run_of(path))
-        }
+        saved = [path for manifest, path in checkpoints(self.checkpoints) if manifest.resume]
+        return {run for run in map(_run_of, saved) if run}
 
     def _results(self) -> list[str]:
         results = [
@@ -236,9 +227,8 @@ class RunFolder:
         if not self._results():
             return
         self.id = uuid.uuid4().hex
-        moved = _move(
-            self.path, [*RESULT_FILES, *OTHER_FILES, *([] if self.outside else ["checkpoints"])]
-        )
+        inside = [] if self.outside else ["checkpoints"]
+        moved = _move(self.path, [*RESULT_FILES, *OTHER_FILES, *inside])
         if self.outside:
             names = [path.name for _, path in checkpoints(self.checkpoints)]
             aside = _move(self.checkpoints, [LATEST, *names])

@@ -7,9 +7,8 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import lightrft
 from lightrft.algorithms.roles.operations import count_parameters
@@ -46,7 +45,7 @@ from lightrft.models.parallel.device import device_name, machine
 from lightrft.models.weight_files import weights_of
 from lightrft.strategy.backends.optim import kept_settings
 from lightrft.strategy.checkpoint.hf_export import end_generation_at
-from lightrft.strategy.checkpoint.manifest import NOTHING, Kinds
+from lightrft.strategy.checkpoint.manifest import Kinds
 from lightrft.strategy.strategy import StrategyBase
 from lightrft.versions import installed_versions
 
@@ -55,7 +54,7 @@ from lightrft.versions import installed_versions
 class TrainingData:
     """Data of a run: tokenized rows, the tokenizer, and the number of steps."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     prompts: PromptSet
     eval_prompts: PromptSet
     """Held-out prompts with the answers to learn. Empty without --eval_data, and in runs that
@@ -69,67 +68,52 @@ CLIENT_STATE: Kinds = {"step": int, "run": str, "identity": dict}
 """What a trainer writes into a checkpoint beside models and items."""
 
 
+@dataclass(eq=False)
 class Trainer(ABC):
     """Runs the training loop: calls `step` from the first (or the resumed) step to the last.
 
     Steps count from 1.
     """
 
-    role_name = "actor"
+    config: Config
+    strategy: StrategyBase
+    role: DistributedRole
+    """Role that learns."""
+    training_data: InitVar[TrainingData]
+    _: KW_ONLY
+    observer: Observer
+    trace: Trace
+    run_folder: RunFolder
+    items: dict[str, Stateful] = field(default_factory=dict)
+    """Further objects whose state goes into checkpoints; see Checkpoints.save()."""
+    role_name: str = "actor"
     """Name of the role's model in checkpoints."""
 
-    def __init__(
-        self,
-        config: Config,
-        strategy: StrategyBase,
-        role: DistributedRole,
-        training_data: TrainingData,
-        *,
-        observer: Observer,
-        trace: Trace,
-        run_folder: RunFolder,
-        items: Mapping[str, Stateful] = NOTHING,
-    ):
-        """Set up the trainer of the role that learns.
-
-        `items` are further objects whose state goes into checkpoints; see Checkpoints.save().
-        """
-        self.config = config
-        self.strategy = strategy
-        self.role = role
+    def __post_init__(self, training_data: TrainingData) -> None:
         self.tokenizer = training_data.tokenizer
         self.total_steps = training_data.total_steps
         self.prompts = training_data.prompts
         self.eval_prompts = training_data.eval_prompts
-        self.expand = training_data.expand
-        self.observer = observer
-        self.trace = trace
         self.metrics = Metrics()
         self._measured: Counter[str] = Counter()
         """How many steps since the last row, and how many of them had each phase."""
         self._operations = 0.0
         """Operations of the role that are already in the metrics."""
-        self.interruption = Interruption(strategy.mesh.world)
+        self.interruption = Interruption(self.strategy.mesh.world)
         self.interruption.at_once = True
-        self.run_folder = run_folder
-        self.folder = run_folder.path
-        self.health = Health(config, strategy.dtype, logs=strategy.is_rank_0())
+        self.folder = self.run_folder.path
+        self.health = Health(self.config, self.strategy.dtype, logs=self.strategy.is_rank_0())
 
         self.models: dict[str, tuple[nn.Module, Optimizer | None, LRScheduler | None]] = {
-            self.role_name: (role.module, role.optimizer, role.scheduler)
+            self.role_name: (self.role.module, self.role.optimizer, self.role.scheduler)
         }
         """What a checkpoint contains, by name. A trainer with more models adds them."""
-        if role.average is not None:
-            self.models["ema" if self.role_name == "actor" else f"{self.role_name}_ema"] = (
-                role.average,
-                None,
-                None,
-            )
+        if self.role.average is not None:
+            name = "ema" if self.role_name == "actor" else f"{self.role_name}_ema"
+            self.models[name] = (self.role.average, None, None)
 
-        self.items = {
-            "unreported_metrics": PendingMetrics(self.metrics, strategy.mesh.world),
-            **items,
-        }
+        unreported = PendingMetrics(self.metrics, self.strategy.mesh.world)
+        self.items = {"unreported_metrics": unreported, **self.items}
         self.digests: Digests | None = None
         """What compares this run with others, once it has started."""
         self.done = 0
@@ -241,9 +225,8 @@ class Trainer(ABC):
 
     def _start(self) -> None:
         # A model that is saved has to stop generating where the run's responses stop.
-        ends = turn_end_ids(self.config.data, self.tokenizer).union(
-            self.config.rollout.stop_token_ids
-        )
+        stops = self.config.rollout.stop_token_ids
+        ends = turn_end_ids(self.config.data, self.tokenizer).union(stops)
         for model in self.models_to_save().values():
             end_generation_at(self.strategy.unwrap_model(model), ends)
             if model is not self.role.average:  # it has the same class as the model itself
@@ -271,9 +254,8 @@ class Trainer(ABC):
             self._describe_run("running", 0.0)
 
         if self.config.observe.digests and not self.nothing_left:
-            self.digests = Digests(
-                self.learning_roles, self.strategy.mesh, self.folder, self.observer.writer
-            )
+            writer = self.observer.writer
+            self.digests = Digests(self.learning_roles, self.strategy.mesh, self.folder, writer)
             self.digests.start(resumed)
         self.observer.start(asdict(self.config), self.total_steps, resumed)
 
@@ -306,9 +288,8 @@ class Trainer(ABC):
 
             self._report(number, last)
             # Ranks wait for each other in each collective, so both travel in one.
-            signals, digests_of_ranks = zip(
-                *self.strategy.mesh.world.gather((self.interruption.received, digests)), strict=True
-            )
+            of_ranks = self.strategy.mesh.world.gather((self.interruption.received, digests))
+            signals, digests_of_ranks = zip(*of_ranks, strict=True)
             if self.digests is not None:
                 self.digests.write(number, digests_of_ranks)
             if saves and (last or train.save_steps > 0 and number % train.save_steps == 0):
@@ -381,19 +362,13 @@ class Trainer(ABC):
         digests = {}
         if self.strategy.is_rank_0():
             digests = {name: weights_of(model.name_or_path) for name, model in models.items()}
-        weights = {
-            name: digest
-            for name, digest in self.strategy.mesh.world.broadcast(digests).items()
-            if digest
-        }
+        digests = self.strategy.mesh.world.broadcast(digests)
+        weights = {name: digest for name, digest in digests.items() if digest}
         config = models[self.role_name].config
+        rows = self.learned_rows
 
         return identity(
-            self.config,
-            config,
-            self.learned_rows,
-            weights,
-            probabilities=self.prompts.probabilities,
+            self.config, config, rows, weights, probabilities=self.prompts.probabilities
         )
 
     @property
@@ -534,10 +509,8 @@ class Trainer(ABC):
         """
         module = self.role.module
         shape = self.strategy.full_shape
-        return count_parameters(
-            ((name, shape(each)) for name, each in module.named_parameters()),
-            module.hf_model.config,
-        )
+        shapes = ((name, shape(each)) for name, each in module.named_parameters())
+        return count_parameters(shapes, module.hf_model.config)
 
     def _log_end(self, status: str) -> None:
         """Log the folder, and write the report unless the run failed.

@@ -5,7 +5,7 @@ from functools import partial
 from inspect import signature
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
@@ -30,48 +30,16 @@ from lightrft.app.run.observation import check_logins, log_duration, observation
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.run.recorded_samples import RecordedSamples
 from lightrft.app.run.run_folder import RunFolder
+from lightrft.app.trainer import build_data, build_roles
 from lightrft.app.trainer.base import TrainingData
-from lightrft.app.trainer.build_data import (
-    check_tools,
-    load_expander,
-    load_rewarded,
-    load_supervised,
-    load_training_data,
-    teacher_columns,
-    with_token_ids,
-)
-from lightrft.app.trainer.build_roles import (
-    build_critic,
-    build_draft,
-    build_model_rewards,
-    build_policy,
-    build_teacher,
-    set_blank_media,
-)
 from lightrft.app.trainer.evaluation import Evaluation
 from lightrft.app.trainer.held_out import HeldOut
 from lightrft.app.trainer.ppo import PPOTrainer
 from lightrft.app.trainer.tasks.sft import PtxLoss
+from lightrft.config import references, sections
 from lightrft.config.errors import ConfigError
 from lightrft.config.extras import WATCHED, WITH_EPISODES, extra
-from lightrft.config.references import (
-    ENGINE,
-    JUDGE,
-    REASONING_GYM,
-    eval_sources,
-    reward_model_terms,
-    reward_terms,
-    reward_weights,
-)
-from lightrft.config.sections import (
-    AlgorithmSection,
-    Config,
-    RolloutSection,
-    has_episodes,
-    media_columns,
-    needs_critic,
-    needs_reference,
-)
+from lightrft.config.sections import AlgorithmSection, Config, RolloutSection
 from lightrft.config.values import CommaSeparated
 from lightrft.core.advantages import CompareRewards
 from lightrft.core.batch import RoutedShape
@@ -111,13 +79,13 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     original = config
     # The trainer records what the user wrote, without what is added to the configuration here.
     config = with_merged_pretrain(config, world)
-    if has_episodes(config.environment):
+    if sections.has_episodes(config.environment):
         config = extra(WITH_EPISODES).with_tools(config, world)
     check_engine(config, strategy)
 
     # data, and what reads it
     rewards = build_rewards(config, strategy)
-    training_data = load_training_data(config, rewards=rewards)
+    training_data = build_data.load_training_data(config, rewards=rewards)
     rewards.check(training_data.prompts.examples)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     for notice in unread_columns(config.algorithm, training_data.prompts[0].columns):
@@ -127,16 +95,18 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)
     for held_out in eval_sets:
         warn_of_learned_rows(training_data.prompts, held_out.prompts)
-    config = with_token_ids(config, tokenizer)
+    config = build_data.with_token_ids(config, tokenizer)
 
     # models and engine
     algorithm = config.algorithm
     policy, critic, teacher = build_ppo_roles(config, strategy, training_data)
     updates = training_data.total_steps * updates_of_a_step(config)
-    draft = build_draft(config, strategy, tokenizer, updates=updates)
+    draft = build_roles.build_draft(config, strategy, tokenizer, updates=updates)
     ptx_loss = build_ptx_loss(config, policy, training_data, teacher)
     if not config.rollout.replay_rollouts:
-        rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
+        rewards.models = build_roles.build_model_rewards(
+            config, strategy, tokenizer, training_data.expand
+        )
         name = f"(--engine_type {config.engine.engine_type})"
         start_engine(config, strategy, name, actor=policy.actor, draft=draft and draft.module)
 
@@ -175,7 +145,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     if watch is not None:
         measures.append(watch.measure)
     replays = bool(config.rollout.replay_rollouts)
-    if has_episodes(config.environment) or config.engine.speculative != "none" or replays:
+    if sections.has_episodes(config.environment) or config.engine.speculative != "none" or replays:
         measures.append(measure_turns_and_drafts)
     if config.watch.ledger:
         held_out = [prompt for each in eval_sets for prompt in each.prompts]
@@ -220,11 +190,9 @@ def check_engine(config: Config, strategy: StrategyBase) -> None:
         return
     from lightrft.engine.build import check_quantization
 
+    code = config.model.trust_remote_code
     check_quantization(
-        config.engine,
-        config.model.pretrain,
-        strategy.device,
-        trust_remote_code=config.model.trust_remote_code,
+        config.engine, config.model.pretrain, strategy.device, trust_remote_code=code
     )
 
 
@@ -233,11 +201,10 @@ def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
 
     A judge that is the engine itself is not among the functions that worker processes call.
     """
-    labels = [term.label for _, term in reward_model_terms(config.model)]
-    terms = reward_terms(config.reward.reward)
-    judges = (
-        [term for term in terms if term.name == JUDGE] if config.reward.judge_url == ENGINE else []
-    )
+    labels = [term.label for _, term in references.reward_model_terms(config.model)]
+    terms = references.reward_terms(config.reward.reward)
+    in_engine = config.reward.judge_url == references.ENGINE
+    judges = [term for term in terms if in_engine and term.name == references.JUDGE]
     name = config.reward.reward
     if judges:
         name = ",".join(str(term) for term in terms if term not in judges) or "none"
@@ -258,7 +225,7 @@ def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
 def build_eval_sets(
     config: Config,
     strategy: StrategyBase,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     expand: Expander | None,
     rewards: RewardRunner,
 ) -> list[HeldOut]:
@@ -269,12 +236,12 @@ def build_eval_sets(
     """
     runners = {"": rewards}
     sets = []
-    for source in eval_sources(config.data.eval_data):
+    for source in references.eval_sources(config.data.eval_data):
         benchmark = benchmarks[source.benchmark] if source.benchmark else None
         if benchmark:
             name = benchmark.reward
         else:
-            is_gym = source.name and source.source.startswith(REASONING_GYM)
+            is_gym = source.name and source.source.startswith(references.REASONING_GYM)
             name = "reasoning_gym" if is_gym else ""
 
         # Sets with the same reward share the worker processes that compute it.
@@ -294,7 +261,7 @@ def build_eval_sets(
                 requirements=[source.benchmark, runner.requirements],
             )
         else:
-            prompts = load_rewarded(
+            prompts = build_data.load_rewarded(
                 replace(config, data=section), tokenizer, expand, runner, source="eval_data"
             )
             runner.check(prompts.examples)
@@ -331,10 +298,10 @@ def build_ppo_roles(
         )
 
     sampling = sampling_of(config.rollout)
-    reference = needs_reference(algorithm)
+    reference = sections.needs_reference(algorithm)
     # The actor's schedule counts only the steps in which it learns.
     with log_duration(strategy, f"loading {config.model.pretrain}"):
-        policy = build_policy(
+        policy = build_roles.build_policy(
             config,
             strategy,
             updates=(steps - frozen) * updates,
@@ -344,12 +311,12 @@ def build_ppo_roles(
         )
 
     critic = None
-    if needs_critic(algorithm):
-        critic = build_critic(config, strategy, tokenizer, updates=steps * updates)
-    set_blank_media(expand, policy.actor, policy.reference, critic and critic.module)
+    if sections.needs_critic(algorithm):
+        critic = build_roles.build_critic(config, strategy, tokenizer, updates=steps * updates)
+    build_roles.set_blank_media(expand, policy.actor, policy.reference, critic and critic.module)
     teacher = None
     if algorithm.distill_coef > 0:
-        teacher = build_teacher(config, strategy, tokenizer, expand, policy)
+        teacher = build_roles.build_teacher(config, strategy, tokenizer, expand, policy)
     return policy, critic, teacher
 
 
@@ -362,7 +329,7 @@ def build_ptx_loss(
 
     tokenizer = training_data.tokenizer
     expand = training_data.expand
-    prompts = load_supervised(config, tokenizer, expand, source="pretrain_data")
+    prompts = build_data.load_supervised(config, tokenizer, expand, source="pretrain_data")
     if len(prompts) < config.train.train_batch_size:
         raise ConfigError(
             f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one"
@@ -391,7 +358,7 @@ def start_engine(
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine {name}"):
         strategy.setup_inference_engine(config, config.engine.engine_type, actor=actor, draft=draft)
-    strategy.engine.check_media(media_columns(config.data))
+    strategy.engine.check_media(sections.media_columns(config.data))
 
 
 # -- from samples to experience, and from prompts to samples
@@ -407,7 +374,7 @@ def build_coefficients(section: AlgorithmSection) -> tuple[KLCoefficient, Entrop
 def build_compare(config: Config, shaper: RewardShaper) -> CompareRewards:
     """Build what compares rewards."""
     coefficients = config.reward.reward_model_coef
-    weights = reward_weights(config.reward.reward, config.model, coefficients)
+    weights = references.reward_weights(config.reward.reward, config.model, coefficients)
     return compare_rewards(config.algorithm, shaper, weights)
 
 
@@ -443,17 +410,15 @@ def build_experience_maker(
         critic=critic,
         teacher=teacher,
         flatten=partial(flatten_for_run, **columns) if any(columns.values()) else flatten,
-        teacher_columns=teacher_columns(config, training_data.tokenizer),
+        teacher_columns=build_data.teacher_columns(config, training_data.tokenizer),
         num_updates=updates_of_a_step(config) if rollout.overlap else 0,
-        branches=has_episodes(config.environment),
+        branches=sections.has_episodes(config.environment),
     )
 
 
-def build_sampler(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
-) -> RunSampler:
+def build_sampler(config: Config, strategy: StrategyBase, tokenizer: Tokenizer) -> RunSampler:
     """Build what samples responses, or episodes if the run has environments or tools."""
-    if has_episodes(config.environment):
+    if sections.has_episodes(config.environment):
         return extra(WITH_EPISODES).episode_sampler(config, strategy, tokenizer)
     return RunSampler(strategy, tokenizer, config.rollout)
 
@@ -528,6 +493,7 @@ def build_scheduler(
 ) -> Scheduler:
     """Build the scheduler that chooses the prompts of a step."""
     prompts = training_data.prompts
+    chosen, skips = scheduler_class(config, training_data)
     options = {
         "section": config.rollout,
         "data": strategy.mesh.data,
@@ -536,14 +502,11 @@ def build_scheduler(
         "order": prompts.order(strategy.data_order, config.train.seed),
         "expander": training_data.expand,
         "trace": trace,
-    }
-
-    chosen, skips = scheduler_class(config, training_data)
-    options |= {
         "skips_unreadable": skips,
         "overlap": overlap,
         "total_steps": training_data.total_steps,
     }
+
     options = vars(config.rollout) | options
     named = named_by(chosen) & options.keys()
     return chosen(sampler, rewards, prompts, **{name: options[name] for name in named})
@@ -596,16 +559,16 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     world = strategy.mesh.world
     original = config
     config = with_merged_pretrain(with_model_of_run(config, world), world)
-    if has_episodes(config.environment):
+    if sections.has_episodes(config.environment):
         config = extra(WITH_EPISODES).with_tools(config, world)
     tokenizer = load_tokenizer(config.model)
     rewards = build_rewards(config, strategy)
-    check_tools(config, tokenizer)
-    expand = load_expander(config, tokenizer, engine=True)
+    build_data.check_tools(config, tokenizer)
+    expand = build_data.load_expander(config, tokenizer, engine=True)
     sets = build_eval_sets(config, strategy, tokenizer, expand, rewards)
     if any(each.rewards is rewards for each in sets):
-        rewards.models = build_model_rewards(config, strategy, tokenizer, expand)
-    config = with_token_ids(config, tokenizer)
+        rewards.models = build_roles.build_model_rewards(config, strategy, tokenizer, expand)
+    config = build_data.with_token_ids(config, tokenizer)
     # The engine sleeps only to make room for reward models; nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
     name = f"(--engine_type {config.engine.engine_type}) with {config.model.pretrain}"

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from loguru import logger
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.rollout.media_expansion import Expander
 from lightrft.algorithms.rollout.teacher_columns import TeacherColumns
@@ -49,28 +49,18 @@ def load_training_data(config: Config, *, rewards: RewardRunner | None = None) -
     check_tools(config, tokenizer)
     expand = load_trained_expander(config, tokenizer, engine=rewards is not None)
     arguments = config, tokenizer, expand
-    if rewards:
-        load = partial(load_rewarded, *arguments, rewards)
-    else:
-        load = partial(load_supervised, *arguments)
+    load = partial(load_rewarded, rewards=rewards) if rewards else load_supervised
     # Runs that generate responses load held-out sets elsewhere, each with its own rewards.
     held_out = config.data.eval_data and rewards is None
-    prompts = load()
-    eval_prompts = load(source="eval_data") if held_out else PromptSet([])
+    prompts = load(*arguments)
+    eval_prompts = load(*arguments, source="eval_data") if held_out else PromptSet([])
     warn_of_learned_rows(prompts, eval_prompts, tokenizer.decode)
 
-    return TrainingData(
-        tokenizer,
-        prompts,
-        eval_prompts,
-        steps_of_epochs(config, prompts.draws_of_epoch, generates=rewards is not None),
-        expand,
-    )
+    steps = steps_of_epochs(config, prompts.draws_of_epoch, generates=rewards is not None)
+    return TrainingData(tokenizer, prompts, eval_prompts, steps, expand)
 
 
-def load_trained_expander(
-    config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool
-) -> Expander | None:
+def load_trained_expander(config: Config, tokenizer: Tokenizer, *, engine: bool) -> Expander | None:
     """Return load_expander() of a model that is known to learn from the media."""
     expand = load_expander(config, tokenizer, engine=engine)
     if expand is not None:
@@ -78,9 +68,7 @@ def load_trained_expander(
     return expand
 
 
-def load_expander(
-    config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool
-) -> Expander | None:
+def load_expander(config: Config, tokenizer: Tokenizer, *, engine: bool) -> Expander | None:
     """Return the expander of prompts with media; None if all prompts are text.
 
     If prompts go to an `engine`, they may have no more media than it takes. The tokenizer gets the
@@ -103,7 +91,7 @@ def load_expander(
 
 def load_rewarded(
     config: Config,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     expand: Expander | None,
     rewards: RewardRunner,
     *,
@@ -138,7 +126,7 @@ def load_rewarded(
     )
 
 
-def teacher_columns(config: Config, tokenizer: PreTrainedTokenizerBase) -> TeacherColumns | None:
+def teacher_columns(config: Config, tokenizer: Tokenizer) -> TeacherColumns | None:
     """Return what reads the columns about teachers; None if there are none."""
     if config.data.teacher_key is None and config.data.teacher_prompt_key is None:
         return None
@@ -164,11 +152,7 @@ def _most(config: Config) -> dict[str, int]:
 
 
 def load_supervised(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    expand: Expander | None,
-    *,
-    source: str = "prompt_data",
+    config: Config, tokenizer: Tokenizer, expand: Expander | None, *, source: str = "prompt_data"
 ) -> PromptSet:
     return load_examples(
         config.data,
@@ -291,7 +275,7 @@ def _fitting_batch(config: Config, num_rows: int, generates: bool) -> int:
     return size
 
 
-def with_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:
+def with_token_ids(config: Config, tokenizer: Tokenizer) -> Config:
     """Add the tokens that only the tokenizer knows: ends of turns, and --bad_words.
 
     Responses also stop where the tokenizer and the chat template end a turn. Raises ConfigError for
@@ -316,7 +300,7 @@ def with_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config
     return replace(config, rollout=replace(rollout, **tokens))
 
 
-def check_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_tools(config: Config, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if the chat template does not describe the run's tools to the model, or if
     there is none for the chats of an agent.
     """

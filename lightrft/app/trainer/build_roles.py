@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from torch.nn import Module
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.roles.critic import Critic
 from lightrft.algorithms.roles.draft import Draft
@@ -45,7 +45,7 @@ def build_policy(
     updates: int,
     reference: bool,
     sampling: Sampling = ANY_TOKEN,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Policy:
     """Build the sharded actor with optimizer and schedule, and the frozen reference.
 
@@ -159,7 +159,7 @@ def set_blank_media(expand: Expander | None, *models: Actor | Scorer | None) -> 
 
 
 def build_critic(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int
+    config: Config, strategy: StrategyBase, tokenizer: Tokenizer, *, updates: int
 ) -> Critic:
     """Build the sharded critic with optimizer and schedule; it gets adapters if the actor does."""
     if config.model.critic_pretrain:
@@ -178,7 +178,7 @@ def build_critic(
 
 
 def build_draft(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int
+    config: Config, strategy: StrategyBase, tokenizer: Tokenizer, *, updates: int
 ) -> Draft | None:
     """Build the sharded model of --speculative draft, if it learns; all parameters are trained."""
     rate = config.optim.draft_learning_rate
@@ -194,19 +194,15 @@ def build_draft(
     # It imitates what the engine samples, so it learns at the rollout's temperature.
     truncation = Truncation(banned=never_sampled(name, model.language_model.config, tokenizer))
 
-    return Draft(
-        strategy,
-        *_trained(config, strategy, model, rate, updates),
-        temperature=config.rollout.temperature,
-        truncation=truncation,
-        **limits(config),
-    )
+    trained = _trained(config, strategy, model, rate, updates)
+    options = limits(config) | {"temperature": config.rollout.temperature}
+    return Draft(strategy, *trained, truncation=truncation, **options)
 
 
 def build_teacher(
     config: Config,
     strategy: StrategyBase,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     expand: Expander | None,
     policy: Policy,
 ) -> Teacher:
@@ -232,7 +228,7 @@ def build_teacher(
 def _teachers(
     config: Config,
     strategy: StrategyBase,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     expand: Expander | None,
     policy: Policy,
 ) -> list[Teacher]:
@@ -271,20 +267,12 @@ def _teachers(
 def _frozen_policy(
     config: Config, strategy: StrategyBase, actor: Actor, truncation: Truncation
 ) -> Policy:
-    return Policy(
-        strategy,
-        actor,
-        temperature=config.rollout.temperature,
-        truncation=truncation,
-        **limits(config),
-    )
+    options = limits(config) | {"temperature": config.rollout.temperature}
+    return Policy(strategy, actor, truncation=truncation, **options)
 
 
 def build_model_rewards(
-    config: Config,
-    strategy: StrategyBase,
-    tokenizer: PreTrainedTokenizerBase,
-    expand: Expander | None,
+    config: Config, strategy: StrategyBase, tokenizer: Tokenizer, expand: Expander | None
 ) -> ModelRewards | None:
     """Build the frozen reward models, sharded like the reference; None if there are none."""
     models = []
@@ -296,9 +284,8 @@ def build_model_rewards(
         role = build_frozen_reward_model(config, strategy, flag, term.name)
         set_blank_media(expand, role.module)
         steps = of_steps if flag == "process_reward_pretrain" else None
-        models.append(
-            ScoringModel(term.label, role, config.reward.reward_model_coef * term.weight, steps)
-        )
+        weight = config.reward.reward_model_coef * term.weight
+        models.append(ScoringModel(term.label, role, weight, steps))
 
     return ModelRewards(models, key=config.reward.reward_key, expand=expand) if models else None
 
@@ -316,12 +303,7 @@ def build_frozen_reward_model(
 
 
 def build_reward_model(
-    config: Config,
-    strategy: StrategyBase,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    updates: int,
-    heads: list[str],
+    config: Config, strategy: StrategyBase, tokenizer: Tokenizer, *, updates: int, heads: list[str]
 ) -> RewardModel:
     """Build the reward model that learns, sharded, with optimizer and schedule.
 
@@ -341,7 +323,7 @@ def build_reward_model(
 
 
 def _empty_reward_model(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, heads: list[str]
+    config: Config, strategy: StrategyBase, tokenizer: Tokenizer, heads: list[str]
 ) -> Scorer:
     with strategy.init_model_context():
         model = load_reward_model(config.model, heads, tokenizer)

@@ -11,13 +11,8 @@ from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.app.run.observation import check_logins, log_duration, observation
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.run.run_folder import RunFolder
+from lightrft.app.trainer import build_data
 from lightrft.app.trainer.base import TrainingData
-from lightrft.app.trainer.build_data import (
-    limits_of_media,
-    load_trained_expander,
-    load_training_data,
-    steps_of_epochs,
-)
 from lightrft.app.trainer.build_roles import build_policy, build_reward_model, set_blank_media
 from lightrft.app.trainer.supervised import SupervisedTrainer, Task
 from lightrft.app.trainer.tasks.dpo import DPOTask
@@ -40,7 +35,7 @@ Learning = tuple[DistributedRole, Task, TrainingData]
 
 def sft_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
-        data = load_training_data(config)
+        data = build_data.load_training_data(config)
         policy = _policy(config, strategy, data, reference=False)
         return policy, SFTTask(policy, config.train, expand=data.expand), data
 
@@ -166,7 +161,7 @@ def _load_judged(config: Config, load: Callable[..., PromptSet]) -> TrainingData
     """
     tokenizer = load_tokenizer(config.model)
     train = config.train
-    expand = load_trained_expander(config, tokenizer, engine=False)
+    expand = build_data.load_trained_expander(config, tokenizer, engine=False)
     # A row must fit into micro-batches with a backward pass and without one.
     longest = min(
         train.max_tokens_per_microbatch,
@@ -175,11 +170,11 @@ def _load_judged(config: Config, load: Callable[..., PromptSet]) -> TrainingData
     options = {
         "longest": longest,
         "measure": expand and expand.measure,
-        "requirements": limits_of_media(config),
+        "requirements": build_data.limits_of_media(config),
     }
     rows = load(tokenizer, source="prompt_data", **options)
     has_eval = config.data.eval_data
     eval_rows = load(tokenizer, source="eval_data", **options) if has_eval else PromptSet([])
-    steps = steps_of_epochs(config, rows.draws_of_epoch)
+    steps = build_data.steps_of_epochs(config, rows.draws_of_epoch)
 
     return TrainingData(tokenizer, rows, eval_rows, steps, expand)

@@ -56,10 +56,8 @@ class Evaluation:
 
         data = strategy.mesh.data
         metrics = Metrics()
-        estimates = [
-            evaluate(held_out, groups, metrics, data)
-            for held_out, groups in zip(self.sets, answered, strict=True)
-        ]
+        of_sets = zip(self.sets, answered, strict=True)
+        estimates = [evaluate(held_out, groups, metrics, data) for held_out, groups in of_sets]
         result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(data).items()}
         result |= self._bounds(estimates)
         self._write_responses(answered)
@@ -115,33 +113,24 @@ def to_first_rank(groups: list[Group], count: int, data: Axis) -> Iterator[list[
     for source in range(data.size):
         for start in range(0, len(share_of(source, data.size, count)), AT_ONCE):
             sent = groups[start : start + AT_ONCE] if source == data.rank else []
-            yield data.exchange_objects([sent if rank == 0 else [] for rank in range(data.size)])[
-                source
-            ]
+            parts = [sent if rank == 0 else [] for rank in range(data.size)]
+            yield data.exchange_objects(parts)[source]
 
 
 def response_rows(name: str, group: Group) -> Iterator[dict[str, Any]]:
     """Yield a row for each response to a prompt, the greedy one first."""
+    where = {"set": name} if name else {}
+    index = group.responses[0].prompt.index
     labels = [*["greedy"] * len(group.others), *range(len(group.samples))]
     for label, row in zip(labels, sample_rows([*group.others, *group.samples]), strict=True):
         row.pop("group")
-        yield {
-            **({"set": name} if name else {}),
-            "row": group.responses[0].prompt.index,
-            "sample": label,
-            **row,
-        }
+        yield {**where, "row": index, "sample": label, **row}
 
 
 def table(title: str, sets: list[HeldOut], estimates: list[dict[str, Estimate]]) -> Table:
     """Return the table of an evaluation: a column for each set, a row for each number."""
-    rows = Table(
-        "",
-        *(each.name or "held-out" for each in sets),
-        title=title,
-        box=box.SIMPLE,
-        title_justify="left",
-    )
+    names = [each.name or "held-out" for each in sets]
+    rows = Table("", *names, title=title, box=box.SIMPLE, title_justify="left")
     rows.add_row("prompts", *(str(len(each.prompts)) for each in sets))
 
     for name in dict.fromkeys(name for values in estimates for name in values):

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoTokenizer, PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.values import import_path
@@ -125,9 +126,7 @@ def _check(values: Mapping[str, Any], model: Any, tokenizer: Any) -> None:
             " pass its folder"
         )
 
-    if tokenizer is not None and not isinstance(
-        tokenizer, PreTrainedTokenizerBase | ProcessorMixin
-    ):
+    if tokenizer is not None and not isinstance(tokenizer, Tokenizer | ProcessorMixin):
         raise ConfigError(
             f"tokenizer is a tokenizer or processor of transformers, not {type(tokenizer).__name__}"
         )

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 
 from torch import nn
@@ -16,7 +16,7 @@ from lightrft.app.observe.sinks import sample_rows
 from lightrft.app.run.interruption import Interrupted
 from lightrft.app.trainer.base import Trainer, TrainingData
 from lightrft.app.trainer.held_out import HeldOut, answer_all, evaluate
-from lightrft.config.sections import Config, moves_reference
+from lightrft.config.sections import moves_reference
 from lightrft.core.batch import TrainingPlan
 from lightrft.core.experience import ExperienceMaker
 from lightrft.core.groups import measure_samples
@@ -27,7 +27,6 @@ from lightrft.core.samples import Sample
 from lightrft.core.step import Measure, Step, StepRecord
 from lightrft.data.prompt_set import PromptSet
 from lightrft.strategy.batching.micro_batches import put_batch
-from lightrft.strategy.strategy import StrategyBase
 
 Read = Callable[[int], tuple[list[Sample], int]]
 """Returns the recorded samples of a step, and the version of the engine's weights then."""
@@ -44,58 +43,50 @@ class ReplayedStep(Step):
         return self.read(number)
 
 
+@dataclass(eq=False, kw_only=True)
 class PPOTrainer(Trainer):
     """Trains on generated samples: a step generates groups for a batch of prompts and learns."""
 
-    def __init__(
+    rollout: Rollout
+    sampler: RunSampler
+    make_experience: InitVar[ExperienceMaker]
+    learners: Sequence[Learner]
+    """Models that learn, in order; the policy is the last one."""
+    eval_sets: Sequence[HeldOut] = ()
+    measures: InitVar[Sequence[Measure]] = ()
+    """Functions that see the samples of each step."""
+    read: Read | None = None
+    """Returns the samples of another run, which are learned instead."""
+    ends: Callable[[], bool] | None = None
+    """Returns True if the step just done is the last one, on all ranks."""
+
+    def __post_init__(
         self,
-        config: Config,
-        strategy: StrategyBase,
-        policy: Policy,
         training_data: TrainingData,
-        *,
-        rollout: Rollout,
-        sampler: RunSampler,
         make_experience: ExperienceMaker,
-        learners: Sequence[Learner],
-        eval_sets: Sequence[HeldOut] = (),
-        measures: Sequence[Measure] = (),
-        read: Read | None = None,
-        ends: Callable[[], bool] | None = None,
-        **kwargs,
-    ):
-        """Set up the trainer.
+        measures: Sequence[Measure],
+    ) -> None:
+        super().__post_init__(training_data)
+        self.policy: Policy = self.role
+        self.moves_reference = moves_reference(self.config.algorithm)
+        self.has_readers = self.strategy.sample_store().is_outside
 
-        `learners` are the models that learn, in order; the policy is the last one. `measures` see
-        the samples of each step. `read` returns those of another run, which are learned instead.
-        `ends` returns True if the step just done is the last one, on all ranks.
-        """
-        super().__init__(config, strategy, policy, training_data, **kwargs)
-        self.policy = policy
-        self.rollout = rollout
-        self.sampler = sampler
-        self.learners = learners
-        self.eval_sets = eval_sets
-        self.read = read
-        self.ends = ends
-        self.moves_reference = moves_reference(config.algorithm)
-        self.has_readers = strategy.sample_store().is_outside
-
+        read = self.read
         self.learning_step = (Step if read is None else partial(ReplayedStep, read=read))(
-            strategy,
-            rollout,
+            self.strategy,
+            self.rollout,
             make_experience,
-            learners,
+            self.learners,
             measures=[self._measure, *measures],
             around=self._around_learning,
             trace=self.trace,
         )
 
-        for learner in learners:
+        for learner in self.learners:
             role = learner.role
             self.models[learner.name] = (role.module, role.optimizer, role.scheduler)
         if self.moves_reference:
-            self.models["reference"] = (policy.reference, None, None)
+            self.models["reference"] = (self.policy.reference, None, None)
 
     def step(self, number: int) -> StepRecord:
         rollback = self.rollout.scheduler.snapshot()

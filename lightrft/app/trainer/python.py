@@ -66,10 +66,8 @@ class TrainedRun:
         owners = section_of_field()
         read = fields_read("evaluate")
         # Only values that the user wrote are handed on; evaluation has defaults of its own.
-        of_run = {
-            name: getattr(getattr(self.config, owners[name]), name)
-            for name in self.config.written & read
-        }
+        written = self.config.written & read
+        of_run = {name: getattr(getattr(self.config, owners[name]), name) for name in written}
         where = {"pretrain": str(self.model_path), "save_path": str(self.folder / "evaluation")}
         base = _configuration(config, of_run | where)
 

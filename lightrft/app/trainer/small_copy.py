@@ -226,11 +226,8 @@ def _fewer_layers(config: PretrainedConfig, values: dict[str, Any]) -> dict[str,
     }
     numbers = {key: values[key] for key in INDEX_LISTS if isinstance(values.get(key), list)}
     # A list of types has few different ones, and a list of sizes has many.
-    types = [
-        value
-        for value in (lists | computed).values()
-        if len({repr(each) for each in value}) <= MAX_LAYERS
-    ]
+    every = (lists | computed).values()
+    types = [value for value in every if len({repr(each) for each in value}) <= MAX_LAYERS]
     kinds = [
         repr([value[layer] for value in types])
         + repr([layer in value for value in numbers.values()])

@@ -1,9 +1,10 @@
 """Train on given examples: each step takes rows of the data, and a task makes a loss of them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightrft.app.trainer.base import Trainer
+from lightrft.app.trainer.base import Trainer, TrainingData
 from lightrft.core.role import LossTerm
 from lightrft.core.samples import Answer, Prompt
 from lightrft.core.step import StepRecord
@@ -25,14 +26,14 @@ class Task(Protocol):
         ...
 
 
+@dataclass(eq=False, kw_only=True)
 class SupervisedTrainer(Trainer):
     """Takes one optimizer step over `train_batch_size` rows in each step."""
 
-    def __init__(self, *args: Any, task: Task, role_name: str = "actor", **kwargs: Any):
-        """Set up the trainer of `task`; `role_name` is the name of the model in checkpoints."""
-        self.role_name = role_name
-        super().__init__(*args, **kwargs)
-        self.task = task
+    task: Task
+
+    def __post_init__(self, training_data: TrainingData) -> None:
+        super().__post_init__(training_data)
         self.order = self.prompts.order(self.strategy.data_order, self.config.train.seed)
 
     def step(self, number: int) -> StepRecord:

@@ -45,10 +45,8 @@ class ReasoningTask:
         that is not a number.
         """
         name, _, query = reference.removeprefix(REASONING_GYM).partition("?")
-        options = {
-            key: _value(text)
-            for key, _, text in (option.partition("=") for option in query.split("&") if option)
-        }
+        written = (option.partition("=") for option in query.split("&") if option)
+        options = {key: _value(text) for key, _, text in written}
 
         size = options.pop("size", SIZE)
         seed = options.pop("seed", zlib.crc32(split.encode()))

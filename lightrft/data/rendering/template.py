@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from loguru import logger
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.sections import DataSection
 from lightrft.config.tables import table
@@ -45,7 +45,7 @@ def template_variables(section: DataSection) -> dict[str, Any]:
     return json.loads(section.chat_template_kwargs or "{}")
 
 
-def chat_template(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> "ChatTemplate":
+def chat_template(section: DataSection, tokenizer: Tokenizer) -> "ChatTemplate":
     """Return the tokenizer's chat template with the run's variables."""
     source = str(tokenizer.chat_template)
     return _chat_template(
@@ -53,7 +53,7 @@ def chat_template(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> "
     )
 
 
-def turn_end_ids(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def turn_end_ids(section: DataSection, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokens that end a response, as the tokenizer and the chat template say."""
     if section.apply_chat_template and tokenizer.chat_template:
         return chat_template(section, tokenizer).end_token_ids
@@ -62,7 +62,7 @@ def turn_end_ids(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> fr
 
 @lru_cache(maxsize=8)
 def _chat_template(
-    tokenizer: PreTrainedTokenizerBase, source: str, variables: JSONObject, date: str
+    tokenizer: Tokenizer, source: str, variables: JSONObject, date: str
 ) -> "ChatTemplate":
     variables = template_variables(DataSection(chat_template_kwargs=variables))
     if date:
@@ -89,7 +89,7 @@ class Closing:
 class ChatTemplate:
     """A tokenizer's chat template with the run's variables, and what it was found to do."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     variables: dict[str, Any]
     """Variables of the run, with the tools."""
     _complete: set[Any] = field(default_factory=set, repr=False)

@@ -5,7 +5,7 @@ from functools import partial
 from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.values import check_text
 from lightrft.core.samples import Answer
@@ -14,9 +14,7 @@ ANCHOR = "\n"
 """Text before an answer that is tokenized alone, so that no space is written before it."""
 
 
-def text_tokens(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = True
-) -> list[int]:
+def text_tokens(tokenizer: Tokenizer, text: str, *, special_tokens: bool = True) -> list[int]:
     """Return the tokens of a text that begins a sequence.
 
     The tokens that the tokenizer adds at a beginning are added unless the text has them. Those at
@@ -36,7 +34,7 @@ def text_tokens(
 
 
 def consecutive_tokens(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special_tokens: bool = False
+    tokenizer: Tokenizer, texts: Sequence[str], *, special_tokens: bool = False
 ) -> list[list[int]]:
     """Return the tokens of consecutive texts as in the whole text.
 
@@ -55,7 +53,7 @@ def consecutive_tokens(
     return [pieces[0], *(_inner_tokens(tokenizer, text) for text in rest)]
 
 
-def _inner_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def _inner_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the tokens of a text inside of another one.
 
     Some tokenizers write a space before a text; here there is none.
@@ -75,7 +73,7 @@ def without_ends(text: str, ends: Collection[str]) -> str:
 
 
 def marked_texts(
-    prompt: str, answers: Sequence[Answer], tokenizer: PreTrainedTokenizerBase
+    prompt: str, answers: Sequence[Answer], tokenizer: Tokenizer
 ) -> list[tuple[str, bool]]:
     """Return the text of a prompt and the texts of answers to it, with True for what is learned."""
     texts = [(prompt, False)]

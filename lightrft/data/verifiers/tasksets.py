@@ -44,11 +44,8 @@ def parse(reference: str) -> tuple[EnvConfig, dict[str, Any]]:
         target[last] = _value(text)
 
     select = options.pop("select")
-    roles = [
-        role
-        for role in agent_config_fields(env_config_type(name, options.get("id", ""))())
-        if "runtime" not in options.setdefault(role, {})
-    ]
+    every = agent_config_fields(env_config_type(name, options.get("id", ""))())
+    roles = [role for role in every if "runtime" not in options.setdefault(role, {})]
     for role in roles:
         options[role]["runtime"] = {"type": "subprocess"}
 

@@ -79,10 +79,8 @@ class WeightBroadcast:
             self._broadcast(0, length).wait()
             header = torch.empty(int(length), dtype=torch.uint8, device=self.device)
             self._broadcast(0, header).wait()
-            contents = [
-                (name, shape, getattr(torch, dtype))
-                for name, shape, dtype in json.loads(header.cpu().numpy().tobytes())
-            ]
+            described = json.loads(header.cpu().numpy().tobytes())
+            contents = [(name, shape, getattr(torch, dtype)) for name, shape, dtype in described]
             if not contents:
                 return
 

@@ -44,12 +44,8 @@ def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
         "enable_weights_cpu_backup": section.engine_sleep_level == 1 and not on_cpu,
     }
 
-    return with_users_arguments(
-        options,
-        section.engine_args,
-        known=inspect.signature(ServerArgs).parameters,
-        reserved=SGLANG_RESERVED,
-    )
+    known = inspect.signature(ServerArgs).parameters
+    return with_users_arguments(options, section.engine_args, known=known, reserved=SGLANG_RESERVED)
 
 
 def _on_accelerator(setup: EngineSetup) -> dict[str, Any]:

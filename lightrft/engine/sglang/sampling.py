@@ -36,10 +36,8 @@ def draw(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     The point of a row depends only on the row's seed and position. SGLang has such a function, but
     it needs SGLang's kernels.
     """
-    points = [
-        random.Random(f"{of_row} {at}").random()
-        for of_row, at in zip(seed.tolist(), position.tolist(), strict=True)
-    ]
+    draws = zip(seed.tolist(), position.tolist(), strict=True)
+    points = [random.Random(f"{of_row} {at}").random() for of_row, at in draws]
     return drawn_tokens(logprobs, torch.tensor(points, dtype=torch.float64))
 
 

@@ -129,10 +129,8 @@ def _pause(scheduler: Scheduler, salt: str) -> dict[str, int]:
 
     running = scheduler.collect_inflight_reqs()
     prompts = {scheduler.chunked_req} - {None}
-    counts = {
-        request.rid: len(request.output_ids)
-        for request in (*scheduler.waiting_queue, *prompts, *running)
-    }
+    requests = (*scheduler.waiting_queue, *prompts, *running)
+    counts = {request.rid: len(request.output_ids) for request in requests}
     if scheduler.enable_overlap:
         # A step in flight reads and samples with the old weights. SGLang takes up the result when
         # it goes on.

@@ -5,11 +5,11 @@ from typing import Any
 
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 def tool_parser(
-    name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]
+    name: str, tokenizer: Tokenizer, schemas: list[dict[str, Any]]
 ) -> Callable[[str], tuple[str, list[tuple[str, str]]]]:
     """Return a function that splits a turn into text and calls (name, JSON arguments).
 

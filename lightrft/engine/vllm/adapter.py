@@ -411,10 +411,8 @@ def _salted(expanded: Expanded, salt: str) -> MultiModalInput:
     """Return a prompt with media for vLLM, with a salt for what vLLM's caches contain."""
     prompt = expanded.features
     # The hashes name the outputs of encoders, which vLLM caches too.
-    hashes = {
-        medium: [f"{salt} {each}" for each in of_medium]
-        for medium, of_medium in prompt["mm_hashes"].items()
-    }
+    items = prompt["mm_hashes"].items()
+    hashes = {medium: [f"{salt} {each}" for each in found] for medium, found in items}
     salted = {"prompt_token_ids": expanded.token_ids, "cache_salt": salt, "mm_hashes": hashes}
     return {**prompt, **salted}
 

@@ -114,12 +114,8 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     reserved = dict(VLLM_RESERVED)
     if on_cpu:  # the flag is about CUDA graphs; what is compiled for a CPU pays in long runs only
         del reserved["enforce_eager"]
-    return with_users_arguments(
-        options,
-        section.engine_args,
-        known=[field.name for field in fields(EngineArgs)],
-        reserved=reserved,
-    )
+    known = [field.name for field in fields(EngineArgs)]
+    return with_users_arguments(options, section.engine_args, known=known, reserved=reserved)
 
 
 def _adapters(setup: EngineSetup) -> dict:

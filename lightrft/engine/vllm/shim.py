@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from PIL.Image import Image
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.device_allocator import cumem
@@ -48,17 +48,9 @@ from lightrft.engine.media import MEDIA_NAMES, Clip, Video, metadata
 from lightrft.engine.vllm.adapter_slots import AdapterSlots
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.device import local_rank
+from lightrft.models.weight_sync import fused_layout
 from lightrft.models.weight_sync.adapters import Adapters
 from lightrft.models.weight_sync.expert_layout import is_experts, pack_experts, unpacked_experts
-from lightrft.models.weight_sync.fused_layout import (
-    CONVOLUTION_VIEW,
-    FUSED_LAYERS,
-    SCALE_NAME,
-    UNPACKED,
-    CopyTarget,
-    FusedWeights,
-    engine_names,
-)
 from lightrft.models.weight_sync.names import NamedTensor, PublishedNames
 
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
@@ -97,7 +89,7 @@ class VLLMShim:
         """Names of the draft model's weights in a stream. None: streams bring none of them, except
         for embeddings and an output layer that both models share."""
         self._draft_weights: dict[str, torch.Tensor] = {}
-        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.tokenizer: Tokenizer | None = None
         """Tokenizer to search for stop strings with. vLLM starts without one."""
         self.cache: KVCacheManager = (
             llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
@@ -107,14 +99,14 @@ class VLLMShim:
         self._num_submitted = 0
 
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
-        fused_layers = FUSED_LAYERS | getattr(self.model, "packed_modules_mapping", {})
-        loaded = engine_names(names)
+        fused_layers = fused_layout.FUSED_LAYERS | getattr(self.model, "packed_modules_mapping", {})
+        loaded = fused_layout.engine_names(names)
         rename = mapper.map_name if mapper else _by_loader
         loaded = {name: rename(published) for name, published in loaded.items()}
         self.names = names
         self._stale_copies = _stale_copies(self.model)
         self.experts = [layer for layer in self.model.modules() if is_experts(layer)]
-        self.weights = FusedWeights(
+        self.weights = fused_layout.FusedWeights(
             self.model,
             loaded,
             names.shapes,
@@ -358,10 +350,8 @@ class VLLMShim:
         LOCAL_WORLD_SIZE and sets VLLM_DIST_IDENT: a second engine in the same process would warn
         that it does not know it.
         """
-        before = {
-            name: os.environ.get(name)
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "VLLM_DIST_IDENT")
-        }
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "VLLM_DIST_IDENT")
+        before = {name: os.environ.get(name) for name in names}
         os.environ.setdefault("RANK", str(dist.get_rank()))
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
 
@@ -472,7 +462,7 @@ def _item(item: Image | Video | Clip) -> Image | tuple:
 
 def _copy_targeted(
     named_tensors: Iterator[NamedTensor],
-    targets: Mapping[str, list[CopyTarget]],
+    targets: Mapping[str, list[fused_layout.CopyTarget]],
     names: PublishedNames,
 ) -> Iterator[NamedTensor]:
     """Copy the tensors that have targets; yield the others under published names."""
@@ -528,7 +518,7 @@ def _packs(layer: torch.nn.Module) -> bool:
 
     It mostly keeps only that copy. In INT8 and FP8, every form is packed but the turned matrix.
     """
-    if SCALE_NAME not in layer._parameters:
+    if fused_layout.SCALE_NAME not in layer._parameters:
         return "cpu_linear" in vars(layer)
     created = get_layerwise_info(layer).restore_metadata[0]["weight"]
     sizes = zip(layer.weight.shape, reversed(created.shape), strict=False)
@@ -548,15 +538,17 @@ def _stale_copies(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.n
         weight = layer._parameters.get("weight")
         if weight is not None and _packs(layer):
             pairs.append((layer, first.setdefault(id(weight), layer)))
-        if CONVOLUTION_VIEW in layer._buffers and UNPACKED in vars(layer.conv1d):
+        if fused_layout.CONVOLUTION_VIEW in layer._buffers and fused_layout.UNPACKED in vars(
+            layer.conv1d
+        ):
             pairs.append((layer, layer.conv1d))
     return [(layer, renewed) for layer, renewed in pairs if layer is not renewed]
 
 
 def _renew_copies(stale: list[tuple[torch.nn.Module, torch.nn.Module]]) -> None:
     for layer, renewed in stale:
-        if UNPACKED in vars(renewed):
-            layer.conv_weights.copy_(getattr(renewed, UNPACKED))
+        if fused_layout.UNPACKED in vars(renewed):
+            layer.conv_weights.copy_(getattr(renewed, fused_layout.UNPACKED))
         else:
             layer.cpu_linear = renewed.cpu_linear
 

@@ -84,10 +84,8 @@ class Costs:
         self.measured = [measured[size] for size in self.sizes]
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{cost:.0%} at batch size {size}"
-            for size, cost in zip(self.sizes, self.measured, strict=True)
-        )
+        costs = zip(self.sizes, self.measured, strict=True)
+        return ", ".join(f"{cost:.0%} at batch size {size}" for size, cost in costs)
 
     def of(self, batch_size: int) -> float:
         if not self.sizes:

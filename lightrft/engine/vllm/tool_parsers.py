@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
 
 def tool_parser(
-    name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]
+    name: str, tokenizer: Tokenizer, schemas: list[dict[str, Any]]
 ) -> Callable[[str], tuple[str, list[tuple[str, str]]]]:
     """Return a function that splits a turn into text and calls (name, JSON arguments).
 

@@ -6,6 +6,7 @@ Nobody learns from them. If their rewards rise, the reward is being gamed.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, InitVar, dataclass
 from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
@@ -56,37 +57,30 @@ class ScoredCanary(NamedTuple):
     """This response, with the prompt and the labels, for people."""
 
 
+@dataclass(eq=False)
 class Canaries:
     """Generates canaries, and collects evidence from their rewards.
 
     Their numbers count from 0; as the number of a group, canary k is -1 - k.
     """
 
-    def __init__(
-        self,
-        rows: CanaryRows,
-        sampler: RunSampler,
-        section: WatchSection,
-        *,
-        data: Axis,
-        batch: int,
-        samples: int,
-        joins: bool,
-    ):
-        """Set up the canaries. `batch` are the prompts of a step, each with `samples` responses.
+    rows: CanaryRows
+    sampler: RunSampler
+    section: WatchSection
+    _: KW_ONLY
+    data: Axis
+    batch: InitVar[int]
+    """Number of prompts of a step."""
+    samples: int
+    """Number of responses to a prompt."""
+    joins: bool
+    """True if canaries are generated with the other prompts, else after them."""
 
-        With `joins` they are generated with the other prompts, otherwise after them.
-        """
-        self.rows = rows
-        self.sampler = sampler
-        self.section = section
-        self.data = data
-        self.num_per_step = section.canaries * batch
-        self.samples = samples
-        self.joins = joins
-        self.monitor = RewardMonitor("canary", section)
-        if section.canary_chance is not None:
-            self.monitor.expect(section.canary_chance)
+    def __post_init__(self, batch: int) -> None:
+        self.num_per_step = self.section.canaries * batch
+        self.monitor = RewardMonitor("canary", self.section)
+        if self.section.canary_chance is not None:
+            self.monitor.expect(self.section.canary_chance)
 
         self._groups: list[CanaryGroup] = []
         """This rank's canaries of a step."""

@@ -179,13 +179,10 @@ def watch_of(
             prompts = load_rewarded(
                 replace(config, data=rows), data.tokenizer, data.expand, rewards
             )
+        answer = answer_reader(config.reward.reward)
+        swaps = not section.canary_data
         canaries = Canaries(
-            CanaryRows(
-                prompts,
-                config.train.seed,
-                swaps=not section.canary_data,
-                answer=answer_reader(config.reward.reward),
-            ),
+            CanaryRows(prompts, config.train.seed, swaps=swaps, answer=answer),
             sampler,
             section,
             data=ranks,

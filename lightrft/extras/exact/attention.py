@@ -315,10 +315,8 @@ def _of_batch(
     """Compute attention of a flat batch [U, ...], with a copy of a shared prefix per sequence."""
     blocks = layout.blocks
     sizes = [size * width for size, width in blocks.shapes]
-    padded = [
-        x if blocks.source is None else x.index_select(0, blocks.source)
-        for x in (query, key, value)
-    ]
+    source = blocks.source
+    padded = [x if source is None else x.index_select(0, source) for x in (query, key, value)]
     outputs = []
 
     for (size, width), *tensors in zip(

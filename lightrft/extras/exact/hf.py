@@ -70,14 +70,11 @@ class ExactHFEngine(HFEngine):
     ) -> Tensor:
         """Return the hidden states [R, H] that the next tokens are sampled from."""
         rows = CachedRows(mask.shape[1] - mask.sum(1), mask.shape[1])
-        return self.model.base_model(
-            input_ids=ids,
-            attention_mask=None,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            layout=rows,
-        ).last_hidden_state[:, -1]
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": None}
+        outputs = self.model.base_model(
+            **inputs, past_key_values=cache, use_cache=True, layout=rows
+        )
+        return outputs.last_hidden_state[:, -1]
 
     @torch.inference_mode()
     def _module_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:

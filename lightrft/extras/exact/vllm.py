@@ -132,13 +132,9 @@ class ExactModel(nn.Module):
             batch.seq_lens,
             batch.query_start_loc_cpu.diff().tolist(),
         )
-        return self.model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            attention_mask=None,
-            use_cache=False,
-            layout=rows,
-        ).last_hidden_state[0]
+        inputs = {"input_ids": input_ids[None], "position_ids": positions[None]}
+        outputs = self.model(**inputs, attention_mask=None, use_cache=False, layout=rows)
+        return outputs.last_hidden_state[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Return the hidden states: logits depend on the temperature, and the sampler knows it."""

@@ -128,10 +128,8 @@ def _columns(config: Config, samples: list[dict[str, Any]]) -> dict[str, dict[st
 
 def _files(config: Config, checkpoint: Path | None) -> Iterator[tuple[Path, str]]:
     models = {name: getattr(config.model, field) for field, name in MODEL_FOLDERS.items()}
-    models |= {
-        f"{TEACHER}{number}": path
-        for number, (_, path) in enumerate(teacher_terms(config.model.teacher_pretrain))
-    }
+    teachers = teacher_terms(config.model.teacher_pretrain)
+    models |= {f"{TEACHER}{number}": path for number, (_, path) in enumerate(teachers)}
     for name, path in models.items():
         source = Path(path or "").expanduser()
         if path and source.is_dir():

@@ -23,7 +23,7 @@ from lightrft.config.sections import moves_reference
 from lightrft.config.tables import table
 from lightrft.core.batch import Experience
 from lightrft.core.experience import flatten, numbers_of_rows
-from lightrft.core.losses import Denominator, PolicyObjective, Report
+from lightrft.core.losses import Denominator, PolicyObjective, Report, Reported
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
 from lightrft.core.step import StepRecord
@@ -85,9 +85,7 @@ class _Observed:
         self.reach = objective.reach
         self.records = records
 
-    def __call__(
-        self, logprobs: Tensor, batch: Experience, denominator: Denominator
-    ) -> tuple[Tensor, Report]:
+    def __call__(self, logprobs: Tensor, batch: Experience, denominator: Denominator) -> Reported:
         loss, report = self.objective(logprobs, batch, denominator)
         # It is also called on detached log-probs, for gradients that are known early.
         if logprobs.requires_grad and not logprobs.is_leaf:
@@ -224,7 +222,7 @@ class _Step:
         config = bundle.config
         total = bundle.content["total_steps"] or bundle.content["step"]
         tokenizer = load_tokenizer(config.model)
-        config = self.config = build.with_token_ids(bundle.config, tokenizer)
+        config = self.config = build.build_data.with_token_ids(bundle.config, tokenizer)
         data = build.TrainingData(tokenizer, PromptSet([]), PromptSet([]), total)
         policy, critic, teacher = build.build_ppo_roles(config, strategy, data)
         self.policy = policy
@@ -242,14 +240,7 @@ class _Step:
         }
         self._load(bundle.folder / "checkpoints", items)
         self.make_experience = build.build_experience_maker(
-            config,
-            policy,
-            critic,
-            teacher,
-            data,
-            shaper,
-            self.kl_coefficient,
-            self.entropy_coefficient,
+            config, policy, critic, teacher, data, shaper, *coefficients
         )
 
     def _load(self, folder: Path, items: dict[str, Any]) -> None:

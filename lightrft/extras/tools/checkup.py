@@ -41,16 +41,8 @@ class Check:
 
 def checkup(folder: Path) -> list[Check]:
     """Check this process's machine, for runs that are written to `folder`."""
-    return [
-        *_packages(),
-        *_engines(),
-        _device(),
-        _host_memory(),
-        _disk(folder),
-        _shared_memory(),
-        _name(),
-        _port(),
-    ]
+    memory = [_host_memory(), _disk(folder), _shared_memory()]
+    return [*_packages(), *_engines(), _device(), *memory, _name(), _port()]
 
 
 def _packages() -> list[Check]:
@@ -104,19 +96,15 @@ def _device() -> Check:
     # This process has a context of its own there, so a little does not count.
     busy = f"{(total - free) / GB:.0f} GB are used by other programs" if free < 0.9 * total else ""
 
-    return Check(
-        "device",
-        f"{count} x {device.type}, {total / GB:.0f} GB each, {free / GB:.0f} GB free",
-        busy,
-    )
+    found = f"{count} x {device.type}, {total / GB:.0f} GB each, {free / GB:.0f} GB free"
+    return Check("device", found, busy)
 
 
 def _host_memory() -> Check:
     memory = psutil.virtual_memory()
     problem = "less than 4 GB are free" if memory.available < 4 * GB else ""
-    return Check(
-        "host memory", f"{memory.total / GB:.0f} GB, {memory.available / GB:.0f} GB free", problem
-    )
+    found = f"{memory.total / GB:.0f} GB, {memory.available / GB:.0f} GB free"
+    return Check("host memory", found, problem)
 
 
 def _disk(folder: Path) -> Check:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.config.sections import Config
@@ -124,10 +124,7 @@ class Diagnosis:
 
 
 def diagnose(
-    config: Config,
-    strategy: StrategyBase,
-    tokenizer: PreTrainedTokenizerBase,
-    engine_model: str = "",
+    config: Config, strategy: StrategyBase, tokenizer: Tokenizer, engine_model: str = ""
 ) -> Diagnosis:
     """Diagnose `--pretrain`, on one process.
 

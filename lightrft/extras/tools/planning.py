@@ -11,30 +11,14 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from lightrft.algorithms.policy_loss import policy_losses
+from lightrft.config import sections
 from lightrft.config.errors import ConfigError
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.config.references import reward_model_terms, teacher_terms
-from lightrft.config.sections import (
-    Config,
-    media_columns,
-    moves_reference,
-    needs_critic,
-    needs_reference,
-    section_of_field,
-)
 from lightrft.config.summary import nodes_to_replicate, summary
 from lightrft.core.losses import reach_of
+from lightrft.extras.tools import step_memory
 from lightrft.extras.tools.shapes import model_config
-from lightrft.extras.tools.step_memory import (
-    StepBytes,
-    head_bytes,
-    num_parameters,
-    of_expert_parallel,
-    of_tensor_parallel,
-    parameter_counts,
-    step_bytes,
-    trained_parameters,
-)
 from lightrft.extras.tools.step_time import (
     HOST_LINK,
     IMBALANCE,
@@ -110,7 +94,7 @@ class RunPlan:
 class Planner:
     """Bytes of one resolved configuration on `ranks` devices."""
 
-    config: Config
+    config: sections.Config
     command: str
     ranks: int
     device: Device
@@ -130,14 +114,18 @@ class Planner:
         self.shards = self.training // (self.tp * strategy.dp_replicate)
         self.replicas = self.training // (self.sp * self.tp)
         self.engines = max((generating or self.ranks) // config.engine.engine_tp_size, 1)
-        self.local = of_tensor_parallel(self.shape, self.tp) if self.tp > 1 else self.shape
-        self.parameters, self.active = parameter_counts(self.shape)
-        self.of_rank = num_parameters(self.local)
-        self.visited = of_expert_parallel(self.local, self.ep) if self.ep > 1 else self.local
+        self.local = (
+            step_memory.of_tensor_parallel(self.shape, self.tp) if self.tp > 1 else self.shape
+        )
+        self.parameters, self.active = step_memory.parameter_counts(self.shape)
+        self.of_rank = step_memory.num_parameters(self.local)
+        self.visited = (
+            step_memory.of_expert_parallel(self.local, self.ep) if self.ep > 1 else self.local
+        )
         """The model with the experts that a rank gathers and computes."""
-        self.elsewhere = self.of_rank - num_parameters(self.visited)
+        self.elsewhere = self.of_rank - step_memory.num_parameters(self.visited)
         """Number of parameters of the experts that other ranks compute."""
-        self.trained = trained_parameters(self.local, config.model)
+        self.trained = step_memory.trained_parameters(self.local, config.model)
         self.width = 2 if config.model.bf16 else 4
         accumulates_bf16 = config.model.bf16 and strategy.reduce_dtype == "bf16"
         self.gradient_width = 2 if accumulates_bf16 and strategy.strategy == "deepspeed" else 4
@@ -169,17 +157,17 @@ class Planner:
 
         return plan
 
-    def step(self, tokens: int) -> StepBytes:
+    def step(self, tokens: int) -> step_memory.StepBytes:
         """Return the bytes of a step of the model that learns, with tokens of one rank."""
         model = self.config.model
         options = {name: getattr(self.config, name) for name in STEP_FLAGS} | {"fsdp": True}
         tokens = -(-tokens // self.sp)
-        step = step_bytes(self.visited, options, world=self.shards, tokens=tokens)
+        step = step_memory.step_bytes(self.visited, options, world=self.shards, tokens=tokens)
         if model.gradient_checkpointing and model.gradient_checkpointing_policy == "offload":
             # A trace counts the copies on the host too.
             text = self.shape.get_text_config()
             inputs = tokens * text.num_hidden_layers * text.hidden_size * self.width
-            step = step.plus(-inputs, StepBytes(0, 0, 0, 1, 1, 1))
+            step = step.plus(-inputs, step_memory.StepBytes(0, 0, 0, 1, 1, 1))
         if self.ep == 1:
             return step
 
@@ -188,10 +176,10 @@ class Planner:
         gradient = 0 if model.lora_rank or options["reduce_gradients_once"] else 4
         moments = 0 if model.lora_rank else 4 if options["optimizer"] == "muon" else 8
         held = width + gradient + moments
-        share = StepBytes(width, gradient, moments, 0, held, held)
+        share = step_memory.StepBytes(width, gradient, moments, 0, held, held)
         return step.plus(self.elsewhere / self.shards, share)
 
-    def states(self, step: StepBytes) -> Bytes:
+    def states(self, step: step_memory.StepBytes) -> Bytes:
         """Return the bytes of what the model that learns keeps between micro-batches."""
         if self.config.strategy.fsdp_cpu_offload:
             return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
@@ -238,12 +226,14 @@ class Planner:
 
     def frozen(self, shape: PretrainedConfig | None = None) -> float:
         """Return the bytes of a frozen model that a rank keeps."""
-        count = self.of_rank if shape is None else num_parameters(shape) / self.tp
+        count = self.of_rank if shape is None else step_memory.num_parameters(shape) / self.tp
         return self.width * count / self.shards
 
     def draft(self) -> float:
         """Return the bytes of the model that drafts; all parameters are trained."""
-        count = num_parameters(model_config(self.config.engine.draft_pretrain)) / self.tp
+        count = (
+            step_memory.num_parameters(model_config(self.config.engine.draft_pretrain)) / self.tp
+        )
         if self.config.strategy.strategy == "deepspeed":
             return sum(self.states_of_zero(count, count).values())
         return 16 * count / self.shards
@@ -255,11 +245,11 @@ class Planner:
         models = {}
         if self.command == "train_ppo":
             # An actor with adapters is its own reference, unless that moves.
-            if needs_reference(algorithm) and moves_reference(algorithm):
+            if sections.needs_reference(algorithm) and sections.moves_reference(algorithm):
                 models["reference"] = 4 * self.of_rank / self.shards
-            elif needs_reference(algorithm) and not model.lora_rank:
+            elif sections.needs_reference(algorithm) and not model.lora_rank:
                 models["reference"] = self.frozen()
-            if needs_critic(algorithm):
+            if sections.needs_critic(algorithm):
                 models["critic"] = sum(states.values())
             if self.config.optim.draft_learning_rate > 0:
                 models["draft"] = self.draft()
@@ -281,12 +271,12 @@ class Planner:
             return reach_of(policy_losses[self.config.algorithm.policy_loss]) == "sequence"
         return self.command in ("train_dpo", "train_kto")
 
-    def phases(self, step: StepBytes, tokens: int) -> dict[str, Bytes]:
+    def phases(self, step: step_memory.StepBytes, tokens: int) -> dict[str, Bytes]:
         states = self.states(step)
         others = self.others(states)
         idle = self.config.strategy.offload_idle
         resident = {} if idle else others
-        head = head_bytes(
+        head = step_memory.head_bytes(
             self.shape,
             -(-tokens // self.sp),
             self.tp,
@@ -342,7 +332,7 @@ class Planner:
         size = self.config.engine.weight_sync_bucket_mb * 1e6
         return size or self.device.memory / 8
 
-    def max_tokens(self, step: StepBytes, tokens: int) -> int:
+    def max_tokens(self, step: step_memory.StepBytes, tokens: int) -> int:
         """Return the largest micro-batch that fits into the phase of training.
 
         Bytes grow in proportion to tokens.
@@ -371,7 +361,7 @@ class Planner:
         samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
         # Old log-probs are computed only if a step has several updates.
         passes = samples // config.train.train_batch_size * config.train.max_epochs > 1
-        passes += needs_reference(algorithm) + needs_critic(algorithm)
+        passes += sections.needs_reference(algorithm) + sections.needs_critic(algorithm)
         passes += len(config.model.reward_pretrain)
         work = StepWork(
             samples,
@@ -623,7 +613,7 @@ class Planner:
     def fits_with(self, changes: dict[str, Any]) -> bool:
         config = deepcopy(self.config)
         for name, value in changes.items():
-            getattr(config, section_of_field()[name]).put(name, value)
+            getattr(config, sections.section_of_field()[name]).put(name, value)
         other = replace(self, config=config)
         tokens = config.train.max_tokens_per_microbatch
         phases = other.phases(other.step(tokens), tokens)
@@ -637,7 +627,7 @@ class Planner:
 
 
 def plan_of(
-    config: Config,
+    config: sections.Config,
     command: str,
     ranks: int,
     device: str,
@@ -650,7 +640,7 @@ def plan_of(
     Raise ConfigError if the shape of the model is not known, if --tp_size does not divide it, and
     for media.
     """
-    if media := media_columns(config.data):
+    if media := sections.media_columns(config.data):
         flags = ", ".join(f"--{medium}_key {column}" for medium, column in media.items())
         raise ConfigError(
             f"{flags}: runs with images, videos or sound cannot be planned, as the number of their"

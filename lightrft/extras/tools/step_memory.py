@@ -227,11 +227,8 @@ def trained_parameters(shape: PretrainedConfig, section: ModelSection) -> int:
     """Return the number of parameters that learn: the adapters', if there are any."""
     if not section.lora_rank:
         return num_parameters(shape)
-    return sum(
-        parameter.numel()
-        for parameter in empty_model(shape, section).parameters()
-        if parameter.requires_grad
-    )
+    parameters = empty_model(shape, section).parameters()
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
 def head_bytes(

@@ -32,10 +32,8 @@ def choose_interface(arrivals: dist.Store, world_size: int) -> None:
 
     address = master_address()
     if not _is_reachable(address):
-        hosts = (
-            encoded.decode()
-            for encoded in arrivals.multi_get([str(rank) for rank in range(world_size)])
-        )
+        arrived = arrivals.multi_get(list(map(str, range(world_size))))
+        hosts = (encoded.decode() for encoded in arrived)
         address = next(filter(_is_reachable, hosts), "")
 
     name = _interface_towards(address) if address else ""

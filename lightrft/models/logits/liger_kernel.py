@@ -42,14 +42,8 @@ def fuse(module: nn.Module, device: torch.device) -> None:
         feed_forward = LIGER_FAMILIES[family]
         options = {feed_forward: True} if feed_forward else {"swiglu": False}
         # The trainer has fused log-probs of its own, so the package's losses stay off.
-        MODEL_TYPE_TO_APPLY_LIGER_FN[family](
-            rope=True,
-            rms_norm=True,
-            cross_entropy=False,
-            fused_linear_cross_entropy=False,
-            model=model,
-            **options,
-        )
+        options |= {"cross_entropy": False, "fused_linear_cross_entropy": False}
+        MODEL_TYPE_TO_APPLY_LIGER_FN[family](rope=True, rms_norm=True, model=model, **options)
 
 
 def model_problems(model: PreTrainedModel, device: torch.device) -> list[str]:

@@ -172,11 +172,9 @@ class Mesh:
         ranks = self._ranks.view(self.replicate.size, -1, ep)
         self.ep = Axis.of("ep", self._new_group(ranks.flatten(0, 1), "mesh_ep"))
         shard = self._group_in(ranks.transpose(1, 2).flatten(0, 1), "mesh_expert_shard")
+        groups = [self._group(("dp_replicate",)), shard, self.ep.group]
         self.expert_mesh = DeviceMesh.from_group(
-            [self._group(("dp_replicate",)), shard, self.ep.group],
-            self.device_type,
-            ranks,
-            mesh_dim_names=EXPERT_AXES,
+            groups, self.device_type, ranks, mesh_dim_names=EXPERT_AXES
         )
 
     def _group(self, dims: tuple[str, ...]) -> dist.ProcessGroup:

@@ -100,10 +100,8 @@ class SequenceParallel:
         """Sum each tensor, of any shape, over the ranks; for gradients see gather_all()."""
         if self.axis.size == 1:
             return values
-        return tuple(
-            gathered.sum(0)
-            for gathered in Gather.apply(self.axis, *(value[None] for value in values))
-        )
+        gathered = Gather.apply(self.axis, *(value[None] for value in values))
+        return tuple(each.sum(0) for each in gathered)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum one tensor over the ranks, as sums() does."""

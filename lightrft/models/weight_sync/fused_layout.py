@@ -196,10 +196,8 @@ class FusedWeights:
         """Names of weights whose location is not known."""
 
         # A layer with slots for adapters wraps the one that has the weights.
-        layers = {
-            name.removesuffix(".base_layer"): layer
-            for name, layer in model.named_modules(remove_duplicate=False)
-        }
+        modules = model.named_modules(remove_duplicate=False)
+        layers = {name.removesuffix(".base_layer"): layer for name, layer in modules}
         users: dict[nn.Parameter, list[nn.Module]] = {}
         for layer in layers.values():
             for parameter in layer._parameters.values():
@@ -291,10 +289,8 @@ class FusedWeights:
 
         It is every PRODUCT_ROUNDS-th layer; all for None or 0.
         """
-        order = {
-            layer: index
-            for index, layer in enumerate(dict.fromkeys(piece.layer for piece in self.packed))
-        }
+        packed = dict.fromkeys(piece.layer for piece in self.packed)
+        order = {layer: index for index, layer in enumerate(packed)}
         return [
             piece
             for piece in self.packed

@@ -123,11 +123,8 @@ class PublishedNames:
 
     def _find(self, weights: dict[str, Tensor]) -> None:
         of = {id(tensor): name for name, tensor in weights.items()}
-        self.renamed = {
-            of[id(tensor)]: name
-            for name, tensor in self._convert(weights).items()
-            if id(tensor) in of
-        }
+        published = self._convert(weights).items()
+        self.renamed = {of[id(tensor)]: name for name, tensor in published if id(tensor) in of}
         # Weights that become the same published tensor are converted together.
         makers: dict[str, list[str]] = defaultdict(list)
         for name in weights.keys() - self.renamed.keys():

@@ -178,20 +178,12 @@ class Fingerprints:
         # An engine repeats heads when it has more ranks than heads, so its sums are a multiple.
         copies = torch.div(table[:, 1], sent[:, 1].clamp(min=1), rounding_mode="floor")
         fits = (copies[:, None] * sent == table).all(1) & ((copies > 0) | (sent[:, 1] == 0))
-        names = [
-            name
-            for name, right in zip([*self.bits, *self.products], fits.tolist(), strict=True)
-            if not right
-        ]
+        judged = zip([*self.bits, *self.products], fits.tolist(), strict=True)
+        names = [name for name, right in judged if not right]
         lengths = [self.shapes[name][0] for name in self.products]
-        products = zip(
-            self.products,
-            copies[len(self.bits) :],
-            values.split(lengths),
-            expected.split(lengths),
-            strict=True,
-        )
-        for name, times, in_engine, streamed in products:
+        products = values.split(lengths), expected.split(lengths)
+        times_of = zip(self.products, copies[len(self.bits) :], *products, strict=True)
+        for name, times, in_engine, streamed in times_of:
             # Kernels sum in float32, in any order. The results are in the engine's dtype.
             walk = WALK_FACTOR * math.sqrt(self.shapes[name][-1]) * 2.0**-24
             tolerance = (walk + torch.finfo(self.dtype).eps) * streamed.abs().max()

@@ -39,10 +39,8 @@ def satisfies_schema(
     schema.
     """
     schemas = schema or [None] * len(samples)
-    return [
-        float(_satisfies(_candidate(sample.text), required))
-        for sample, required in zip(samples, schemas, strict=True)
-    ]
+    candidates = [_candidate(sample.text) for sample in samples]
+    return [float(_satisfies(*pair)) for pair in zip(candidates, schemas, strict=True)]
 
 
 def _candidate(text: str) -> str:

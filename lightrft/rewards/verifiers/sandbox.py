@@ -218,14 +218,8 @@ def _hidden_settings() -> list[str]:
 
 def _folders() -> list[str]:
     """Return the folders of the system and of Python that a program may read."""
-    names = (
-        "/usr",
-        "/bin",
-        "/lib",
-        "/lib64",
-        sysconfig.get_config_var("prefix"),
-        str(_interpreter().parent.parent),
-    )
+    of_python = sysconfig.get_config_var("prefix"), str(_interpreter().parent.parent)
+    names = ("/usr", "/bin", "/lib", "/lib64", *of_python)
     return [
         name
         for name in dict.fromkeys(names)

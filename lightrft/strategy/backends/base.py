@@ -26,12 +26,7 @@ from lightrft.models.parallel.sequence_parallel import (
 from lightrft.models.parallel.ulysses import Ulysses
 from lightrft.models.parallel.zigzag import Zigzag
 from lightrft.models.weight_sync.stream import bucket_limit, hf_parameters, stream, unwrap
-from lightrft.strategy.backends.offload import (
-    Offloaded,
-    OffloadedOptimizer,
-    OffloadedTensors,
-    guard_model,
-)
+from lightrft.strategy.backends import offload
 from lightrft.strategy.backends.optim import clip_gradients, global_grad_norm, step
 from lightrft.strategy.checkpoint.model_state import ModelState
 
@@ -263,18 +258,18 @@ class Backend(Verbs, ABC):
         """Return True if the item is always in host memory, so there is nothing to offload."""
         return False
 
-    def offload_model_state(self, model: nn.Module) -> Offloaded:
+    def offload_model_state(self, model: nn.Module) -> offload.Offloaded:
         """Move parameters and buffers to host memory, and free the device memory.
 
         Parameters stay the same objects.
         """
-        return OffloadedTensors(
-            [*model.parameters(), *model.buffers()], self.device, guard_model(model)
+        return offload.OffloadedTensors(
+            [*model.parameters(), *model.buffers()], self.device, offload.guard_model(model)
         )
 
-    def offload_optimizer_state(self, optimizer: Optimizer) -> Offloaded:
+    def offload_optimizer_state(self, optimizer: Optimizer) -> offload.Offloaded:
         """Move the optimizer's state to host memory, and free the device memory."""
-        return OffloadedOptimizer(optimizer, self.device)
+        return offload.OffloadedOptimizer(optimizer, self.device)
 
     def training(
         self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None

@@ -11,20 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightrft.models import weight_files
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import is_empty
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.parallel.device import local_tensor
 from lightrft.models.parallel.dtensor_slices import local_slices
-from lightrft.models.weight_files import (
-    WeightFiles,
-    check_finite,
-    is_backbone,
-    missing_and_unexpected,
-    refuse_tensors,
-    stored_tensors,
-    tied_names,
-)
 from lightrft.models.weight_sync.names import transformers_class
 from lightrft.models.weight_sync.stream import unwrap
 from lightrft.strategy.backends.offload import same_parameters
@@ -120,16 +112,15 @@ class Source:
 
     def fill(self, names: Iterable[str]) -> None:
         """Load this rank's shard of each of these tensors."""
-        tensors = stored_tensors(self.model)
+        tensors = weight_files.stored_tensors(self.model)
         with torch.no_grad():
             for name in names:
                 self._read(name, tensors[name], local_tensor(tensors[name].detach()))
 
     def read(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Load the whole value of an empty parameter into `values`, in that dtype."""
-        name = next(
-            name for name, other in stored_tensors(self.model).items() if other is parameter
-        )
+        tensors = weight_files.stored_tensors(self.model).items()
+        name = next(name for name, other in tensors if other is parameter)
         self._read(name, parameter, values)
 
     def _read(self, name: str, tensor: Tensor, values: Tensor) -> None:
@@ -143,7 +134,7 @@ class Source:
             return
         for index, piece in self.files.read(stored, local_slices(tensor)):
             if isinstance(tensor, nn.Parameter):
-                check_finite(self.files.origin(stored), piece)
+                weight_files.check_finite(self.files.origin(stored), piece)
             values[index].copy_(piece)
 
     def _quantize(self, stored: str, layer: Any, tensor: Tensor, values: Tensor) -> None:
@@ -154,7 +145,7 @@ class Source:
         shape = self.files.shapes[stored]
         matrix = torch.empty(shape, device=values.device)
         for index, piece in self.files.read(stored, tuple(slice(0, size) for size in shape)):
-            check_finite(self.files.origin(stored), piece)
+            weight_files.check_finite(self.files.origin(stored), piece)
             matrix[index].copy_(piece)
         values.copy_(layer.pack(matrix)[local_slices(tensor)])
 
@@ -176,25 +167,25 @@ def _locate(
     The first of several tied names represents all of them. Raises ValueError if the files do not
     match the model.
     """
-    files = WeightFiles.of(model.name_or_path)
+    files = weight_files.WeightFiles.of(model.name_or_path)
     if files is None:
         raise FileNotFoundError("it has no safetensors files")
 
     with torch.device("meta"):
         converted = ConvertedFiles(transformers_class(model)(copy.deepcopy(model.config)), files)
-    tensors = stored_tensors(model)
+    tensors = weight_files.stored_tensors(model)
     groups = [
         names
-        for names in tied_names(model)
+        for names in weight_files.tied_names(model)
         if tensors[names[0]].is_meta or not isinstance(tensors[names[0]], nn.Parameter)
     ]
-    missing, unexpected = missing_and_unexpected(model, converted.shapes)
+    missing, unexpected = weight_files.missing_and_unexpected(model, converted.shapes)
 
     # Tensors that are not read may be missing, and heads of other models may be there.
     missing &= {name for names in groups for name in names}
-    unexpected = {name for name in unexpected if is_backbone(model, name)}
-    refuse_tensors(missing, "of the model are not in it")
-    refuse_tensors(unexpected, "in it are not of the model")
+    unexpected = {name for name in unexpected if weight_files.is_backbone(model, name)}
+    weight_files.refuse_tensors(missing, "of the model are not in it")
+    weight_files.refuse_tensors(unexpected, "in it are not of the model")
 
     stored_names = {
         names[0]: next(name for name in names if name in converted.shapes) for names in groups

@@ -118,10 +118,8 @@ def kept_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterat
     if renewed:
         # The loaded progress counts, with this run's peak: rates are computed anew from both.
         scheduler.base_lrs = peaks
-        rates = [
-            peak * factor(scheduler.last_epoch)
-            for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True)
-        ]
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        rates = [peak * factor for peak, factor in zip(peaks, factors, strict=True)]
         scheduler._last_lr = rates
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -249,10 +247,8 @@ def step(optimizer: Optimizer) -> None:
 
     try:
         for of_groups in of_mesh.values():
-            optimizer.param_groups = [
-                group | {"params": members}
-                for group, members in zip(groups, of_groups, strict=True)
-            ]
+            both = zip(groups, of_groups, strict=True)
+            optimizer.param_groups = [group | {"params": members} for group, members in both]
             optimizer.step()
     finally:
         optimizer.param_groups = groups

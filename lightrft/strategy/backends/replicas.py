@@ -48,11 +48,8 @@ class Bucket:
         # Only a rank that lacks a gradient has to ask, and to wait for the device.
         nowhere = set()
         if self.missing:
-            nowhere = {
-                parameter
-                for parameter, count in zip(self.parameters, present.tolist(), strict=True)
-                if count == 0
-            }
+            counts = zip(self.parameters, present.tolist(), strict=True)
+            nowhere = {parameter for parameter, count in counts if count == 0}
 
         for parameter, total in zip(self.parameters, sums, strict=True):
             if parameter not in nowhere:

@@ -188,11 +188,8 @@ class ZeroModelState(ModelState):
         names = self._names()
         for group, flat in self.partitions:
             begin(self.optimizer, flat)
-            state = {
-                key: value
-                for key, value in self.optimizer.state[flat].items()
-                if isinstance(value, Tensor)
-            }
+            items = self.optimizer.state[flat].items()
+            state = {key: value for key, value in items if isinstance(value, Tensor)}
 
             for parameter in group:
                 piece = pieces.get(parameter, FlatSlice(parameter, 0, flat, 0, 0))

@@ -8,6 +8,7 @@ micro-batch with a common prefix therefore compute it only once, and the gradien
 Work and memory shrink by nearly the prompts' share of the tokens.
 """
 
+from itertools import pairwise
 from typing import TypeVar
 from zlib import crc32
 
@@ -218,11 +219,8 @@ def _drop(counts: np.ndarray, lengths: np.ndarray, min_saving: float) -> None:
             counts[splits] = shared = shared_by_more
 
         edges = [first - 1, *splits.tolist(), stop]
-        groups += [
-            (one + 1, two, shared)
-            for one, two in zip(edges, edges[1:], strict=False)
-            if one + 1 < two
-        ]
+        between = pairwise(edges)
+        groups += [(one + 1, two, shared) for one, two in between if one + 1 < two]
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:

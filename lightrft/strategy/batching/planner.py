@@ -446,10 +446,8 @@ def _consecutive_rows(
 ) -> list[list[list[int]]]:
     """Return [rank][m]: consecutive rows for every rank and in every micro-batch."""
     ends = [len(rows) * (rank + 1) // num_ranks for rank in range(num_ranks)]
-    by_rank = [
-        _in_order(lengths, rows[start:end], limits)
-        for start, end in zip([0, *ends], ends, strict=False)
-    ]
+    edges = pairwise([0, *ends])
+    by_rank = [_in_order(lengths, rows[start:end], limits) for start, end in edges]
     count = max(map(len, by_rank))
     # Ranks take part in every collective, so short ones get empty micro-batches.
     return [

@@ -205,10 +205,8 @@ class MemoryStore:
 
         widths = [math.prod(values.shape[1:]) for values in tags.values()]
         columns = table[:, 2:].split(widths, 1) if tags else ()
-        values = {
-            name: values.reshape(-1, *tags[name].shape[1:])
-            for name, values in zip(tags, columns, strict=True)
-        }
+        named = zip(tags, columns, strict=True)
+        values = {name: values.reshape(-1, *tags[name].shape[1:]) for name, values in named}
         self._known = SampleRows(table[:, 0], table[:, 1], torch.repeat_interleave(counts), values)
 
         return self._known
@@ -287,10 +285,8 @@ class MemoryStore:
             for shares in (sent, coming)
         ]
         received = self.data.all_to_all(flat, sizes[0], sizes[1])
-        arrived = [
-            unpack_columns(buffer, types, share)
-            for buffer, share in zip(received.split(sizes[1]), coming, strict=True)
-        ]
+        buffers = zip(received.split(sizes[1]), coming, strict=True)
+        arrived = [unpack_columns(buffer, types, share) for buffer, share in buffers]
 
         return {name: _concatenate([each[name] for each in arrived]) for name in names}
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 from loguru import logger
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, DataSection, ModelSection
@@ -204,9 +205,7 @@ def _with_written_pretrain(
     return replace(config, model=replace(config.model, pretrain=str(folder)))
 
 
-def _role(
-    name: str, section: ModelSection, tokenizer: PreTrainedTokenizerBase, settings: dict
-) -> Actor | Scorer:
+def _role(name: str, section: ModelSection, tokenizer: Tokenizer, settings: dict) -> Actor | Scorer:
     """Return the role of a checkpoint's model, as the run built it."""
     if name.startswith("reward_model"):
         heads = head_names(section, settings["reward_heads"])
@@ -257,7 +256,7 @@ def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[Mo
     return section, bool(section.bf16)
 
 
-def _learned_ends(settings: dict, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def _learned_ends(settings: dict, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokens that ended the run's responses."""
     names = [field.name for field in fields(DataSection) if field.name in settings]
     section = DataSection(**{name: settings[name] for name in names})
@@ -275,7 +274,7 @@ def _check_base(folder: str, identity: dict, name: str, *, frozen: bool) -> None
         )
 
 
-def _tokenizer(adapter: str, section: ModelSection) -> PreTrainedTokenizerBase:
+def _tokenizer(adapter: str, section: ModelSection) -> Tokenizer:
     if (Path(adapter) / "tokenizer_config.json").is_file():
         return AutoTokenizer.from_pretrained(adapter, trust_remote_code=section.trust_remote_code)
     return load_tokenizer(section)

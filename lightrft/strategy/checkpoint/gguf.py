@@ -11,20 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from gguf import GGUFReader
 from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    GgufConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -77,19 +67,19 @@ def convert(file: Path, folder: Path) -> Path:
 
 def _model(
     folder: Path, name: str, reader: GGUFReader, settings: dict[str, Any]
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     family = settings["general.architecture"]
     sizes = {
         field: settings[f"{family}.{key}"]
         for key, field in GGUF_FACTS["settings"].items()
         if f"{family}.{key}" in settings
     }
-    config = AutoConfig.from_pretrained(folder, gguf_file=name, **sizes)
-    model, loaded = AutoModelForCausalLM.from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(folder, gguf_file=name, **sizes)
+    model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         gguf_file=name,
         config=config,
-        quantization_config=GgufConfig(dequantize=True),
+        quantization_config=transformers.GgufConfig(dequantize=True),
         dtype=torch.bfloat16,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
@@ -116,14 +106,14 @@ def _model(
     # the title in the file, which is no name of a folder
     vars(model.config).pop("_model_name_or_path", None)
     ends = ("bos_token_id", "eos_token_id", "pad_token_id")
-    model.generation_config = GenerationConfig(
+    model.generation_config = transformers.GenerationConfig(
         **{end: getattr(model.config, end, None) for end in ends}
     )
 
     return model
 
 
-def _check_complete(model: PreTrainedModel, missing: set[str], numbers: int) -> None:
+def _check_complete(model: transformers.PreTrainedModel, missing: set[str], numbers: int) -> None:
     """Raise ValueError unless the file fills the whole model with finite numbers.
 
     It must not hold anything else.
@@ -152,7 +142,7 @@ def _check_complete(model: PreTrainedModel, missing: set[str], numbers: int) -> 
         check_finite(name, tensor.detach())
 
 
-def _check_settings(config: PretrainedConfig, settings: dict[str, Any]) -> None:
+def _check_settings(config: transformers.PretrainedConfig, settings: dict[str, Any]) -> None:
     """Raise ValueError for settings of the attention that transformers ignores in some families."""
     rope = getattr(config, "rope_parameters", None) or {}
     # some families have one for each kind of layer
@@ -168,7 +158,7 @@ def _check_settings(config: PretrainedConfig, settings: dict[str, Any]) -> None:
             raise ValueError(f"transformers does not read its setting {key} {settings[key]}")
 
 
-def _rope_of_llama_3(model: PreTrainedModel, divisors: Tensor) -> dict[str, Any]:
+def _rope_of_llama_3(model: transformers.PreTrainedModel, divisors: Tensor) -> dict[str, Any]:
     """Return the rotary settings that give these divisors of the frequencies.
 
     Raise ValueError if Llama 3's settings do not.
@@ -185,8 +175,10 @@ def _rope_of_llama_3(model: PreTrainedModel, divisors: Tensor) -> dict[str, Any]
     return rope
 
 
-def _tokenizer(folder: Path, name: str, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
-    read = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+def _tokenizer(
+    folder: Path, name: str, settings: dict[str, Any]
+) -> transformers.PreTrainedTokenizerBase:
+    read = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
     content = json.loads(read.backend_tokenizer.to_str())
     # transformers adds GPT-2's end token to vocabularies without it, where no model has a row for
     # it.
@@ -220,7 +212,7 @@ def _tokenizer(folder: Path, name: str, settings: dict[str, Any]) -> PreTrainedT
                 "transformers does not read its setting tokenizer.ggml.add_space_prefix"
             )
 
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=read.chat_template,
         add_bos_token=settings.get("tokenizer.ggml.add_bos_token", begins),

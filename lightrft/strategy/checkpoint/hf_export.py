@@ -13,13 +13,8 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from loguru import logger
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.dynamic_module_utils import (
     get_class_from_dynamic_module,
     get_relative_import_files,
@@ -60,7 +55,7 @@ Stream = Iterator[tuple[str, Tensor]]
 def export(
     model: nn.Module,
     stream: Stream,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     folder: Path,
     dtype: torch.dtype,
     world: Axis,
@@ -92,7 +87,7 @@ def export(
 
 def rehearse(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     dtype: torch.dtype,
     world: Axis,
     *,
@@ -134,9 +129,7 @@ def end_generation_at(model: nn.Module, token_ids: Iterable[int]) -> None:
         model.generation_config.eos_token_id = [*end_ids, *new]
 
 
-def _read_back(
-    folder: Path, tokenizer: PreTrainedTokenizerBase | None, *, trust_remote_code: bool
-) -> None:
+def _read_back(folder: Path, tokenizer: Tokenizer | None, *, trust_remote_code: bool) -> None:
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     config = AutoConfig.from_pretrained(folder, **options)
     for reference in (getattr(config, "auto_map", None) or {}).values():
@@ -157,10 +150,7 @@ def _read_back(
 
 
 def export_whole(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    folder: Path,
-    dtype: torch.dtype,
+    model: PreTrainedModel, tokenizer: Tokenizer | None, folder: Path, dtype: torch.dtype
 ) -> Path:
     """Export a model that is whole in this process, with merged adapters.
 
@@ -177,11 +167,7 @@ def export_whole(
 
 
 def export_adapter(
-    model: nn.Module,
-    stream: Stream,
-    tokenizer: PreTrainedTokenizerBase | None,
-    folder: Path,
-    world: Axis,
+    model: nn.Module, stream: Stream, tokenizer: Tokenizer | None, folder: Path, world: Axis
 ) -> Path:
     """Write the adapters of the stream in peft's format.
 
@@ -253,7 +239,7 @@ def _other_modules(model: PreTrainedModel) -> Stream:
 
 def _write_rest(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     dtype: torch.dtype,
     writes: bool,
     temporary: Path,
@@ -285,7 +271,7 @@ def _write_rest(
         (atomic.sync_folder if path.is_dir() else atomic.sync_file)(path)
 
 
-def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, temporary: Path) -> None:
+def _write_tokenizer(tokenizer: Tokenizer, temporary: Path) -> None:
     for name in LOADING_SETTINGS:
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(temporary)
@@ -298,7 +284,7 @@ def _write_generation(model: PreTrainedModel, temporary: Path) -> None:
         model.generation_config.to_json_file(temporary / GENERATION_FILE)
 
 
-def _code_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[Path]:
+def _code_of(model: PreTrainedModel, tokenizer: Tokenizer | None) -> list[Path]:
     """Return the Python files of classes that came with a model (--trust_remote_code).
 
     Files that these import from there are included. The folder may hold code of processors too, so

@@ -171,13 +171,8 @@ def _write_tensors(tensors: dict[str, Any], world: Axis, temporary: Path) -> Non
     writer = _Writer(temporary, sync_files=True)
     planner = SavePlanner(world.size)
     try:
-        dcp.save(
-            tensors,
-            storage_writer=writer,
-            planner=planner,
-            process_group=world.group,
-            no_dist=world.size == 1,
-        )
+        ranks = {"process_group": world.group, "no_dist": world.size == 1}
+        dcp.save(tensors, storage_writer=writer, planner=planner, **ranks)
     except BaseException:  # torch raises it on all ranks
         planner.forget_plans()
         raise
@@ -202,10 +197,8 @@ def _read_tensors(
     contents: CheckpointState, path: Path, *, strict: bool, module_only: bool
 ) -> None:
     reader = CheckpointReader(path)
-    saved = {
-        name: getattr(entry, "size", None)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-    }
+    entries = reader.read_metadata().state_dict_metadata.items()
+    saved = {name: getattr(entry, "size", None) for name, entry in entries}
     _check_same(
         set(contents.models), {name.split(".")[0] for name in saved}, "model", subset=module_only
     )
@@ -220,13 +213,8 @@ def _read_tensors(
 
     # not every rank of the process group may be here: rank 0 alone exports a checkpoint
     world = contents.world
-    dcp.load(
-        states,
-        storage_reader=reader,
-        planner=LoadPlanner(),
-        process_group=world.group,
-        no_dist=world.size == 1,
-    )
+    ranks = {"process_group": world.group, "no_dist": world.size == 1}
+    dcp.load(states, storage_reader=reader, planner=LoadPlanner(), **ranks)
     for name, model in contents.models.items():
         model.restore(states[name])
 

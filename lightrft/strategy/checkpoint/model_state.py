@@ -53,10 +53,7 @@ def frozen_names(model: nn.Module) -> set[str]:
 
     These are the frozen parameters, unless all are frozen.
     """
-    values = {
-        name: value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, nn.Parameter)
-    }
+    items = model.state_dict(keep_vars=True).items()
+    values = {name: value for name, value in items if isinstance(value, nn.Parameter)}
     frozen = {name for name, value in values.items() if not value.requires_grad}
     return set() if len(frozen) == len(values) else frozen

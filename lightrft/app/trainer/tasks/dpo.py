@@ -75,10 +75,8 @@ class DPOTask:
             indices = share(data, torch.tensor(local, dtype=torch.int64))
             sums = share(data, sums)
             # Each row is a view, and would keep the tensor of the whole chunk in memory.
-            self._known |= {
-                _digest(chunk[index]): both.clone()
-                for index, both in zip(indices.tolist(), sums, strict=True)
-            }
+            known = zip(indices.tolist(), sums, strict=True)
+            self._known |= {_digest(chunk[index]): both.clone() for index, both in known}
 
 
 def _digest(pair: Prompt) -> bytes:

@@ -29,11 +29,8 @@ def local_pairs(
     # A plan of pairs becomes one of answers: the answers of pair i are rows 2 * i and 2 * i + 1.
     local_rows, micro_batches = plan_local_rows(pairs, axis, train, max_tokens=max_tokens)
     batch = pair_batch([pairs[row] for row in local_rows], local_rows, expand)
-    return (
-        batch,
-        [[2 * pair + side for pair in members for side in (0, 1)] for members in micro_batches],
-        local_rows,
-    )
+    rows = [[2 * pair + side for pair in members for side in (0, 1)] for members in micro_batches]
+    return batch, rows, local_rows
 
 
 def pair_denominator(pairs: Sequence[Prompt], device: torch.device) -> Denominator:

@@ -71,12 +71,9 @@ class PtxLoss:
         size = self.train.train_batch_size
         prompts = [self.prompts[row] for row in self.order.rows(self.num_batches * size, size)]
         self.num_batches += 1
+        most = self.train.max_tokens_per_microbatch
         batch, rows, denominator = supervised_share(
-            prompts,
-            self.policy.strategy,
-            self.train,
-            max_tokens=self.train.max_tokens_per_microbatch,
-            expand=self.expand,
+            prompts, self.policy.strategy, self.train, max_tokens=most, expand=self.expand
         )
 
         forward = self.policy.supervised
@@ -111,9 +108,7 @@ def supervised_share(
     batch = supervised_batch([prompts[row] for row in local_rows], local_rows, expand)
 
     # All ranks know all rows. The first token of a sequence is never learned.
-    learned = [
-        sum(answer.learned[0 if prompt.num_tokens else 1 :])
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    answered = zip(prompts, answers, strict=True)
+    learned = [sum(each.learned[0 if prompt.num_tokens else 1 :]) for prompt, each in answered]
     sequences = sum(count > 0 for count in learned)
     return batch, micro_batches, known_denominator(sum(learned), sequences, strategy.device)

@@ -10,14 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightrft.app.run.prepare import quiet_libraries
-from lightrft.app.trainer.selfcheck import (
-    GRADIENTS,
-    LOGPROB_TOLERANCE,
-    Comparison,
-    ImpossibleError,
-    compare_small_copy,
-    resumed_gap,
-)
+from lightrft.app.trainer import selfcheck
 from lightrft.config.sections import Config
 from lightrft.engine.probe import MAX_MISMATCH
 from lightrft.extras.tools.checkup import Check, checkup
@@ -85,8 +78,8 @@ def _check_small_copy(config: Config, strategy: StrategyBase, console: Console) 
     trust = {"trust_remote_code": config.model.trust_remote_code}
     model_config = load_config(config.model.pretrain, **trust)
     try:
-        comparisons = compare_small_copy(model_config, **trust)
-    except ImpossibleError:  # loading the model says the same
+        comparisons = selfcheck.compare_small_copy(model_config, **trust)
+    except selfcheck.ImpossibleError:  # loading the model says the same
         return False
     except Exception as error:
         console.print(f"No small copy could be built: {type(error).__name__}: {escape(str(error))}")
@@ -94,7 +87,7 @@ def _check_small_copy(config: Config, strategy: StrategyBase, console: Console) 
 
     # Only what is computed correctly is worth resuming.
     well = not any(each.differs for each in comparisons)
-    resumed = resumed_gap(model_config, strategy, **trust) if well else None
+    resumed = selfcheck.resumed_gap(model_config, strategy, **trust) if well else None
     console.print(_copies(comparisons, resumed))
     return well and resumed == 0
 
@@ -111,14 +104,14 @@ def _checks(checks: list[Check]) -> Table:
     return table
 
 
-def _copies(comparisons: list[Comparison], resumed: float | None) -> Table:
+def _copies(comparisons: list[selfcheck.Comparison], resumed: float | None) -> Table:
     title = "A small copy with random weights, against transformers and each sequence alone"
     table = _table(title, "Computed", "Log-probs", "Gradients", "First difference")
     for comparison in comparisons:
         table.add_row(
             comparison.name,
-            _coloured(comparison.logprobs, LOGPROB_TOLERANCE),
-            _coloured(comparison.gradients, GRADIENTS),
+            _coloured(comparison.logprobs, selfcheck.LOGPROB_TOLERANCE),
+            _coloured(comparison.gradients, selfcheck.GRADIENTS),
             escape(comparison.finding) if comparison.differs else "",
         )
 
@@ -143,14 +136,8 @@ def _gaps(diagnosis: Diagnosis, strategy: str) -> Table:
         allowed = 0.0 if diagnosis.exact else MAX_MISMATCH[diagnosis.dtype]
         colour = "green" if gap.mean <= allowed else "red"
         mean = f"[{colour}]{gap.mean:.1e}[/]"
-        table.add_row(
-            name,
-            str(gap.tokens),
-            mean,
-            f"{gap.largest:.1e}",
-            f"{gap.mean_exp:.4f}",
-            escape(gap.worst),
-        )
+        numbers = f"{gap.largest:.1e}", f"{gap.mean_exp:.4f}"
+        table.add_row(name, str(gap.tokens), mean, *numbers, escape(gap.worst))
 
     return table
 
