@@ -66,6 +66,8 @@ class Turn:
     """Number of the turn in the episode, from 0."""
     id: str = ""
     """What names the turn to clients."""
+    opened: str = ""
+    """Mark of the thinking that the tokens before the turn have begun."""
 
 
 @dataclass(frozen=True, slots=True)

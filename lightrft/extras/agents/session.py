@@ -91,14 +91,15 @@ class Session:
         return await self.request(request, messages=messages, tools=tools)
 
     async def growing_chat(
-        self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **options: Any
+        self, messages: list[Message], *, in_pieces: bool, **options: Any
     ) -> AsyncIterator[Turn]:
         """Yield the turn that follows the messages of a chat as it grows, at last the complete one.
 
-        Before that it has no finish reason. The turn of an episode is yielded once, when it is
-        complete, because each request for tokens is a turn that is learned.
+        Before that it has no finish reason. The turn of an episode, or one that is not wanted
+        `in_pieces`, is yielded once: in an episode each request for tokens is a turn that is
+        learned.
         """
-        yield await self.chat(messages, tools=tools, **options)
+        yield await self.chat(messages, **options)
 
     def _read_chat(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, options: dict[str, Any]
