@@ -83,13 +83,7 @@ class ServedSession(Session):
         return await super().request(replace(request, observation=token_ids), **sent)
 
     async def growing_chat(
-        self,
-        messages: list[Message],
-        *,
-        in_pieces: bool,
-        tools: list[dict[str, Any]] | None = None,
-        max_tokens: int | None = None,
-        **options: Any,
+        self, messages: list[Message], *, in_pieces: bool, tools: Any = None, **options: Any
     ) -> AsyncIterator[Turn]:
         """Yield the turn that follows the messages of a chat as it grows.
 
@@ -98,10 +92,11 @@ class ServedSession(Session):
         """
         # A text that ends the turn may lie across two pieces.
         if not (in_pieces and self._in_pieces) or options.get("stop"):
-            yield await self.chat(messages, tools=tools, max_tokens=max_tokens, **options)
+            yield await self.chat(messages, tools=tools, **options)
             return
 
         request, messages = self._read_chat(messages, tools, options)
+        max_tokens = request.max_tokens
         turn = None
         while turn is None or not turn.finish_reason:
             sampled = turn.token_ids if turn else []

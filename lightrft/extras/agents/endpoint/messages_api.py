@@ -10,19 +10,15 @@ from typing import Any
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from lightrft.config.tables import table
 from lightrft.data.rendering.messages import as_messages, as_tools
 from lightrft.extras.agents.endpoint.parts import CALL, TEXT, THOUGHTS, Body, Growth, Part, Stored
-from lightrft.extras.agents.endpoint.protocol import EndpointModel, event
+from lightrft.extras.agents.endpoint.protocol import PARAMETERS, EndpointModel, event
 from lightrft.extras.agents.messages import LENGTH, Turn
 
-MESSAGES_PARAMETERS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+MESSAGES_PARAMETERS: list[str] = table(PARAMETERS)["messages"]
 """Parameters that have the same meaning in a chat completion."""
-ERROR_TYPES = {
-    "invalid_api_key": "authentication_error",
-    "request_too_large": "request_too_large",
-    "request_timeout": "timeout_error",
-    "internal_error": "api_error",
-}
+ERROR_TYPES: dict[str, str] = table(PARAMETERS)["messages_errors"]
 """Code of a problem -> the type of the error; of others it is invalid_request_error."""
 SIGNATURE = "lightrft"
 """Signature of thoughts: clients drop those without one."""

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from lightrft.algorithms.rollout.episode_roles import POLICY, ROLE_MARK
 from lightrft.config.tables import table
@@ -19,9 +19,7 @@ from lightrft.extras.agents.messages import RANGES, Turn, check_sampling, check_
 PARAMETERS = "extras/agents/endpoint/parameters"
 NEUTRAL_VALUES: Mapping[str, list[Any]] = table(PARAMETERS)["neutral"]
 """Parameter of a request -> values, beside null, that leave sampling as the run sets it."""
-DECIDED_BY_RUN = (
-    *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-)
+DECIDED_BY_RUN: list[str] = table(PARAMETERS)["decided_by_run"]
 """Further parameters that change what is sampled, and that a run decides."""
 REQUEST_BYTES_PER_TOKEN = 16
 """Largest size of a request for each token of prompt and response.
@@ -52,15 +50,6 @@ class EndpointModel:
     def max_request_bytes(self) -> int:
         """Return the largest number of bytes that a request may have."""
         return REQUEST_BYTES_PER_TOKEN * self.max_length + OTHER_BYTES
-
-
-class Options(TypedDict):
-    """Parameters of a request, as the methods of a session take them."""
-
-    max_tokens: int | None
-    sampling: dict[str, float]
-    stop: list[str]
-    role: str
 
 
 def read_body(content: bytes) -> Body:
@@ -94,8 +83,8 @@ def overridden(body: Body, served: EndpointModel) -> Body:
     }
 
 
-def read_options(body: Body, served: EndpointModel) -> Options:
-    """Parse the sampling options of a request.
+def read_options(body: Body, served: EndpointModel) -> dict[str, Any]:
+    """Return the sampling options of a request, as the methods of a session take them.
 
     Raises ValueError for an option that requests cannot choose here, or a value that is not
     supported.
@@ -149,7 +138,8 @@ def read_options(body: Body, served: EndpointModel) -> Options:
 
     model = body.get("model") or ""
     role = model.removeprefix(ROLE_MARK) if model.startswith(ROLE_MARK) else POLICY
-    return Options(max_tokens=min(limits, default=None), sampling=chosen, stop=stop, role=role)
+    most = min(limits, default=None)
+    return {"max_tokens": most, "sampling": chosen, "stop": stop, "role": role}
 
 
 def _check_tools(body: Body) -> None:
@@ -187,13 +177,8 @@ def _token_ids(value: Any, name: str) -> list[int]:
 
 
 def models(served: EndpointModel) -> Body:
-    model = {
-        "id": served.name,
-        "object": "model",
-        "owned_by": "lightrft",
-        "max_model_len": served.max_length,
-    }
-    return {"object": "list", "data": [model]}
+    model = {"id": served.name, "object": "model", "owned_by": "lightrft"}
+    return {"object": "list", "data": [model | {"max_model_len": served.max_length}]}
 
 
 def chat_body(body: Body, stored: Stored) -> Body:
@@ -232,12 +217,8 @@ def completion_reply(turn: Turn, served: EndpointModel, body: Body) -> Body:
             "text_offset": [],
         }
 
-    choice = {
-        "index": 0,
-        "text": turn.text,
-        "finish_reason": turn.finish_reason,
-        "logprobs": logprobs,
-    }
+    said = {"text": turn.text, "logprobs": logprobs}
+    choice = {"index": 0, **said, "finish_reason": turn.finish_reason}
     return _reply("text_completion", "cmpl", turn, served, body, choice)
 
 

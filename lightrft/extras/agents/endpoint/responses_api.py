@@ -12,16 +12,14 @@ from typing import Any
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from lightrft.config.tables import table
 from lightrft.extras.agents.endpoint.parts import CALL, TEXT, THOUGHTS, Body, Growth, Part, Stored
-from lightrft.extras.agents.endpoint.protocol import EndpointModel
+from lightrft.extras.agents.endpoint.protocol import PARAMETERS, EndpointModel
 from lightrft.extras.agents.endpoint.protocol import event as server_event
 from lightrft.extras.agents.history import clean_message
 from lightrft.extras.agents.messages import LENGTH, Message, Turn
 
-RESPONSES_PARAMETERS = (
-    *("model", "temperature", "top_p", "tool_choice", "stream", "top_logprobs"),
-    "parallel_tool_calls",
-)
+RESPONSES_PARAMETERS: list[str] = table(PARAMETERS)["responses"]
 """Parameters that have the same meaning in a chat completion."""
 DELTAS = {
     THOUGHTS: ("response.reasoning_text", "text"),

@@ -3,9 +3,15 @@
 import asyncio
 import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -37,7 +43,8 @@ Sessions = Callable[[str], AbstractContextManager[Session]]
 """Function from the `x-session-id` of a request, which may be empty, to its episode's context."""
 
 Handler = Callable[[Request], Awaitable[Response]]
-Take = Callable[[Session, Body], AsyncIterator[Growth]]
+Growing = AsyncGenerator[Growth, None]
+Take = Callable[[Session, Body], Growing]
 """Function that asks for the turn of a request, and yields it as it grows, or once."""
 Events = Callable[[AsyncIterator[Growth], Body], AsyncIterator[str]]
 """Function that yields the events of a turn as it grows, for a request."""
@@ -62,20 +69,19 @@ class Api(NamedTuple):
     thoughts_apart: bool = True
 
 
-CHAT = Api(protocol.chat_body, protocol.chat_reply, protocol.events, thoughts_apart=False)
-RESPONSES = Api(responses_api.chat_body, responses_api.reply, responses_api.events)
-MESSAGES = Api(
-    messages_api.chat_body, messages_api.reply, messages_api.events, messages_api.problem
+CHATS = {
+    "/v1/chat/completions": Api(
+        protocol.chat_body, protocol.chat_reply, protocol.events, thoughts_apart=False
+    ),
+    "/v1/responses": Api(responses_api.chat_body, responses_api.reply, responses_api.events),
+    "/v1/messages": Api(
+        messages_api.chat_body, messages_api.reply, messages_api.events, messages_api.problem
+    ),
+}
+NO_ROOM = (
+    "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len,"
+    " --episode_minutes)"
 )
-
-
-def no_room() -> Refusal:
-    """Return the refusal if a limit of the episode leaves no room for a turn."""
-    message = (
-        "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len,"
-        " --episode_minutes)"
-    )
-    return Refusal(400, message, "context_length_exceeded")
 
 
 class Address(NamedTuple):
@@ -99,15 +105,14 @@ def application(
     answer, and a text about it. `record` gets each exchange.
     """
     routes = _Routes(sessions, served, key, log, record)
+    count = routes.handler(routes.count_tokens, None, messages_api.problem)
     posts = {
         "/v1/completions": routes.handler(routes.complete, protocol.events),
         "/inference/v1/generate": routes.handler(routes.generate, None),
-        "/v1/messages/count_tokens": routes.handler(routes.count_tokens, None, MESSAGES.problem),
+        "/v1/messages/count_tokens": count,
     }
-    chats = {"chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}
-    for name, api in chats.items():
-        take = partial(routes.chat, api)
-        posts[f"/v1/{name}"] = routes.handler(take, api.events, api.problem)
+    for path, api in CHATS.items():
+        posts[path] = routes.handler(partial(routes.chat, api), api.events, api.problem)
 
     return Starlette(
         routes=[
@@ -169,14 +174,14 @@ class _Routes:
         # A mistake in a request costs that request alone: others go on.
         request.state.content = await content_of(request, self.served.max_request_bytes)
         body = protocol.read_body(request.state.content)
-        with ExitStack() as context:
+        async with AsyncExitStack() as context:
             session = context.enter_context(self.sessions(request.headers.get("x-session-id", "")))
-            growth = take(session, body)
+            growth = await context.enter_async_context(aclosing(take(session, body)))
             # A refusal still has a status of its own.
             first = await _unless_left(request, anext(growth))
             turn = first.turn
             if not (turn.token_ids or turn.finish_reason == COUNTED):
-                raise no_room()
+                raise Refusal(400, NO_ROOM, "context_length_exceeded")
             request.state.turn = turn.number if turn.token_ids else None
             if events is None or not body.get("stream"):
                 return JSONResponse(first.reply)
@@ -187,7 +192,7 @@ class _Routes:
             streamed = _all_events(said, context.pop_all(), problem)
             return StreamingResponse(streamed, media_type=EVENTS)
 
-    async def chat(self, api: Api, session: Session, body: Body) -> AsyncIterator[Growth]:
+    async def chat(self, api: Api, session: Session, body: Body) -> Growing:
         chat = api.chat_body(body, session.stored)
         messages, options = self._read_chat(session, chat)
         # What a reply has for each token is sent with the complete turn.
@@ -202,16 +207,16 @@ class _Routes:
             yield Growth(turn, content, [*pieces])
             before = parts
 
-    async def count_tokens(self, session: Session, body: Body) -> AsyncIterator[Growth]:
+    async def count_tokens(self, session: Session, body: Body) -> Growing:
         chat = messages_api.chat_body(body, session.stored)
         messages, options = self._read_chat(session, chat)
         turn = await session.chat(messages, **options, counts=True)
         yield Growth(turn, {"input_tokens": len(turn.context_ids)}, [])
 
-    def _options(self, session: Session, body: Body) -> protocol.Options:
+    def _options(self, session: Session, body: Body) -> dict[str, Any]:
         """Return the sampling options of a request, without those that the run overrides."""
         replaced = protocol.overridden(body, self.served)
-        session.overridden += Counter(f"{name} {value!r:.40}" for name, value in replaced.items())
+        session.ended.overridden.update(f"{name} {value!r:.40}" for name, value in replaced.items())
         kept = {name: value for name, value in body.items() if name not in replaced}
         return protocol.read_options(kept, self.served)
 
@@ -224,14 +229,14 @@ class _Routes:
         tools = body.get("tools") if body.get("tool_choice") != "none" else None
         return messages, {**options, "tools": tools or None}
 
-    async def complete(self, session: Session, body: Body) -> AsyncIterator[Growth]:
+    async def complete(self, session: Session, body: Body) -> Growing:
         options = self._options(session, body)
         prompt = protocol.read_prompt(body.get("prompt"))
         take = session.complete if isinstance(prompt, str) else session.generate
         turn = await take(prompt, **options)
         yield Growth(turn, protocol.completion_reply(turn, self.served, body), [])
 
-    async def generate(self, session: Session, body: Body) -> AsyncIterator[Growth]:
+    async def generate(self, session: Session, body: Body) -> Growing:
         parameters = body.get("sampling_params") or {}
         if not isinstance(parameters, dict):
             raise ValueError("sampling_params is an object")
@@ -266,18 +271,18 @@ async def _unless_left(request: Request, answer: Awaitable[T]) -> T:
         await asyncio.gather(answered, left, return_exceptions=True)
 
 
-async def _joined(first: Growth, growth: AsyncIterator[Growth]) -> AsyncIterator[Growth]:
+async def _joined(first: Growth, growth: Growing) -> Growing:
     yield first
     async for each in growth:
         yield each
 
 
 async def _all_events(
-    events: AsyncIterator[str], session: AbstractContextManager[Any], problem: Problem
+    events: AsyncIterator[str], context: AsyncExitStack, problem: Problem
 ) -> AsyncIterator[str]:
-    """Yield events, and leave the session's context after them; an error is the last event."""
+    """Yield events, and leave the context after them; an error is the last event."""
     try:
-        with session:
+        async with context:
             async for event in events:
                 yield event
     except ValueError as error:
