@@ -44,9 +44,7 @@ def headlines(metrics: Mapping[str, Any]) -> dict[str, str]:
     hidden = {"train/loss"} if "rollout/reward" in metrics else set()
     roles = {name: name.removeprefix(OF_ROLE) for name in metrics if name.startswith(OF_ROLE)}
     labels = {"rollout/reward": "reward", **roles, **HEADLINES}
-    return {
-        name: label for name, label in labels.items() if name in metrics and name not in hidden
-    }
+    return {name: label for name, label in labels.items() if name in metrics and name not in hidden}
 
 
 def held_out(metrics: Mapping[str, Any]) -> dict[str, str]:

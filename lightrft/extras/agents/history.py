@@ -10,12 +10,11 @@ from typing import Any
 
 from lightrft.algorithms.rollout.episode_roles import POLICY
 from lightrft.data.rendering import messages as rendering
-from lightrft.data.rendering.messages import THINKING
 from lightrft.extras.agents.messages import BEGINNING, Message, ToolCall, Turn
 
 Key = tuple[str, str, str]
 """Role, text and tool calls of a message. Messages with equal keys are the same."""
-MARKS = re.compile(rf"\s*(?:{'|'.join(map(re.escape, [*THINKING, *THINKING.values()]))})\s*")
+AROUND_THINKING = re.compile(rf"\s*(?:{'|'.join(map(re.escape, rendering.THINKING_MARKS))})\s*")
 """Mark that begins or ends thinking, with the white space around it."""
 
 
@@ -149,7 +148,7 @@ def key(message: Message) -> Key:
     """Return what identifies a cleaned message, wherever its thoughts are."""
     calls: Sequence[Any] = [call["function"] for call in message.get("tool_calls", ())]
     texts = [message[name].strip() for name in (*rendering.THOUGHTS, "content") if name in message]
-    return message["role"], MARKS.sub("", "".join(texts)), _json(calls)
+    return message["role"], AROUND_THINKING.sub("", "".join(texts)), _json(calls)
 
 
 def split_thoughts(text: str) -> tuple[str, str]:
@@ -157,7 +156,7 @@ def split_thoughts(text: str) -> tuple[str, str]:
 
     Without a mark that ends them, all of it is thoughts.
     """
-    for begin, end in THINKING.items():
+    for begin, end in rendering.THINKING.items():
         if text.lstrip().startswith(begin):
             thoughts, _, rest = text.lstrip().removeprefix(begin).partition(end)
             return thoughts.strip(), rest.lstrip()

@@ -5,14 +5,13 @@ import re
 from collections.abc import Callable
 
 from lightrft.config.values import check_text
-from lightrft.data.rendering.messages import THINKING
+from lightrft.data.rendering.messages import THINKING, THINKING_MARKS
 from lightrft.extras.agents.messages import ToolCall
 
 Parse = Callable[[str], tuple[str, list[ToolCall]]]
 """Function from the text of a turn to the text without calls, and the calls."""
 HERMES_BEGIN = "<tool_call>"
 HERMES_END = "</tool_call>"
-MARKS = (*THINKING, *THINKING.values(), HERMES_BEGIN)
 AFTER_CALL = re.compile(rf"\s*(?:{HERMES_END}|(?={HERMES_BEGIN})|(?:</?[a-z_]*)?\Z)")
 """What follows the JSON of a call: the tag, or, as models forget it, the next call or the end."""
 
@@ -77,7 +76,8 @@ def settled(text: str, *, with_calls: bool) -> str:
     """
     begin = text.find(HERMES_BEGIN, _after_thinking(text)) if with_calls else -1
     text = text if begin < 0 else text[:begin]
-    begun = {mark[:size] for mark in MARKS for size in range(1, len(mark))}
+    marks = (*THINKING_MARKS, HERMES_BEGIN)
+    begun = {mark[:size] for mark in marks for size in range(1, len(mark))}
     held = max((len(each) for each in begun if text.endswith(each)), default=0)
     return text[: len(text) - held].rstrip()
 

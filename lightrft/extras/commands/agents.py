@@ -23,8 +23,8 @@ from lightrft.app.cli import command_parser, user_errors
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import MODEL_KEY
 
-Kind = tuple[str | bool, ...]
 Form = tuple[int, tuple[str, ...], frozenset[str]]
+"""Status of a reply, types of its events in their order, and the forms of all fields."""
 WORDS = ("type", "object", "role", "status", "stop_reason", "finish_reason", "code")
 """Fields whose words are compared. Of other fields the type is."""
 UNCOMPARED = ("input", "arguments", "tools", "schema")
@@ -106,7 +106,7 @@ def parts(reply: str) -> list[Any]:
     return [json.loads(text) if text.lstrip().startswith("{") else text.strip() for text in texts]
 
 
-def kind_of(path: str, request: str) -> Kind:
+def kind_of(path: str, request: str) -> tuple[str | bool, ...]:
     """Return the route of a request, its fields, and whether it asks for a stream."""
     try:
         body = json.loads(request)

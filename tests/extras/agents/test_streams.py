@@ -48,6 +48,7 @@ TURNS = {
     "no JSON": 'so <tool_call>{"name": </tool_call>$',
     "the tag": "I can write <tool_call> to call$",
 }
+REFUSED = "a turn that the engine does not sample to its end$"
 PARAMETERS = {"type": "object", "properties": {}}
 FUNCTION = {"name": "add", "description": "Add.", "parameters": PARAMETERS}
 
@@ -66,7 +67,12 @@ def play(player, sessions, ended):
         for wanted in player.episodes.poll(0.01):
             sample = wanted.conversation
             (asked,) = re.findall("u:(.+?)<eos>", decode(sample.prompt.token_ids))
-            said = [EOS if byte == ord("$") else byte for byte in TURNS[asked].encode()]
+            said = [
+                EOS if byte == ord("$") else byte for byte in TURNS.get(asked, REFUSED).encode()
+            ]
+            if asked == "refused" and sample.token_ids:
+                player.episodes.refuse(wanted, "no more of this")
+                continue
             most = wanted.request.max_tokens
             new = said[len(sample.token_ids) :][:most]
             sample.token_ids += new
@@ -226,3 +232,20 @@ def test_a_streamed_turn_that_comes_back_is_not_tokenized_again(address, asked):
         counted = client.messages.count_tokens(**request).input_tokens
     end = "" if said.endswith("$") else "$"
     assert counted == len(f"u:{asked}$\na:{opened}{said}{end}\nu:plain$\na:".encode())
+
+
+def test_an_error_in_the_middle_of_a_stream_is_an_error_of_the_sdk(address):
+    said = [{"role": "user", "content": "refused"}]
+    with (
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+        anthropic.Anthropic(base_url=address, api_key="none", max_retries=0) as claude,
+    ):
+        with pytest.raises(openai.APIError, match="no more of this"):
+            list(client.chat.completions.create(model="m", messages=said, stream=True))
+        with pytest.raises(openai.APIError, match="no more of this"):
+            list(client.responses.create(model="m", input="refused", stream=True))
+        with (
+            pytest.raises(anthropic.APIError, match="no more of this"),
+            claude.messages.stream(model="m", messages=said, max_tokens=99) as stream,
+        ):
+            list(stream)

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from lightrft.config.tables import table
 from lightrft.data.rendering.messages import as_messages, as_tools
-from lightrft.extras.agents.endpoint.parts import CALL, TEXT, THOUGHTS, Body, Growth, Part, Stored
+from lightrft.extras.agents.endpoint.parts import Body, Growth, Part, Stored
 from lightrft.extras.agents.endpoint.protocol import PARAMETERS, EndpointModel, event
 from lightrft.extras.agents.messages import LENGTH, Turn
 
@@ -22,10 +22,10 @@ ERROR_TYPES: dict[str, str] = table(PARAMETERS)["messages_errors"]
 """Code of a problem -> the type of the error; of others it is invalid_request_error."""
 SIGNATURE = "lightrft"
 """Signature of thoughts: clients drop those without one."""
-DELTAS = {
-    THOUGHTS: ("thinking_delta", "thinking"),
-    TEXT: ("text_delta", "text"),
-    CALL: ("input_json_delta", "partial_json"),
+BLOCK_DELTAS = {
+    "thoughts": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
 }
 """Kind of a part -> type of its deltas, and their text."""
 MESSAGES_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -69,7 +69,7 @@ def _tool_of_client(tool: Any) -> Body:
 
 def reply(turn: Turn, parts: list[Part], served: EndpointModel, chat: Body) -> Body:
     """Return the reply to a request for a chat completion."""
-    called = any(part.kind == CALL for part in parts)
+    called = any(part.kind == "call" for part in parts)
     reason = "tool_use" if called else "stop_sequence" if turn.stopped else "end_turn"
     message = {
         "id": f"msg_{turn.id}",
@@ -87,9 +87,9 @@ def reply(turn: Turn, parts: list[Part], served: EndpointModel, chat: Body) -> B
 
 def _block(part: Part, text: str) -> Body:
     """Return a part with this text."""
-    if part.kind == THOUGHTS:
+    if part.kind == "thoughts":
         return {"type": "thinking", "thinking": text, "signature": SIGNATURE if text else ""}
-    if part.kind == TEXT:
+    if part.kind == "text":
         return {"type": "text", "text": text}
     return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(text or "{}")}
 
@@ -106,11 +106,11 @@ async def events(growth: AsyncIterator[Growth], body: Body) -> AsyncIterator[str
         begun = True
 
         for index, part, text, begins, ends in pieces:
-            kind, name = DELTAS[part.kind]
+            kind, name = BLOCK_DELTAS[part.kind]
             if begins:
                 yield _event("content_block_start", index=index, content_block=_block(part, ""))
             deltas = [{"type": kind, name: text}] if text else []
-            if ends and part.kind == THOUGHTS:
+            if ends and part.kind == "thoughts":
                 deltas.append({"type": "signature_delta", "signature": SIGNATURE})
             for delta in deltas:
                 yield _event("content_block_delta", index=index, delta=delta)

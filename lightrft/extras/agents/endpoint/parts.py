@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lightrft.extras.agents.history import good_calls, split_thoughts
 from lightrft.extras.agents.messages import Message, Turn
@@ -10,13 +10,13 @@ from lightrft.extras.agents.messages import Message, Turn
 Body = dict[str, Any]
 Stored = dict[str, list[Message]]
 """Id of a response -> the messages up to it."""
-THOUGHTS, TEXT, CALL = "thoughts", "text", "call"
+Kind = Literal["thoughts", "text", "call"]
 
 
 class Part(NamedTuple):
     """Part of a turn: the thoughts, the text, or a call of a tool."""
 
-    kind: str
+    kind: Kind
     text: str
     """What it says so far. A call has its arguments, as JSON."""
     name: str = ""
@@ -54,12 +54,12 @@ def parts_of(turn: Turn, body: Body, *, apart: bool) -> list[Part]:
     grows = not turn.finish_reason
     text = turn.content if calls or grows else turn.text
     thoughts, text = split_thoughts(turn.opened + text) if apart else ("", text)
-    parts = [Part(THOUGHTS, thoughts)] if thoughts else []
+    parts = [Part("thoughts", thoughts)] if thoughts else []
     if text.strip() or not (calls or grows):
-        parts.append(Part(TEXT, text))
+        parts.append(Part("text", text))
     for index, call in enumerate(calls):
         written = json.dumps(call.arguments)
-        parts.append(Part(CALL, written, call.name, f"call_{turn.id}_{index}"))
+        parts.append(Part("call", written, call.name, f"call_{turn.id}_{index}"))
     return parts
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from lightrft.algorithms.rollout.episode_roles import POLICY, ROLE_MARK
 from lightrft.config.tables import table
 from lightrft.config.values import check_text
-from lightrft.extras.agents.endpoint.parts import CALL, TEXT, Body, Growth, Part, Stored
+from lightrft.extras.agents.endpoint.parts import Body, Growth, Part, Stored
 from lightrft.extras.agents.messages import RANGES, Turn, check_sampling, check_stop
 
 PARAMETERS = "extras/agents/endpoint/parameters"
@@ -190,9 +190,9 @@ def chat_reply(turn: Turn, parts: list[Part], served: EndpointModel, body: Body)
     calls = [
         {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
         for part in parts
-        if part.kind == CALL
+        if part.kind == "call"
     ]
-    content = "".join(part.text for part in parts if part.kind == TEXT)
+    content = "".join(part.text for part in parts if part.kind == "text")
     # A turn that was cut after a call says so, as it does to clients of other servers.
     ended = turn.finish_reason == "stop"
     choice = {
@@ -269,7 +269,9 @@ async def events(growth: AsyncIterator[Growth], body: Body) -> AsyncIterator[str
         head = {name: value for name, value in reply.items() if name != "usage"}
         if message := choice.pop("message", None):
             head["object"] = "chat.completion.chunk"
-            message["content"] = "".join(piece.text for piece in pieces if piece.part.kind == TEXT)
+            message["content"] = "".join(
+                piece.text for piece in pieces if piece.part.kind == "text"
+            )
             for index, call in enumerate(message.get("tool_calls", ())):
                 call["index"] = index
         first, last = ({"delta": message}, {"delta": {}}) if message else ({}, {"text": ""})

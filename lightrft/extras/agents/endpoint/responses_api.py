@@ -13,7 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from lightrft.config.tables import table
-from lightrft.extras.agents.endpoint.parts import CALL, TEXT, THOUGHTS, Body, Growth, Part, Stored
+from lightrft.extras.agents.endpoint.parts import Body, Growth, Part, Stored
 from lightrft.extras.agents.endpoint.protocol import PARAMETERS, EndpointModel
 from lightrft.extras.agents.endpoint.protocol import event as server_event
 from lightrft.extras.agents.history import clean_message
@@ -21,10 +21,10 @@ from lightrft.extras.agents.messages import LENGTH, Message, Turn
 
 RESPONSES_PARAMETERS: list[str] = table(PARAMETERS)["responses"]
 """Parameters that have the same meaning in a chat completion."""
-DELTAS = {
-    THOUGHTS: ("response.reasoning_text", "text"),
-    TEXT: ("response.output_text", "text"),
-    CALL: ("response.function_call_arguments", "arguments"),
+ITEM_DELTAS = {
+    "thoughts": ("response.reasoning_text", "text"),
+    "text": ("response.output_text", "text"),
+    "call": ("response.function_call_arguments", "arguments"),
 }
 """Kind of a part -> beginning of the names of its events, and its text."""
 RESPONSES_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -150,10 +150,10 @@ def reply(turn: Turn, parts: list[Part], served: EndpointModel, chat: Body) -> B
 
 
 def _item(part: Part) -> Body:
-    if part.kind == CALL:
+    if part.kind == "call":
         called = {"name": part.name, "arguments": part.text}
         return {"type": "function_call", "call_id": part.id, **called}
-    if part.kind == THOUGHTS:
+    if part.kind == "thoughts":
         content: list[Body] = [{"type": "reasoning_text", "text": part.text}]
         return {"type": "reasoning", "summary": [], "content": content}
     content = [{"type": "output_text", "text": part.text, "annotations": []}]
@@ -178,22 +178,22 @@ async def events(growth: AsyncIterator[Growth], body: Body) -> AsyncIterator[str
 
         for index, part, text, begins, ends in pieces:
             item = response["output"][index]
-            kind, name = DELTAS[part.kind]
+            kind, name = ITEM_DELTAS[part.kind]
             place: Body = {"output_index": index, "item_id": item["id"]}
-            more: Body = {"name": part.name} if part.kind == CALL else {"content_index": 0}
-            more |= {"logprobs": []} if part.kind == TEXT else {}
+            more: Body = {"name": part.name} if part.kind == "call" else {"content_index": 0}
+            more |= {"logprobs": []} if part.kind == "text" else {}
             if begins:
-                emptied: Body = {"arguments": ""} if part.kind == CALL else {"content": []}
+                emptied: Body = {"arguments": ""} if part.kind == "call" else {"content": []}
                 added = item | emptied | {"status": "in_progress"}
                 yield event("response.output_item.added", item=added, output_index=index)
-                if part.kind == TEXT:
+                if part.kind == "text":
                     empty = item["content"][0] | {"text": ""}
                     yield event("response.content_part.added", part=empty, content_index=0, **place)
             if text:
                 yield event(f"{kind}.delta", delta=text, **place, **more)
             if ends:
                 yield event(f"{kind}.done", **{name: part.text}, **place, **more)
-                if part.kind == TEXT:
+                if part.kind == "text":
                     whole = item["content"][0]
                     yield event("response.content_part.done", part=whole, content_index=0, **place)
                 yield event("response.output_item.done", item=item, output_index=index)

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import (
     AbstractContextManager,
     AsyncExitStack,
-    aclosing,
     asynccontextmanager,
     nullcontext,
     suppress,
@@ -69,7 +68,7 @@ class Api(NamedTuple):
     thoughts_apart: bool = True
 
 
-CHATS = {
+CHAT_APIS = {
     "/v1/chat/completions": Api(
         protocol.chat_body, protocol.chat_reply, protocol.events, thoughts_apart=False
     ),
@@ -111,7 +110,7 @@ def application(
         "/inference/v1/generate": routes.handler(routes.generate, None),
         "/v1/messages/count_tokens": count,
     }
-    for path, api in CHATS.items():
+    for path, api in CHAT_APIS.items():
         posts[path] = routes.handler(partial(routes.chat, api), api.events, api.problem)
 
     return Starlette(
@@ -176,7 +175,8 @@ class _Routes:
         body = protocol.read_body(request.state.content)
         async with AsyncExitStack() as context:
             session = context.enter_context(self.sessions(request.headers.get("x-session-id", "")))
-            growth = await context.enter_async_context(aclosing(take(session, body)))
+            growth = take(session, body)
+            context.push_async_callback(growth.aclose)
             # A refusal still has a status of its own.
             first = await _unless_left(request, anext(growth))
             turn = first.turn
