@@ -27,8 +27,8 @@ class Part(NamedTuple):
 class Piece(NamedTuple):
     """What a part has gained since the turn was last seen."""
 
-    index: int
-    """Index of the part in the turn."""
+    number: int
+    """Number of the part in the turn, from 0."""
     part: Part
     text: str
     begins: bool
