@@ -9,7 +9,7 @@ import queue
 import resource
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from os.path import commonprefix
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ from lightrft.extras.agents.messages import (
     to_bytes,
 )
 from lightrft.extras.agents.session import Session
-from lightrft.extras.agents.tool_calls import before_calls, hermes
+from lightrft.extras.agents.tool_calls import hermes, settled
 from lightrft.extras.agents.turn_format import TurnFormat
 from lightrft.extras.episode_sampler import EpisodeSampler
 from lightrft.extras.http_server import listener_of_rank_0, start_answering
@@ -82,52 +83,40 @@ class ServedSession(Session):
         return await super().request(replace(request, observation=token_ids), **sent)
 
     async def growing_chat(
-        self,
-        messages: list[Message],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        max_tokens: int | None = None,
-        **options: Any,
+        self, messages: list[Message], *, in_pieces: bool, tools: Any = None, **options: Any
     ) -> AsyncIterator[Turn]:
-        """Yield the turn that follows the messages as it grows.
+        """Yield the turn that follows the messages of a chat as it grows.
 
         Each PIECE of tokens is a request that continues the one before it, so it costs a prefill of
         what the engine's prefix cache does not have.
         """
-        if not self._in_pieces or options.get("stop"):  # which may lie across two pieces
-            yield await self.chat(messages, tools=tools, max_tokens=max_tokens, **options)
+        # A text that ends the turn may lie across two pieces.
+        if not (in_pieces and self._in_pieces) or options.get("stop"):
+            yield await self.chat(messages, tools=tools, **options)
             return
 
         request, messages = self._read_chat(messages, tools, options)
-        context_ids: Sequence[int] = ()
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-
-        while True:
-            most = PIECE if max_tokens is None else min(PIECE, max_tokens - len(token_ids))
+        max_tokens = request.max_tokens
+        turn = None
+        while turn is None or not turn.finish_reason:
+            sampled = turn.token_ids if turn else []
+            most = PIECE if max_tokens is None else min(PIECE, max_tokens - len(sampled))
             piece = await self.request(replace(request, max_tokens=most))
-            context_ids = context_ids or piece.context_ids
-            token_ids += piece.token_ids
-            logprobs += piece.logprobs
+            first = turn or piece
             # A limit of the server may be in the middle of a piece, or at the end of it.
-            full = len(piece.token_ids) == most and len(token_ids) != max_tokens
+            full = len(piece.token_ids) == most and len(sampled) + most != max_tokens
             grows = piece.finish_reason == LENGTH and full and not piece.is_last
             turn = replace(
-                piece,
-                token_ids=list(token_ids),
-                logprobs=list(logprobs),
-                context_ids=context_ids,
+                first,
+                token_ids=[*sampled, *piece.token_ids],
+                logprobs=[*turn.logprobs, *piece.logprobs] if turn else piece.logprobs,
                 finish_reason="" if grows else piece.finish_reason,
             )
             turn = await self._in_thread(self._with_text, turn, bool(tools))
-            if not grows:
-                break
+            if turn.token_ids and not grows:
+                self.history.set_chat(piece.number, turn, messages, tools)
             yield turn
             request = replace(request, observation=[], after=piece.number, tools=[])
-
-        if token_ids:
-            self.history.set_chat(piece.number, turn, messages, tools)
-        yield turn
 
     def _with_text(self, turn: Turn, with_calls: bool) -> Turn:
         """Return a turn with the text of its tokens; the content of a growing one only grows."""
@@ -135,8 +124,11 @@ class ServedSession(Session):
         if turn.finish_reason:
             content, calls = self._format.read_calls(hermes, turn.token_ids, turn.context_ids)
             return replace(turn, text=text, tool_calls=calls, content=content if calls else text)
-        settled = text.rstrip("\ufffd")  # a piece of a character
-        return replace(turn, text=text, content=before_calls(settled) if with_calls else settled)
+        # Calls are read with special tokens. A piece of a character is not shown.
+        shown = commonprefix([text, self._format.decode(turn.token_ids)]).rstrip("\ufffd")
+        opened = self._format.opens_thinking(turn.context_ids)
+        content = settled(opened + shown, with_calls=with_calls).removeprefix(opened)
+        return replace(turn, text=text, content=content)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(

@@ -20,6 +20,8 @@ HEADLINES = table("app/observe/labels")["headlines"]
 HELD_OUT = table("app/observe/labels")["held_out"]
 """Metrics of an evaluation that the terminal shows. The same metrics of named sets follow."""
 
+OF_ROLE = "reward/"
+"""Beginning of the metric with the reward of a role."""
 NARROWEST = 6
 LINES_PER_HEADER = 20
 BARS = "▁▂▃▄▅▆▇█"
@@ -28,12 +30,13 @@ BARS = "▁▂▃▄▅▆▇█"
 def headlines(metrics: Mapping[str, Any]) -> dict[str, str]:
     """Return name -> label of the metrics that the terminal shows of a step.
 
-    The loss of a policy gradient is left out, because it says nothing about progress.
+    The rewards of roles follow the reward. The loss of a policy gradient is left out, because it
+    says nothing about progress.
     """
     hidden = {"train/loss"} if "rollout/reward" in metrics else set()
-    return {
-        name: label for name, label in HEADLINES.items() if name in metrics and name not in hidden
-    }
+    roles = {name: name.removeprefix(OF_ROLE) for name in metrics if name.startswith(OF_ROLE)}
+    labels = {"rollout/reward": "reward", **roles, **HEADLINES}
+    return {name: label for name, label in labels.items() if name in metrics and name not in hidden}
 
 
 def held_out(metrics: Mapping[str, Any]) -> dict[str, str]:
@@ -90,10 +93,7 @@ class Console(Sink):
             headlines(metrics).keys() - self._columns.keys()
             or self._since_header % LINES_PER_HEADER == 0
         ):
-            self._columns |= headlines(metrics)
-            self._columns = {
-                name: label for name, label in HEADLINES.items() if name in self._columns
-            }
+            self._columns = headlines(self._columns | metrics)
             self._since_header = 0
             yield self._row("step", dict(self._columns), "left")
 

@@ -20,6 +20,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a turn with what the assistant thinks before the answer."""
 THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<channel|>"}
 """Mark that begins the thinking in a turn -> mark that ends it."""
+THINKING_MARKS = (*THINKING, *THINKING.values())
 SYSTEM_ROLES = ("system", "developer")
 """Roles of a row's own system message. Such a message takes the place of --system_prompt."""
 BLOCKS = {"thinking", "tool_use", "tool_result"}

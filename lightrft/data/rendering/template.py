@@ -22,6 +22,7 @@ from lightrft.config.values import JSONObject
 from lightrft.data.readers import is_first_rank
 from lightrft.data.rendering.messages import (
     THINKING,
+    THINKING_MARKS,
     THOUGHTS,
     WEIGHT_KEYS,
     Message,
@@ -427,7 +428,7 @@ def contains(text: str, pieces: Iterable[str]) -> bool:
 
 def answer_pieces(message: Message) -> list[str]:
     """Return the texts that a learned turn must contain: thinking without tags, and the answer."""
-    tags = "|".join(map(re.escape, (*THINKING, *THINKING.values())))
+    tags = "|".join(map(re.escape, THINKING_MARKS))
     pieces = [piece for text in texts_of(message) for piece in re.split(tags, text)]
     return [*pieces, *(str(message[name]) for name in THOUGHTS if message.get(name))]
 

@@ -186,6 +186,7 @@ class Episodes:
             context,
             stopped,
             len(state.turns) - 1,
+            opened=self.format.opens_thinking(context, skip_special_tokens=True),
         )
         self._reply(requested.request, state, turn)
 

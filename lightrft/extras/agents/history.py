@@ -4,6 +4,7 @@ An agent sends the history back as messages, text or token ids.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,10 @@ from lightrft.algorithms.rollout.episode_roles import POLICY
 from lightrft.data.rendering import messages as rendering
 from lightrft.extras.agents.messages import BEGINNING, Message, ToolCall, Turn
 
-Key = tuple[str, str, str, str]
-"""Role, thoughts, text and tool calls of a message. Messages with equal keys are the same."""
+Key = tuple[str, str, str]
+"""Role, text and tool calls of a message. Messages with equal keys are the same."""
+AROUND_THINKING = re.compile(rf"\s*(?:{'|'.join(map(re.escape, rendering.THINKING_MARKS))})\s*")
+"""Mark that begins or ends thinking, with the white space around it."""
 
 
 class TurnHistory:
@@ -144,17 +147,19 @@ def clean_message(message: Any, where: str = "the message") -> Message:
 def key(message: Message) -> Key:
     """Return what identifies a cleaned message, wherever its thoughts are."""
     calls: Sequence[Any] = [call["function"] for call in message.get("tool_calls", ())]
-    thoughts, text = split_thoughts(message["content"])
-    apart = [message[name].strip() for name in rendering.THOUGHTS if name in message]
-    return message["role"], "".join([thoughts, *apart]), text.strip(), _json(calls)
+    texts = [message[name].strip() for name in (*rendering.THOUGHTS, "content") if name in message]
+    return message["role"], AROUND_THINKING.sub("", "".join(texts)), _json(calls)
 
 
 def split_thoughts(text: str) -> tuple[str, str]:
-    """Return the thoughts at the beginning of a turn, without marks, and the text after them."""
+    """Return the thoughts that a turn begins with, without marks, and the text after them.
+
+    Without a mark that ends them, all of it is thoughts.
+    """
     for begin, end in rendering.THINKING.items():
-        thoughts, mark, rest = text.partition(end)
-        if mark:
-            return thoughts.strip().removeprefix(begin).strip(), rest.lstrip()
+        if text.lstrip().startswith(begin):
+            thoughts, _, rest = text.lstrip().removeprefix(begin).partition(end)
+            return thoughts.strip(), rest.lstrip()
     return "", text
 
 

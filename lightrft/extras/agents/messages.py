@@ -6,6 +6,7 @@ objects that the program believes.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -66,6 +67,8 @@ class Turn:
     """Number of the turn in the episode, from 0."""
     id: str = ""
     """What names the turn to clients."""
+    opened: str = ""
+    """Mark of the thinking that the tokens before the turn have begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +110,13 @@ class Refused:
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ended:
     """A program's report that its episode has ended."""
 
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """Number of a turn, from 0, and a reward for it."""
-    role_rewards: dict[str, float] = field(default_factory=dict)
+    role_rewards: dict[str, float] = field(default_factory=Counter)
     """Role -> reward, if roles are rewarded separately."""
     tool_calls: int = 0
     tool_errors: int = 0
@@ -123,7 +126,7 @@ class Ended:
     """Why the episode failed; empty if it ended well."""
     calls_running: bool = False
     """True if a function of the episode still runs: no other episode should share the process."""
-    overridden: dict[str, int] = field(default_factory=dict)
+    overridden: Counter[str] = field(default_factory=Counter)
     """Sampling parameter of a client with its value -> how often the run's was used instead."""
     num_replies: int = 0
     """Number of replies that it has read.
@@ -238,7 +241,7 @@ def from_bytes(content: bytes) -> TurnRequest | Exchanged | Ended:
             numbers = int(message.tool_calls), int(message.tool_errors), float(message.tool_seconds)
             problem = str(message.problem)
             running = bool(message.calls_running)
-            replaced = {str(name): int(count) for name, count in message.overridden.items()}
+            replaced = Counter({str(name): int(n) for name, n in message.overridden.items()})
             return Ended(
                 rewards, roles, *numbers, problem, running, replaced, int(message.num_replies)
             )

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lightrft.extras.agents.endpoint.protocol import EndpointModel
-from lightrft.extras.agents.messages import Ended, Observation, to_bytes
+from lightrft.extras.agents.messages import Observation, to_bytes
 from lightrft.extras.agents.session import EpisodeOver, Session
 from lightrft.extras.agents.tools import RUNNING, answers, call_function, tools_of
 from lightrft.registry import Registry, kept_alive
@@ -243,7 +243,6 @@ def _work(connection: Connection, program: Program) -> None:
             return
 
         session = Session(connection)
-        problem = ""
         try:
             with kept_alive():
                 asyncio.run(program.run(session, row))
@@ -253,21 +252,12 @@ def _work(connection: Connection, program: Program) -> None:
         except (EOFError, BrokenPipeError):
             return
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"[:MAX_PROBLEM] + _location(error)
+            told = f"{type(error).__name__}: {error}"[:MAX_PROBLEM]
+            session.ended.problem = told + _location(error)
 
         sys.stdout.flush()
-        ended = Ended(
-            session.rewards,
-            session.role_rewards,
-            session.tool_calls,
-            session.tool_errors,
-            session.tool_seconds,
-            problem,
-            bool(RUNNING),
-            session.overridden,
-            session.num_replies,
-        )
-        connection.send_bytes(to_bytes(ended))
+        session.ended.calls_running = bool(RUNNING)
+        connection.send_bytes(to_bytes(session.ended))
 
 
 def _location(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from itertools import count
@@ -13,6 +12,7 @@ from lightrft.algorithms.rollout.episode_roles import POLICY, ROLE_MARK
 from lightrft.extras.agents.history import TurnHistory, clean_message
 from lightrft.extras.agents.messages import (
     COUNTED,
+    Ended,
     Exchanged,
     Message,
     Observation,
@@ -49,16 +49,10 @@ class Session:
 
         self.stored: dict[str, list[Message]] = {}
         """Id of a response -> the messages up to it, for clients that send the id back."""
-        self.overridden: Counter[str] = Counter()
-        """Sampling parameter of a client with its value -> how often the run's was used instead."""
         self.limited = False
         """True if a limit of the episode left no room for the latest turn."""
-        self.num_replies = 0
-        """Number of replies that were read."""
-        self.rewards: list[tuple[int, float]] = []
-        self.role_rewards: Counter[str] = Counter()
-        self.tool_calls = self.tool_errors = 0
-        self.tool_seconds = 0.0
+        self.ended = Ended()
+        """What will be reported at the end."""
 
     async def turn(self, observation: Observation = None) -> Turn:
         """Let the model read `observation` and return its turn; without one it answers the prompt.
@@ -91,14 +85,15 @@ class Session:
         return await self.request(request, messages=messages, tools=tools)
 
     async def growing_chat(
-        self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **options: Any
+        self, messages: list[Message], *, in_pieces: bool, **options: Any
     ) -> AsyncIterator[Turn]:
         """Yield the turn that follows the messages of a chat as it grows, at last the complete one.
 
-        Before that it has no finish reason. The turn of an episode is yielded once, when it is
-        complete, because each request for tokens is a turn that is learned.
+        Before that it has no finish reason. The turn of an episode, or one that is not wanted
+        `in_pieces`, is yielded once: in an episode each request for tokens is a turn that is
+        learned.
         """
-        yield await self.chat(messages, tools=tools, **options)
+        yield await self.chat(messages, **options)
 
     def _read_chat(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, options: dict[str, Any]
@@ -174,7 +169,7 @@ class Session:
             self._waiting.clear()
             return
 
-        self.num_replies += 1
+        self.ended.num_replies += 1
         turn, sent = self._waiting.pop(number)
         if not self._waiting:
             self._stop_reading()
@@ -205,27 +200,27 @@ class Session:
         A mapping has a reward for all turns of each role.
         """
         if isinstance(value, Mapping):
-            self.role_rewards.update({str(role): float(one) for role, one in value.items()})
+            self.ended.role_rewards.update({str(role): float(one) for role, one in value.items()})
         else:
-            self.rewards.append((max(len(self.turns) - 1, 0), float(value)))
+            self.ended.rewards.append((max(len(self.turns) - 1, 0), float(value)))
 
     def check_rewards(self) -> None:
         """Raise ValueError unless either turns have rewards, or all roles with turns."""
-        if self.role_rewards and self.rewards:
+        if self.ended.role_rewards and self.ended.rewards:
             raise ValueError("the reward is a number, or a number for each role, not both")
-        missing = {*self.history.roles} - self.role_rewards.keys()
-        if self.role_rewards and missing:
+        missing = {*self.history.roles} - self.ended.role_rewards.keys()
+        if self.ended.role_rewards and missing:
             raise ValueError(
-                f"the role {min(missing)!r} has turns and no reward, and {sorted(self.role_rewards)}"
+                f"the role {min(missing)!r} has turns and no reward, and {sorted(self.ended.role_rewards)}"
                 " have one: return a number for each role (a request names its role as the model"
                 f" {ROLE_MARK}ROLE; without a role it is {POLICY!r})"
             )
 
     def count_call(self, began: float, *, failed: bool) -> None:
         """Count a call of a tool that began at this time.perf_counter()."""
-        self.tool_calls += 1
-        self.tool_errors += failed
-        self.tool_seconds += time.perf_counter() - began
+        self.ended.tool_calls += 1
+        self.ended.tool_errors += failed
+        self.ended.tool_seconds += time.perf_counter() - began
 
 
 def _fail(turn: asyncio.Future[Turn], error: Exception) -> None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 
 from lightrft.config.values import check_text
-from lightrft.data.rendering.messages import THINKING
+from lightrft.data.rendering.messages import THINKING, THINKING_MARKS
 from lightrft.extras.agents.messages import ToolCall
 
 Parse = Callable[[str], tuple[str, list[ToolCall]]]
@@ -23,13 +23,17 @@ def after_thinking(parse: Parse) -> Parse:
     """
 
     def read(text: str) -> tuple[str, list[ToolCall]]:
-        start = max(text.rfind(end) + len(end) if end in text else 0 for end in THINKING.values())
-        if any(text.find(begin, start) >= 0 for begin in THINKING):
-            return text, []  # it has not finished thinking
+        start = _after_thinking(text)
         content, calls = parse(text[start:])
         return text[:start] + content if calls else text, calls
 
     return read
+
+
+def _after_thinking(text: str) -> int:
+    """Return the number of characters up to the end of the thinking, which may be unfinished."""
+    start = max(text.rfind(end) + len(end) if end in text else 0 for end in THINKING.values())
+    return len(text) if any(text.find(begin, start) >= 0 for begin in THINKING) else start
 
 
 @after_thinking
@@ -50,7 +54,7 @@ def hermes(text: str) -> tuple[str, list[ToolCall]]:
         end = _end_of_call(text)
         calls.append(_call(text[:end]))
         text = AFTER_CALL.sub("", text[end:], count=1)
-    return (content + text).strip(), calls
+    return (content + text).rstrip(), calls
 
 
 def _end_of_call(text: str) -> int:
@@ -65,14 +69,17 @@ def _end_of_call(text: str) -> int:
     return end if end >= 0 else len(text)
 
 
-def before_calls(text: str) -> str:
-    """Return what of an unfinished text is surely before its first call in the format of hermes."""
-    begin = text.find(HERMES_BEGIN)
-    if begin >= 0:
-        return text[:begin]
-    lengths = range(len(HERMES_BEGIN), 0, -1)
-    begun = next((size for size in lengths if text.endswith(HERMES_BEGIN[:size])), 0)
-    return text[: len(text) - begun]
+def settled(text: str, *, with_calls: bool) -> str:
+    """Return what of an unfinished text is surely neither in a call of hermes nor in a mark.
+
+    A white space at the end may be that before a call.
+    """
+    begin = text.find(HERMES_BEGIN, _after_thinking(text)) if with_calls else -1
+    text = text if begin < 0 else text[:begin]
+    marks = (*THINKING_MARKS, HERMES_BEGIN)
+    begun = {mark[:size] for mark in marks for size in range(1, len(mark))}
+    held = max((len(each) for each in begun if text.endswith(each)), default=0)
+    return text[: len(text) - held].rstrip()
 
 
 def read_call(name: str, arguments: str) -> ToolCall:

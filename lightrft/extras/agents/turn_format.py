@@ -5,7 +5,7 @@ rendered or tokenized again, since that can give other tokens than were sampled.
 two turns is what the chat template writes between a short stand-in for the turn and the next one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
@@ -84,7 +84,7 @@ class TurnFormat:
         return self.tokenizer.decode(token_ids[:-1] if ended else token_ids)
 
     def read_calls(
-        self, parse: Parse, token_ids: list[int], context_ids: list[int]
+        self, parse: Parse, token_ids: list[int], context_ids: Sequence[int]
     ) -> tuple[str, list[ToolCall]]:
         """Return the text of a turn without calls, and the calls."""
         # The parser must see where the thinking begins, also if the prompt has begun it.
@@ -92,9 +92,12 @@ class TurnFormat:
         content, calls = parse(opened + self.decode(token_ids))
         return content.removeprefix(opened), calls
 
-    def opens_thinking(self, context_ids: list[int]) -> str:
-        """Return the mark that begins thinking if the prompt of a turn ends with it."""
-        ending = self.tokenizer.decode(context_ids[-OPENING_TOKENS:]).rstrip()
+    def opens_thinking(self, context_ids: Sequence[int], **options: bool) -> str:
+        """Return the mark that begins thinking if the prompt of a turn ends with it.
+
+        `options` are those of the tokenizer's decode().
+        """
+        ending = self.tokenizer.decode(context_ids[-OPENING_TOKENS:], **options).rstrip()
         return next((begin for begin in THINKING if ending.endswith(begin)), "")
 
     def tokens(

@@ -469,6 +469,21 @@ def test_a_run_on_judged_answers_shows_what_it_is_about(tmp_path, command):
         assert not any(f"train/{name}" in others for name in JUDGED[command])
 
 
+@drawn
+def test_roles_of_agents_share_a_chart(tmp_path):
+    sink = JsonLines(tmp_path)
+    sink.start({}, 2)
+    for step in (1, 2):
+        of_roles = {"reward/solver": 0.5, "reward/judge": 0.25, "episodes/turns_of_judge": 2.0}
+        sink.log(step, of_roles | {"rollout/reward": 0.75})
+    sink.close("finished")
+    page = show(write_report(tmp_path), tmp_path)
+    charts, _, others = page.text.partition("Other metrics")
+    places = [charts.index(word) for word in ("Reward of roles", "solver", "judge")]
+    assert places == sorted(places) and "Turns of roles" in charts
+    assert "reward/solver" not in page.text and "turns_of" not in others
+
+
 def test_results_come_before_sizes_and_the_setup_comes_last(run):
     """Nothing is shown that says nothing.
 

@@ -291,6 +291,14 @@ def test_console_shows_what_a_supervised_run_has():
     )
 
 
+def test_console_shows_the_rewards_of_roles_beside_the_reward():
+    """The sum over the roles says little: in a game it is always 0."""
+    row = {"train/entropy": 2.0, "reward/first": -0.5, "reward/second": 0.5, "rollout/reward": 0}
+    header, line, _ = run_console(False, [row]).splitlines()
+    assert header.split() == ["step", "reward", "first", "second", "entropy", "left"]
+    assert line.split() == ["1/12", "0", "-0.5", "0.5", "2"]
+
+
 @pytest.mark.parametrize(
     "names",
     [

@@ -4,12 +4,14 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from app.trainer.in_turn import train_and_resume, train_in_turn
-from runs import PPO, prepare, repeatable, train
+from runs import PPO, prepare, repeatable, rows_of, train
+from sglang_environment import in_sglang_environment
 
 pytestmark = pytest.mark.slow
 
@@ -332,6 +334,17 @@ def test_branches_are_learned_alike_in_every_layout(chats, tmp_path):
         assert {name: other[name] for name in names} == pytest.approx(
             {name: row[name] for name in names}, rel=2e-3, abs=1e-5
         )
+
+
+def test_agents_with_sglang(chats, tmp_path):
+    """Branches that ask for turns at the same time."""
+    folder, flags = chats
+    engine = ["--engine_type=sglang", "--engine_kv_cache_gb=0.05"]
+    flags = [*flags, *engine, "--train_batch_size=16", f"--agent={folder}/agent.py:delegates"]
+    in_sglang_environment(partial(train, "train_ppo", 1, flags, tmp_path / "run"))
+    for row in rows_of(tmp_path / "run"):
+        assert row["episodes/branches"] > 2.5 and row["episodes/drift"] == 0
+        assert row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0
 
 
 def test_roles_are_learned_alike_in_every_layout_and_after_a_resume(chats, tmp_path):

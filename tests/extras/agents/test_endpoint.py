@@ -9,6 +9,7 @@ from multiprocessing import Pipe
 
 import pytest
 
+from lightrft.extras.agents.endpoint.parts import parts_of
 from lightrft.extras.agents.endpoint.protocol import EndpointModel, chat_reply
 from lightrft.extras.agents.messages import ToolCall, Turn
 from lightrft.extras.agents.session import Session
@@ -384,6 +385,8 @@ def test_an_agent_that_raises_loses_only_its_sample(play):
 @pytest.mark.parametrize(("ended", "says"), [("stop", "tool_calls"), ("length", "length")])
 def test_a_turn_that_was_cut_after_a_call_says_so(ended, says):
     turn = Turn("", [1], ended, tool_calls=[ToolCall("add", {})], logprobs=[0.0])
-    reply = chat_reply(turn, EndpointModel("any", 99, {}), {"tools": [{}]})
+    asked = {"tools": [{}]}
+    parts = parts_of(turn, asked, apart=False)
+    reply = chat_reply(turn, parts, EndpointModel("any", 99, {}), asked)
     (choice,) = reply["choices"]
     assert choice["message"]["tool_calls"] and choice["finish_reason"] == says

@@ -25,7 +25,7 @@ from lightrft.core.samples import Prompt, Sample
 from lightrft.extras.agents.episodes import FAILURES_IN_A_ROW
 from lightrft.extras.agents.messages import ToolCall, TurnRequest
 from lightrft.extras.agents.programs import ProgramSetup
-from lightrft.extras.agents.tool_calls import HERMES_BEGIN, before_calls, hermes
+from lightrft.extras.agents.tool_calls import HERMES_BEGIN, hermes, settled
 from lightrft.extras.agents.tools import schemas
 from lightrft.extras.agents.turn_format import TurnFormat
 from lightrft.extras.build_episodes import build_parser, with_tools
@@ -680,10 +680,18 @@ def test_a_call_that_cannot_be_read_is_a_problem(text):
 
 @pytest.mark.parametrize(
     ("text", "before"),
-    [("a < b", "a < b"), ("a <", "a "), ("a<tool_ca", "a"), ("a<tool_call>{}</tool_call>b", "a")],
+    [
+        ("a < b", "a < b"),
+        ("a <", "a"),
+        ("a<tool_ca", "a"),
+        ("a<tool_call>{}</tool_call>b", "a"),
+        ("<think>a<tool_call>{", "<think>a<tool_call>{"),
+        ("<think>a</thi", "<think>a"),
+        ("<think>a</think>b\n<tool_call>{", "<think>a</think>b"),
+    ],
 )
 def test_an_unfinished_text_is_shown_up_to_where_a_call_may_begin(text, before):
-    assert before_calls(text) == before
+    assert settled(text, with_calls=True) == before
 
 
 @pytest.mark.slow

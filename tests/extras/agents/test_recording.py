@@ -150,13 +150,13 @@ def test_replies_of_the_same_form_are_no_difference(replay):
     """Other texts, arguments and numbers are none. Chats have no tools, so they have no calls."""
     code, said = replay(CALLS)
     problems = [line for line in said.splitlines() if "request 3, /v1/responses" not in line]
-    assert problems == ["8 requests; 7 replies have the recorded form"] and code == 1
+    assert problems == ["8 requests; 7 replies have a recorded form"] and code == 1
 
 
 def test_differences_in_form_are_told(replay):
     code, said = replay(Turn("so", [1, 2], "length", content="so", context_ids=[1]))
     lines = said.splitlines()
-    assert code == 1 and lines[-1] == "8 requests; 2 replies have the recorded form"
+    assert code == 1 and lines[-1] == "8 requests; 2 replies have a recorded form"
     whole = [line for line in lines if "request 4, /v1/messages:" in line]
     assert any("message.stop_reason 'tool_use' is missing" in line for line in whole)
     assert any("message.stop_reason 'max_tokens' is new" in line for line in whole)
@@ -164,6 +164,23 @@ def test_differences_in_form_are_told(replay):
     assert "chat.completion.choices[].finish_reason 'stop' is missing" in lines[0]
     (order,) = [line for line in lines if "request 3" in line and "the events were" in line]
     assert "'response.completed'] and are" in order and "'response.incomplete']" in order
+
+
+def test_a_turn_that_is_sampled_otherwise_is_no_difference(replay, played, tmp_path):
+    """If the recording has another reply of this form, to a request with the same fields."""
+    (row,) = [each for each in rows_of(played[0]) if each["number"] == 4]
+    words = row | {"reply": row["reply"].replace('"tool_use"', '"end_turn"')}
+    chat = next(each for each in rows_of(played[0]) if each["number"] == 0)
+    for name, rows, code in (("both", [words, row], 0), ("one", [words, chat], 1)):
+        file = tmp_path / name
+        with closing(sqlite3.connect(file)) as connection, connection:
+            connection.execute(f"CREATE TABLE exchanges ({', '.join(row)})")
+            marks = ", ".join("?" * len(row))
+            values = [tuple(each.values()) for each in rows]
+            connection.executemany(f"INSERT INTO exchanges VALUES ({marks})", values)
+        ended, said = replay(CALLS, file)
+        assert ended == code and f"2 requests; {2 - code} replies have a recorded form" in said
+        assert code == 0 or "message.stop_reason 'end_turn' is missing" in said
 
 
 def test_what_cannot_be_replayed_is_told(replay, tmp_path):

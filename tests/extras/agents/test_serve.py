@@ -185,6 +185,30 @@ def test_a_stream_grows_to_what_the_whole_turn_is(server, tools):
             client.chat.completions.create(messages=[], stream=True, **greedy)
 
 
+def test_streams_of_all_apis_grow_to_the_same_text(server):
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
+    asked = {"model": "any", "max_tokens": 40, "temperature": 0}
+    with (
+        openai.OpenAI(base_url=server, api_key="secret") as client,
+        anthropic.Anthropic(base_url=server.removesuffix("/v1"), api_key="secret") as api,
+    ):
+        for letter in "abcdefghijklmnopqrstuvwxyz":
+            said = [{"role": "user", "content": letter}]
+            whole = client.chat.completions.create(messages=said, **asked)
+            if whole.choices[0].finish_reason == "length":
+                break
+
+        asked = {"model": "any", "input": letter, "max_output_tokens": 40, "temperature": 0}
+        with client.responses.stream(**asked) as stream:
+            items = [each.delta for each in stream if each.type == "response.output_text.delta"]
+        asked = {"model": "any", "max_tokens": 40, "extra_body": {"temperature": 0}}
+        with api.messages.stream(messages=said, **asked) as stream:
+            blocks = [*stream.text_stream]
+
+    assert whole.choices[0].message.content == "".join(items) == "".join(blocks)
+    assert min(len(items), len(blocks)) >= 3
+
+
 def test_a_client_that_vanishes_while_it_sends_leaves_its_answer_to_nobody():
     """Why: the next request of the session got the answer to the one before it."""
     mine, others = Pipe()
@@ -226,13 +250,14 @@ def test_the_engine_drops_what_a_client_that_has_left_asked_for(started):
         base_url=started.address, headers={"Authorization": "Bearer secret"}, timeout=60
     ) as client:
 
-        def ask(letter, seconds=60.0, tokens=4000, name="", **more):
+        def ask(letter, seconds=60.0, tokens=4000, name="", route="/chat/completions", **more):
             headers = {"x-session-id": name} if name else {}
-            body = {"messages": [{"role": "user", "content": letter}], "temperature": 0, **more}
+            said = [{"role": "user", "content": letter}]
+            asked = {"input": said} if route == "/responses" else {"messages": said}
             with client.stream(
                 "POST",
-                "/chat/completions",
-                json=body | {"max_tokens": tokens},
+                route,
+                json=asked | {"temperature": 0, "max_tokens": tokens, **more},
                 headers=headers,
                 timeout=seconds,
             ) as reply:
@@ -245,12 +270,14 @@ def test_the_engine_drops_what_a_client_that_has_left_asked_for(started):
                 return lines[-1]
 
         endless = next(letter for letter in "abcdefghijk" if '"length"' in ask(letter, tokens=400))
-        for stream in (True, False):
-            for name in ("", f"left {stream}"):
+        chats = [("/chat/completions", stream) for stream in (True, False)]
+        for route, stream in [*chats, ("/messages", True), ("/responses", True)]:
+            for name in ("", f"left {stream}") if (route, stream) in chats else ("",):
                 with suppress(httpx.ReadTimeout):
-                    assert not ask(endless, 0.4, name=name, stream=stream).endswith("[DONE]")
+                    last = ask(endless, 0.4, name=name, route=route, stream=stream)
+                    assert last and not last.endswith("[DONE]") and "response.completed" not in last
                 time.sleep(0.2)
-                assert seconds_of_a_moment() < 0.1, (stream, name)
+                assert seconds_of_a_moment() < 0.1, (route, stream, name)
                 assert '"length"' in ask(endless, tokens=2, name=name)
 
         with ThreadPoolExecutor(1) as others, suppress(httpx.ReadTimeout):

@@ -66,7 +66,7 @@ def test_turns_follow_the_columns_of_their_row():
         (f"<think>I may {CALL}</think>\nNo.", f"<think>I may {CALL}</think>\nNo.", []),
         (
             f"<think>I may {CALL}</think>\nx{CALL}",
-            f"<think>I may {CALL}</think>x",
+            f"<think>I may {CALL}</think>\nx",
             [ToolCall("f", {})],
         ),
         (f"<think>I may {CALL}", f"<think>I may {CALL}", []),

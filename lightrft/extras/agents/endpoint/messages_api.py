@@ -4,32 +4,34 @@ Requests: https://docs.anthropic.com/en/api/messages. Hints such as cache_contro
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from lightrft.config.tables import table
 from lightrft.data.rendering.messages import as_messages, as_tools
-from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel, event, written_calls
-from lightrft.extras.agents.history import split_thoughts
+from lightrft.extras.agents.endpoint.parts import Body, Growth, Part, Stored
+from lightrft.extras.agents.endpoint.protocol import PARAMETERS, EndpointModel, event
 from lightrft.extras.agents.messages import LENGTH, Turn
 
-MESSAGES_PARAMETERS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+MESSAGES_PARAMETERS: list[str] = table(PARAMETERS)["messages"]
 """Parameters that have the same meaning in a chat completion."""
-ERROR_TYPES = {
-    "invalid_api_key": "authentication_error",
-    "request_too_large": "request_too_large",
-    "request_timeout": "timeout_error",
-    "internal_error": "api_error",
-}
+ERROR_TYPES: dict[str, str] = table(PARAMETERS)["messages_errors"]
 """Code of a problem -> the type of the error; of others it is invalid_request_error."""
 SIGNATURE = "lightrft"
 """Signature of thoughts: clients drop those without one."""
+BLOCK_DELTAS = {
+    "thoughts": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""Kind of a part -> type of its deltas, and their text."""
 MESSAGES_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
-def chat_body(body: Body) -> Body:
+def chat_body(body: Body, stored: Stored) -> Body:
     """Return the chat completion that a request asks for.
 
     Raises ValueError for what has no counterpart there.
@@ -48,6 +50,7 @@ def chat_body(body: Body) -> Body:
         "tools": as_tools([*map(_tool_of_client, body.get("tools") or ())], written=True),
         "tool_choice": choice["type"],
         "stop": body.get("stop_sequences"),
+        "kept": None,
     }
 
 
@@ -64,32 +67,16 @@ def _tool_of_client(tool: Any) -> Body:
     return {name: tool[name] for name in ("name", "description", "input_schema") if name in tool}
 
 
-def reply(turn: Turn, served: EndpointModel, chat: Body) -> Body:
+def reply(turn: Turn, parts: list[Part], served: EndpointModel, chat: Body) -> Body:
     """Return the reply to a request for a chat completion."""
-    calls = written_calls(turn, chat)
-    thoughts, text = split_thoughts(turn.content if calls else turn.text)
-    content: list[Body] = []
-    if thoughts:
-        content.append({"type": "thinking", "thinking": thoughts, "signature": SIGNATURE})
-    if text.strip() or not calls:
-        content.append({"type": "text", "text": text})
-    content += [
-        {
-            "type": "tool_use",
-            "id": call["id"],
-            "name": call["function"]["name"],
-            "input": json.loads(call["function"]["arguments"]),
-        }
-        for call in calls
-    ]
-
-    reason = "tool_use" if calls else "stop_sequence" if turn.stopped else "end_turn"
+    called = any(part.kind == "call" for part in parts)
+    reason = "tool_use" if called else "stop_sequence" if turn.stopped else "end_turn"
     message = {
         "id": f"msg_{turn.id}",
         "type": "message",
         "role": "assistant",
         "model": served.name,
-        "content": content,
+        "content": [_block(part, part.text) for part in parts],
         "stop_reason": "max_tokens" if turn.finish_reason == LENGTH else reason,
         "stop_sequence": turn.stopped or None,
         "usage": {"input_tokens": len(turn.context_ids), "output_tokens": len(turn.token_ids)},
@@ -98,42 +85,48 @@ def reply(turn: Turn, served: EndpointModel, chat: Body) -> Body:
     return message
 
 
-def events(message: Body, body: Body) -> Iterator[str]:
-    """Yield the server-sent events of a reply, each block in one piece."""
-    usage = message["usage"]
-    before = {"content": [], "stop_reason": None, "stop_sequence": None}
-    begun = message | before | {"usage": usage | {"output_tokens": 0}}
-    yield _event(type="message_start", message=begun)
-    for index, block in enumerate(message["content"]):
-        empty, deltas = _pieces(block)
-        yield _event(type="content_block_start", index=index, content_block=empty)
-        for delta in deltas:
-            yield _event(type="content_block_delta", index=index, delta=delta)
-        yield _event(type="content_block_stop", index=index)
-
-    ended = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-    yield _event(type="message_delta", delta=ended, usage={"output_tokens": usage["output_tokens"]})
-    yield _event(type="message_stop")
+def _block(part: Part, text: str) -> Body:
+    """Return a part with this text."""
+    if part.kind == "thoughts":
+        return {"type": "thinking", "thinking": text, "signature": SIGNATURE if text else ""}
+    if part.kind == "text":
+        return {"type": "text", "text": text}
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(text or "{}")}
 
 
-def _pieces(block: Body) -> tuple[Body, list[Body]]:
-    """Return a block without its content, and the deltas that bring it."""
-    match block["type"]:
-        case "text":
-            return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
-        case "thinking":
-            deltas = [
-                {"type": "thinking_delta", "thinking": block["thinking"]},
-                {"type": "signature_delta", "signature": block["signature"]},
-            ]
-            return block | {"thinking": "", "signature": ""}, deltas
-    written = json.dumps(block["input"])
-    return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": written}]
+async def events(growth: AsyncIterator[Growth], body: Body) -> AsyncIterator[str]:
+    """Yield the server-sent events of a turn."""
+    begun = False
+    async for turn, message, pieces in growth:
+        usage = {"output_tokens": message["usage"]["output_tokens"]}
+        if not begun:
+            before = {"content": [], "stop_reason": None, "stop_sequence": None}
+            before["usage"] = message["usage"] | {"output_tokens": 0}
+            yield _event("message_start", message=message | before)
+        begun = True
+
+        for index, part, text, begins, ends in pieces:
+            kind, name = BLOCK_DELTAS[part.kind]
+            if begins:
+                yield _event("content_block_start", index=index, content_block=_block(part, ""))
+            deltas = [{"type": kind, name: text}] if text else []
+            if ends and part.kind == "thoughts":
+                deltas.append({"type": "signature_delta", "signature": SIGNATURE})
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            if ends:
+                yield _event("content_block_stop", index=index)
+
+        if turn.finish_reason:
+            ended = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+            yield _event("message_delta", delta=ended, usage=usage)
+            yield _event("message_stop")
 
 
-def _event(**content: Any) -> str:
+def _event(kind: str, **content: Any) -> str:
+    content["type"] = kind
     MESSAGES_EVENT.validate_python(content)
-    return f"event: {content['type']}\n{event(content)}"
+    return f"event: {kind}\n{event(content)}"
 
 
 def problem(message: str, code: str = "invalid_request") -> Body:

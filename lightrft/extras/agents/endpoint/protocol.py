@@ -6,23 +6,20 @@ wrong.
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from lightrft.algorithms.rollout.episode_roles import POLICY, ROLE_MARK
 from lightrft.config.tables import table
 from lightrft.config.values import check_text
-from lightrft.extras.agents.history import good_calls
+from lightrft.extras.agents.endpoint.parts import Body, Growth, Part, Stored
 from lightrft.extras.agents.messages import RANGES, Turn, check_sampling, check_stop
 
-Body = dict[str, Any]
 PARAMETERS = "extras/agents/endpoint/parameters"
 NEUTRAL_VALUES: Mapping[str, list[Any]] = table(PARAMETERS)["neutral"]
 """Parameter of a request -> values, beside null, that leave sampling as the run sets it."""
-DECIDED_BY_RUN = (
-    *("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-)
+DECIDED_BY_RUN: list[str] = table(PARAMETERS)["decided_by_run"]
 """Further parameters that change what is sampled, and that a run decides."""
 REQUEST_BYTES_PER_TOKEN = 16
 """Largest size of a request for each token of prompt and response.
@@ -53,15 +50,6 @@ class EndpointModel:
     def max_request_bytes(self) -> int:
         """Return the largest number of bytes that a request may have."""
         return REQUEST_BYTES_PER_TOKEN * self.max_length + OTHER_BYTES
-
-
-class Options(TypedDict):
-    """Parameters of a request, as the methods of a session take them."""
-
-    max_tokens: int | None
-    sampling: dict[str, float]
-    stop: list[str]
-    role: str
 
 
 def read_body(content: bytes) -> Body:
@@ -95,8 +83,8 @@ def overridden(body: Body, served: EndpointModel) -> Body:
     }
 
 
-def read_options(body: Body, served: EndpointModel) -> Options:
-    """Parse the sampling options of a request.
+def read_options(body: Body, served: EndpointModel) -> dict[str, Any]:
+    """Return the sampling options of a request, as the methods of a session take them.
 
     Raises ValueError for an option that requests cannot choose here, or a value that is not
     supported.
@@ -150,7 +138,8 @@ def read_options(body: Body, served: EndpointModel) -> Options:
 
     model = body.get("model") or ""
     role = model.removeprefix(ROLE_MARK) if model.startswith(ROLE_MARK) else POLICY
-    return Options(max_tokens=min(limits, default=None), sampling=chosen, stop=stop, role=role)
+    most = min(limits, default=None)
+    return {"max_tokens": most, "sampling": chosen, "stop": stop, "role": role}
 
 
 def _check_tools(body: Body) -> None:
@@ -188,39 +177,28 @@ def _token_ids(value: Any, name: str) -> list[int]:
 
 
 def models(served: EndpointModel) -> Body:
-    model = {
-        "id": served.name,
-        "object": "model",
-        "owned_by": "lightrft",
-        "max_model_len": served.max_length,
-    }
-    return {"object": "list", "data": [model]}
+    model = {"id": served.name, "object": "model", "owned_by": "lightrft"}
+    return {"object": "list", "data": [model | {"max_model_len": served.max_length}]}
 
 
-def written_calls(turn: Turn, body: Body) -> list[Body]:
-    """Return the calls of a turn as a chat completion has them, if the request has tools."""
-    calls = good_calls(turn) if body.get("tools") and body.get("tool_choice") != "none" else []
-    return [
-        {
-            "id": f"call_{turn.id}_{index}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-        }
-        for index, call in enumerate(calls)
+def chat_body(body: Body, stored: Stored) -> Body:
+    return body | {"kept": None}
+
+
+def chat_reply(turn: Turn, parts: list[Part], served: EndpointModel, body: Body) -> Body:
+    """Return the reply to a chat completion."""
+    calls = [
+        {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
+        for part in parts
+        if part.kind == "call"
     ]
-
-
-def chat_reply(turn: Turn, served: EndpointModel, body: Body) -> Body:
-    """Return the reply to a chat completion. Tool calls are part of it if the request has tools."""
-    calls = written_calls(turn, body)
-    message = {"role": "assistant", "content": turn.content if calls else turn.text} | (
-        {"tool_calls": calls} if calls else {}
-    )
+    content = "".join(part.text for part in parts if part.kind == "text")
     # A turn that was cut after a call says so, as it does to clients of other servers.
     ended = turn.finish_reason == "stop"
     choice = {
         "index": 0,
-        "message": message,
+        "message": {"role": "assistant", "content": content}
+        | ({"tool_calls": calls} if calls else {}),
         "finish_reason": "tool_calls" if calls and ended else turn.finish_reason,
         "logprobs": {"content": _logprobs(turn)} if body.get("logprobs") else None,
     }
@@ -239,12 +217,8 @@ def completion_reply(turn: Turn, served: EndpointModel, body: Body) -> Body:
             "text_offset": [],
         }
 
-    choice = {
-        "index": 0,
-        "text": turn.text,
-        "finish_reason": turn.finish_reason,
-        "logprobs": logprobs,
-    }
+    said = {"text": turn.text, "logprobs": logprobs}
+    choice = {"index": 0, **said, "finish_reason": turn.finish_reason}
     return _reply("text_completion", "cmpl", turn, served, body, choice)
 
 
@@ -288,43 +262,28 @@ def _logprobs(turn: Turn) -> list[Body]:
     ]
 
 
-def growth(text: str, turn_id: str, served: EndpointModel) -> str:
-    """Return the server-sent event of the next text of a turn that still grows."""
-    head = {
-        "id": f"chatcmpl-{turn_id}",
-        "object": "chat.completion.chunk",
-        "created": int(time.time()),
-        "model": served.name,
-    }
-    delta = {"role": "assistant", "content": text}
-    return event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+async def events(growth: AsyncIterator[Growth], body: Body) -> AsyncIterator[str]:
+    """Yield the server-sent events of a chat completion, or of a completion, which is complete."""
+    async for turn, reply, pieces in growth:
+        (choice,) = reply["choices"]
+        head = {name: value for name, value in reply.items() if name != "usage"}
+        if message := choice.pop("message", None):
+            head["object"] = "chat.completion.chunk"
+            message["content"] = "".join(
+                piece.text for piece in pieces if piece.part.kind == "text"
+            )
+            for index, call in enumerate(message.get("tool_calls", ())):
+                call["index"] = index
+        first, last = ({"delta": message}, {"delta": {}}) if message else ({}, {"text": ""})
 
-
-def events(reply: Body, body: Body, sent: str = "") -> Iterator[str]:
-    """Yield the server-sent events of a reply: the turn after the text that was sent, the end."""
-    (choice,), usage = reply.pop("choices"), reply.pop("usage")
-    head = reply | {"object": reply["object"].removesuffix(".chunk")}
-    if "message" in choice:
-        head["object"] += ".chunk"
-        message = choice.pop("message")
-        # A parser of calls removes white space around the text.
-        beginning = sent if message["content"].startswith(sent) else sent.strip()
-        message["content"] = message["content"].removeprefix(beginning)
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [{"index": index} | call for index, call in enumerate(calls)]
-        first = choice | {"delta": message}
-        last = {"index": 0, "delta": {}}
-    else:
-        first = choice
-        last = {"index": 0, "text": ""}
-
-    yield event(head | {"choices": [first | {"finish_reason": None}]})
-    yield event(
-        head | {"choices": [last | {"finish_reason": choice["finish_reason"], "logprobs": None}]}
-    )
-    if (body.get("stream_options") or {}).get("include_usage"):
-        yield event(head | {"choices": [], "usage": usage})
-    yield "data: [DONE]\n\n"
+        if pieces or turn.finish_reason:
+            yield event(head | {"choices": [choice | first | {"finish_reason": None}]})
+        if turn.finish_reason:
+            last |= {"index": 0, "finish_reason": choice["finish_reason"], "logprobs": None}
+            yield event(head | {"choices": [last]})
+            if (body.get("stream_options") or {}).get("include_usage"):
+                yield event(head | {"choices": [], "usage": reply["usage"]})
+            yield "data: [DONE]\n\n"
 
 
 def event(content: Body) -> str:

@@ -5,33 +5,32 @@ each response for `previous_response_id`, as long as the episode lasts.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from itertools import count
 from typing import Any
 
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel, written_calls
+from lightrft.config.tables import table
+from lightrft.extras.agents.endpoint.parts import Body, Growth, Part, Stored
+from lightrft.extras.agents.endpoint.protocol import PARAMETERS, EndpointModel
 from lightrft.extras.agents.endpoint.protocol import event as server_event
-from lightrft.extras.agents.history import clean_message, split_thoughts
+from lightrft.extras.agents.history import clean_message
 from lightrft.extras.agents.messages import LENGTH, Message, Turn
 
-RESPONSES_PARAMETERS = (
-    *("model", "temperature", "top_p", "tool_choice", "stream", "top_logprobs"),
-    "parallel_tool_calls",
-)
+RESPONSES_PARAMETERS: list[str] = table(PARAMETERS)["responses"]
 """Parameters that have the same meaning in a chat completion."""
-DELTAS = {
-    "output_text": ("response.output_text", "text"),
-    "reasoning_text": ("response.reasoning_text", "text"),
-    "function_call": ("response.function_call_arguments", "arguments"),
+ITEM_DELTAS = {
+    "thoughts": ("response.reasoning_text", "text"),
+    "text": ("response.output_text", "text"),
+    "call": ("response.function_call_arguments", "arguments"),
 }
-"""Type of a part, or of an item -> beginning of the names of its events, and its text."""
+"""Kind of a part -> beginning of the names of its events, and its text."""
 RESPONSES_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-def chat_body(body: Body, stored: dict[str, list[Message]]) -> Body:
+def chat_body(body: Body, stored: Stored) -> Body:
     """Return the chat completion that a request asks for; `stored` has earlier responses' messages.
 
     Raises ValueError for what has no counterpart there.
@@ -56,7 +55,7 @@ def chat_body(body: Body, stored: dict[str, list[Message]]) -> Body:
 
     return {name: body[name] for name in RESPONSES_PARAMETERS if name in body} | {
         "messages": _joined([*begin, *kept]),
-        "kept": kept,
+        "kept": kept if body.get("store", True) else None,
         "tools": [_tool(tool) for tool in body.get("tools") or ()],
         "max_tokens": body.get("max_output_tokens"),
         "response_format": (body.get("text") or {}).get("format"),
@@ -115,24 +114,16 @@ def _tool(tool: Any) -> Body:
     return {"type": "function", "function": described}
 
 
-def reply(turn: Turn, served: EndpointModel, chat: Body) -> Body:
+def reply(turn: Turn, parts: list[Part], served: EndpointModel, chat: Body) -> Body:
     """Return the reply to a request for a chat completion."""
-    calls = written_calls(turn, chat)
-    thoughts, text = split_thoughts(turn.content if calls else turn.text)
-    output: list[Body] = []
-    if thoughts:
-        content = [{"type": "reasoning_text", "text": thoughts}]
-        output.append({"type": "reasoning", "summary": [], "content": content})
-    if text.strip() or not calls:
-        content = [{"type": "output_text", "text": text, "annotations": []}]
-        output.append({"type": "message", "role": "assistant", "content": content})
-    output += [
-        {"type": "function_call", "call_id": call["id"], **call["function"]} for call in calls
-    ]
     cut = turn.finish_reason == LENGTH
     status = "incomplete" if cut else "completed"
-    for index, item in enumerate(output):
-        item |= {"id": f"item_{turn.id}_{index}", "status": status}
+    output = [
+        _item(part) | {"id": f"item_{turn.id}_{index}", "status": "completed"}
+        for index, part in enumerate(parts)
+    ]
+    for item in output[-1:]:
+        item["status"] = status
 
     read, sampled = len(turn.context_ids), len(turn.token_ids)
     response = {
@@ -158,8 +149,19 @@ def reply(turn: Turn, served: EndpointModel, chat: Body) -> Body:
     return response
 
 
-def events(response: Body, body: Body) -> Iterator[str]:
-    """Yield the server-sent events of a reply, each item in one piece."""
+def _item(part: Part) -> Body:
+    if part.kind == "call":
+        called = {"name": part.name, "arguments": part.text}
+        return {"type": "function_call", "call_id": part.id, **called}
+    if part.kind == "thoughts":
+        content: list[Body] = [{"type": "reasoning_text", "text": part.text}]
+        return {"type": "reasoning", "summary": [], "content": content}
+    content = [{"type": "output_text", "text": part.text, "annotations": []}]
+    return {"type": "message", "role": "assistant", "content": content}
+
+
+async def events(growth: AsyncIterator[Growth], body: Body) -> AsyncIterator[str]:
+    """Yield the server-sent events of a turn."""
     numbers = count()
 
     def event(kind: str, **content: Any) -> str:
@@ -167,26 +169,33 @@ def events(response: Body, body: Body) -> Iterator[str]:
         RESPONSES_EVENT.validate_python(content)
         return f"event: {kind}\n{server_event(content)}"
 
-    begun = response | {"status": "in_progress", "output": [], "usage": None}
-    yield event("response.created", response=begun)
-    yield event("response.in_progress", response=begun)
-    for index, item in enumerate(response["output"]):
-        place: Body = {"output_index": index}
-        emptied: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        added = item | emptied | {"status": "in_progress"}
-        yield event("response.output_item.added", item=added, **place)
+    begun: Body = {}
+    async for turn, response, pieces in growth:
+        if not begun:
+            begun = response | {"status": "in_progress", "output": [], "usage": None}
+            yield event("response.created", response=begun)
+            yield event("response.in_progress", response=begun)
 
-        place["item_id"] = item["id"]
-        for number, part in enumerate(item.get("content", [item])):
-            kind, name = DELTAS[part["type"]]
-            parts = place if part is item else place | {"content_index": number}
-            more: Body = {"name": item["name"]} if part is item else {}
-            if part["type"] == "output_text":
-                more = {"logprobs": []}
-                yield event("response.content_part.added", part=part | {"text": ""}, **parts)
-            yield event(f"{kind}.delta", delta=part[name], **parts, **more)
-            yield event(f"{kind}.done", **{name: part[name]}, **parts, **more)
-            if part["type"] == "output_text":
-                yield event("response.content_part.done", part=part, **parts)
-        yield event("response.output_item.done", item=item, output_index=index)
-    yield event(f"response.{response['status']}", response=response)
+        for index, part, text, begins, ends in pieces:
+            item = response["output"][index]
+            kind, name = ITEM_DELTAS[part.kind]
+            place: Body = {"output_index": index, "item_id": item["id"]}
+            more: Body = {"name": part.name} if part.kind == "call" else {"content_index": 0}
+            more |= {"logprobs": []} if part.kind == "text" else {}
+            if begins:
+                emptied: Body = {"arguments": ""} if part.kind == "call" else {"content": []}
+                added = item | emptied | {"status": "in_progress"}
+                yield event("response.output_item.added", item=added, output_index=index)
+                if part.kind == "text":
+                    empty = item["content"][0] | {"text": ""}
+                    yield event("response.content_part.added", part=empty, content_index=0, **place)
+            if text:
+                yield event(f"{kind}.delta", delta=text, **place, **more)
+            if ends:
+                yield event(f"{kind}.done", **{name: part.text}, **place, **more)
+                if part.kind == "text":
+                    whole = item["content"][0]
+                    yield event("response.content_part.done", part=whole, content_index=0, **place)
+                yield event("response.output_item.done", item=item, output_index=index)
+        if turn.finish_reason:
+            yield event(f"response.{response['status']}", response=response)

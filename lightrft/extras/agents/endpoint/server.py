@@ -3,10 +3,16 @@
 import asyncio
 import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import uvicorn
@@ -16,7 +22,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lightrft.extras.agents.endpoint import messages_api, protocol, responses_api
-from lightrft.extras.agents.endpoint.protocol import Body, EndpointModel
+from lightrft.extras.agents.endpoint.parts import Body, Growth, Part, Stored, parts_of, pieces_of
+from lightrft.extras.agents.endpoint.protocol import EndpointModel
 from lightrft.extras.agents.history import reply
 from lightrft.extras.agents.messages import COUNTED, Turn
 from lightrft.extras.agents.session import Session
@@ -35,12 +42,11 @@ Sessions = Callable[[str], AbstractContextManager[Session]]
 """Function from the `x-session-id` of a request, which may be empty, to its episode's context."""
 
 Handler = Callable[[Request], Awaitable[Response]]
-Take = Callable[[Session, Body], Awaitable[tuple[Turn, Body]]]
-"""Function that asks for the turn of a request, and returns it with the reply."""
-Stream = Callable[[Session, Body], AsyncIterator[str]]
-"""Function that yields the events of a turn while it grows."""
-Events = Callable[[Body, Body], Iterator[str]]
-"""Function that yields the events of a complete reply to a request."""
+Growing = AsyncGenerator[Growth, None]
+Take = Callable[[Session, Body], Growing]
+"""Function that asks for the turn of a request, and yields it as it grows, or once."""
+Events = Callable[[AsyncIterator[Growth], Body], AsyncIterator[str]]
+"""Function that yields the events of a turn as it grows, for a request."""
 Problem = Callable[[str, str], Body]
 """Function from a message and a code to the body of an error."""
 Log = Callable[[Request, int, str], None]
@@ -48,13 +54,33 @@ Record = Callable[[str, str, int, str, int | None], None]
 """Function of the arguments of Exchanged."""
 
 
-def no_room() -> Refusal:
-    """Return the refusal if a limit of the episode leaves no room for a turn."""
-    message = (
-        "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len,"
-        " --episode_minutes)"
-    )
-    return Refusal(400, message, "context_length_exceeded")
+class Api(NamedTuple):
+    """A protocol of chats."""
+
+    chat_body: Callable[[Body, Stored], Body]
+    """Function from a request, and the messages of earlier responses, to a chat completion's.
+
+    `kept` are the messages to keep with the reply, or None.
+    """
+    reply: Callable[[Turn, list[Part], EndpointModel, Body], Body]
+    events: Events
+    problem: Problem = protocol.problem
+    thoughts_apart: bool = True
+
+
+CHAT_APIS = {
+    "/v1/chat/completions": Api(
+        protocol.chat_body, protocol.chat_reply, protocol.events, thoughts_apart=False
+    ),
+    "/v1/responses": Api(responses_api.chat_body, responses_api.reply, responses_api.events),
+    "/v1/messages": Api(
+        messages_api.chat_body, messages_api.reply, messages_api.events, messages_api.problem
+    ),
+}
+NO_ROOM = (
+    "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len,"
+    " --episode_minutes)"
+)
 
 
 class Address(NamedTuple):
@@ -78,20 +104,14 @@ def application(
     answer, and a text about it. `record` gets each exchange.
     """
     routes = _Routes(sessions, served, key, log, record)
-    # The turn of an episode is complete when it comes.
-    grow = None if served.fixed else routes.growing_chat
+    count = routes.handler(routes.count_tokens, None, messages_api.problem)
     posts = {
-        "/v1/chat/completions": routes.handler(routes.chat, grow=grow),
-        "/v1/completions": routes.handler(routes.complete),
-        "/inference/v1/generate": routes.handler(routes.generate, events=None),
-        "/v1/responses": routes.handler(routes.respond, events=responses_api.events),
+        "/v1/completions": routes.handler(routes.complete, protocol.events),
+        "/inference/v1/generate": routes.handler(routes.generate, None),
+        "/v1/messages/count_tokens": count,
     }
-    anthropic = {"": (routes.answer_messages, messages_api.events)}
-    anthropic["/count_tokens"] = (routes.count_tokens, None)
-    for path, (take, events) in anthropic.items():
-        posts[f"/v1/messages{path}"] = routes.handler(
-            take, events=events, problem=messages_api.problem
-        )
+    for path, api in CHAT_APIS.items():
+        posts[path] = routes.handler(partial(routes.chat, api), api.events, api.problem)
 
     return Starlette(
         routes=[
@@ -113,16 +133,11 @@ class _Routes:
     record: Record | None
 
     def handler(
-        self,
-        take: Take,
-        *,
-        events: Events | None = protocol.events,
-        grow: Stream | None = None,
-        problem: Problem = protocol.problem,
+        self, take: Take, events: Events | None, problem: Problem = protocol.problem
     ) -> Handler:
         """Return a handler that answers with the turn that `take` asks for, and logs it.
 
-        A stream comes from `grow`, or has the `events` of the whole reply.
+        Without `events` no answer is a stream.
         """
 
         def refuse(refusal: Refusal) -> Response:
@@ -133,7 +148,7 @@ class _Routes:
             began = time.monotonic()
             request.state.content = b""
             request.state.turn = None
-            response, about = await answered(self._answer(request, take, events, grow), refuse)
+            response, about = await answered(self._answer(request, take, events, problem), refuse)
             if self.record is not None:
                 sent, reply = request.state.content.decode(errors="replace"), bytes(response.body)
                 status, turn = response.status_code, request.state.turn
@@ -147,7 +162,7 @@ class _Routes:
         return handle
 
     async def _answer(
-        self, request: Request, take: Take, events: Events | None, grow: Stream | None
+        self, request: Request, take: Take, events: Events | None, problem: Problem
     ) -> Response:
         """Return the turn that a request asks for. Raises Refusal if there is none."""
         presented = request.headers.get("x-api-key", "")
@@ -158,75 +173,50 @@ class _Routes:
         # A mistake in a request costs that request alone: others go on.
         request.state.content = await content_of(request, self.served.max_request_bytes)
         body = protocol.read_body(request.state.content)
-        with ExitStack() as context:
+        async with AsyncExitStack() as context:
             session = context.enter_context(self.sessions(request.headers.get("x-session-id", "")))
-            if grow is not None and body.get("stream"):
-                growing = grow(session, body)
-                first = await _unless_left(
-                    request, anext(growing)
-                )  # a refusal still has a status of its own
-                grown = _all_events(first, growing, context.pop_all())
-                return StreamingResponse(grown, media_type=EVENTS)
-
-            turn, content = await _unless_left(request, take(session, body))
+            growth = take(session, body)
+            context.push_async_callback(growth.aclose)
+            # A refusal still has a status of its own.
+            first = await _unless_left(request, anext(growth))
+            turn = first.turn
             if not (turn.token_ids or turn.finish_reason == COUNTED):
-                raise no_room()
+                raise Refusal(400, NO_ROOM, "context_length_exceeded")
+            request.state.turn = turn.number if turn.token_ids else None
+            if events is None or not body.get("stream"):
+                return JSONResponse(first.reply)
 
-        request.state.turn = turn.number if turn.token_ids else None
-        if events is not None and body.get("stream"):
-            return Response("".join(events(content, body)), media_type=EVENTS)
-        return JSONResponse(content)
-
-    async def chat(self, session: Session, body: Body) -> tuple[Turn, Body]:
-        turn = await self._chat(session, body)
-        return turn, protocol.chat_reply(turn, self.served, body)
-
-    async def _chat(self, session: Session, body: Body) -> Turn:
-        messages, options = self._read_chat(session, body)
-        return await session.chat(messages, **options)
-
-    async def answer_messages(self, session: Session, body: Body) -> tuple[Turn, Body]:
-        chat = messages_api.chat_body(body)
-        turn = await self._chat(session, chat)
-        return turn, messages_api.reply(turn, self.served, chat)
-
-    async def count_tokens(self, session: Session, body: Body) -> tuple[Turn, Body]:
-        messages, options = self._read_chat(session, messages_api.chat_body(body))
-        turn = await session.chat(messages, **options, counts=True)
-        return turn, {"input_tokens": len(turn.context_ids)}
-
-    async def respond(self, session: Session, body: Body) -> tuple[Turn, Body]:
-        chat = responses_api.chat_body(body, session.stored)
-        turn = await self._chat(session, chat)
-        response = responses_api.reply(turn, self.served, chat)
-        if body.get("store", True):
-            session.stored[response["id"]] = [*chat["kept"], reply(turn)]
-        return turn, response
-
-    async def growing_chat(self, session: Session, body: Body) -> AsyncIterator[str]:
-        """Yield the events of a chat's turn: its text as it grows, then the rest of the reply."""
-        messages, options = self._read_chat(session, body)
-        sent = ""
-        turn_id = ""
-        # What the reply has for each token is sent with the complete turn.
-        needs_tokens = body.get("logprobs") or body.get("return_token_ids")
-
-        async for turn in session.growing_chat(messages, **options):
-            if not turn.token_ids:
-                raise no_room()
-            turn_id = turn_id or turn.id
+            said = events(_joined(first, growth), body)
             if turn.finish_reason:
-                whole = protocol.chat_reply(replace(turn, id=turn_id), self.served, body)
-                for event in protocol.events(whole, body, sent):
-                    yield event
-            elif not needs_tokens and len(turn.content) > len(sent):
-                yield protocol.growth(turn.content[len(sent) :], turn_id, self.served)
-                sent = turn.content
+                return Response("".join([each async for each in said]), media_type=EVENTS)
+            streamed = _all_events(said, context.pop_all(), problem)
+            return StreamingResponse(streamed, media_type=EVENTS)
 
-    def _options(self, session: Session, body: Body) -> protocol.Options:
+    async def chat(self, api: Api, session: Session, body: Body) -> Growing:
+        chat = api.chat_body(body, session.stored)
+        messages, options = self._read_chat(session, chat)
+        # What a reply has for each token is sent with the complete turn.
+        whole = not body.get("stream") or body.get("logprobs") or body.get("return_token_ids")
+        before: list[Part] = []
+        async for turn in session.growing_chat(messages, in_pieces=not whole, **options):
+            parts = parts_of(turn, chat, apart=api.thoughts_apart)
+            content = api.reply(turn, parts, self.served, chat)
+            if turn.finish_reason and chat["kept"]:
+                session.stored[content["id"]] = [*chat["kept"], reply(turn)]
+            pieces = pieces_of(before, parts, complete=bool(turn.finish_reason))
+            yield Growth(turn, content, [*pieces])
+            before = parts
+
+    async def count_tokens(self, session: Session, body: Body) -> Growing:
+        chat = messages_api.chat_body(body, session.stored)
+        messages, options = self._read_chat(session, chat)
+        turn = await session.chat(messages, **options, counts=True)
+        yield Growth(turn, {"input_tokens": len(turn.context_ids)}, [])
+
+    def _options(self, session: Session, body: Body) -> dict[str, Any]:
         """Return the sampling options of a request, without those that the run overrides."""
         replaced = protocol.overridden(body, self.served)
-        session.overridden += Counter(f"{name} {value!r:.40}" for name, value in replaced.items())
+        session.ended.overridden.update(f"{name} {value!r:.40}" for name, value in replaced.items())
         kept = {name: value for name, value in body.items() if name not in replaced}
         return protocol.read_options(kept, self.served)
 
@@ -239,20 +229,20 @@ class _Routes:
         tools = body.get("tools") if body.get("tool_choice") != "none" else None
         return messages, {**options, "tools": tools or None}
 
-    async def complete(self, session: Session, body: Body) -> tuple[Turn, Body]:
+    async def complete(self, session: Session, body: Body) -> Growing:
         options = self._options(session, body)
         prompt = protocol.read_prompt(body.get("prompt"))
         take = session.complete if isinstance(prompt, str) else session.generate
         turn = await take(prompt, **options)
-        return turn, protocol.completion_reply(turn, self.served, body)
+        yield Growth(turn, protocol.completion_reply(turn, self.served, body), [])
 
-    async def generate(self, session: Session, body: Body) -> tuple[Turn, Body]:
+    async def generate(self, session: Session, body: Body) -> Growing:
         parameters = body.get("sampling_params") or {}
         if not isinstance(parameters, dict):
             raise ValueError("sampling_params is an object")
         options = self._options(session, parameters | {"model": body.get("model")})
         turn = await session.generate(protocol.read_token_ids(body.get("token_ids")), **options)
-        return turn, protocol.generate_reply(turn)
+        yield Growth(turn, protocol.generate_reply(turn), [])
 
     async def models(self, request: Request) -> Response:
         return JSONResponse(protocol.models(self.served))
@@ -281,17 +271,22 @@ async def _unless_left(request: Request, answer: Awaitable[T]) -> T:
         await asyncio.gather(answered, left, return_exceptions=True)
 
 
+async def _joined(first: Growth, growth: Growing) -> Growing:
+    yield first
+    async for each in growth:
+        yield each
+
+
 async def _all_events(
-    first: str, events: AsyncIterator[str], session: AbstractContextManager[Any]
+    events: AsyncIterator[str], context: AsyncExitStack, problem: Problem
 ) -> AsyncIterator[str]:
-    """Yield events, and leave the session's context after them; an error is the last event."""
+    """Yield events, and leave the context after them; an error is the last event."""
     try:
-        with session:
-            yield first
+        async with context:
             async for event in events:
                 yield event
     except ValueError as error:
-        yield protocol.event(protocol.problem(str(error)))
+        yield f"event: error\n{protocol.event(problem(str(error), 'invalid_request'))}"
 
 
 @asynccontextmanager
