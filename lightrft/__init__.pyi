@@ -573,6 +573,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """Share of prompts whose samples get the reward of --shadow_reward."""
     ledger: bool
     """Write what each row of the data was worth to save_path/ledger.sqlite, for `lightrft ledger`."""
+    measure_noise: int
+    """Measure how much of the policy's gradient is noise in each N-th step, for `noise/*` metrics and `lightrft tune --advice`; 0: never."""
     on_alarm: Literal['warn', 'stop', 'fork']
     """What an alarm does: warn goes on; stop ends the run after the step; fork also keeps the last checkpoint from before the reward was gamed, for --fork_from."""
     train_dataset: Rows

@@ -1159,6 +1159,9 @@ class WatchSection(Section, commands=PPO):
     ledger: bool = False
     """Write what each row of the data was worth to save_path/ledger.sqlite, for `lightrft
     ledger`."""
+    measure_noise: int = option(0, NOT_NEGATIVE)
+    """Measure how much of the policy's gradient is noise in each N-th step, for `noise/*` metrics and
+    `lightrft tune --advice`; 0: never."""
     on_alarm: Literal["warn", "stop", "fork"] = option("warn", needs=A_WATCH)
     """What an alarm does: warn goes on; stop ends the run after the step; fork also keeps the last
     checkpoint from before the reward was gamed, for --fork_from."""

@@ -141,6 +141,10 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
     objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
     learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
+    if every := config.watch.measure_noise:
+        mesh = strategy.mesh
+        learners[-1] = extra("--measure_noise").measured(learners[-1], every, mesh.data, mesh.sp)
+        items["noise"] = learners[-1].meter
     measures: list[Measure] = []
     if watch is not None:
         measures.append(watch.measure)

@@ -1,0 +1,35 @@
+"""Sketches of gradients: a few counters whose products estimate the products of the gradients."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+COUNTERS = 16_384
+"""Counters of a sketch. Products of gradients have a relative error of about sqrt(2 / COUNTERS)."""
+ROWS = 64
+"""Rows of counters that have signs of their own."""
+STRIDE = 7919
+"""Counters by which each block is moved against the one before; prime to COUNTERS."""
+
+
+class Sketcher:
+    """Adds gradients to sketches, with random signs that depend on nothing but a seed.
+
+    It is the count sketch of Charikar, Chen and Farach-Colton (2002): each element is added to one
+    counter with a random sign, so the dot product of two sketches has the dot product of the
+    gradients as its expectation. Sketches are linear: they add up as gradients do, also over ranks.
+    """
+
+    def __init__(self, device: torch.device):
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(2, (ROWS, COUNTERS), generator=generator, dtype=torch.int8) * 2 - 1
+        self.signs = signs.to(device)
+
+    def add(self, counters: Tensor, gradient: Tensor, number: int) -> None:
+        """Add a gradient of any shape to counters [COUNTERS]; `number` is that of the parameter."""
+        flat = gradient.detach().flatten()
+        for index, block in enumerate(flat.split(ROWS * COUNTERS)):
+            rows = F.pad(block, (0, -len(block) % COUNTERS)).view(-1, COUNTERS)
+            signed = (rows * self.signs[: len(rows)]).sum(0, dtype=torch.float32)
+            # Equal places of two blocks have equal signs, so they must not share a counter.
+            counters += signed.roll((number + index) * STRIDE)

@@ -1,0 +1,210 @@
+"""Compare the measured noise of the gradient with that of resampled batches, and time the meter.
+
+    lightrft quickstart                                        # the model and the data
+    python -m scripts.bench.noise runs/quickstart --out runs/noise
+
+One step of a pool of prompts gives the exact gradient of each sample. Batches of some of the
+prompts are drawn from the pool, and what their gradients differ by is the noise; the meter sees the
+sketches of their micro-batches. `--write` puts the result into docs/noise.md.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lightrft.app.run.prepare import prepare_config
+from lightrft.app.trainer.build import ppo_trainer
+from lightrft.config import parse
+from lightrft.core.metrics import Metrics
+from lightrft.core.role import LossTerm
+from lightrft.extras.noise.components import Noise, normal_equations
+from lightrft.extras.noise.meter import MEMORY, NoiseMeter, split
+from lightrft.extras.noise.sketch import COUNTERS, Sketcher
+from lightrft.models.parallel.collectives import Axis
+from lightrft.strategy import get_strategy
+from scripts.bench.harness import write_measured
+
+SAMPLES = 8
+RECIPE = f"""--engine_type hf --prompt_max_len 8 --generate_max_len 4 --n_samples_per_prompt {SAMPLES}
+    --lr_scheduler constant --init_kl_coef 0 --learning_rate 4e-4 --loss_agg_mode token-mean
+    --report_to jsonl --overwrite --reward exact_match --reward_workers 0 --eval_steps 0"""
+
+
+def main() -> None:
+    options = arguments()
+    text = "\n".join([*accuracy(options), "", cost(options)])
+    print(text)
+    if options.write:
+        write_measured("noise.md", text)
+
+
+def run_of(
+    options: argparse.Namespace, name: str, prompts: int, steps: int, *flags: str
+) -> list[str]:
+    """Return the arguments of a run of the quick start's model."""
+    return [
+        *RECIPE.split(),
+        f"--rollout_batch_size={prompts}",
+        f"--train_batch_size={prompts * SAMPLES}",
+        f"--pretrain={options.quickstart / 'sft' / 'model'}",
+        f"--prompt_data={options.quickstart / 'data' / 'train.jsonl'}",
+        f"--save_path={options.out / name}",
+        f"--max_steps={steps}",
+        *flags,
+    ]
+
+
+# -- accuracy
+
+
+def accuracy(options: argparse.Namespace) -> list[str]:
+    """Return the lines of a table: the noise of resampled batches, and what the meter says of them."""
+    gradients, sketches = sample_gradients(options)
+    mean = gradients.mean(0)
+    signal = float(mean @ mean)
+    deviations = (gradients - mean).double().numpy()
+    generator = np.random.default_rng(0)
+
+    squares = []
+    equations = np.zeros((3, 4))
+    scales = []
+    for _ in range(options.batches):
+        drawn = generator.integers(options.pool, size=options.prompts)
+        rows = np.concatenate([np.arange(SAMPLES) + SAMPLES * each for each in drawn])
+        error = deviations[rows].mean(0)
+        squares.append(float(error @ error))
+
+        equations = MEMORY * equations + of_micro_batches(rows, sketches, options)
+        scales.append(Noise.solve(equations, SAMPLES).scale)
+
+    size = options.prompts * SAMPLES
+    exact = size * statistics.mean(squares) / signal
+    warm = [scale for scale in scales[20:] if scale is not None]
+    low, middle, high = np.quantile(np.array(warm) / exact, [0.05, 0.5, 0.95])
+    return [
+        f"{options.batches} batches of {options.prompts} prompts with {SAMPLES} samples, drawn from"
+        f" {options.pool} prompts: their gradients differ from the mean of all by as much as a noise"
+        f" scale of {exact:.0f} samples says. The meter's scale is {middle:.2f} of that (median), and"
+        f" {low:.2f} to {high:.2f} in 90 % of the steps.",
+    ]
+
+
+def of_micro_batches(
+    rows: np.ndarray, sketches: np.ndarray, options: argparse.Namespace
+) -> np.ndarray:
+    """Return the normal equations of a batch, in micro-batches of whole prompts as a plan has them."""
+    size = len(rows) // options.micro_batches
+    prompts = torch.arange(len(rows)) // SAMPLES
+
+    class Batch:
+        groups = prompts
+
+    update = [list(range(first, first + size)) for first in range(0, len(rows), size)]
+    parts = split(update, Batch, 1)
+    sums = np.stack([sketches[rows[members]].sum(0) for members in parts])
+    counts = np.zeros((len(parts), options.prompts))
+    for part, members in enumerate(parts):
+        np.add.at(counts[part], prompts[members].numpy(), 1)
+    return normal_equations(sums @ sums.T, counts)
+
+
+def sample_gradients(options: argparse.Namespace) -> tuple[torch.Tensor, np.ndarray]:
+    """Return the gradient of each sample of one step, [N, D], and the sketches, [N, COUNTERS]."""
+    flags = run_of(options, "pool", options.pool, 1)
+    config = prepare_config("train_ppo", parse(flags, "train_ppo"))
+    torch.manual_seed(0)
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+    trainer = ppo_trainer(config, strategy)
+    step = trainer.learning_step
+    samples, _ = step.collect(1, Metrics())
+    plan = step.make_experience(samples, Metrics())
+    learner = step.learners[-1]
+    role = learner.role
+    denominator = replace(role.denominator(plan.experience, plan.updates[0]), updates_before=0)
+
+    order = torch.argsort(plan.experience.groups, stable=True).tolist()
+    parameters = [each for each in role.module.parameters() if each.requires_grad]
+    sketcher = Sketcher(strategy.device)
+    gradients = torch.zeros(len(order), sum(each.numel() for each in parameters))
+    sketches = torch.zeros(len(order), COUNTERS)
+    role.begin(len(order) + 1)  # the step is never finished
+    for index, row in enumerate(order):
+        term = LossTerm(plan.experience, [[row]], learner.objective, denominator)
+        role.add_gradients(strategy.to_device(plan.experience.select([row])), term)
+        gradients[index] = torch.cat([each.grad.flatten() for each in parameters])
+        for number, each in enumerate(parameters):
+            sketcher.add(sketches[index], each.grad, number)
+        role.module.zero_grad()
+
+    strategy.close()
+    return gradients, sketches.double().numpy()
+
+
+# -- cost
+
+
+def cost(options: argparse.Namespace) -> str:
+    """Say what sketches take beside the passes of a model of 35 million parameters, in turns."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=8192, **shape, **heads))
+    ids = torch.randint(8192, (1, options.tokens))
+    alone = Axis("one rank", 1, 0, None)
+    meter = NoiseMeter(1, alone, alone, torch.device("cpu"))
+
+    def passes() -> None:
+        model(ids, labels=ids).loss.backward()
+
+    def measured() -> None:
+        with meter.reading(model, 1):
+            passes()
+
+    def seconds(run: Callable[[], None]) -> float:
+        began = time.process_time()
+        run()
+        return time.process_time() - began
+
+    passes()
+    ratios = [seconds(measured) / seconds(passes) for _ in range(options.turns)]
+    return (
+        f"On one core of {processor()}, the passes of a micro-batch of {options.tokens:,} tokens take"
+        f" {statistics.median(ratios):.3f} times as long with sketches (median of {options.turns}"
+        f" turns; from {min(ratios):.3f} to {max(ratios):.3f}), for a model of"
+        f" {model.num_parameters() / 1e6:.0f} million parameters."
+    )
+
+
+def processor() -> str:
+    """Return the name of the processor, on Linux."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("quickstart", type=Path, help="folder of the quick start")
+    parser.add_argument("--out", type=Path, default=Path("runs/noise"))
+    parser.add_argument("--pool", type=int, default=128, help="prompts with exact gradients")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts of a batch")
+    parser.add_argument("--micro_batches", type=int, default=8)
+    parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch that is timed")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--write", action="store_true", help="write the lines into the page")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
