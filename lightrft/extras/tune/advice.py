@@ -1,0 +1,80 @@
+"""Where a search can start: learning rate and batch by rules of the literature, with their sources."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lightrft.app.observe.curves import read_history
+from lightrft.app.observe.text import short
+from lightrft.config.presets import COMMAND_DEFAULTS, RATE_OF_ADAPTERS
+from lightrft.config.sections import Config
+from lightrft.config.tables import table
+
+RULES: dict[str, Any] = table("extras/tune/advice")
+TEXTS: dict[str, str] = RULES["texts"]
+AROUND = math.sqrt(10)
+"""Factor below and above a start that a search covers: ten times in all."""
+RECENT_MEASURES = 10
+
+
+def advice(config: Config, command: str) -> Iterator[str]:
+    """Yield sentences about the learning rate and the batch of a run."""
+    starts = rates(config, command)
+    yield from (f"--learning_rate {rate:.2g}: {rule}" for rate, rule in starts)
+    low, high = (starts[-1][0] * factor for factor in (1 / AROUND, AROUND))
+    yield TEXTS["start"]
+    yield f"    --over learning_rate={low:.1e}..{high:.1e}:log"
+    yield from batches(config, command)
+
+
+def rates(config: Config, command: str) -> list[tuple[float, str]]:
+    """Return learning rates, each with the rule that it follows from."""
+    factor = RATE_OF_ADAPTERS if config.model.lora_rank > 0 else 1.0
+    adapters = TEXTS["adapters"].format(factor=factor) if factor > 1 else ""
+    base = COMMAND_DEFAULTS.get(command, {}).get("learning_rate", Config().optim.learning_rate)
+    source = RULES["sources"][command]
+    rule = TEXTS["default"].format(base=base, source=source, adapters=adapters)
+    found = [(base * factor, rule)]
+
+    described = model_config(config.model.pretrain)
+    name = f"{described.get('model_type', '')} {config.model.pretrain}".lower()
+    size = described.get("hidden_size") or described.get("text_config", {}).get("hidden_size")
+    exponents = [value for family, value in RULES["families"].items() if family in name]
+    if command == "train_sft" and exponents and size:
+        scaled = RULES["rate"] * factor * (RULES["reference_size"] / size) ** exponents[0]
+        numbers = {"size": size, "exponent": exponents[0], "adapters": adapters}
+        found.append((scaled, TEXTS["size"].format(**RULES, **numbers)))
+    return found
+
+
+def batches(config: Config, command: str) -> Iterator[str]:
+    """Yield what the noise of the gradient says, if the run in --save_path measured it."""
+    history = read_history(Path(config.train.save_path) / "metrics.jsonl")
+    noise = {}
+    for name in ("scale", "prompts", "samples"):
+        values = [value for _, value in history.get(f"noise/{name}", ()) if value is not None]
+        if values:
+            noise[name] = fmean(values[-RECENT_MEASURES:])
+    if noise.get("scale", 0.0) <= 0:
+        yield TEXTS["unmeasured"]
+        return
+
+    shown = {name: short(value) for name, value in noise.items()}
+    yield TEXTS["batch"].format(batch=2 ** max(0, round(math.log2(noise["scale"]))), **shown)
+    if command == "train_ppo" and len(noise) == 3:
+        names = ["--rollout_batch_size", "--n_samples_per_prompt"]
+        more, fewer = names if noise["prompts"] > noise["samples"] else reversed(names)
+        yield TEXTS["division"].format(more=more, fewer=fewer, **shown)
+
+
+def model_config(model: str) -> dict[str, Any]:
+    """Return config.json of a model's folder, or of a model that is in the hub's cache."""
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(model, local_files_only=True)[0]
+    except (OSError, ValueError, json.JSONDecodeError):
+        return {}
