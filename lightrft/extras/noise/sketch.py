@@ -26,7 +26,7 @@ class Sketcher:
         self.signs = signs.to(device)
 
     def add(self, counters: Tensor, gradient: Tensor, number: int) -> None:
-        """Add a gradient of any shape to counters [COUNTERS]; `number` is that of the parameter."""
+        """Add a gradient of any shape to counters [COUNTERS]; `number` numbers the parameters."""
         flat = gradient.detach().flatten()
         for index, block in enumerate(flat.split(ROWS * COUNTERS)):
             rows = F.pad(block, (0, -len(block) % COUNTERS)).view(-1, COUNTERS)
