@@ -54,7 +54,7 @@ class Noise:
 def normal_equations(products: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the normal equations of one update, matrix and right side: [3, 4].
 
-    `products` [M, M] are those of the gradients of M micro-batches, and `counts` [M, P] the samples
+    `products` [M, M] belong to the gradients of M micro-batches, and `counts` [M, P] are the samples
     of each prompt in them. Products count as multiples of their mean square, so that a large
     gradient has no more weight than a small one.
     """
