@@ -61,5 +61,6 @@ def test_the_batch_is_the_measured_noise_scale(tmp_path):
     batch, division = advised(tmp_path, "train_ppo", noise=noise)[-2:]
 
     assert batch.startswith("--train_batch_size 256: the noise scale was 300 samples.")
-    assert "a larger --n_samples_per_prompt and a smaller --rollout_batch_size" in division
+    assert division.startswith("--n_samples_per_prompt: a prompt adds 100 to the noise")
+    assert "beyond 2 samples of a prompt" in division
     assert "--measure_noise 10" in advised(tmp_path, "train_ppo")[-1]
