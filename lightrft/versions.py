@@ -66,6 +66,7 @@ EXTRAS = {
     "json": {"jsonschema": ">=4.18"},
     "reasoning-gym": {"reasoning-gym": ">=0.1.25,<0.2"},
     "ledger": {"datasketch": ">=1.6"},
+    "tune": {"optuna": ">=5.0,<6"},
     "transfer-queue": {"TransferQueue": ">=0.1.11,<0.2"},
     "docs": {
         "mkdocs": ">=1.6,<2",

@@ -1,0 +1,129 @@
+"""Search learning rate, batch and other options by runs that are paused and continued.
+
+    lightrft tune configs/quickstart.yaml --over learning_rate=1e-5..1e-2:log \\
+        n_samples_per_prompt=4,8,16 --metric eval/accuracy --budget 30m --ranks 2
+    lightrft tune train_sft configs/quickstart_sft.yaml --over learning_rate=1e-4..1e-2:log
+    lightrft tune train_sft --pretrain some/model --lora_rank 16 --advice
+
+The command has all other flags of the run. NAME=LOW..HIGH is a range, with :log even over its
+logarithms, and NAME=ONE,OTHER are choices. Each trial is a run in --out. After Ctrl-C the same
+command continues. At the end --out has best.yaml, tune.html, and study.db for Optuna's tools.
+"""
+
+import re
+import signal
+import sys
+from importlib.util import find_spec
+
+from loguru import logger
+
+from lightrft.app.cli import command_parser, read_command_line, user_errors
+from lightrft.app.run.logs import set_up_logging
+from lightrft.config.command_line import answer_word
+from lightrft.config.errors import ConfigError
+from lightrft.config.paths import check_paths
+from lightrft.config.sections import TRAINING, Config
+
+DEFAULT_METRICS = {"train_ppo": "eval/reward"}
+"""Command -> metric; eval/loss for others."""
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def main(argv: list[str] | None = None) -> None:
+    answer_word(argv, "train_ppo")
+    usage = "lightrft tune [COMMAND] [CONFIG.yaml] --over NAME=VALUES ... [flags]"
+    parser = command_parser("tune", __doc__, usage=usage, allow_abbrev=False)
+    options, flags = parser.parse_known_args(argv)
+    if flags and flags[0] in TRAINING:
+        options.command = flags.pop(0)
+    if flags and not flags[0].startswith("-"):
+        flags.insert(0, "--config")
+
+    set_up_logging()
+    with user_errors(ConfigError):
+        config = read_command_line(flags, options.command)
+        if options.advice:
+            from lightrft.extras.tune.advice import advice
+
+            sys.stdout.write("".join(f"{line}\n" for line in advice(config, options.command)))
+            return
+        _search(options, flags, config)
+
+
+def _search(options, flags: list[str], config: Config) -> None:
+    """Check everything at the door, then search, and show what was found."""
+    from lightrft.extras.tune.space import check_values, lower_is_better, read_parameters
+
+    command = options.command
+    metric = options.metric or DEFAULT_METRICS.get(command, "eval/loss")
+    minimize = lower_is_better(
+        metric, config, command, minimize=options.minimize, maximize=options.maximize
+    )
+    parameters = read_parameters(options.over, command)
+    flags = [*flags, *_evaluations(config, metric)]
+    check_values(parameters, flags, command, options.ranks)
+    check_paths(config, command)
+    budget = seconds_of(options.budget)
+    if find_spec("optuna") is None:
+        raise ConfigError("lightrft tune needs optuna, which is not installed: pip install '.[tune]'")
+
+    from lightrft.extras.tune.optuna import Study
+    from lightrft.extras.tune.page import Findings
+    from lightrft.extras.tune.search import Search
+    from lightrft.extras.tune.trials import Launcher
+
+    seed = config.train.seed
+    question = {
+        "command": command,
+        "flags": flags,
+        "over": options.over,
+        "metric": metric,
+        "ranks": options.ranks,
+        "seeds": options.seeds,
+        "trials": options.trials,
+    }
+    study = Study(options.out, question, parameters, minimize=minimize, seed=seed)
+    search = Search(
+        options.out,
+        study,
+        Launcher(command, flags, metric, ranks=options.ranks),
+        seed=seed,
+        num_seeds=options.seeds,
+        num_trials=options.trials,
+        parallel=options.parallel,
+        budget=budget,
+    )
+    # A scheduler's signal pauses the runs as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        logger.warning("the runs are paused: the same command continues")
+        raise
+
+    findings = Findings(search)
+    findings.print()
+    for path in findings.write():
+        logger.info(f"written: {path}")
+
+
+def _evaluations(config: Config, metric: str) -> list[str]:
+    """Return flags with which held-out data are measured where trials are compared."""
+    from lightrft.extras.tune.trials import SHARES
+
+    train = config.train
+    if not metric.startswith("eval/") or train.eval_steps > 0:
+        return []
+    if train.max_steps is None:
+        raise ConfigError(
+            f"--metric {metric} needs some evaluations: add --eval_steps, or the --max_steps of a run"
+        )
+    return [f"--eval_steps={max(1, int(train.max_steps * SHARES[0]))}"]
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of `90s`, `30m` or `1.5h`, and infinity of an empty text."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if text and (found is None or float(found[1]) == 0):
+        raise ConfigError(f"--budget {text}: write a time, such as 90s, 30m or 1.5h")
+    return float(found[1]) * UNITS[found[2]] if found else float("inf")

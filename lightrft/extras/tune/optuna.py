@@ -1,0 +1,149 @@
+"""The study of a search in Optuna: it proposes values, and keeps all trials in study.db."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.trial import FrozenTrial, TrialState
+
+from lightrft.config.errors import ConfigError
+from lightrft.extras.tune.space import Parameter, combinations
+from lightrft.extras.tune.trials import Trial
+
+FILE = "study.db"
+MOST_DRAWS = 20
+"""Number of proposals until one is new."""
+DIGITS = 3
+"""Significant digits of a number between the ends of a range."""
+ENDS = {"finished": TrialState.COMPLETE, "ended": TrialState.PRUNED, "failed": TrialState.FAIL}
+
+
+class Study:
+    """Trials of one question. Optuna's own tools, such as optuna-dashboard, read the file too.
+
+    A paused trial is one that runs, for Optuna.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        question: Mapping[str, Any],
+        parameters: Sequence[Parameter],
+        *,
+        minimize: bool,
+        seed: int,
+    ):
+        """Open the study in a folder; raise ConfigError if it asks another question."""
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.parameters = [*parameters]
+        self.distributions = {each.name: _distribution(each) for each in parameters}
+        self.direction = "minimize" if minimize else "maximize"
+        self.seed = seed
+        folder.mkdir(parents=True, exist_ok=True)
+        self.storage = optuna.storages.RDBStorage(f"sqlite:///{folder / FILE}")
+        self.study = optuna.create_study(
+            storage=self.storage, study_name="tune", direction=self.direction, load_if_exists=True
+        )
+        before = self.study.user_attrs.get("question", question)
+        if changed := sorted(name for name in question if before.get(name) != question[name]):
+            raise ConfigError(
+                f"{folder} has a search with another {', '.join(changed)}: choose another --out, or"
+                " repeat the command as it was to continue"
+            )
+        self.study.set_user_attr("question", dict(question))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all calls so far."""
+        return self.study.user_attrs.get("seconds", 0.0)
+
+    @seconds.setter
+    def seconds(self, value: float) -> None:
+        self.study.set_user_attr("seconds", value)
+
+    @property
+    def trials(self) -> list[Trial]:
+        return [
+            Trial(each.number, each.params, **each.user_attrs.get("course", {}))
+            for each in self.study.get_trials(deepcopy=False)
+        ]
+
+    def propose(self) -> Trial | None:
+        """Return a new trial; None if all combinations have one.
+
+        Few combinations are all tried. Of many, Optuna proposes by the values so far, by TPE.
+        """
+        before = self.study.get_trials(deepcopy=False)
+        tried = [each.params for each in before]
+        if not any(each.is_range for each in self.parameters):
+            if all(each in tried for each in combinations(self.parameters)):
+                return None
+        for draw in range(MOST_DRAWS):
+            sampler = optuna.samplers.TPESampler(
+                seed=self.seed + MOST_DRAWS * len(before) + draw, n_startup_trials=5
+            )
+            # What is paused has a value already, which Optuna reads from trials that have ended.
+            seen = optuna.create_study(sampler=sampler, direction=self.direction)
+            seen.add_trials([_as_ended(each) for each in before if each.intermediate_values])
+            values = seen.ask(self.distributions).params
+            values = {each.name: _rounded(each, values[each.name]) for each in self.parameters}
+            if values not in tried:
+                new = optuna.trial.create_trial(
+                    state=TrialState.RUNNING, params=values, distributions=self.distributions
+                )
+                self.study.add_trial(new)
+                return Trial(len(before), values)
+        return None
+
+    def save(self, trial: Trial) -> None:
+        """Write how a trial has done so far."""
+        key = self._key(trial)
+        course = asdict(trial)
+        del course["number"], course["parameters"]
+        self.storage.set_trial_user_attr(key, "course", course)
+        for step, value in zip(trial.steps, trial.values, strict=True):
+            self.storage.set_trial_intermediate_value(key, step, value)
+
+    def end(self, trial: Trial, value: float | None = None) -> None:
+        """Say that a trial has finished with a value, was ended, or has failed for a reason."""
+        state = "finished" if value is not None else "failed" if trial.reason else "ended"
+        self.study.tell(trial.number, value, state=ENDS[state], skip_if_finished=True)
+
+    def _key(self, trial: Trial) -> int:
+        study = self.storage.get_study_id_from_name("tune")
+        return self.storage.get_trial_id_from_study_id_trial_number(study, trial.number)
+
+
+def _distribution(parameter: Parameter) -> BaseDistribution:
+    if not parameter.is_range:
+        return CategoricalDistribution(parameter.values)
+    low, high = parameter.values
+    kind = IntDistribution if isinstance(low, int) else FloatDistribution
+    return kind(low, high, log=parameter.log)
+
+
+def _rounded(parameter: Parameter, value: Any) -> Any:
+    """Return a number with the digits that a person would write, inside of its range."""
+    if not isinstance(value, float) or not parameter.is_range:
+        return value
+    low, high = parameter.values
+    return min(max(float(f"{value:.{DIGITS}g}"), low), high)
+
+
+def _as_ended(trial: FrozenTrial) -> FrozenTrial:
+    values = {step: value for step, value in trial.intermediate_values.items() if math.isfinite(value)}
+    return optuna.trial.create_trial(
+        state=TrialState.PRUNED,
+        params=trial.params,
+        distributions=trial.distributions,
+        intermediate_values=values,
+    )

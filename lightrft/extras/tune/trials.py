@@ -1,0 +1,185 @@
+"""Runs of a search, each in its own folder and process, paused and continued by checkpoints."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lightrft.app.observe.sinks import read_ends, read_rows
+from lightrft.config.errors import USER_ERROR, ConfigError
+from lightrft.config.values import read_object
+from lightrft.extras.tools.forecast import FORECAST_STEPS, Forecast, Interval
+
+SHARES = (1 / 9, 1 / 3, 1.0)
+"""Shares of the steps after which trials are compared."""
+RECENT_ROWS = 10
+"""Number of last rows over which a metric is averaged that is not measured on held-out data."""
+LOOK = 0.05
+"""Seconds between two looks at a run."""
+LOG = "tune.log"
+"""File in the folder of a run with all that it prints."""
+
+
+@dataclass
+class Trial:
+    """A combination of values, and how it has done so far."""
+
+    number: int
+    parameters: dict[str, Any]
+    values: list[float] = field(default_factory=list)
+    """The metric after each share of the steps."""
+    steps: list[int] = field(default_factory=list)
+    """The step at which each value was measured."""
+    repeats: list[float] = field(default_factory=list)
+    """The metric at the end of runs with other seeds."""
+    tokens: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    """Why it ended early."""
+
+    @property
+    def results(self) -> list[float]:
+        """The last value of each seed."""
+        return [*self.values[-1:], *self.repeats]
+
+
+class RunRecord:
+    """What a run's folder says about its course."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        described = read_object(folder / "run.json")
+        self.total: int | None = described.get("total_steps")
+        self.finished = described.get("status") == "finished"
+        self.rows = read_rows(folder / "metrics.jsonl")
+
+    @property
+    def tokens(self) -> int:
+        names = ("rollout/tokens", "train/tokens")
+        return int(sum(row.get(name) or 0 for row in self.rows for name in names))
+
+    def measured(self, metric: str, share: float) -> tuple[int, float] | None:
+        """Return the step at a share of all steps, and the metric there; None before that.
+
+        It is a value of held-out data, or the mean of the last rows. A run that has ended early has
+        its last value; NaN is a value that was not finite.
+        """
+        if self.total is None:
+            return None
+        rows = [row for row in self.rows if metric in row]
+        least = math.ceil(share * self.total)
+        index = next((i for i, row in enumerate(rows) if row["step"] >= least), None)
+        if index is None and self.finished:
+            if not rows:
+                names = ", ".join(sorted({name for row in self.rows for name in row}))
+                raise ConfigError(f"--metric {metric}: the run logs no such metric, but {names}")
+            index = len(rows) - 1
+        if index is None:
+            return None
+
+        first = index if metric.startswith("eval/") else max(0, index - RECENT_ROWS + 1)
+        values = [row[metric] for row in rows[first : index + 1]]
+        return rows[index]["step"], math.nan if None in values else fmean(values)
+
+    def forecast(self, metric: str, until: int, *, minimize: bool) -> Interval | None:
+        """Forecast the metric at the end from the rows up to a step; None if these are too few.
+
+        Held-out values of a policy are few, so its rewards stand for them. Lower metrics are negated.
+        """
+        rewarded = metric.startswith("eval/") and any("rollout/reward" in row for row in self.rows)
+        name = "rollout/reward" if rewarded else metric
+        rows = [row for row in self.rows if row["step"] <= until and row.get(name) is not None]
+        if len(rows) < FORECAST_STEPS or self.total is None:
+            return None
+        sign = -1 if minimize and not rewarded else 1
+        ahead = self.total / rows[-1]["step"]
+        return Forecast([sign * row[name] for row in rows]).at(round(len(rows) * ahead))
+
+
+class Launcher:
+    """Starts runs of one command, and pauses them."""
+
+    def __init__(self, command: str, flags: Sequence[str], metric: str, *, ranks: int):
+        self.command = command
+        self.flags = [*flags]
+        self.metric = metric
+        self.ranks = ranks
+        self.deadline = math.inf
+        """Monotonic time after which runs are paused."""
+        self.stopping = threading.Event()
+
+    def advance(
+        self, folder: Path, flags: Sequence[str], share: float, slot: int | None = None
+    ) -> tuple[float, str]:
+        """Train up to a share of the steps; return the seconds, and what ended the run otherwise.
+
+        The run goes on from its checkpoint, and is left with one. `slot` is its place among runs
+        that are side by side. Raises ConfigError for what the user can correct.
+        """
+        began = time.monotonic()
+        if self._reached(folder, share):
+            return 0.0, ""
+
+        folder.mkdir(parents=True, exist_ok=True)
+        asked = False
+        with (folder / LOG).open("ab") as log:
+            process = subprocess.Popen(
+                self._words(folder, flags),
+                env=os.environ | ({} if slot is None else self._devices(slot)),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in the terminal comes here alone
+            )
+        while process.poll() is None:
+            ends = self.stopping.is_set() or time.monotonic() > self.deadline
+            if not asked and (ends or (share < 1 and self._reached(folder, share))):
+                # The run writes a checkpoint after the step that it is in.
+                process.send_signal(signal.SIGTERM)
+                asked = True
+            time.sleep(LOOK)
+
+        seconds = time.monotonic() - began
+        if process.returncode == 0 or asked:
+            return seconds, ""
+        reason = last_line(folder / LOG)
+        if process.returncode == USER_ERROR:
+            raise ConfigError(f"{folder} could not run: {reason}")
+        return seconds, reason or f"exit code {process.returncode}"
+
+    def _words(self, folder: Path, flags: Sequence[str]) -> list[str]:
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", "-m"]
+        return [
+            *(sys.executable, "-m", *(launcher if self.ranks > 1 else []), "lightrft"),
+            *(self.command, *self.flags, *flags, f"--save_path={folder}"),
+            *("--load_checkpoint", "--max_ckpt_num=1"),
+        ]
+
+    def _devices(self, slot: int) -> dict[str, str]:
+        """Return the environment in which the runs of each slot see devices of their own."""
+        name = "CUDA_VISIBLE_DEVICES"
+        given = os.environ.get(name)
+        devices = given.split(",") if given else list(map(str, range((slot + 1) * self.ranks)))
+        return {name: ",".join(devices[slot * self.ranks : (slot + 1) * self.ranks])}
+
+    def _reached(self, folder: Path, share: float) -> bool:
+        described = read_object(folder / "run.json")
+        if described.get("status") != "finished":
+            last = read_ends(folder / "metrics.jsonl", 1)[-1:]
+            least = share * described.get("total_steps", math.inf)
+            if share == 1 or not last or last[0]["step"] < least:
+                return False
+        return RunRecord(folder).measured(self.metric, share) is not None
+
+
+def last_line(file: Path) -> str:
+    """Return the last line that a run printed."""
+    lines = file.read_text(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
