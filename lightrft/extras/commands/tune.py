@@ -65,7 +65,9 @@ def _search(options, flags: list[str], config: Config) -> None:
     check_paths(config, command)
     budget = seconds_of(options.budget)
     if find_spec("optuna") is None:
-        raise ConfigError("lightrft tune needs optuna, which is not installed: pip install '.[tune]'")
+        raise ConfigError(
+            "lightrft tune needs optuna, which is not installed: pip install '.[tune]'"
+        )
 
     from lightrft.extras.tune.optuna import Study
     from lightrft.extras.tune.page import Findings

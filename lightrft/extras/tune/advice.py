@@ -62,7 +62,8 @@ def batches(config: Config, command: str) -> Iterator[str]:
     recent = {
         name: fmean(values[-RECENT_MEASURES:])
         for name, points in history.items()
-        if name.startswith("noise/") and (values := [each for _, each in points if each is not None])
+        if name.startswith("noise/")
+        and (values := [each for _, each in points if each is not None])
     }
     scale = recent.get("noise/scale", 0.0)
     if scale <= 0:

@@ -1,8 +1,10 @@
 """The study of a search in Optuna: it proposes values, and keeps all trials in study.db."""
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from lightrft.extras.tune.trials import Trial
 FILE = "study.db"
 MOST_DRAWS = 20
 """Number of proposals until one is new."""
+FIRST_RANDOM = 5
+"""Number of trials before Optuna models what is good."""
 DIGITS = 3
 """Significant digits of a number between the ends of a range."""
 ENDS = {"finished": TrialState.COMPLETE, "ended": TrialState.PRUNED, "failed": TrialState.FAIL}
@@ -46,6 +50,7 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.parameters = [*parameters]
         self.distributions = {each.name: _distribution(each) for each in parameters}
+        self.combinations = [*combinations(parameters)]
         self.direction = "minimize" if minimize else "maximize"
         self.seed = seed
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,22 +85,21 @@ class Study:
     def propose(self) -> Trial | None:
         """Return a new trial; None if all combinations have one.
 
-        Few combinations are all tried. Of many, Optuna proposes by the values so far, by TPE.
+        Optuna proposes its values by TPE, from the values of all trials so far.
         """
         before = self.study.get_trials(deepcopy=False)
+        seed = self.seed + len(before)
+        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=FIRST_RANDOM)
+        # What is paused has a value already, which Optuna reads from trials that have ended.
+        seen = optuna.create_study(sampler=sampler, direction=self.direction)
+        seen.add_trials([_as_ended(each) for each in before if each.intermediate_values])
+        draws = (seen.ask(self.distributions).params for _ in range(MOST_DRAWS))
+        all_values = [] if any(each.is_range for each in self.parameters) else self.combinations
+        others = random.Random(seed).sample(all_values, len(all_values))
+
         tried = [each.params for each in before]
-        if not any(each.is_range for each in self.parameters):
-            if all(each in tried for each in combinations(self.parameters)):
-                return None
-        for draw in range(MOST_DRAWS):
-            sampler = optuna.samplers.TPESampler(
-                seed=self.seed + MOST_DRAWS * len(before) + draw, n_startup_trials=5
-            )
-            # What is paused has a value already, which Optuna reads from trials that have ended.
-            seen = optuna.create_study(sampler=sampler, direction=self.direction)
-            seen.add_trials([_as_ended(each) for each in before if each.intermediate_values])
-            values = seen.ask(self.distributions).params
-            values = {each.name: _rounded(each, values[each.name]) for each in self.parameters}
+        for drawn in chain(draws, others):
+            values = {each.name: _rounded(each, drawn[each.name]) for each in self.parameters}
             if values not in tried:
                 new = optuna.trial.create_trial(
                     state=TrialState.RUNNING, params=values, distributions=self.distributions
@@ -110,8 +114,8 @@ class Study:
         course = asdict(trial)
         del course["number"], course["parameters"]
         self.storage.set_trial_user_attr(key, "course", course)
-        for step, value in zip(trial.steps, trial.values, strict=True):
-            self.storage.set_trial_intermediate_value(key, step, value)
+        if trial.values:
+            self.storage.set_trial_intermediate_value(key, trial.steps[-1], trial.values[-1])
 
     def end(self, trial: Trial, value: float | None = None) -> None:
         """Say that a trial has finished with a value, was ended, or has failed for a reason."""
@@ -140,7 +144,9 @@ def _rounded(parameter: Parameter, value: Any) -> Any:
 
 
 def _as_ended(trial: FrozenTrial) -> FrozenTrial:
-    values = {step: value for step, value in trial.intermediate_values.items() if math.isfinite(value)}
+    values = {
+        step: value for step, value in trial.intermediate_values.items() if math.isfinite(value)
+    }
     return optuna.trial.create_trial(
         state=TrialState.PRUNED,
         params=trial.params,

@@ -1,5 +1,6 @@
 """What a search has found: a table in the terminal, best.yaml, and the page tune.html."""
 
+import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +20,8 @@ from lightrft.extras.tune.trials import SHARES, RunRecord, Trial
 
 BEST = "best.yaml"
 PAGE = "tune.html"
+PLAIN_WIDTH = 130
+"""Columns of a table that is not printed to a terminal."""
 
 
 class Findings:
@@ -83,7 +86,7 @@ class Findings:
         table = Table(*names)
         for row in rows:
             table.add_row(*row)
-        console = Console(highlight=False, soft_wrap=True)
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         console.print(table)
         trials = self.search.study.trials
         tokens = sum(each.tokens for each in trials)
@@ -135,7 +138,9 @@ class Findings:
         sections: dict[str, dict[str, Any]] = {}
         for name in SECTIONS:
             section = getattr(config, name)
-            values = {field: value for field, value in vars(section).items() if field in section.written}
+            values = {
+                field: value for field, value in vars(section).items() if field in section.written
+            }
             if values:
                 sections[name] = values
         value = f"{self.metric} {short(fmean(trial.results))}"
@@ -153,4 +158,3 @@ def _end(trial: Trial) -> str:
         return "whole"
     share = SHARES[len(trial.values) - 1] if trial.values else 0.0
     return f"ended at {percent(share)}" if share else "not begun"
-

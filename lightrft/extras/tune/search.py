@@ -103,9 +103,10 @@ class Search:
         forecasts = [self._forecast(each, rung) for each in chosen]
         best = forecasts[0] if forecasts else None
 
-        kept = []
+        kept: list[Trial] = []
         for trial, forecast in zip(chosen, forecasts, strict=True):
-            if best is not None and forecast is not None and forecast.high < best.low:
+            lost = best is not None and forecast is not None and forecast.high < best.low
+            if lost and len(kept) >= least:
                 logger.info(
                     f"trial {trial.number} ends early: its forecast, at most {short(forecast.high)},"
                     f" is below that of trial {chosen[0].number}, at least {short(best.low)}"
@@ -116,9 +117,7 @@ class Search:
 
     def _forecast(self, trial: Trial, rung: int) -> Interval | None:
         record = RunRecord(self.folder_of(trial))
-        return record.forecast(
-            self.launcher.metric, trial.steps[rung - 1], minimize=self.minimize
-        )
+        return record.forecast(self.launcher.metric, trial.steps[rung - 1], minimize=self.minimize)
 
     def _loss(self, value: float) -> float:
         return value if self.minimize else -value

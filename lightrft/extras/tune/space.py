@@ -102,7 +102,9 @@ def check_values(
         try:
             resolve(read_command_line([*flags, *written], command), command, ranks)
         except ConfigError as error:
-            raise ConfigError(f"--over: a run with {' '.join(written)} is refused: {error}") from None
+            raise ConfigError(
+                f"--over: a run with {' '.join(written)} is refused: {error}"
+            ) from None
 
 
 def lower_is_better(
