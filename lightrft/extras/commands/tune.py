@@ -13,6 +13,7 @@ command continues. At the end --out has best.yaml, tune.html, and study.db for O
 import re
 import signal
 import sys
+from argparse import Namespace
 from importlib.util import find_spec
 
 from loguru import logger
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         _search(options, flags, config)
 
 
-def _search(options, flags: list[str], config: Config) -> None:
+def _search(options: Namespace, flags: list[str], config: Config) -> None:
     """Check everything at the door, then search, and show what was found."""
     from lightrft.extras.tune.space import check_values, lower_is_better, read_parameters
 
@@ -74,26 +75,19 @@ def _search(options, flags: list[str], config: Config) -> None:
     from lightrft.extras.tune.search import Search
     from lightrft.extras.tune.trials import Launcher
 
+    asked = {name: getattr(options, name) for name in ("over", "trials", "seeds", "ranks")}
+    question = {"command": command, "flags": flags, "metric": metric, **asked}
     seed = config.train.seed
-    question = {
-        "command": command,
-        "flags": flags,
-        "over": options.over,
-        "metric": metric,
-        "ranks": options.ranks,
-        "seeds": options.seeds,
-        "trials": options.trials,
-    }
     study = Study(options.out, question, parameters, minimize=minimize, seed=seed)
     search = Search(
         options.out,
         study,
         Launcher(command, flags, metric, ranks=options.ranks),
-        seed=seed,
-        num_seeds=options.seeds,
-        num_trials=options.trials,
-        parallel=options.parallel,
-        budget=budget,
+        seed,
+        options.trials,
+        options.seeds,
+        options.parallel,
+        budget,
     )
     # A scheduler's signal pauses the runs as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,6 +1,5 @@
 """The study of a search in Optuna: it proposes values, and keeps all trials in study.db."""
 
-import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState, create_trial
 
 from lightrft.config.errors import ConfigError
 from lightrft.extras.tune.space import Parameter, combinations
@@ -28,7 +27,6 @@ FIRST_RANDOM = 5
 """Number of trials before Optuna models what is good."""
 DIGITS = 3
 """Significant digits of a number between the ends of a range."""
-ENDS = {"finished": TrialState.COMPLETE, "ended": TrialState.PRUNED, "failed": TrialState.FAIL}
 
 
 class Study:
@@ -50,8 +48,9 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.parameters = [*parameters]
         self.distributions = {each.name: _distribution(each) for each in parameters}
-        self.combinations = [*combinations(parameters)]
         self.direction = "minimize" if minimize else "maximize"
+        self.sign = 1 if minimize else -1
+        """Factor that makes a smaller number of a better metric."""
         self.seed = seed
         folder.mkdir(parents=True, exist_ok=True)
         self.storage = optuna.storages.RDBStorage(f"sqlite:///{folder / FILE}")
@@ -90,41 +89,51 @@ class Study:
         before = self.study.get_trials(deepcopy=False)
         seed = self.seed + len(before)
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=FIRST_RANDOM)
-        # What is paused has a value already, which Optuna reads from trials that have ended.
         seen = optuna.create_study(sampler=sampler, direction=self.direction)
-        seen.add_trials([_as_ended(each) for each in before if each.intermediate_values])
+        # What is paused has a value already, which Optuna reads from trials that have ended.
+        seen.add_trials([self._ended(each) for each in self.trials if each.values])
         draws = (seen.ask(self.distributions).params for _ in range(MOST_DRAWS))
-        all_values = [] if any(each.is_range for each in self.parameters) else self.combinations
-        others = random.Random(seed).sample(all_values, len(all_values))
+        ranges = any(each.is_range for each in self.parameters)
+        others = [] if ranges else [*combinations(self.parameters)]
+        random.Random(seed).shuffle(others)
 
         tried = [each.params for each in before]
         for drawn in chain(draws, others):
             values = {each.name: _rounded(each, drawn[each.name]) for each in self.parameters}
             if values not in tried:
-                new = optuna.trial.create_trial(
-                    state=TrialState.RUNNING, params=values, distributions=self.distributions
-                )
-                self.study.add_trial(new)
+                self.study.add_trial(self._frozen(values, TrialState.RUNNING))
                 return Trial(len(before), values)
         return None
 
     def save(self, trial: Trial) -> None:
         """Write how a trial has done so far."""
-        key = self._key(trial)
+        study = self.storage.get_study_id_from_name("tune")
+        key = self.storage.get_trial_id_from_study_id_trial_number(study, trial.number)
         course = asdict(trial)
         del course["number"], course["parameters"]
         self.storage.set_trial_user_attr(key, "course", course)
         if trial.values:
             self.storage.set_trial_intermediate_value(key, trial.steps[-1], trial.values[-1])
 
-    def end(self, trial: Trial, value: float | None = None) -> None:
-        """Say that a trial has finished with a value, was ended, or has failed for a reason."""
-        state = "finished" if value is not None else "failed" if trial.reason else "ended"
-        self.study.tell(trial.number, value, state=ENDS[state], skip_if_finished=True)
+    def end(self, trial: Trial, value: float | None) -> None:
+        """Say that a trial has finished with a value, has failed for a reason, or was ended."""
+        ended = TrialState.FAIL if trial.reason else TrialState.PRUNED
+        state = ended if value is None else TrialState.COMPLETE
+        self.study.tell(trial.number, value, state=state, skip_if_finished=True)
 
-    def _key(self, trial: Trial) -> int:
-        study = self.storage.get_study_id_from_name("tune")
-        return self.storage.get_trial_id_from_study_id_trial_number(study, trial.number)
+    def _ended(self, trial: Trial) -> optuna.trial.FrozenTrial:
+        values = dict(zip(trial.steps, trial.values, strict=True))
+        return self._frozen(trial.parameters, TrialState.PRUNED, values)
+
+    def _frozen(
+        self, values: dict[str, Any], state: TrialState, results: dict[int, float] | None = None
+    ) -> optuna.trial.FrozenTrial:
+        return create_trial(
+            state=state,
+            params=values,
+            distributions=self.distributions,
+            intermediate_values=results,
+        )
 
 
 def _distribution(parameter: Parameter) -> BaseDistribution:
@@ -141,15 +150,3 @@ def _rounded(parameter: Parameter, value: Any) -> Any:
         return value
     low, high = parameter.values
     return min(max(float(f"{value:.{DIGITS}g}"), low), high)
-
-
-def _as_ended(trial: FrozenTrial) -> FrozenTrial:
-    values = {
-        step: value for step, value in trial.intermediate_values.items() if math.isfinite(value)
-    }
-    return optuna.trial.create_trial(
-        state=TrialState.PRUNED,
-        params=trial.params,
-        distributions=trial.distributions,
-        intermediate_values=values,
-    )

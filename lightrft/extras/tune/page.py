@@ -18,8 +18,6 @@ from lightrft.extras.tune.search import Search
 from lightrft.extras.tune.space import as_flags
 from lightrft.extras.tune.trials import SHARES, RunRecord, Trial
 
-BEST = "best.yaml"
-PAGE = "tune.html"
 PLAIN_WIDTH = 130
 """Columns of a table that is not printed to a terminal."""
 
@@ -30,54 +28,46 @@ class Findings:
     def __init__(self, search: Search):
         self.search = search
         self.metric = search.launcher.metric
+        self.names = [*search.study.distributions]
+        self.trials = search.study.trials
         self.ranked = search.ranked()
-        self.finalists = [each for each in self.ranked if len(each.values) == len(SHARES)]
-        self.beliefs: list[Belief] = (
-            beliefs([each.results for each in self.finalists], minimize=search.minimize) or []
-        )
+        whole = [each.results for each in self.ranked if len(each.values) == len(SHARES)]
+        self.num_finalists = len(whole)
+        self.beliefs: list[Belief] = beliefs(whole, minimize=search.study.sign > 0) or []
 
     @property
     def certainty(self) -> str:
         """How sure the choice is, in a sentence."""
         if not self.ranked:
-            return "No trial has a value yet."
-        best = self.ranked[0]
-        if not self.finalists:
-            return (
-                f"Trial {best.number} leads, but no trial has come to the end: a larger --budget"
-                " continues."
-            )
+            return "No trial has a value."
+        best = f"Trial {self.ranked[0].number}"
+        if not self.num_finalists:
+            return f"{best} leads, but none has come to the end: a larger --budget continues."
         if not self.beliefs:
             return (
-                f"Trial {best.number} is the best of one run each. Another seed may give another"
-                " order: --seeds 2 repeats the finalists."
+                f"{best} is the best of one run each. Another seed may give another order: --seeds 2"
+                " repeats the finalists."
             )
         return (
-            f"Trial {best.number} is the best of {len(self.finalists)} finalists with a probability"
-            f" of {percent(self.beliefs[0].probability)}, under the noise of seeds."
+            f"{best} is the best of {self.num_finalists} finalists with a probability of"
+            f" {percent(self.beliefs[0].probability)}, under the noise of seeds."
         )
 
     @property
     def rows(self) -> list[list[str]]:
-        """Cells of a table with a row for each trial."""
-        names = [*self.search.study.distributions]
-        rows = [["trial", *names, self.metric, "90 %", "seeds", "step", "tokens", "time", "end"]]
-        others = [each for each in self.search.study.trials if each.reason or not each.values]
+        """Cells of a table, of which the first row has the names."""
+        rows = [["trial", *self.names, self.metric, "90 %", "seeds", "tokens", "time", "end"]]
+        others = [each for each in self.trials if each not in self.ranked]
         for place, trial in enumerate([*self.ranked, *others]):
             belief = self.beliefs[place] if place < len(self.beliefs) else None
-            rows.append(
-                [
-                    str(trial.number),
-                    *(_text(trial.parameters[name]) for name in names),
-                    short(fmean(trial.results)) if trial.results else "",
-                    f"{short(belief.low)} to {short(belief.high)}" if belief else "",
-                    str(len(trial.results)),
-                    str(trial.steps[-1]) if trial.steps else "",
-                    f"{trial.tokens:,}",
-                    duration(trial.seconds),
-                    trial.reason or _end(trial),
-                ]
-            )
+            known = f"{short(belief.low)} to {short(belief.high)}" if belief else ""
+            value = short(fmean(trial.results)) if trial.results else ""
+            values = [*map(str, trial.parameters.values()), value, known, str(len(trial.results))]
+            price = [f"{trial.tokens:,}", duration(trial.seconds)]
+            end = f"ended at step {trial.steps[-1]}" if trial.steps else "not begun"
+            if len(trial.values) == len(SHARES):
+                end = "whole"
+            rows.append([str(trial.number), *values, *price, trial.reason or end])
         return rows
 
     def print(self) -> None:
@@ -88,73 +78,58 @@ class Findings:
             table.add_row(*row)
         console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         console.print(table)
-        trials = self.search.study.trials
-        tokens = sum(each.tokens for each in trials)
-        seconds = sum(each.seconds for each in trials)
-        console.print(f"{len(trials)} trials, {tokens:,} tokens, {duration(seconds)} of runs")
+        price = f"{sum(each.tokens for each in self.trials):,} tokens"
+        time = duration(sum(each.seconds for each in self.trials))
+        console.print(f"{len(self.trials)} trials, {price}, {time} of runs")
         console.print(self.certainty, markup=False)
 
     def write(self) -> list[Path]:
         """Write the page, and the configuration of the best trial if there is one."""
         folder = self.search.folder
-        curves = []
-        for trial in self.ranked:
-            rows = RunRecord(self.search.folder_of(trial)).rows
-            points = [(row["step"], row[self.metric]) for row in rows if self.metric in row]
-            steps, values = zip(*points, strict=True)
-            curves.append({"label": f"trial {trial.number}", "steps": steps, "values": values})
-
-        tuning = {
-            "metric": self.metric,
-            "lower": self.search.minimize,
-            "certainty": self.certainty,
-            "names": [*self.search.study.distributions],
-            "logarithmic": [each.name for each in self.search.study.parameters if each.log],
-            "trials": [
-                {
-                    "number": each.number,
-                    "values": [*each.parameters.values(), fmean(each.results)],
-                    "whole": each in self.finalists,
-                }
-                for each in self.ranked
-            ],
-            "curves": curves,
-            "rows": self.rows,
-        }
-        data = {"title": f"tune {folder.resolve().name}", "runs": [], "tuning": tuning}
-        written = [write_page(folder / PAGE, data)]
+        data = {"title": f"tune {folder.resolve().name}", "runs": [], "tuning": self._drawn()}
+        written = [write_page(folder / "tune.html", data)]
         if self.ranked:
-            written.append(folder / BEST)
-            written[-1].write_text(self.configuration(self.ranked[0]))
+            written.append(folder / "best.yaml")
+            written[-1].write_text(self._configuration(self.ranked[0], written[-1]))
         return written
 
-    def configuration(self, trial: Trial) -> str:
-        """Return the configuration of a trial as a whole run in a folder of its own."""
+    def _drawn(self) -> dict[str, Any]:
+        """Return what the script of the page draws."""
+        trials = []
+        for place, trial in enumerate(self.ranked):
+            rows = RunRecord(self.search.folder_of(trial, self.search.seed)).rows
+            points = {row["step"]: row[self.metric] for row in rows if self.metric in row}
+            trials.append(
+                {
+                    "number": trial.number,
+                    "whole": place < self.num_finalists,
+                    "values": [*trial.parameters.values(), fmean(trial.results)],
+                    "curve": {"steps": [*points], "values": [*points.values()]},
+                }
+            )
+        return {
+            "metric": self.metric,
+            "lower": self.search.study.sign > 0,
+            "certainty": self.certainty,
+            "names": self.names,
+            "logarithmic": [each.name for each in self.search.study.parameters if each.log],
+            "trials": trials,
+            "rows": self.rows,
+        }
+
+    def _configuration(self, trial: Trial, file: Path) -> str:
+        """Return the configuration of a trial as a run in a folder of its own."""
         launcher = self.search.launcher
-        where = [f"--save_path={self.search.folder / 'best'}", f"--seed={self.search.seed}"]
-        config = read_command_line(
-            [*launcher.flags, *as_flags(trial.parameters), *where], launcher.command
-        )
-        sections: dict[str, dict[str, Any]] = {}
-        for name in SECTIONS:
-            section = getattr(config, name)
-            values = {
-                field: value for field, value in vars(section).items() if field in section.written
-            }
-            if values:
-                sections[name] = values
-        value = f"{self.metric} {short(fmean(trial.results))}"
-        header = f"# Trial {trial.number} of lightrft tune, {value}:\n"
-        header += f"#     lightrft {launcher.command} --config {self.search.folder / BEST}\n"
-        return header + yaml.safe_dump(sections, sort_keys=False)
-
-
-def _text(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _end(trial: Trial) -> str:
-    if len(trial.values) == len(SHARES):
-        return "whole"
-    share = SHARES[len(trial.values) - 1] if trial.values else 0.0
-    return f"ended at {percent(share)}" if share else "not begun"
+        own = [f"--save_path={file.with_suffix('')}", f"--seed={self.search.seed}"]
+        flags = [*launcher.flags, *as_flags(trial.parameters), *own]
+        config = read_command_line(flags, launcher.command)
+        sections = {name: getattr(config, name) for name in SECTIONS}
+        written = {
+            name: {field: getattr(section, field) for field in sorted(section.written)}
+            for name, section in sections.items()
+            if section.written
+        }
+        value = short(fmean(trial.results))
+        head = f"# Trial {trial.number} of lightrft tune, {self.metric} {value}:"
+        run = f"#     lightrft {launcher.command} --config {file}"
+        return f"{head}\n{run}\n{yaml.safe_dump(written, sort_keys=False)}"

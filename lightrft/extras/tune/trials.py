@@ -89,19 +89,20 @@ class RunRecord:
         values = [row[metric] for row in rows[first : index + 1]]
         return rows[index]["step"], math.nan if None in values else fmean(values)
 
-    def forecast(self, metric: str, until: int, *, minimize: bool) -> Interval | None:
-        """Forecast the metric at the end from the rows up to a step; None if these are too few.
+    def forecast(self, metric: str, until: int, sign: int) -> Interval | None:
+        """Forecast the end from the rows up to a step, higher being better; None if they are few.
 
-        Held-out values of a policy are few, so its rewards stand for them. Lower metrics are negated.
+        Held-out values of a policy are few, so its rewards stand for them. `sign` is 1 if a lower
+        metric is better, else -1.
         """
         rewarded = metric.startswith("eval/") and any("rollout/reward" in row for row in self.rows)
         name = "rollout/reward" if rewarded else metric
         rows = [row for row in self.rows if row["step"] <= until and row.get(name) is not None]
         if len(rows) < FORECAST_STEPS or self.total is None:
             return None
-        sign = -1 if minimize and not rewarded else 1
-        ahead = self.total / rows[-1]["step"]
-        return Forecast([sign * row[name] for row in rows]).at(round(len(rows) * ahead))
+        factor = 1 if rewarded else -sign
+        last = round(len(rows) * self.total / rows[-1]["step"])
+        return Forecast([factor * row[name] for row in rows]).at(last)
 
 
 class Launcher:

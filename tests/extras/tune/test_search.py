@@ -163,9 +163,9 @@ def test_a_trial_that_its_forecast_rules_out_ends_early(tmp_path):
 
     search = search_of(tmp_path, CurveLauncher(apart), trials=6)
     for _ in range(6):
-        search._advance([(search.study.propose(), share, 7) for share in SHARES[:1]])
+        search.advance([(search.study.propose(), share, 7) for share in SHARES[:1]])
     trials = search.study.trials
-    search._advance([(each, SHARES[1], 7) for each in trials])
+    search.advance([(each, SHARES[1], 7) for each in trials])
 
     kept = search.promoted(trials, 2)
     assert [each.parameters["learning_rate"] for each in kept] == [0.3]
@@ -182,7 +182,7 @@ def test_no_trial_begins_after_half_of_the_budget(tmp_path):
     search = search_of(tmp_path / "none", CurveLauncher(rising), budget=1000.0)
     search.began -= 1100
     assert search.run() == []
-    assert "No trial has a value yet" in Findings(search).certainty
+    assert "No trial has a value" in Findings(search).certainty
 
 
 def test_many_combinations_are_proposed_by_the_values_so_far(tmp_path):
