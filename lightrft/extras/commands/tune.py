@@ -25,8 +25,6 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.paths import check_paths
 from lightrft.config.sections import TRAINING, Config
 
-DEFAULT_METRICS = {"train_ppo": "eval/reward"}
-"""Command -> metric; eval/loss for others."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -56,19 +54,19 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
     from lightrft.extras.tune.space import check_values, lower_is_better, read_parameters
 
     command = options.command
-    metric = options.metric or DEFAULT_METRICS.get(command, "eval/loss")
-    minimize = lower_is_better(
-        metric, config, command, minimize=options.minimize, maximize=options.maximize
-    )
+    for name in ("trials", "seeds", "ranks", "parallel"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1")
+    metric = options.metric or ("eval/reward" if command == "train_ppo" else "eval/loss")
+    own = options.minimize or options.maximize
+    minimize = options.minimize if own else lower_is_better(metric, command)
     parameters = read_parameters(options.over, command)
     flags = [*flags, *_evaluations(config, metric)]
     check_values(parameters, flags, command, options.ranks)
     check_paths(config, command)
     budget = seconds_of(options.budget)
     if find_spec("optuna") is None:
-        raise ConfigError(
-            "lightrft tune needs optuna, which is not installed: pip install '.[tune]'"
-        )
+        raise ConfigError("tune needs optuna, which is not installed: pip install '.[tune]'")
 
     from lightrft.extras.tune.optuna import Study
     from lightrft.extras.tune.page import Findings
@@ -79,16 +77,9 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
     question = {"command": command, "flags": flags, "metric": metric, **asked}
     seed = config.train.seed
     study = Study(options.out, question, parameters, minimize=minimize, seed=seed)
-    search = Search(
-        options.out,
-        study,
-        Launcher(command, flags, metric, ranks=options.ranks),
-        seed,
-        options.trials,
-        options.seeds,
-        options.parallel,
-        budget,
-    )
+    launcher = Launcher(command, flags, metric, ranks=options.ranks)
+    counts = (options.trials, options.seeds, options.parallel)
+    search = Search(options.out, study, launcher, seed, *counts, budget)
     # A scheduler's signal pauses the runs as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -108,12 +99,12 @@ def _evaluations(config: Config, metric: str) -> list[str]:
     from lightrft.extras.tune.trials import SHARES
 
     train = config.train
+    if metric.startswith("eval/") and not config.data.eval_data:
+        raise ConfigError(f"--metric {metric} needs held-out data: add --eval_data FILE")
     if not metric.startswith("eval/") or train.eval_steps > 0:
         return []
     if train.max_steps is None:
-        raise ConfigError(
-            f"--metric {metric} needs some evaluations: add --eval_steps, or the --max_steps of a run"
-        )
+        raise ConfigError(f"--metric {metric} needs evaluations: add --eval_steps or --max_steps")
     return [f"--eval_steps={max(1, int(train.max_steps * SHARES[0]))}"]
 
 

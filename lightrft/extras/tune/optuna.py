@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
-from optuna.trial import TrialState, create_trial
+from optuna import distributions
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from lightrft.config.errors import ConfigError
 from lightrft.extras.tune.space import Parameter, combinations
@@ -59,20 +54,15 @@ class Study:
         )
         before = self.study.user_attrs.get("question", question)
         if changed := sorted(name for name in question if before.get(name) != question[name]):
-            raise ConfigError(
-                f"{folder} has a search with another {', '.join(changed)}: choose another --out, or"
-                " repeat the command as it was to continue"
-            )
+            other = f"{folder} has a search with another {', '.join(changed)}"
+            raise ConfigError(f"{other}: choose another --out, or repeat the command as it was")
         self.study.set_user_attr("question", dict(question))
+        self.seconds: float = self.study.user_attrs.get("seconds", 0.0)
+        """Seconds of the calls before this one."""
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of all calls so far."""
-        return self.study.user_attrs.get("seconds", 0.0)
-
-    @seconds.setter
-    def seconds(self, value: float) -> None:
-        self.study.set_user_attr("seconds", value)
+    def keep_seconds(self, seconds: float) -> None:
+        """Write the seconds of all calls."""
+        self.study.set_user_attr("seconds", seconds)
 
     @property
     def trials(self) -> list[Trial]:
@@ -91,7 +81,7 @@ class Study:
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=FIRST_RANDOM)
         seen = optuna.create_study(sampler=sampler, direction=self.direction)
         # What is paused has a value already, which Optuna reads from trials that have ended.
-        seen.add_trials([self._ended(each) for each in self.trials if each.values])
+        seen.add_trials([self._frozen(each, "PRUNED") for each in self.trials if each.values])
         draws = (seen.ask(self.distributions).params for _ in range(MOST_DRAWS))
         ranges = any(each.is_range for each in self.parameters)
         others = [] if ranges else [*combinations(self.parameters)]
@@ -101,8 +91,9 @@ class Study:
         for drawn in chain(draws, others):
             values = {each.name: _rounded(each, drawn[each.name]) for each in self.parameters}
             if values not in tried:
-                self.study.add_trial(self._frozen(values, TrialState.RUNNING))
-                return Trial(len(before), values)
+                new = Trial(len(before), values)
+                self.study.add_trial(self._frozen(new, "RUNNING"))
+                return new
         return None
 
     def save(self, trial: Trial) -> None:
@@ -121,26 +112,21 @@ class Study:
         state = ended if value is None else TrialState.COMPLETE
         self.study.tell(trial.number, value, state=state, skip_if_finished=True)
 
-    def _ended(self, trial: Trial) -> optuna.trial.FrozenTrial:
-        values = dict(zip(trial.steps, trial.values, strict=True))
-        return self._frozen(trial.parameters, TrialState.PRUNED, values)
-
-    def _frozen(
-        self, values: dict[str, Any], state: TrialState, results: dict[int, float] | None = None
-    ) -> optuna.trial.FrozenTrial:
+    def _frozen(self, trial: Trial, state: str) -> FrozenTrial:
         return create_trial(
-            state=state,
-            params=values,
+            state=TrialState[state],
+            params=trial.parameters,
             distributions=self.distributions,
-            intermediate_values=results,
+            intermediate_values=dict(zip(trial.steps, trial.values, strict=True)),
         )
 
 
-def _distribution(parameter: Parameter) -> BaseDistribution:
+def _distribution(parameter: Parameter) -> distributions.BaseDistribution:
     if not parameter.is_range:
-        return CategoricalDistribution(parameter.values)
+        return distributions.CategoricalDistribution(parameter.values)
     low, high = parameter.values
-    kind = IntDistribution if isinstance(low, int) else FloatDistribution
+    whole = isinstance(low, int)
+    kind = distributions.IntDistribution if whole else distributions.FloatDistribution
     return kind(low, high, log=parameter.log)
 
 

@@ -1,6 +1,7 @@
 """What a search has found: a table in the terminal, best.yaml, and the page tune.html."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -44,14 +45,9 @@ class Findings:
         if not self.num_finalists:
             return f"{best} leads, but none has come to the end: a larger --budget continues."
         if not self.beliefs:
-            return (
-                f"{best} is the best of one run each. Another seed may give another order: --seeds 2"
-                " repeats the finalists."
-            )
-        return (
-            f"{best} is the best of {self.num_finalists} finalists with a probability of"
-            f" {percent(self.beliefs[0].probability)}, under the noise of seeds."
-        )
+            return f"{best} is the best of one run each: --seeds 2 says how sure that is."
+        of = f"{best} is the best of {self.num_finalists} finalists with a probability of"
+        return f"{of} {percent(self.beliefs[0].probability)}, under the noise of seeds."
 
     @property
     def rows(self) -> list[list[str]]:
@@ -96,22 +92,16 @@ class Findings:
     def _drawn(self) -> dict[str, Any]:
         """Return what the script of the page draws."""
         trials = []
-        for place, trial in enumerate(self.ranked):
+        for trial in self.ranked:
             rows = RunRecord(self.search.folder_of(trial, self.search.seed)).rows
             points = {row["step"]: row[self.metric] for row in rows if self.metric in row}
-            trials.append(
-                {
-                    "number": trial.number,
-                    "whole": place < self.num_finalists,
-                    "values": [*trial.parameters.values(), fmean(trial.results)],
-                    "curve": {"steps": [*points], "values": [*points.values()]},
-                }
-            )
+            curve = {"steps": [*points], "values": [*points.values()]}
+            trials.append(asdict(trial) | {"result": fmean(trial.results), "curve": curve})
         return {
             "metric": self.metric,
             "lower": self.search.study.sign > 0,
             "certainty": self.certainty,
-            "names": self.names,
+            "finalists": self.num_finalists,
             "logarithmic": [each.name for each in self.search.study.parameters if each.log],
             "trials": trials,
             "rows": self.rows,

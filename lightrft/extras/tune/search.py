@@ -130,7 +130,7 @@ class Search:
                     self.launcher.stopping.set()  # the pool waits for the runs to be paused
                     raise
                 finally:
-                    self.study.seconds = time.monotonic() - self.began
+                    self.study.keep_seconds(time.monotonic() - self.began)
             for job, (seconds, reason) in zip(batch, ended, strict=True):
                 self._record(job, seconds, reason)
 

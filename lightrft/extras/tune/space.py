@@ -3,14 +3,13 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import islice, product
 from typing import Any, get_origin
 
 from lightrft.app.cli import read_command_line
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
-from lightrft.config.sections import Config, aliases, field_types, fields_read
+from lightrft.config.sections import aliases, field_types, fields_read
 from lightrft.config.tables import table
 from lightrft.config.values import nearest, typed_value
 
@@ -43,10 +42,8 @@ def read_parameters(words: Sequence[str], command: str) -> list[Parameter]:
         raise ConfigError(f"say what to search: --over {FORMS}")
 
     found = [_parameter(word, command) for word in words]
-    names = [each.name for each in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"--over {name} occurs twice: write all of its values in one place")
+    if len({each.name for each in found}) < len(found):
+        raise ConfigError("--over: an option occurs twice; write all of its values in one place")
     return found
 
 
@@ -98,32 +95,20 @@ def check_values(
 ) -> None:
     """Raise ConfigError with the message of the first combination that the configuration refuses."""
     for values in islice(combinations(parameters), MOST_COMBINATIONS):
-        written = as_flags(values)
+        new = as_flags(values)
         try:
-            resolve(read_command_line([*flags, *written], command), command, ranks)
+            resolve(read_command_line([*flags, *new], command), command, ranks)
         except ConfigError as error:
-            raise ConfigError(
-                f"--over: a run with {' '.join(written)} is refused: {error}"
-            ) from None
+            raise ConfigError(f"--over: a run with {' '.join(new)} is refused: {error}") from None
 
 
-def lower_is_better(
-    metric: str, config: Config, command: str, *, minimize: bool, maximize: bool
-) -> bool:
+def lower_is_better(metric: str, command: str) -> bool:
     """Return the direction of a metric; raise ConfigError if the run logs none of the name."""
-    if metric.startswith("eval/") and not config.data.eval_data:
-        raise ConfigError(f"--metric {metric} needs held-out data: add --eval_data FILE")
-    if minimize or maximize:
-        return minimize
-
     metrics: dict[str, list[str]] = table("extras/tune/metrics")[command]
     general = re.sub(r"_at_\d+$", "_at_N", re.sub(r"^eval/[^/]+/", "eval/", metric))
     for direction, names in metrics.items():
         if general in names:
             return direction == "lower"
     known = [*metrics["higher"], *metrics["lower"]]
-    near = get_close_matches(metric, known, n=1) or known
-    raise ConfigError(
-        f"--metric {metric}: {command} is tuned by {', '.join(known)}; did you mean {near[0]}? For a"
-        " metric of your own add --maximize or --minimize"
-    )
+    hint = f"{nearest(metric, known)} {command} has {', '.join(known)};".lstrip("; ")
+    raise ConfigError(f"--metric {metric}: {hint} for your own, add --maximize or --minimize")

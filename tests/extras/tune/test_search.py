@@ -201,7 +201,7 @@ def test_the_findings_are_written(tmp_path):
     search = search_of(tmp_path, CurveLauncher(rising))
     search.run()
     findings = Findings(search)
-    assert "--seeds 2 repeats the finalists" in findings.certainty
+    assert "--seeds 2 says how sure that is" in findings.certainty
 
     page, best = findings.write()
     config = yaml.safe_load(best.read_text())

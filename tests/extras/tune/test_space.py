@@ -2,9 +2,10 @@
 
 import pytest
 
-from lightrft.config.command_line import parse
 from lightrft.config.errors import ConfigError
-from lightrft.extras.commands.tune import seconds_of
+from lightrft.config.sections import TRAINING
+from lightrft.config.tables import table
+from lightrft.extras.commands.tune import main, seconds_of
 from lightrft.extras.tune.space import (
     Parameter,
     as_flags,
@@ -88,29 +89,41 @@ def test_combinations_have_the_ends_of_ranges():
     assert as_flags(found[-1]) == ["--learning_rate=0.2", "--max_epochs=3"]
 
 
-def direction(metric: str, command: str = "train_ppo", *flags: str, own: str = "") -> bool:
-    config = parse([*FLAGS[:2], *flags], command)
-    options = {"minimize": own == "minimize", "maximize": own == "maximize"}
-    return lower_is_better(metric, config, command, **options)
-
-
 def test_the_direction_of_a_metric_is_known():
-    held_out = "--eval_data=a.jsonl"
-    assert not direction("rollout/reward")
-    assert not direction("eval/own/pass_at_4", "train_ppo", held_out)
-    assert direction("eval/loss", "train_sft", held_out)
-    assert not direction("eval/accuracy", "train_dpo", held_out)
-    assert direction("rollout/reward_of_length", own="minimize")
-    assert not direction("rollout/reward_of_length", own="maximize")
+    assert not lower_is_better("rollout/reward", "train_ppo")
+    assert not lower_is_better("eval/own/pass_at_4", "train_ppo")
+    assert not lower_is_better("eval/accuracy", "train_dpo")
+    assert lower_is_better("eval/loss", "train_sft")
 
 
-def test_a_metric_that_no_run_logs_is_refused():
-    with pytest.raises(ConfigError, match="add --eval_data"):
-        direction("eval/accuracy")
-    with pytest.raises(ConfigError, match="did you mean rollout/reward"):
-        direction("rollout/rewards")
-    with pytest.raises(ConfigError, match="add --maximize or --minimize"):
-        direction("eval/accuracy", "train_sft", "--eval_data=a.jsonl")
+@pytest.mark.parametrize("command", sorted(TRAINING))
+def test_metrics_of_all_commands_have_a_direction(command):
+    metrics = table("extras/tune/metrics")[command]
+    assert all(lower_is_better(name, command) for name in metrics["lower"])
+    assert not any(lower_is_better(name, command) for name in metrics["higher"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--metric=rollout/rewards"], "did you mean rollout/reward?"),
+        (["--metric=train/own"], "for your own, add --maximize or --minimize"),
+        (["--metric=eval/accuracy"], "needs held-out data: add --eval_data FILE"),
+        (["--metric=eval/own", "--maximize"], "needs held-out data: add --eval_data FILE"),
+        (["--eval_data=README.md"], "add --eval_steps or --max_steps"),
+        (["--metric=rollout/reward", "--seeds=0"], "--seeds must be at least 1"),
+        (["--metric=rollout/reward", "--budget=30"], "write a time"),
+        (["--max_step=9"], "did you mean --max_steps"),
+    ],
+)
+def test_a_command_that_cannot_work_is_refused(words, message, tmp_path, capsys):
+    out = tmp_path / "tune"
+    over = ["--over", "learning_rate=1e-5..1e-3:log", f"--out={out}"]
+    with pytest.raises(SystemExit) as ended:
+        main([*FLAGS, *over, *words])
+
+    assert (ended.value.code, out.exists()) == (2, False)
+    assert message in capsys.readouterr().err
 
 
 def test_a_budget_is_a_time():

@@ -49,7 +49,7 @@ def test_a_study_that_was_killed_goes_on_to_the_bit(flags, tmp_path, capsys):
 
     main(words(flags, out))
     printed = capsys.readouterr().out
-    assert "2 trials" in printed and "--seeds 2 repeats the finalists" in printed
+    assert "2 trials" in printed and "--seeds 2 says how sure that is" in printed
     runs = [out / "trial_000", out / "trial_001"]
     best = max(runs, key=lambda folder: len(read_rows(folder / "metrics.jsonl")))
     rate = load(best / "config.yaml").learning_rate
