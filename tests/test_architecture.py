@@ -50,6 +50,7 @@ OPTIONAL = {
     "triton",
     "reasoning_gym",
     "transfer_queue",
+    "optuna",
     "av",
     "verifiers",
     "mcp",

@@ -55,6 +55,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.extras.tinker.promises": "starlette",
     "lightrft.extras.tinker.protocol": "tinker",
     "lightrft.extras.tinker.server": "uvicorn",
+    "lightrft.extras.tune.optuna": "optuna",
 }
 """Modules that need a package of an extra, with the modules inside of them.
 

@@ -182,7 +182,7 @@ def check_command(command: str, arguments: list[str], *, world_size: int) -> Non
         arguments = arguments if arguments[0].startswith("-") else ["--config", *arguments]
 
     command = command.replace("selfcheck", "doctor")
-    if command == "check":
+    if command in ("check", "tune"):
         parser_of(command).parse_known_args(arguments)
     elif command == "migrate":
         parser_of(command).parse_args([word for word in arguments if word != ">"][:-1])
@@ -296,7 +296,7 @@ def known(groups: list[list[str]]) -> bool:
 
 def options_of_tools() -> set[str]:
     """Return the flags of the commands that read no configuration."""
-    names = ("doctor", "export", "plan", "bundle", "replay", "forecast", "test_rewards")
+    names = ("doctor", "export", "plan", "bundle", "replay", "forecast", "test_rewards", "tune")
     return {
         option
         for name in names

@@ -25,7 +25,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.paths import check_paths
 from lightrft.config.sections import TRAINING, Config
 
-UNITS = {"s": 1, "m": 60, "h": 3600}
+UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -77,7 +77,7 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
     question = {"command": command, "flags": flags, "metric": metric, **asked}
     seed = config.train.seed
     study = Study(options.out, question, parameters, minimize=minimize, seed=seed)
-    launcher = Launcher(command, flags, metric, ranks=options.ranks)
+    launcher = Launcher(command, flags, metric, options.ranks)
     counts = (options.trials, options.seeds, options.parallel)
     search = Search(options.out, study, launcher, seed, *counts, budget)
     # A scheduler's signal pauses the runs as Ctrl-C does.
@@ -113,4 +113,4 @@ def seconds_of(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if text and (found is None or float(found[1]) == 0):
         raise ConfigError(f"--budget {text}: write a time, such as 90s, 30m or 1.5h")
-    return float(found[1]) * UNITS[found[2]] if found else float("inf")
+    return float(found[1]) * UNIT_SECONDS[found[2]] if found else float("inf")

@@ -15,7 +15,6 @@ from lightrft.config.errors import ConfigError
 from lightrft.extras.tune.space import Parameter, combinations
 from lightrft.extras.tune.trials import Trial
 
-FILE = "study.db"
 MOST_DRAWS = 20
 """Number of proposals until one is new."""
 FIRST_RANDOM = 5
@@ -47,11 +46,13 @@ class Study:
         self.sign = 1 if minimize else -1
         """Factor that makes a smaller number of a better metric."""
         self.seed = seed
+
         folder.mkdir(parents=True, exist_ok=True)
-        self.storage = optuna.storages.RDBStorage(f"sqlite:///{folder / FILE}")
+        self.storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}")
         self.study = optuna.create_study(
             storage=self.storage, study_name="tune", direction=self.direction, load_if_exists=True
         )
+        # What was asked before decides what the trials in the file mean.
         before = self.study.user_attrs.get("question", question)
         if changed := sorted(name for name in question if before.get(name) != question[name]):
             other = f"{folder} has a search with another {', '.join(changed)}"

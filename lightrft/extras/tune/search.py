@@ -11,16 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from loguru import logger
 
 from lightrft.app.observe.text import percent, short
-from lightrft.extras.tune.optuna import Study
 from lightrft.extras.tune.space import as_flags
 from lightrft.extras.tune.trials import SHARES, Launcher, RunRecord, Trial
 
-KEPT = 3
-"""Of this many trials, one goes on to the next share of the steps."""
+GROUP = 3
+"""Of so many trials, one goes on to the next share of the steps."""
 FIRST = 0.5
 """Share of the budget after which no trial begins."""
 
@@ -33,7 +33,8 @@ class Search:
     """Finds the best values by runs that are paused and continued."""
 
     folder: Path
-    study: Study
+    study: Any
+    """The Study of Optuna, which is imported only if it is needed."""
     launcher: Launcher
     seed: int
     num_trials: int
@@ -89,7 +90,7 @@ class Search:
         least = 1 if self.num_seeds == 1 else 2
         kept: list[Trial] = []
         best = math.inf
-        for trial in order[: max(least, len(order) // KEPT)]:
+        for trial in order[: max(least, len(order) // GROUP)]:
             record = RunRecord(self.folder_of(trial, self.seed))
             end = record.forecast(self.launcher.metric, trial.steps[rung - 1], self.study.sign)
             if len(kept) >= least and end is not None and end.high < best:

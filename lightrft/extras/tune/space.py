@@ -13,8 +13,8 @@ from lightrft.config.sections import aliases, field_types, fields_read
 from lightrft.config.tables import table
 from lightrft.config.values import nearest, typed_value
 
-RANGE = re.compile(r"(?P<low>[^:,]+)\.\.(?P<high>[^:,]+?)(?P<log>:log)?")
-FORMS = "NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=ONE,OTHER"
+LOW_AND_HIGH = re.compile(r"(?P<low>[^:,]+)\.\.(?P<high>[^:,]+?)(?P<log>:log)?")
+OVER_FORMS = "NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=ONE,OTHER"
 OF_TUNE = (
     *("save_path", "ckpt_path", "load_checkpoint", "overwrite", "fork_from", "at", "dry_run"),
     *("seed", "max_steps", "num_episodes", "eval_steps", "eval_data", "replay_rollouts"),
@@ -39,7 +39,7 @@ class Parameter:
 def read_parameters(words: Sequence[str], command: str) -> list[Parameter]:
     """Return the parameters of --over; raise ConfigError for what no run of the command has."""
     if not words:
-        raise ConfigError(f"say what to search: --over {FORMS}")
+        raise ConfigError(f"say what to search: --over {OVER_FORMS}")
 
     found = [_parameter(word, command) for word in words]
     if len({each.name for each in found}) < len(found):
@@ -51,7 +51,7 @@ def _parameter(word: str, command: str) -> Parameter:
     written, equals, text = word.removeprefix("--").partition("=")
     name = aliases().get(written.replace("-", "_"), written.replace("-", "_"))
     if not equals or not text:
-        raise ConfigError(f"--over {word}: write {FORMS}")
+        raise ConfigError(f"--over {word}: write {OVER_FORMS}")
     known = fields_read(command)
     if name not in known:
         raise ConfigError(f"--over {name}: {command} has no such option{nearest(name, known)}")
@@ -61,7 +61,7 @@ def _parameter(word: str, command: str) -> Parameter:
     kind = field_types()[name]
     if get_origin(kind) is list:
         raise ConfigError(f"--over {name}: each of its values is a list, and cannot be searched")
-    found = RANGE.fullmatch(text)
+    found = LOW_AND_HIGH.fullmatch(text)
     texts = [found["low"], found["high"]] if found else [each for each in text.split(",") if each]
     try:
         values = tuple(dict.fromkeys(typed_value(kind, each) for each in texts))

@@ -75,16 +75,14 @@ class RunRecord:
         if self.total is None:
             return None
         rows = [row for row in self.rows if metric in row]
-        least = math.ceil(share * self.total)
-        index = next((i for i, row in enumerate(rows) if row["step"] >= least), None)
-        if index is None and self.finished:
-            if not rows:
-                names = ", ".join(sorted({name for row in self.rows for name in row}))
-                raise ConfigError(f"--metric {metric}: the run logs no such metric, but {names}")
-            index = len(rows) - 1
-        if index is None:
+        if self.finished and not rows:
+            names = ", ".join(sorted({name for row in self.rows for name in row}))
+            raise ConfigError(f"--metric {metric}: the run logs no such metric, but {names}")
+        places = [i for i, row in enumerate(rows) if row["step"] >= share * self.total]
+        if not places and not self.finished:
             return None
 
+        index = places[0] if places else len(rows) - 1
         first = index if metric.startswith("eval/") else max(0, index - RECENT_ROWS + 1)
         values = [row[metric] for row in rows[first : index + 1]]
         return rows[index]["step"], math.nan if None in values else fmean(values)
@@ -105,17 +103,18 @@ class RunRecord:
         return Forecast([factor * row[name] for row in rows]).at(last)
 
 
+@dataclass
 class Launcher:
     """Starts runs of one command, and pauses them."""
 
-    def __init__(self, command: str, flags: Sequence[str], metric: str, *, ranks: int):
-        self.command = command
-        self.flags = [*flags]
-        self.metric = metric
-        self.ranks = ranks
-        self.deadline = math.inf
-        """Monotonic time after which runs are paused."""
-        self.stopping = threading.Event()
+    command: str
+    flags: Sequence[str]
+    metric: str
+    ranks: int
+    deadline: float = math.inf
+    """Monotonic time after which runs are paused."""
+    stopping: threading.Event = field(default_factory=threading.Event)
+    """Set to pause all runs at once."""
 
     def advance(
         self, folder: Path, flags: Sequence[str], share: float, slot: int | None = None
@@ -164,7 +163,7 @@ class Launcher:
         ]
 
     def _devices(self, slot: int) -> dict[str, str]:
-        """Return the environment in which the runs of each slot see devices of their own."""
+        """Return the environment of a slot, whose runs see devices of their own."""
         name = "CUDA_VISIBLE_DEVICES"
         given = os.environ.get(name)
         devices = given.split(",") if given else list(map(str, range((slot + 1) * self.ranks)))
