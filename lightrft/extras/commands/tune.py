@@ -95,7 +95,7 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
 
 
 def _evaluations(config: Config, metric: str) -> list[str]:
-    """Return flags with which held-out data are measured where trials are compared."""
+    """Return the flags that measure held-out data where trials are compared."""
     from lightrft.extras.tune.trials import SHARES
 
     train = config.train

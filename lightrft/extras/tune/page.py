@@ -51,7 +51,7 @@ class Findings:
 
     @property
     def rows(self) -> list[list[str]]:
-        """Cells of a table, of which the first row has the names."""
+        """Cells of a table; the first row has the names."""
         rows = [["trial", *self.names, self.metric, "90 %", "seeds", "tokens", "time", "end"]]
         others = [each for each in self.trials if each not in self.ranked]
         for place, trial in enumerate([*self.ranked, *others]):

@@ -22,7 +22,7 @@ from lightrft.extras.tune.trials import SHARES, Launcher, RunRecord, Trial
 GROUP = 3
 """Of so many trials, one goes on to the next share of the steps."""
 FIRST = 0.5
-"""Share of the budget after which no trial begins."""
+"""Share of the budget; no trial begins later."""
 
 Job = tuple[Trial, float, int]
 """A trial, the share of its steps to reach, and the seed."""

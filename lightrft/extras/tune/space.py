@@ -1,4 +1,4 @@
-"""What is searched, and by which metric: read from the command line, and checked before any run."""
+"""The question of a search and its metric: read from the command line, and checked before any run."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,7 +81,7 @@ def _parameter(word: str, command: str) -> Parameter:
 
 
 def combinations(parameters: Sequence[Parameter]) -> Iterator[dict[str, Any]]:
-    """Yield all combinations of the values, of which a range has two: its ends."""
+    """Yield all combinations of the values; a range has two, its ends."""
     for values in product(*(each.values for each in parameters)):
         yield {each.name: value for each, value in zip(parameters, values, strict=True)}
 

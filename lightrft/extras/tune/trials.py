@@ -19,7 +19,7 @@ from lightrft.config.values import read_object
 from lightrft.extras.tools.forecast import FORECAST_STEPS, Forecast, Interval
 
 SHARES = (1 / 9, 1 / 3, 1.0)
-"""Shares of the steps after which trials are compared."""
+"""Trials are compared after these shares of their steps."""
 RECENT_ROWS = 10
 """Number of last rows over which a metric is averaged that is not measured on held-out data."""
 LOOK = 0.05
@@ -37,7 +37,7 @@ class Trial:
     values: list[float] = field(default_factory=list)
     """The metric after each share of the steps."""
     steps: list[int] = field(default_factory=list)
-    """The step at which each value was measured."""
+    """The step of each value."""
     repeats: list[float] = field(default_factory=list)
     """The metric at the end of runs with other seeds."""
     tokens: int = 0
@@ -112,7 +112,7 @@ class Launcher:
     metric: str
     ranks: int
     deadline: float = math.inf
-    """Monotonic time after which runs are paused."""
+    """Monotonic time when runs are paused."""
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set to pause all runs at once."""
 

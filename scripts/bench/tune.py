@@ -1,0 +1,173 @@
+"""Compare what `lightrft tune` chooses with the best of a grid that was run whole.
+
+    lightrft quickstart                                        # the models and the data
+    python -m scripts.bench.tune runs/quickstart --out runs/bench_tune
+
+Recipes are GRPO of the quick start, from the model after the warm-up, and the warm-up itself. The
+grid is run once. Then the same ranges are searched with several seeds, and what each search chose
+is compared with the grid by the results of its own last run. `--write` puts the table into
+docs/tune.md. A run of GRPO takes half a minute on a quiet core, and one of the warm-up ten seconds:
+the whole takes about half an hour.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from lightrft.app.observe.sinks import read_rows
+from lightrft.config.values import read_object
+from scripts.bench.harness import parser_of, write_measured
+
+QUIET = "--report_to jsonl --save_steps -1 --digests false --trace_steps 0"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run with the values of its grid, and what is searched in their place."""
+
+    title: str
+    command: str
+    flags: str
+    metric: str
+    grid: dict[str, list[str]]
+    over: list[str]
+
+
+RECIPES = {
+    "grpo": Recipe(
+        "GRPO, quick start",
+        "train_ppo",
+        "--config {configs}/train_ppo.yaml --engine_type hf --pretrain {quickstart}/sft/model"
+        " --prompt_data {quickstart}/data/train.jsonl --eval_data {quickstart}/data/test.jsonl"
+        " --max_steps 144 --eval_steps 16",
+        "eval/accuracy",
+        {
+            "learning_rate": ["1e-4", "3e-4", "1e-3", "2e-3", "4e-3", "1e-2"],
+            "n_samples_per_prompt": ["4", "8"],
+        },
+        ["learning_rate=1e-4..1e-2:log", "n_samples_per_prompt=4,8"],
+    ),
+    "sft": Recipe(
+        "SFT, its warm-up",
+        "train_sft",
+        "--config {configs}/train_sft.yaml --pretrain {quickstart}/data/model"
+        " --prompt_data {quickstart}/data/train.jsonl --eval_data {quickstart}/data/test.jsonl"
+        " --max_steps 180 --eval_steps 20 --stop_loss -1",
+        "eval/loss",
+        {
+            "learning_rate": ["1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2"],
+            "train_batch_size": ["32", "64"],
+        },
+        ["learning_rate=1e-4..3e-2:log", "train_batch_size=32,64"],
+    ),
+}
+CLOSE = 0.1
+"""Part of the grid's best result by which a choice may be worse."""
+
+
+def main() -> None:
+    options = arguments()
+    lines = [
+        "| run | best of the grid | tune chose, median of seeds | within 10 % | tokens of the grid |",
+        "|---|---|---|---|---|",
+    ]
+    for name in options.recipes:
+        recipe = RECIPES[name]
+        results, tokens = whole_grid(options, name, recipe)
+        lower = recipe.metric.endswith("loss")
+        best = min(results) if lower else max(results)
+        found = [searched(options, name, recipe, seed) for seed in range(options.seeds)]
+        values = [value for value, _ in found]
+        worse = [(value - best if lower else best - value) / best for value in values]
+        close = sum(each <= CLOSE for each in worse)
+        lines.append(
+            f"| {recipe.title}, `{recipe.metric}` | {best:.3f} of {len(results)} | {np.median(values):.3f} |"
+            f" {close} of {len(found)} | {fmean(price for _, price in found) / tokens:.0%} |"
+        )
+        print("\n".join(lines), flush=True)
+
+    if options.write:
+        write_measured("tune.md", "\n".join(lines))
+
+
+def whole_grid(options: argparse.Namespace, name: str, recipe: Recipe) -> tuple[list[float], int]:
+    """Run each combination to its end; return all results, and the tokens of all runs."""
+    results = []
+    tokens = 0
+    for values in list(product(*recipe.grid.values()))[: options.most]:
+        folder = options.out / f"{name}_grid_{'_'.join(values)}"
+        flags = [f"--{flag}={value}" for flag, value in zip(recipe.grid, values, strict=True)]
+        start(options, [recipe.command], recipe, [*flags, f"--save_path={folder}"], folder)
+        rows = read_rows(folder / "metrics.jsonl")
+        results.append(rows[-1][recipe.metric])
+        tokens += tokens_of(folder)
+    return results, tokens
+
+
+def searched(
+    options: argparse.Namespace, name: str, recipe: Recipe, seed: int
+) -> tuple[float, int]:
+    """Search with a seed; return the result of the choice, and the tokens of all of its runs."""
+    folder = options.out / f"{name}_tune_{seed}"
+    over = ["--over", *recipe.over, "--metric", recipe.metric, "--trials", str(options.trials)]
+    own = [*over, f"--seed={seed}", f"--out={folder}"]
+    start(options, ["tune", recipe.command], recipe, own, folder)
+    runs = sorted(folder.glob("trial_*"))
+    whole = [run for run in runs if read_object(run / "run.json").get("status") == "finished"]
+    results = [read_rows(run / "metrics.jsonl")[-1][recipe.metric] for run in whole]
+    chosen = min(results) if recipe.metric.endswith("loss") else max(results)
+    return chosen, sum(map(tokens_of, runs))
+
+
+def start(
+    options: argparse.Namespace, words: list[str], recipe: Recipe, own: list[str], folder: Path
+) -> None:
+    """Run a command unless its folder says that it was run."""
+    done = folder / "bench_done.json"
+    if done.exists():
+        return
+    configs = Path(__file__).parents[2] / "lightrft" / "app" / "quickstart"
+    flags = f"{recipe.flags} {QUIET}".format(configs=configs, quickstart=options.quickstart)
+    resumed = [] if words[0] == "tune" else ["--overwrite"]
+    command = [sys.executable, "-m", "lightrft", *words, *flags.split(), *own, *resumed]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    if ran.returncode:
+        sys.exit(f"{' '.join(command)}\n{ran.stderr[-3000:]}")
+    done.write_text(json.dumps(command))
+
+
+def tokens_of(folder: Path) -> int:
+    names = ("rollout/tokens", "train/tokens")
+    return sum(
+        int(row.get(name, 0)) for row in read_rows(folder / "metrics.jsonl") for name in names
+    )
+
+
+def arguments() -> argparse.Namespace:
+    parser = parser_of(
+        __doc__,
+        {
+            "--out": (
+                Path("runs/bench_tune"),
+                "folder of all runs; what is there is not run again",
+            ),
+            "--seeds": (5, "searches of each recipe"),
+            "--trials": (10, "trials of a search"),
+            "--most": (1000, "largest number of runs of a grid, for a first try"),
+            "--recipes": ([*RECIPES], "which recipes"),
+        },
+    )
+    parser.add_argument("quickstart", type=Path, help="folder of the quick start")
+    parser.add_argument("--write", action="store_true", help="write the table into the page")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
