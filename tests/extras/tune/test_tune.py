@@ -64,14 +64,3 @@ def test_a_study_that_was_killed_goes_on_to_the_bit(flags, tmp_path, capsys):
     config = load(out / "best.yaml")
     resolve(config, "train_ppo", 1)
     assert (config.learning_rate, config.save_path) == (rate, str(out / "best"))
-
-
-@pytest.mark.slow
-def test_advice_names_its_rules(flags, capsys):
-    main(["tune", "train_sft", flags[1], "--lora_rank=4", "--advice"])
-
-    said = capsys.readouterr().out
-    assert "--learning_rate 0.0001: 1e-05 (LIMA, arXiv 2305.11206), times 10 for adapters" in said
-    # a Qwen3 with the hidden size 64
-    assert f"--learning_rate {5e-4 * (2000 / 64) ** 0.0775:.2g}: 5e-05 x (2000 / 64)^0.0775" in said
-    assert "--measure_noise 10" in said

@@ -1,0 +1,65 @@
+"""Why: a start value is only as good as its source, so each is told with the rule that it follows."""
+
+import json
+
+import pytest
+
+from lightrft.config import Config
+from lightrft.extras.tune.advice import advice
+
+
+def advised(tmp_path, command: str, model: dict | None = None, noise: dict | None = None, **values):
+    folder = tmp_path / "model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model or {"model_type": "mine"}))
+    run = tmp_path / "run"
+    run.mkdir(exist_ok=True)
+    rows = [
+        {"step": step, **{f"noise/{name}": value for name, value in (noise or {}).items()}}
+        for step in (1, 2)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return list(advice(Config.of(pretrain=str(folder), save_path=str(run), **values), command))
+
+
+@pytest.mark.parametrize(
+    ("command", "lora_rank", "said"),
+    [
+        ("train_ppo", 0, "--learning_rate 1e-06: 1e-06 (the default of this program"),
+        ("train_dpo", 0, "--learning_rate 5e-07: 5e-07 (Zephyr, arXiv 2310.16944)"),
+        (
+            "train_sft",
+            8,
+            "--learning_rate 0.0001: 1e-05 (LIMA, arXiv 2305.11206), times 10 for adapters",
+        ),
+    ],
+)
+def test_a_rate_has_the_source_of_the_method(tmp_path, command, lora_rank, said):
+    lines = advised(tmp_path, command, lora_rank=lora_rank)
+
+    assert lines[0].startswith(said)
+    assert lines[2].startswith("    --over learning_rate=")
+
+
+def test_the_rule_for_the_hidden_size_is_of_the_family(tmp_path):
+    llama = {"model_type": "llama", "hidden_size": 4096}
+    lines = advised(tmp_path, "train_sft", llama, lora_rank=8)
+
+    rate = 5e-5 * 10 * (2000 / 4096) ** 0.781
+    assert lines[1].startswith(f"--learning_rate {rate:.2g}: 5e-05 x (2000 / 4096)^0.781, times 10")
+    assert lines[3] == f"    --over learning_rate={rate / 10**0.5:.1e}..{rate * 10**0.5:.1e}:log"
+    # it was measured for supervised fine-tuning, and not for other models
+    assert len(advised(tmp_path, "train_ppo", llama)) == len(lines) - 1
+    assert (
+        len(advised(tmp_path, "train_sft", {"model_type": "mine", "hidden_size": 64}))
+        == len(lines) - 1
+    )
+
+
+def test_the_batch_is_the_measured_noise_scale(tmp_path):
+    noise = {"scale": 300.0, "prompts": 100.0, "samples": 200.0}
+    batch, division = advised(tmp_path, "train_ppo", noise=noise)[-2:]
+
+    assert batch.startswith("--train_batch_size 256: the noise scale was 300 samples.")
+    assert "a larger --n_samples_per_prompt and a smaller --rollout_batch_size" in division
+    assert "--measure_noise 10" in advised(tmp_path, "train_ppo")[-1]
