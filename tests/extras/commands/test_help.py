@@ -12,6 +12,7 @@ from lightrft.__main__ import main
         ("plan --command train_dpo --help dpo_loss", "--dpo_loss {"),
         ("check train_kto --help desirable", "--desirable_weight float"),
         ("chat --help port", "--port int"),
+        ("tune train_dpo --help dpo_loss", "--dpo_loss {"),
     ],
 )
 def test_commands_that_take_flags_of_another_explain_them(capsys, words, flag):
