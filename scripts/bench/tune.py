@@ -159,7 +159,7 @@ def arguments() -> argparse.Namespace:
                 "folder of all runs; what is there is not run again",
             ),
             "--seeds": (5, "searches of each recipe"),
-            "--trials": (10, "trials of a search"),
+            "--trials": (9, "trials of a search"),
             "--most": (1000, "largest number of runs of a grid, for a first try"),
             "--recipes": ([*RECIPES], "which recipes"),
         },
