@@ -143,6 +143,19 @@ def test_a_failed_trial_keeps_its_reason(tmp_path):
     assert states == {0.2: "COMPLETE", 0.3: "FAIL", 0.4: "FAIL"}
 
 
+def test_a_trial_that_fails_later_is_not_tried_again(tmp_path):
+    def breaking(rate, step, seed):
+        return math.nan if rate == 0.3 and step > 20 else rising(rate, step, seed)
+
+    launcher = CurveLauncher(breaking)
+    search_of(tmp_path, launcher).run()
+    starts = len(launcher.starts)
+    best = search_of(tmp_path, launcher).run()[0]
+
+    assert (best.parameters["learning_rate"], len(best.values)) == (0.2, 3)
+    assert len(launcher.starts) == starts
+
+
 def test_seeds_repeat_two_finalists_at_least(tmp_path):
     search = search_of(tmp_path, CurveLauncher(rising), num_seeds=3)
     ranked = search.run()
