@@ -13,8 +13,8 @@ from lightrft.config.presets import COMMAND_DEFAULTS, RATE_OF_ADAPTERS
 from lightrft.config.sections import Config
 from lightrft.config.tables import table
 
-RULES: dict[str, Any] = table("extras/tune/advice")
-TEXTS: dict[str, str] = RULES["texts"]
+LITERATURE: dict[str, Any] = table("extras/tune/advice")
+SENTENCES: dict[str, str] = LITERATURE["texts"]
 AROUND = math.sqrt(10)
 """Factor below and above a start that a search covers: ten times in all."""
 RECENT_MEASURES = 10
@@ -25,7 +25,7 @@ def advice(config: Config, command: str) -> Iterator[str]:
     starts = rates(config, command)
     yield from (f"--learning_rate {rate:.2g}: {rule}" for rate, rule in starts)
     low, high = (starts[-1][0] * factor for factor in (1 / AROUND, AROUND))
-    yield TEXTS["start"]
+    yield SENTENCES["start"]
     yield f"    --over learning_rate={low:.1e}..{high:.1e}:log"
     yield from batches(config, command)
 
@@ -33,20 +33,20 @@ def advice(config: Config, command: str) -> Iterator[str]:
 def rates(config: Config, command: str) -> list[tuple[float, str]]:
     """Return learning rates, each with the rule that it follows from."""
     factor = RATE_OF_ADAPTERS if config.model.lora_rank > 0 else 1.0
-    adapters = TEXTS["adapters"].format(factor=factor) if factor > 1 else ""
+    adapters = SENTENCES["adapters"].format(factor=factor) if factor > 1 else ""
     base = COMMAND_DEFAULTS.get(command, {}).get("learning_rate", Config().optim.learning_rate)
-    source = RULES["sources"][command]
-    rule = TEXTS["default"].format(base=base, source=source, adapters=adapters)
+    source = LITERATURE["sources"][command]
+    rule = SENTENCES["default"].format(base=base, source=source, adapters=adapters)
     found = [(base * factor, rule)]
 
     described = model_config(config.model.pretrain)
     name = f"{described.get('model_type', '')} {config.model.pretrain}".lower()
     size = described.get("hidden_size") or described.get("text_config", {}).get("hidden_size")
-    exponents = [value for family, value in RULES["families"].items() if family in name]
+    exponents = [value for family, value in LITERATURE["families"].items() if family in name]
     if command == "train_sft" and exponents and size:
-        scaled = RULES["rate"] * factor * (RULES["reference_size"] / size) ** exponents[0]
+        scaled = LITERATURE["rate"] * factor * (LITERATURE["reference_size"] / size) ** exponents[0]
         numbers = {"size": size, "exponent": exponents[0], "adapters": adapters}
-        found.append((scaled, TEXTS["size"].format(**RULES, **numbers)))
+        found.append((scaled, SENTENCES["size"].format(**LITERATURE, **numbers)))
     return found
 
 
@@ -59,15 +59,15 @@ def batches(config: Config, command: str) -> Iterator[str]:
         if values:
             noise[name] = fmean(values[-RECENT_MEASURES:])
     if noise.get("scale", 0.0) <= 0:
-        yield TEXTS["unmeasured"]
+        yield SENTENCES["unmeasured"]
         return
 
     shown = {name: short(value) for name, value in noise.items()}
-    yield TEXTS["batch"].format(batch=2 ** max(0, round(math.log2(noise["scale"]))), **shown)
+    yield SENTENCES["batch"].format(batch=2 ** max(0, round(math.log2(noise["scale"]))), **shown)
     if command == "train_ppo" and len(noise) == 3:
         names = ["--rollout_batch_size", "--n_samples_per_prompt"]
         more, fewer = names if noise["prompts"] > noise["samples"] else reversed(names)
-        yield TEXTS["division"].format(more=more, fewer=fewer, **shown)
+        yield SENTENCES["division"].format(more=more, fewer=fewer, **shown)
 
 
 def model_config(model: str) -> dict[str, Any]:
