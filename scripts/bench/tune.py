@@ -49,7 +49,7 @@ RECIPES = {
         " --max_steps 144 --eval_steps 16",
         "eval/accuracy",
         {
-            "learning_rate": ["1e-4", "3e-4", "1e-3", "2e-3", "4e-3", "1e-2"],
+            "learning_rate": ["1e-4", "2e-4", "5e-4", "1e-3", "2e-3", "4e-3", "1e-2"],
             "n_samples_per_prompt": ["4", "8"],
         },
         ["learning_rate=1e-4..1e-2:log", "n_samples_per_prompt=4,8"],
@@ -62,7 +62,7 @@ RECIPES = {
         " --max_steps 180 --eval_steps 20 --stop_loss -1",
         "eval/loss",
         {
-            "learning_rate": ["1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2"],
+            "learning_rate": ["1e-4", "3e-4", "6e-4", "1e-3", "3e-3", "1e-2", "3e-2"],
             "train_batch_size": ["32", "64"],
         },
         ["learning_rate=1e-4..3e-2:log", "train_batch_size=32,64"],
@@ -159,7 +159,7 @@ def arguments() -> argparse.Namespace:
                 "folder of all runs; what is there is not run again",
             ),
             "--seeds": (5, "searches of each recipe"),
-            "--trials": (10, "trials of a search"),
+            "--trials": (9, "trials of a search"),
             "--most": (1000, "largest number of runs of a grid, for a first try"),
             "--recipes": ([*RECIPES], "which recipes"),
         },

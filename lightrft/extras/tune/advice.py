@@ -13,8 +13,8 @@ from lightrft.config.presets import COMMAND_DEFAULTS, RATE_OF_ADAPTERS
 from lightrft.config.sections import Config
 from lightrft.config.tables import table
 
-RATE_RULES: dict[str, Any] = table("extras/tune/advice")
-ADVICE_TEXTS: dict[str, str] = RATE_RULES["texts"]
+LITERATURE: dict[str, Any] = table("extras/tune/advice")
+SENTENCES: dict[str, str] = LITERATURE["texts"]
 AROUND = math.sqrt(10)
 """Factor below and above a start that a search covers: ten times in all."""
 RECENT_MEASURES = 10
@@ -25,7 +25,7 @@ def advice(config: Config, command: str) -> Iterator[str]:
     starts = rates(config, command)
     yield from (f"--learning_rate {rate:.2g}: {rule}" for rate, rule in starts)
     low, high = (starts[-1][0] * factor for factor in (1 / AROUND, AROUND))
-    yield ADVICE_TEXTS["start"]
+    yield SENTENCES["start"]
     yield f"    --over learning_rate={low:.1e}..{high:.1e}:log"
     yield from batches(config, command)
 
@@ -33,20 +33,20 @@ def advice(config: Config, command: str) -> Iterator[str]:
 def rates(config: Config, command: str) -> list[tuple[float, str]]:
     """Return learning rates, each with the rule that it follows from."""
     factor = RATE_OF_ADAPTERS if config.model.lora_rank > 0 else 1.0
-    adapters = ADVICE_TEXTS["adapters"].format(factor=factor) if factor > 1 else ""
+    adapters = SENTENCES["adapters"].format(factor=factor) if factor > 1 else ""
     base = COMMAND_DEFAULTS.get(command, {}).get("learning_rate", Config().optim.learning_rate)
-    source = RATE_RULES["sources"][command]
-    rule = ADVICE_TEXTS["default"].format(base=base, source=source, adapters=adapters)
+    source = LITERATURE["sources"][command]
+    rule = SENTENCES["default"].format(base=base, source=source, adapters=adapters)
     found = [(base * factor, rule)]
 
     described = model_config(config.model.pretrain)
     name = f"{described.get('model_type', '')} {config.model.pretrain}".lower()
     size = described.get("hidden_size") or described.get("text_config", {}).get("hidden_size")
-    exponents = [value for family, value in RATE_RULES["families"].items() if family in name]
+    exponents = [value for family, value in LITERATURE["families"].items() if family in name]
     if command == "train_sft" and exponents and size:
-        scaled = RATE_RULES["rate"] * factor * (RATE_RULES["reference_size"] / size) ** exponents[0]
+        scaled = LITERATURE["rate"] * factor * (LITERATURE["reference_size"] / size) ** exponents[0]
         numbers = {"size": size, "exponent": exponents[0], "adapters": adapters}
-        found.append((scaled, ADVICE_TEXTS["size"].format(**RATE_RULES, **numbers)))
+        found.append((scaled, SENTENCES["size"].format(**LITERATURE, **numbers)))
     return found
 
 
@@ -59,11 +59,11 @@ def batches(config: Config, command: str) -> Iterator[str]:
         if values:
             noise[name] = fmean(values[-RECENT_MEASURES:])
     if noise.get("scale", 0.0) <= 0:
-        yield ADVICE_TEXTS["unmeasured"]
+        yield SENTENCES["unmeasured"]
         return
 
     shown = {name: short(value) for name, value in noise.items()}
-    yield ADVICE_TEXTS["batch"].format(batch=2 ** max(0, round(math.log2(noise["scale"]))), **shown)
+    yield SENTENCES["batch"].format(batch=2 ** max(0, round(math.log2(noise["scale"]))), **shown)
     if min(noise.get("prompts", 0.0), noise.get("samples", 0.0)) > 0:
         most = short(noise["samples"] / noise["prompts"])
         yield ADVICE_TEXTS["division"].format(most=most, **shown)

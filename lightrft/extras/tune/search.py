@@ -62,7 +62,8 @@ class Search:
         group = self._first_share()
         for rung, share in enumerate(SHARES[1:], 1):
             group = self.promoted(group, rung)
-            self.advance([(each, share, self.seed) for each in group if len(each.values) == rung])
+            waiting = [each for each in group if len(each.values) == rung and not each.reason]
+            self.advance([(each, share, self.seed) for each in waiting])
             group = [each for each in group if len(each.values) > rung and not each.reason]
 
         # Each finalist starts from the beginning with the other seeds.

@@ -25,7 +25,7 @@ RECENT_ROWS = 10
 LOOK = 0.05
 """Seconds between two looks at a run."""
 LOG = "tune.log"
-"""File in the folder of a run with all that it prints."""
+"""File in the folder of a run with all that it has printed since it was last started."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Launcher:
 
         folder.mkdir(parents=True, exist_ok=True)
         asked = False
-        with (folder / LOG).open("ab") as log:
+        with (folder / LOG).open("wb") as log:
             process = subprocess.Popen(
                 self._words(folder, flags),
                 env=os.environ | ({} if slot is None else self._devices(slot)),
@@ -149,7 +149,7 @@ class Launcher:
         seconds = time.monotonic() - began
         if process.returncode == 0 or asked:
             return seconds, ""
-        reason = last_line(folder / LOG)
+        reason = failure(folder / LOG)
         if process.returncode == USER_ERROR:
             raise ConfigError(f"{folder} could not run: {reason}")
         return seconds, reason or f"exit code {process.returncode}"
@@ -179,7 +179,7 @@ class Launcher:
         return RunRecord(folder).measured(self.metric, share) is not None
 
 
-def last_line(file: Path) -> str:
-    """Return the last line that a run printed."""
-    lines = file.read_text(errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else ""
+def failure(file: Path) -> str:
+    """Return the last error in a log, or its last line."""
+    lines = file.read_text(errors="replace").strip().splitlines() or [""]
+    return ([line for line in lines if " ERROR " in line] or lines)[-1].strip()

@@ -14,7 +14,7 @@ from lightrft.extras.tune.optuna import Study  # noqa: E402
 from lightrft.extras.tune.page import Findings  # noqa: E402
 from lightrft.extras.tune.search import Search  # noqa: E402
 from lightrft.extras.tune.space import read_parameters  # noqa: E402
-from lightrft.extras.tune.trials import SHARES, Launcher, RunRecord  # noqa: E402
+from lightrft.extras.tune.trials import SHARES, Launcher, RunRecord, failure  # noqa: E402
 
 STEPS = 90
 FLAGS = ["--pretrain=some/model", "--prompt_data=some/data"]
@@ -143,6 +143,19 @@ def test_a_failed_trial_keeps_its_reason(tmp_path):
     assert states == {0.2: "COMPLETE", 0.3: "FAIL", 0.4: "FAIL"}
 
 
+def test_a_trial_that_fails_later_is_not_tried_again(tmp_path):
+    def breaking(rate, step, seed):
+        return math.nan if rate == 0.3 and step > 20 else rising(rate, step, seed)
+
+    launcher = CurveLauncher(breaking)
+    search_of(tmp_path, launcher).run()
+    starts = len(launcher.starts)
+    best = search_of(tmp_path, launcher).run()[0]
+
+    assert (best.parameters["learning_rate"], len(best.values)) == (0.2, 3)
+    assert len(launcher.starts) == starts
+
+
 def test_seeds_repeat_two_finalists_at_least(tmp_path):
     search = search_of(tmp_path, CurveLauncher(rising), num_seeds=3)
     ranked = search.run()
@@ -217,3 +230,11 @@ def test_a_missing_metric_is_told_with_those_that_are_there(tmp_path):
 
     with pytest.raises(ConfigError, match="logs no such metric, but rollout/reward_of_length"):
         RunRecord(tmp_path / "run").measured("rollout/reward", 1 / 9)
+
+
+def test_the_reason_of_a_failure_is_the_last_error(tmp_path):
+    log = tmp_path / "tune.log"
+    log.write_text("Traceback:\nRuntimeError: no memory\n")
+    assert failure(log) == "RuntimeError: no memory"
+    log.write_text("12:00:00 ERROR   --save_path is in use\ntorchrun: rank 0 ended\n")
+    assert failure(log) == "12:00:00 ERROR   --save_path is in use"
