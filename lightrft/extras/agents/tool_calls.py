@@ -72,7 +72,7 @@ def _end_of_call(text: str) -> int:
 def settled(text: str, *, with_calls: bool) -> str:
     """Return what of an unfinished text is surely neither in a call of hermes nor in a mark.
 
-    A white space at the end may be that before a call.
+    White space at the end is left out, because a call may follow.
     """
     begin = text.find(HERMES_BEGIN, _after_thinking(text)) if with_calls else -1
     text = text if begin < 0 else text[:begin]

@@ -95,7 +95,7 @@ class TurnFormat:
     def opens_thinking(self, context_ids: Sequence[int], **options: bool) -> str:
         """Return the mark that begins thinking if the prompt of a turn ends with it.
 
-        `options` go to the tokenizer's decode().
+        The tokenizer's decode() takes the `options`.
         """
         ending = self.tokenizer.decode(context_ids[-OPENING_TOKENS:], **options).rstrip()
         return next((begin for begin in THINKING if ending.endswith(begin)), "")

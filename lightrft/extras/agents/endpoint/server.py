@@ -168,7 +168,7 @@ class _Routes:
         presented = request.headers.get("x-api-key", "")
         if presented != self.key:  # a client may have another key for another API, too
             presented = request.headers.get("authorization", "").removeprefix("Bearer ")
-        check_key(presented, self.key, "that of this server, or that of an earlier episode")
+        check_key(presented, self.key, "this server's: it may be an earlier episode's")
 
         # A mistake in a request costs that request alone: others go on.
         request.state.content = await content_of(request, self.served.max_request_bytes)
