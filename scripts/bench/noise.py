@@ -92,7 +92,7 @@ def accuracy(options: argparse.Namespace) -> list[str]:
         f"{options.batches} batches of {options.prompts} prompts with {SAMPLES} samples, drawn from"
         f" {options.pool} prompts: their gradients differ from the mean of all by as much as a noise"
         f" scale of {exact:.0f} samples says. The meter's scale is {middle:.2f} of that (median), and"
-        f" {low:.2f} to {high:.2f} in 90 % of the steps.",
+        f" {low:.2f} to {high:.2f} in 90 % of the steps."
     ]
 
 

@@ -28,9 +28,7 @@ def test_the_aims_and_the_cases_are_reported(monkeypatch, capsys):
         ]
     )
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert all(
-        found[name] > 0 for name in ("over_memcpy", "speedup_over_naive", "verify_cost_hf")
-    )
+    assert all(found[name] > 0 for name in ("over_memcpy", "speedup_over_naive", "verify_cost_hf"))
     # what the allocator does beside it
     assert found["peak_extra_bytes"] <= found["peak_limit_bytes"] + 8 * 2**20
     assert set(found["cases"]) == {"single", "fsdp2"}

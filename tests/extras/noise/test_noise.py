@@ -90,7 +90,9 @@ def test_splitting_keeps_all_samples_and_tells_prompts_apart(update: int, ranks:
 
     assert sorted(row for members in found for row in members) == list(range(40 * update))
     assert len(found) * ranks >= 8
-    counts = torch.stack([torch.bincount(groups[members], minlength=10 * update) for members in found])
+    counts = torch.stack(
+        [torch.bincount(groups[members], minlength=10 * update) for members in found]
+    )
     products = torch.randn(len(found), len(found)).numpy()
     equations = normal_equations(products @ products.T, counts.double().numpy())
     assert np.linalg.matrix_rank(equations[:, :3]) == 3
@@ -172,7 +174,9 @@ def test_all_layouts_have_the_same_noise_and_learn_as_without(tmp_path):
     for rows in found.values():
         assert noise(rows) == [pytest.approx(row, rel=1e-4) for row in replicas]
 
-    plain = train("train_ppo", 2, [*inputs, *PPO, *layouts["replicas"], "--max_steps=4"], tmp_path / "plain")
+    plain = train(
+        "train_ppo", 2, [*inputs, *PPO, *layouts["replicas"], "--max_steps=4"], tmp_path / "plain"
+    )
     for mine, theirs in zip(found["replicas"], repeatable(plain), strict=True):
         assert mine["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
 
