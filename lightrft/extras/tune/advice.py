@@ -66,7 +66,7 @@ def batches(config: Config, command: str) -> Iterator[str]:
     yield SENTENCES["batch"].format(batch=2 ** max(0, round(math.log2(noise["scale"]))), **shown)
     if min(noise.get("prompts", 0.0), noise.get("samples", 0.0)) > 0:
         most = short(noise["samples"] / noise["prompts"])
-        yield ADVICE_TEXTS["division"].format(most=most, **shown)
+        yield SENTENCES["division"].format(most=most, **shown)
 
 
 def model_config(model: str) -> dict[str, Any]:
