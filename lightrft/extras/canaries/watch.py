@@ -40,8 +40,7 @@ class Watch:
     shadow: Shadow | None
     config: Config
     run_folder: RunFolder
-    is_first: bool
-    """This is the rank that writes."""
+    strategy: StrategyBase
 
     # -- generating and scoring
 
@@ -60,11 +59,15 @@ class Watch:
     def measure(self, step: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
         """Take the rewards of a step. It is a measure of a step, on all ranks."""
         warnings = [each.measure(step, metrics) for each in self.parts.values()]
-        if not self.is_first:
+        forks = self.config.watch.on_alarm == "fork"
+        if forks:
+            self.strategy.finish_ckpt()  # the next one removes it, perhaps before it is seen here
+        if not self.strategy.is_rank_0():
             return
+
         for warning in chain.from_iterable(warnings):
             logger.warning("{}", warning)
-        if self.config.watch.on_alarm == "fork":
+        if forks:
             self._keep_checkpoint()
             if self.ends_run():
                 self._offer_fork()
@@ -201,7 +204,7 @@ def watch_of(
         stricter.check(data.prompts.examples)
         shadow = Shadow(stricter, section, ranks, samples)
 
-    return Watch(canaries, shadow, config, run_folder, is_first=strategy.is_rank_0())
+    return Watch(canaries, shadow, config, run_folder, strategy)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -1,11 +1,15 @@
 """Why: a reward that is gamed is told while the run goes on, and nothing else changes."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from lightrft.app.observe.symptoms import find_symptoms
+from lightrft.rewards.runner import RewardRunner
+from lightrft.strategy.checkpoint import manager
+from lightrft.strategy.checkpoint.atomic import write_folder
 from runs import PPO, prepare, repeatable, rows_of, train
 
 pytestmark = pytest.mark.slow
@@ -78,7 +82,20 @@ def test_a_resumed_run_has_the_same_evidence(inputs, watched, tmp_path):
     assert canaries(tmp_path) == canaries(watched)
 
 
-def test_an_alarm_can_end_the_run_and_keep_the_model_from_before(inputs, watched, tmp_path):
+def test_an_alarm_can_end_the_run_and_keep_the_model_from_before(inputs, tmp_path, monkeypatch):
+    """The only checkpoint from before is written late, and the next one removes it at once."""
+
+    def slowly(folder, *args, **kwargs):
+        time.sleep(2 * (folder.name == "step1"))
+        return write_folder(folder, *args, **kwargs)
+
+    def late(*args, **kwargs):
+        time.sleep(0.4)  # so that step 2 is written before the samples of step 3 are measured
+        return finish(*args, **kwargs)
+
+    finish = RewardRunner.finish
+    monkeypatch.setattr(RewardRunner, "finish", late)
+    monkeypatch.setattr(manager, "write_folder", slowly)
     run, fork = tmp_path / "run", tmp_path / "fork"
     flags = [*inputs, *WATCHED, "--save_steps=1", "--max_ckpt_num=1", "--on_alarm=fork"]
     train("train_ppo", 1, flags, run)
