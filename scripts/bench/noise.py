@@ -5,7 +5,7 @@
 
 One step of a pool of prompts gives the exact gradient of each sample. Batches of some of the
 prompts are drawn from the pool, and what their gradients differ by is the noise; the meter sees the
-sketches of their micro-batches. `--write` puts the result into docs/noise.md.
+sketches of their parts. `--write` puts the result into docs/noise.md.
 """
 
 import argparse
@@ -24,10 +24,9 @@ from lightrft.app.trainer.build import ppo_trainer
 from lightrft.config import parse
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import LossTerm
-from lightrft.extras.noise.components import Noise, normal_equations
-from lightrft.extras.noise.meter import MEMORY, NoiseMeter, split
-from lightrft.extras.noise.sketch import COUNTERS, Sketcher
-from lightrft.models.parallel.collectives import Axis
+from lightrft.extras.noise.components import noise_of, normal_equations
+from lightrft.extras.noise.meter import MEMORY, NoiseMeter, random_parts
+from lightrft.extras.noise.sketch import COUNTERS, Sketcher, num_blocks
 from lightrft.strategy import get_strategy
 from scripts.bench.harness import write_measured
 
@@ -75,19 +74,18 @@ def accuracy(options: argparse.Namespace) -> list[str]:
     squares = []
     equations = np.zeros((3, 4))
     scales = []
-    for _ in range(options.batches):
+    for seed in range(options.batches):
         drawn = generator.integers(options.pool, size=options.prompts)
         rows = np.concatenate([np.arange(SAMPLES) + SAMPLES * each for each in drawn])
         error = deviations[rows].mean(0)
         squares.append(float(error @ error))
 
-        equations = MEMORY * equations + of_micro_batches(rows, sketches, options)
-        scales.append(Noise.solve(equations, SAMPLES).scale)
+        equations = MEMORY * equations + of_parts(rows, sketches, seed)
+        scales.append(noise_of(equations, SAMPLES).get("scale", np.inf))
 
     size = options.prompts * SAMPLES
     exact = size * statistics.mean(squares) / signal
-    warm = [scale for scale in scales[20:] if scale is not None]
-    low, middle, high = np.quantile(np.array(warm) / exact, [0.05, 0.5, 0.95])
+    low, middle, high = np.quantile(np.array(scales[20:]) / exact, [0.05, 0.5, 0.95])
     return [
         f"{options.batches} batches of {options.prompts} prompts with {SAMPLES} samples, drawn from"
         f" {options.pool} prompts: their gradients differ from the mean of all by as much as a noise"
@@ -96,22 +94,14 @@ def accuracy(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def of_micro_batches(
-    rows: np.ndarray, sketches: np.ndarray, options: argparse.Namespace
-) -> np.ndarray:
-    """Return the normal equations of a batch, in micro-batches of whole prompts as a plan has them."""
-    size = len(rows) // options.micro_batches
-    prompts = torch.arange(len(rows)) // SAMPLES
-
-    class Batch:
-        groups = prompts
-
-    update = [list(range(first, first + size)) for first in range(0, len(rows), size)]
-    parts = split(update, Batch, 1)
+def of_parts(rows: np.ndarray, sketches: np.ndarray, seed: int) -> np.ndarray:
+    """Return the normal equations of a batch, in parts as the meter makes them."""
+    prompts = np.arange(len(rows)) // SAMPLES
+    parts = random_parts(list(range(len(rows))), prompts.tolist(), 1, seed=seed)
     sums = np.stack([sketches[rows[members]].sum(0) for members in parts])
-    counts = np.zeros((len(parts), options.prompts))
+    counts = np.zeros((len(parts), prompts[-1] + 1))
     for part, members in enumerate(parts):
-        np.add.at(counts[part], prompts[members].numpy(), 1)
+        np.add.at(counts[part], prompts[members], 1)
     return normal_equations(sums @ sums.T, counts)
 
 
@@ -140,8 +130,10 @@ def sample_gradients(options: argparse.Namespace) -> tuple[torch.Tensor, np.ndar
         term = LossTerm(plan.experience, [[row]], learner.objective, denominator)
         role.add_gradients(strategy.to_device(plan.experience.select([row])), term)
         gradients[index] = torch.cat([each.grad.flatten() for each in parameters])
-        for number, each in enumerate(parameters):
-            sketcher.add(sketches[index], each.grad, number)
+        block = 0
+        for each in parameters:
+            sketcher.add(sketches[index], each.grad, block)
+            block += num_blocks(each.numel())
         role.module.zero_grad()
 
     strategy.close()
@@ -159,14 +151,14 @@ def cost(options: argparse.Namespace) -> str:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=8192, **shape, **heads))
     ids = torch.randint(8192, (1, options.tokens))
-    alone = Axis("one rank", 1, 0, None)
-    meter = NoiseMeter(1, alone, alone, torch.device("cpu"))
+    strategy = get_strategy({})
+    meter = NoiseMeter(strategy, every=1)
 
     def passes() -> None:
         model(ids, labels=ids).loss.backward()
 
     def measured() -> None:
-        with meter.reading(model, 1):
+        with meter.reading(model, [0]):
             passes()
 
     def seconds(run: Callable[[], None]) -> float:
@@ -198,7 +190,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/noise"))
     parser.add_argument("--pool", type=int, default=128, help="prompts with exact gradients")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a batch")
-    parser.add_argument("--micro_batches", type=int, default=8)
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch that is timed")
     parser.add_argument("--turns", type=int, default=9)

@@ -5,6 +5,7 @@ from functools import partial
 from inspect import signature
 
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.advantage import estimators
@@ -57,6 +58,7 @@ from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
 from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.runner import RewardRunner
+from lightrft.strategy.checkpoint.manager import OptionalItems
 from lightrft.strategy.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.strategy.strategy import StrategyBase
 
@@ -128,11 +130,14 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     )
     rollout = (JudgedRollout if rewards.judge else ResumableRollout)(scheduler, rewards)
     watch = None
+    watched: dict[str, Stateful] = {}
     if config.watch.canaries or config.watch.shadow_reward:
         watching = extra(WATCHED)
         watch = watching.watch_of(config, strategy, training_data, sampler, rewards, run_folder)
         rollout = watching.WatchedRollout(scheduler, rewards, watch)
+        watched["alarms"] = watch
     items = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
+    items["watched"] = OptionalItems(watched)
     if algorithm.entropy_target is not None:
         items["entropy_coefficient"] = entropy_coefficient
     if ptx_loss is not None:
@@ -142,9 +147,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
     learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
     if every := config.watch.measure_noise:
-        mesh = strategy.mesh
-        learners[-1] = extra("--measure_noise").measured(learners[-1], every, mesh.data, mesh.sp)
-        items["noise"] = learners[-1].meter
+        learners[-1] = extra("--measure_noise").measured(learners[-1], every)
+        watched["noise"] = learners[-1].meter
     measures: list[Measure] = []
     if watch is not None:
         measures.append(watch.measure)

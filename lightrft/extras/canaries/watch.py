@@ -72,6 +72,19 @@ class Watch:
             if self.ends_run():
                 self._offer_fork()
 
+    def state_dict(self) -> dict[str, Any]:
+        monitors = {name: each.monitor.state_dict() for name, each in self.parts.items()}
+        return {"run": self.run_folder.id, "monitors": monitors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state; what is newly watched begins anew, as does all in a fork.
+
+        A fork may have another reward.
+        """
+        for name, each in self.parts.items():
+            if state["run"] == self.run_folder.id and name in state["monitors"]:
+                each.monitor.load_state_dict(state["monitors"][name])
+
     def ends_run(self) -> bool:
         """Return True if the step just done is the last because of an alarm."""
         alarms = [each.monitor.alarm for each in self.parts.values()]
@@ -147,19 +160,6 @@ class WatchedRollout(JudgedRollout):
         self.scheduler.scored(groups)
         return [sample for group in groups for sample in group.samples]
 
-    def state_dict(self) -> dict[str, Any]:
-        monitors = {name: each.monitor.state_dict() for name, each in self.watch.parts.items()}
-        return super().state_dict() | {"watched": self.watch.run_folder.id, "monitors": monitors}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state; what is newly watched begins anew, as does all in a fork.
-
-        A fork may have another reward.
-        """
-        for name, each in self.watch.parts.items():
-            if state.get("watched") == self.watch.run_folder.id and name in state["monitors"]:
-                each.monitor.load_state_dict(state["monitors"][name])
-        super().load_state_dict(state)
 
 
 def watch_of(

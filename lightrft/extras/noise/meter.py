@@ -1,5 +1,7 @@
 """Measure the noise of the policy's gradient while it learns: --measure_noise."""
 
+import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -13,61 +15,67 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.core.batch import Experience, Rows, TrainingPlan
 from lightrft.core.metrics import Metrics
 from lightrft.core.role import Learner
-from lightrft.extras.noise.components import Noise, normal_equations
-from lightrft.extras.noise.sketch import COUNTERS, Sketcher
-from lightrft.models.parallel.collectives import Axis
+from lightrft.extras.noise.components import noise_of, normal_equations
+from lightrft.extras.noise.sketch import COUNTERS, Sketcher, num_blocks
+from lightrft.strategy.batching.micro_batches import regroup
+from lightrft.strategy.strategy import StrategyBase
 
 MEMORY = 0.9
 """Weight of all earlier measurements against the newest one."""
-MOST_MICROBATCHES = 256
-"""Micro-batches of an update that are measured, over all ranks."""
-LEAST_MICROBATCHES = 8
-"""Likewise; fewer are split further."""
-SPLIT_MICROBATCHES = 4
-"""Micro-batches of an update that are split so that prompts have samples in several, over all ranks."""
+LEAST_PARTS = 8
+"""Number of parts of an update, over all ranks."""
 
 
 class NoiseMeter:
-    """Sketches the gradients of an update's micro-batches, and finds how much of them is noise.
+    """Sketches the gradients of the parts of an update, and finds how much of them is noise.
 
     A hook on each parameter sees the whole gradient of this rank's micro-batch, before strategies
     sum and divide it. So every strategy has the same numbers, and no second gradient is stored.
     """
 
-    def __init__(self, every: int, data: Axis, sequence: Axis, device: torch.device):
-        """Set up the meter for each `every`-th step; the ranks of `sequence` divide sequences."""
+    def __init__(self, strategy: StrategyBase, every: int):
+        """Set up the meter for each `every`-th step."""
+        self.strategy = strategy
         self.every = every
-        self.data = data
-        self.sequence = sequence
-        self.device = device
         self.steps = 0
         """Steps so far."""
         self.equations = np.zeros((3, 4))
         """Normal equations of the measurements so far, where older ones count less."""
-        self._sketcher = Sketcher(device)
+        self._sketcher = Sketcher(strategy.device)
         self._sketches = torch.empty(0)
-        """[M, COUNTERS] of the micro-batches of the open update."""
+        """[parts, COUNTERS] of this rank."""
+        self._parts: list[int] = []
+        """Part that each micro-batch of the open update belongs to."""
         self._current = -1
         """Number of the newest micro-batch."""
 
     @contextmanager
-    def reading(self, module: nn.Module, num_microbatches: int) -> Iterator[None]:
-        """Sketch the gradients of the first micro-batches that learn inside of the context."""
-        count = min(num_microbatches, max(MOST_MICROBATCHES // self.data.size, 1))
-        self._sketches = torch.zeros(count, COUNTERS, device=self.device)
+    def reading(self, module: nn.Module, parts: list[int]) -> Iterator[None]:
+        """Sketch the gradients of micro-batches that learn inside of the context.
+
+        `parts` are the numbers of their parts, in order; further micro-batches are not read.
+        """
+        self._parts = parts
+        self._sketches = torch.zeros(max(parts) + 1, COUNTERS, device=self.strategy.device)
         self._current = -1
         handles = [module.register_forward_pre_hook(self._begin_microbatch)]
 
+        blocks: dict[str, int] = {}
+        count = 0
+        for name, parameter in module.named_parameters():
+            blocks[name] = count
+            count += num_blocks(self.strategy.full_shape(parameter).numel())
+
         # FSDP2 has whole parameters in a block only while it computes, and they stay the same
         # tensors then. Other strategies have them everywhere.
-        numbers = {name: number for number, (name, _) in enumerate(module.named_parameters())}
         seen: set[int] = set()
         for name, each in module.named_modules():
             if each is module or isinstance(each, FSDPModule):
-                hook = partial(self._read_parameters, name, numbers, seen, handles)
+                hook = partial(self._read_parameters, name, blocks, seen, handles)
                 handles.append(each.register_forward_pre_hook(hook))
 
         try:
@@ -82,7 +90,7 @@ class NoiseMeter:
     def _read_parameters(
         self,
         prefix: str,
-        numbers: dict[str, int],
+        blocks: dict[str, int],
         seen: set[int],
         handles: list[RemovableHandle],
         module: nn.Module,
@@ -90,41 +98,39 @@ class NoiseMeter:
     ) -> None:
         """Read the gradients of the parameters that are whole now, from now on."""
         for name, parameter in module.named_parameters(prefix):
-            if (
-                parameter.requires_grad
-                and not isinstance(parameter, DTensor)
-                and id(parameter) not in seen
-            ):
+            trained = parameter.requires_grad and not isinstance(parameter, DTensor)
+            if trained and id(parameter) not in seen:
                 seen.add(id(parameter))
-                handles.append(parameter.register_hook(partial(self._read, numbers[name])))
+                handles.append(parameter.register_hook(partial(self._read, blocks[name])))
 
-    def _read(self, number: int, gradient: Tensor) -> None:
-        if self._current < len(self._sketches):
-            self._sketcher.add(self._sketches[self._current], gradient, number)
+    def _read(self, first_block: int, gradient: Tensor) -> None:
+        if self._current < len(self._parts):
+            counters = self._sketches[self._parts[self._current]]
+            self._sketcher.add(counters, gradient, first_block)
 
-    def measure(self, plan: TrainingPlan, metrics: Metrics) -> None:
-        """Add what is known of the noise to the metrics. All ranks call it together."""
-        update = plan.updates[0]
-        mine = [plan.experience.groups[rows].tolist() for rows in update[: len(self._sketches)]]
-        sketches = self.sequence.sum(self._sketches).cpu().numpy()
-        sketched, groups_of, sizes = zip(
-            *self.data.gather((sketches, mine, sum(map(len, update)))), strict=True
-        )
+    def measure(self, groups: list[list[int]], metrics: Metrics) -> None:
+        """Add what is known of the noise to the metrics. All ranks call it together.
 
-        microbatches = [groups for of_rank in groups_of for groups in of_rank]
-        groups = sorted({group for each in microbatches for group in each})
-        counts = np.array([[each.count(group) for group in groups] for each in microbatches], float)
+        `groups` are the prompts of the samples in each part of this rank.
+        """
+        mesh = self.strategy.mesh
+        sketches = mesh.sp.sum(self._sketches).cpu().numpy()
+        sketched, of_ranks = zip(*mesh.data.gather((sketches, groups)), strict=True)
         all_sketches = np.concatenate(sketched).astype(float)
-        self.equations *= MEMORY
-        self.equations += normal_equations(all_sketches @ all_sketches.T, counts)
+        parts = [each for of_rank in of_ranks for each in of_rank]
+        prompts = sorted({prompt for each in parts for prompt in each})
+        counts = np.array([[each.count(prompt) for prompt in prompts] for each in parts], float)
 
+        products = all_sketches @ all_sketches.T
+        if np.isfinite(products).all():  # otherwise the step is skipped
+            self.equations = MEMORY * self.equations + normal_equations(products, counts)
         of_prompt = counts.sum(0)
-        noise = Noise.solve(self.equations, (of_prompt**2).sum() / of_prompt.sum())
-        for field in fields(noise):
-            if (value := getattr(noise, field.name)) is not None:
-                metrics.max(f"noise/{field.name}", value)
-        ratio = sum(sizes) / noise.scale if noise.scale else 0.0
-        metrics.max("noise/signal_to_noise", max(ratio, 0.0))
+        noise = noise_of(self.equations, (of_prompt**2).sum() / of_prompt.sum())
+        scale = noise.get("scale", math.inf)  # without a signal
+        if scale > 0:
+            noise["signal_to_noise"] = float(of_prompt.sum()) / scale
+        for name, value in noise.items():
+            metrics.mean(f"noise/{name}", value)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "equations": self.equations.tolist()}
@@ -140,39 +146,55 @@ class MeasuredLearner(Learner):
     meter: NoiseMeter | None = None
 
     def learn(self, plan: TrainingPlan, metrics: Metrics) -> list[Tensor]:
-        self.meter.steps += 1
-        if self.meter.steps % self.meter.every:
+        meter, experience = self.meter, plan.experience
+        meter.steps += 1
+        if meter.steps % meter.every:
             return Learner.learn(self, plan, metrics)
 
-        first = split(plan.minibatches[0], plan.experience, self.meter.data.size)
+        rows = [row for members in plan.minibatches[0] for row in members]
+        groups = experience.groups.tolist()
+        parts = random_parts(rows, groups, meter.strategy.mesh.data.size, seed=meter.steps)
+        planned = [microbatches(self.role, experience, part) for part in parts]
+        first = [members for part in planned for members in part]
+        numbers = [number for number, part in enumerate(planned) for _ in part]
         plan = replace(plan, minibatches=[first, *plan.minibatches[1:]])
-        with self.meter.reading(self.role.module, len(plan.updates[0])):
+        with meter.reading(self.role.module, numbers):
             losses = Learner.learn(self, plan, metrics)
-        self.meter.measure(plan, metrics)
+        meter.measure([[groups[row] for row in part] for part in parts], metrics)
         return losses
 
 
-def split(update: Rows, experience: Experience, num_ranks: int) -> Rows:
-    """Return the micro-batches of an update, where some are pairs that share their prompts.
+def random_parts(rows: list[int], groups: list[int], num_ranks: int, *, seed: int) -> Rows:
+    """Return pairs of parts of this rank's rows that share their prompts, half of each prompt's.
 
-    A plan has all samples of a prompt in one micro-batch, and then nothing tells what a prompt adds
-    to their gradients from what each sample adds. All ranks split equally many.
+    So nothing tells one part from another, such as the length of its responses, by which plans make
+    micro-batches; and what a prompt adds to the gradient can be told from what a sample adds.
     """
-    count = min(-(-SPLIT_MICROBATCHES // num_ranks), len(update))
-    pairs = max(-(-LEAST_MICROBATCHES // (2 * num_ranks * count)), 1)
-    groups = experience.groups.tolist()
+    generator = random.Random(seed)
+    pairs = -(-LEAST_PARTS // (2 * num_ranks))
+    prompts = sorted({groups[row] for row in rows})
+    generator.shuffle(prompts)
     halves: Rows = []
-    for members in update[:count]:
-        prompts = sorted({groups[row] for row in members})
-        for first in range(pairs):
-            chosen = set(prompts[first::pairs])
-            rows = sorted((row for row in members if groups[row] in chosen), key=groups.__getitem__)
-            halves += [rows[::2], rows[1::2]]
-    return [*halves, *update[count:]]
+    for first in range(pairs):
+        pair: Rows = [[], []]
+        for number, prompt in enumerate(prompts[first::pairs]):
+            samples = [row for row in rows if groups[row] == prompt]
+            generator.shuffle(samples)
+            # The larger half of an odd number goes to each part in turn.
+            pair[0] += samples[number % 2 :: 2]
+            pair[1] += samples[1 - number % 2 :: 2]
+        halves += pair
+    return halves
 
 
-def measured(learner: Learner, every: int, data: Axis, sequence: Axis) -> MeasuredLearner:
+def microbatches(role: DistributedRole, experience: Experience, rows: list[int]) -> Rows:
+    """Plan the micro-batches of some of this rank's rows; every rank has equally many."""
+    limits = {"max_tokens": role.max_tokens, "batching": role.batching}
+    planned = regroup(role.strategy.data, experience.select(rows), **limits)
+    return [[rows[index] for index in members] for members in planned]
+
+
+def measured(learner: Learner, every: int) -> MeasuredLearner:
     """Return the learner with a meter for each `every`-th step."""
-    meter = NoiseMeter(every, data, sequence, learner.role.strategy.device)
     parts = {field.name: getattr(learner, field.name) for field in fields(learner)}
-    return MeasuredLearner(**parts, meter=meter)
+    return MeasuredLearner(**parts, meter=NoiseMeter(learner.role.strategy, every))

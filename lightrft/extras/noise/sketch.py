@@ -5,9 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 COUNTERS = 16_384
-"""Counters of a sketch. Products of gradients have a relative error of about sqrt(2 / COUNTERS)."""
+"""Counters of a sketch. A product of two gradients has an error of about sqrt(2 / COUNTERS) of the
+product of their norms."""
 ROWS = 64
 """Rows of counters that have signs of their own."""
+BLOCK = ROWS * COUNTERS
+"""Elements that are added at once."""
 STRIDE = 7919
 """Counters by which each block is moved against the one before; prime to COUNTERS."""
 
@@ -25,11 +28,18 @@ class Sketcher:
         signs = torch.randint(2, (ROWS, COUNTERS), generator=generator, dtype=torch.int8) * 2 - 1
         self.signs = signs.to(device)
 
-    def add(self, counters: Tensor, gradient: Tensor, number: int) -> None:
-        """Add a gradient of any shape to counters [COUNTERS]; `number` numbers the parameters."""
-        flat = gradient.detach().flatten()
-        for index, block in enumerate(flat.split(ROWS * COUNTERS)):
+    def add(self, counters: Tensor, gradient: Tensor, first_block: int) -> None:
+        """Add a gradient of any shape to counters [COUNTERS].
+
+        The blocks of all gradients are counted from 0; `first_block` is this one's first.
+        """
+        for number, block in enumerate(gradient.detach().flatten().split(BLOCK), first_block):
             rows = F.pad(block, (0, -len(block) % COUNTERS)).view(-1, COUNTERS)
             signed = (rows * self.signs[: len(rows)]).sum(0, dtype=torch.float32)
             # Equal places of two blocks have equal signs, so they must not share a counter.
-            counters += signed.roll((number + index) * STRIDE)
+            counters += signed.roll(number * STRIDE)
+
+
+def num_blocks(num_elements: int) -> int:
+    """Return the number of blocks of a gradient."""
+    return -(-num_elements // BLOCK)

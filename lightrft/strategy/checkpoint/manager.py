@@ -55,6 +55,20 @@ class CheckpointState:
 
 
 @dataclass(slots=True)
+class OptionalItems:
+    """Items that may come or go when a run is resumed; one that a checkpoint lacks begins anew."""
+
+    items: Mapping[str, Stateful]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: item.state_dict() for name, item in self.items.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.items.keys() & state.keys():
+            self.items[name].load_state_dict(state[name])
+
+
+@dataclass(slots=True)
 class Snapshot:
     """Tensors and files that one rank writes."""
 

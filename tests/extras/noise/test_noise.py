@@ -7,13 +7,23 @@ import pytest
 import torch
 from torch import nn
 
-from lightrft.extras.noise.components import Noise, normal_equations
-from lightrft.extras.noise.meter import NoiseMeter, split
-from lightrft.extras.noise.sketch import COUNTERS, Sketcher
+from lightrft.core.metrics import Metrics
+from lightrft.extras.noise.components import noise_of, normal_equations
+from lightrft.extras.noise.meter import NoiseMeter, random_parts
+from lightrft.extras.noise.sketch import BLOCK, COUNTERS, Sketcher, num_blocks
 from lightrft.models.parallel.collectives import Axis
 from runs import PPO, prepare, repeatable, train
 
 ALONE = Axis("data", 1, 0, None)
+
+
+def meter() -> NoiseMeter:
+    strategy = SimpleNamespace(
+        device=torch.device("cpu"),
+        full_shape=lambda parameter: parameter.shape,
+        mesh=SimpleNamespace(sp=ALONE, data=ALONE),
+    )
+    return NoiseMeter(strategy, every=1)
 
 
 def test_products_of_sketches_are_those_of_the_gradients():
@@ -33,13 +43,26 @@ def test_products_of_sketches_are_those_of_the_gradients():
     sketches = torch.zeros(5, COUNTERS)
     for sketch, each in zip(sketches, gradients, strict=True):
         for number, gradient in enumerate(each):
-            sketcher.add(sketch, gradient, number)
+            sketcher.add(sketch, gradient, 2 * number)
 
     flat = torch.stack([torch.cat([one.flatten() for one in each]) for each in gradients]).double()
     exact = flat @ flat.T
     found = sketches.double() @ sketches.double().T
     # three standard deviations
     assert (found - exact).abs().max() < 3 * (2 / COUNTERS) ** 0.5 * exact.diag().max()
+
+
+def test_blocks_of_two_gradients_share_no_counter():
+    """The second block of a matrix and the only one of the next parameter have equal signs."""
+    x = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
+    matrix = torch.cat([torch.zeros(BLOCK), x])
+    assert num_blocks(matrix.numel()) == 2 and num_blocks(1) == 1
+
+    counters = torch.zeros(COUNTERS)
+    sketcher = Sketcher(torch.device("cpu"))
+    sketcher.add(counters, matrix, 0)
+    sketcher.add(counters, -x, 2)
+    assert float(counters @ counters) == pytest.approx(2 * float(x @ x), rel=0.1)
 
 
 @pytest.mark.parametrize("prompts", [4.0, 0.0])
@@ -62,40 +85,75 @@ def test_the_spread_of_prompts_and_of_samples_is_found(prompts: float):
                 gradients[part] += mean + of_prompt + of_sample
         equations += normal_equations(gradients @ gradients.T, counts)
 
-    found = Noise.solve(equations, samples_per_prompt=4)
-    assert found.prompts == pytest.approx(prompts, abs=0.6)
-    assert found.samples == pytest.approx(9, rel=0.1)
-    assert found.scale == pytest.approx(4 * prompts + 9, rel=0.1)
+    found = noise_of(equations, samples_per_prompt=4)
+    assert found["prompts"] == pytest.approx(prompts, abs=0.6)
+    assert found["samples"] == pytest.approx(9, rel=0.1)
+    assert found["scale"] == pytest.approx(4 * prompts + 9, rel=0.1)
 
 
-def test_whole_prompts_in_each_micro_batch_still_have_a_scale():
+def test_one_part_for_each_prompt_still_has_a_scale():
     """Two samples with the gradients 1 + a and 1 - a, and |a|^2 = 3: tr(S) = 6 |g|^2."""
     products = np.array([[8.0, 4], [4, 8]])
     counts = np.array([[2.0, 0], [0, 2]])
-    found = Noise.solve(normal_equations(products, counts), samples_per_prompt=2)
-    assert found == Noise(pytest.approx(2.0), None, None)
+    found = noise_of(normal_equations(products, counts), samples_per_prompt=2)
+    assert found == {"scale": pytest.approx(2.0)}
 
 
 def test_without_a_signal_there_is_no_scale():
     products = np.array([[1.0, -0.5], [-0.5, 1]])
-    found = Noise.solve(normal_equations(products, np.eye(2)), samples_per_prompt=1)
-    assert found == Noise(None)
+    assert noise_of(normal_equations(products, np.eye(2)), samples_per_prompt=1) == {}
 
 
-@pytest.mark.parametrize(("update", "ranks"), [(1, 1), (1, 2), (2, 1), (5, 1), (5, 4)])
-def test_splitting_keeps_all_samples_and_tells_prompts_apart(update: int, ranks: int):
-    groups = torch.arange(40 * update) // 4
-    rows = [list(range(40 * k, 40 * k + 40)) for k in range(update)]
-    found = split(rows, SimpleNamespace(groups=groups), ranks)
+def test_without_noise_the_scale_is_zero():
+    counts = np.array([[2.0, 1], [1, 2]])
+    of_parts = counts.sum(1)
+    found = noise_of(normal_equations(np.outer(of_parts, of_parts), counts), samples_per_prompt=3)
+    assert found["scale"] == pytest.approx(0, abs=1e-9) and found["scale"] >= 0
 
-    assert sorted(row for members in found for row in members) == list(range(40 * update))
-    assert len(found) * ranks >= 8
-    counts = torch.stack(
-        [torch.bincount(groups[members], minlength=10 * update) for members in found]
-    )
-    products = torch.randn(len(found), len(found)).numpy()
-    equations = normal_equations(products @ products.T, counts.double().numpy())
-    assert np.linalg.matrix_rank(equations[:, :3]) == 3
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_parts_hold_half_of_the_samples_of_each_prompt(ranks: int):
+    groups = [row // 5 for row in range(60)]
+    parts = random_parts(list(range(60)), groups, ranks, seed=1)
+
+    assert sorted(row for part in parts for row in part) == list(range(60))
+    assert len(parts) * ranks >= 8
+    counts = np.array([[sum(groups[row] == prompt for row in part) for prompt in range(12)] for part in parts])
+    for first, second in zip(counts[::2], counts[1::2], strict=True):
+        assert set((first + second).tolist()) <= {0, 5} and np.abs(first - second).max() == 1
+        assert abs(first.sum() - second.sum()) <= 1
+
+
+def test_gradients_that_depend_on_the_length_change_nothing():
+    """Plans put rows of similar length into a micro-batch; parts must not."""
+    generator = np.random.default_rng(0)
+    num_prompts, samples, size = 32, 4, 200
+    lengths = np.sort(generator.lognormal(size=(num_prompts, 1)), axis=0)
+    lengths = lengths * generator.lognormal(sigma=0.5, size=(num_prompts, samples))
+    direction, mean = generator.normal(size=(2, size)) / size**0.5
+    gradients = mean + 2 * np.log(lengths)[..., None] * direction
+    gradients += generator.normal(size=gradients.shape) * 2 / size**0.5
+
+    # the definition, for the samples of each prompt as a draw from what it could have
+    of_prompts = gradients.mean(1)
+    inside = (np.square(gradients - of_prompts[:, None]).sum() / (num_prompts * (samples - 1)))
+    between = np.square(of_prompts - of_prompts.mean(0)).sum() / (num_prompts - 1) - inside / samples
+    signal = np.square(of_prompts.mean(0)).sum() - (between + inside / samples) / num_prompts
+
+    groups = [row // samples for row in range(num_prompts * samples)]
+    flat = gradients.reshape(-1, size)
+    equations = np.zeros((3, 4))
+    for seed in range(1000):
+        parts = random_parts(list(range(len(flat))), groups, 1, seed=seed)
+        sums = np.stack([flat[part].sum(0) for part in parts])
+        counts = np.zeros((len(parts), num_prompts))
+        for number, part in enumerate(parts):
+            np.add.at(counts[number], np.array(part) // samples, 1)
+        equations += normal_equations(sums @ sums.T, counts)
+
+    found = noise_of(equations, samples)
+    assert found["prompts"] == pytest.approx(between / signal, rel=0.05)
+    assert found["samples"] == pytest.approx(inside / signal, rel=0.05)
 
 
 def test_the_meter_reads_the_gradients_of_plain_torch():
@@ -133,17 +191,29 @@ def test_the_meter_reads_the_gradients_of_plain_torch():
             )
         )
 
-    meter = NoiseMeter(1, ALONE, ALONE, torch.device("cpu"))
-    with meter.reading(net, num_microbatches=3):
+    reader = meter()
+    with reader.reading(net, parts=[0, 1, 1]):
         for x, uses in zip(inputs, rare, strict=True):
             net(x, uses).backward()
             net.eval()(x, uses)  # learns nothing
             net.train()
 
     # A sketch of fewer elements than counters is exact.
-    flat = torch.stack(exact[:3])
-    torch.testing.assert_close(meter._sketches @ meter._sketches.T, flat @ flat.T)
+    flat = torch.stack([exact[0], exact[1] + exact[2]])
+    torch.testing.assert_close(reader._sketches @ reader._sketches.T, flat @ flat.T)
     assert not net._forward_pre_hooks
+
+
+def test_a_step_that_is_not_finite_counts_for_nothing():
+    reader = meter()
+    reader.equations = normal_equations(np.array([[8.0, 4], [4, 8]]), 2 * np.eye(2))
+    before = reader.equations.copy()
+    reader._sketches = torch.full((2, COUNTERS), torch.nan)
+    metrics = Metrics()
+    reader.measure([[0, 0], [1, 1]], metrics)
+
+    assert np.array_equal(reader.equations, before)
+    assert metrics.reduce(ALONE)["noise/scale"] == pytest.approx(2.0)
 
 
 NOISY = [*PPO, "--measure_noise=2", "--max_tokens_per_microbatch=64"]
@@ -164,6 +234,11 @@ def test_all_layouts_have_the_same_noise_and_learn_as_without(tmp_path):
         "zero1": ["--strategy=deepspeed", "--zero_stage=1"],
         "zero3": ["--strategy=deepspeed", "--zero_stage=3"],
     }
+    alone = train("train_ppo", 1, [*inputs, *NOISY, "--fsdp", "--max_steps=2"], tmp_path / "one")
+    flags = ["--fsdp", "--sp_size=2", "--max_steps=2"]
+    divided = train("train_ppo", 2, [*inputs, *NOISY, *flags], tmp_path / "sequence")
+    assert noise(divided) == [pytest.approx(row, rel=1e-4) for row in noise(alone)]
+
     found = {
         name: train("train_ppo", 2, [*inputs, *NOISY, *flags, "--max_steps=4"], tmp_path / name)
         for name, flags in layouts.items()
@@ -188,3 +263,9 @@ def test_a_resumed_run_measures_the_same_noise(tmp_path):
     train("train_ppo", 1, [*inputs, "--max_steps=3"], tmp_path / "resumed")
     resumed = [*inputs, "--max_steps=4", "--load_checkpoint"]
     assert noise(train("train_ppo", 1, resumed, tmp_path / "resumed")) == noise(whole)
+
+    # The flag may come or go.
+    for every in (0, 1):
+        flags = [*resumed, f"--measure_noise={every}", f"--max_steps={5 + every}"]
+        rows = train("train_ppo", 1, flags, tmp_path / "resumed")
+        assert bool(noise(rows)[-1]) == bool(every)
