@@ -9,7 +9,7 @@ COUNTERS = 16_384
 product of their norms."""
 ROWS = 64
 """Rows of counters that have signs of their own."""
-BLOCK = ROWS * COUNTERS
+SKETCHED_AT_ONCE = ROWS * COUNTERS
 """Elements that are added at once."""
 STRIDE = 7919
 """Counters by which each block is moved against the one before; prime to COUNTERS."""
@@ -33,7 +33,9 @@ class Sketcher:
 
         The blocks of all gradients are counted from 0; `first_block` is this one's first.
         """
-        for number, block in enumerate(gradient.detach().flatten().split(BLOCK), first_block):
+        for number, block in enumerate(
+            gradient.detach().flatten().split(SKETCHED_AT_ONCE), first_block
+        ):
             rows = F.pad(block, (0, -len(block) % COUNTERS)).view(-1, COUNTERS)
             signed = (rows * self.signs[: len(rows)]).sum(0, dtype=torch.float32)
             # Equal places of two blocks have equal signs, so they must not share a counter.
@@ -42,4 +44,4 @@ class Sketcher:
 
 def num_blocks(num_elements: int) -> int:
     """Return the number of blocks of a gradient."""
-    return -(-num_elements // BLOCK)
+    return -(-num_elements // SKETCHED_AT_ONCE)

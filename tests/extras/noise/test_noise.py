@@ -10,7 +10,7 @@ from torch import nn
 from lightrft.core.metrics import Metrics
 from lightrft.extras.noise.components import noise_of, normal_equations
 from lightrft.extras.noise.meter import NoiseMeter, random_parts
-from lightrft.extras.noise.sketch import BLOCK, COUNTERS, Sketcher, num_blocks
+from lightrft.extras.noise.sketch import SKETCHED_AT_ONCE, COUNTERS, Sketcher, num_blocks
 from lightrft.models.parallel.collectives import Axis
 from runs import PPO, prepare, repeatable, train
 
@@ -54,8 +54,8 @@ def test_products_of_sketches_are_those_of_the_gradients():
 
 def test_blocks_of_two_gradients_share_no_counter():
     """The second block of a matrix and the only one of the next parameter have equal signs."""
-    x = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
-    matrix = torch.cat([torch.zeros(BLOCK), x])
+    x = torch.randn(SKETCHED_AT_ONCE, generator=torch.Generator().manual_seed(0))
+    matrix = torch.cat([torch.zeros(SKETCHED_AT_ONCE), x])
     assert num_blocks(matrix.numel()) == 2 and num_blocks(1) == 1
 
     counters = torch.zeros(COUNTERS)
@@ -118,7 +118,9 @@ def test_parts_hold_half_of_the_samples_of_each_prompt(ranks: int):
 
     assert sorted(row for part in parts for row in part) == list(range(60))
     assert len(parts) * ranks >= 8
-    counts = np.array([[sum(groups[row] == prompt for row in part) for prompt in range(12)] for part in parts])
+    counts = np.array(
+        [[sum(groups[row] == prompt for row in part) for prompt in range(12)] for part in parts]
+    )
     for first, second in zip(counts[::2], counts[1::2], strict=True):
         assert set((first + second).tolist()) <= {0, 5} and np.abs(first - second).max() == 1
         assert abs(first.sum() - second.sum()) <= 1
@@ -136,8 +138,10 @@ def test_gradients_that_depend_on_the_length_change_nothing():
 
     # the definition, for the samples of each prompt as a draw from what it could have
     of_prompts = gradients.mean(1)
-    inside = (np.square(gradients - of_prompts[:, None]).sum() / (num_prompts * (samples - 1)))
-    between = np.square(of_prompts - of_prompts.mean(0)).sum() / (num_prompts - 1) - inside / samples
+    inside = np.square(gradients - of_prompts[:, None]).sum() / (num_prompts * (samples - 1))
+    between = (
+        np.square(of_prompts - of_prompts.mean(0)).sum() / (num_prompts - 1) - inside / samples
+    )
     signal = np.square(of_prompts.mean(0)).sum() - (between + inside / samples) / num_prompts
 
     groups = [row // samples for row in range(num_prompts * samples)]
