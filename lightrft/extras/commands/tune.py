@@ -10,6 +10,8 @@ logarithms, and NAME=ONE,OTHER are choices. Each trial is a run in --out. After 
 command continues. At the end --out has best.yaml, tune.html, and study.db for Optuna's tools.
 """
 
+import math
+import os
 import re
 import signal
 import sys
@@ -22,8 +24,9 @@ from lightrft.app.cli import command_parser, read_command_line, user_errors
 from lightrft.app.run.logs import set_up_logging
 from lightrft.config.command_line import answer_word
 from lightrft.config.errors import ConfigError
+from lightrft.config.facts import RunFacts
 from lightrft.config.paths import check_paths
-from lightrft.config.sections import TRAINING, Config
+from lightrft.config.sections import PPO, TRAINING, Config
 
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -51,15 +54,25 @@ def main(argv: list[str] | None = None) -> None:
 
 def _search(options: Namespace, flags: list[str], config: Config) -> None:
     """Check everything at the door, then search, and show what was found."""
-    from lightrft.extras.tune.space import check_values, lower_is_better, read_parameters
+    from lightrft.extras.tune.space import (
+        check_flags,
+        check_values,
+        lower_is_better,
+        read_parameters,
+    )
 
     command = options.command
     for name in ("trials", "seeds", "ranks", "parallel"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} must be at least 1")
-    metric = options.metric or ("eval/reward" if command == "train_ppo" else "eval/loss")
-    own = options.minimize or options.maximize
-    minimize = options.minimize if own else lower_is_better(metric, command)
+    started = [int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")]
+    if "RANK" in os.environ or max(started) > 1:
+        raise ConfigError("start tune in one process: it starts its runs, with --ranks each")
+
+    check_flags(config)
+    metric = options.metric or _default_metric(config, command)
+    directions = {"minimize": options.minimize, "maximize": options.maximize}
+    minimize = lower_is_better(metric, command, **directions)
     parameters = read_parameters(options.over, command)
     flags = [*flags, *_evaluations(config, metric)]
     check_values(parameters, flags, command, options.ranks)
@@ -71,17 +84,26 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
     from lightrft.extras.tune.optuna import Study
     from lightrft.extras.tune.page import Findings
     from lightrft.extras.tune.search import Search
-    from lightrft.extras.tune.trials import Launcher
+    from lightrft.extras.tune.trials import Launcher, visible_devices
 
-    asked = {name: getattr(options, name) for name in ("over", "trials", "seeds", "ranks")}
-    question = {"command": command, "flags": flags, "metric": metric, **asked}
+    devices = visible_devices() if options.parallel > 1 else []
+    needed = options.parallel * options.ranks
+    if devices and needed > len(devices):
+        few = f"--ranks {options.ranks} needs {needed} devices, and {len(devices)} are visible"
+        raise ConfigError(f"--parallel {options.parallel} with {few}")
+
+    written = {name: getattr(config, name) for name in sorted(config.written)}
+    asked = {name: getattr(options, name) for name in ("command", "over", "ranks")}
+    question = asked | {"configuration": written, "metric": metric, "direction": minimize}
     seed = config.train.seed
     study = Study(options.out, question, parameters, minimize=minimize, seed=seed)
-    launcher = Launcher(command, flags, metric, options.ranks)
+    launcher = Launcher(command, flags, metric, options.ranks, devices)
     counts = (options.trials, options.seeds, options.parallel)
     search = Search(options.out, study, launcher, seed, *counts, budget)
-    # A scheduler's signal pauses the runs as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A scheduler's signal, and the end of the terminal unless nohup ignores it, pause as Ctrl-C does.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     try:
         search.run()
     except KeyboardInterrupt:
@@ -94,18 +116,37 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
         logger.info(f"written: {path}")
 
 
+def _default_metric(config: Config, command: str) -> str:
+    """Return the metric that decides if none is written."""
+    names = [each.name for each in RunFacts(config, command).eval_sets]
+    if command not in PPO:
+        return "eval/loss"
+    if len(names) > 1:
+        sets = ", ".join(f"eval/{name}/reward" for name in names)
+        raise ConfigError(f"--eval_data has several sets: say with --metric which decides: {sets}")
+    return f"eval/{names[0]}/reward" if names and names[0] else "eval/reward"
+
+
 def _evaluations(config: Config, metric: str) -> list[str]:
     """Return the flags that measure held-out data where trials are compared."""
     from lightrft.extras.tune.trials import SHARES
 
     train = config.train
-    if metric.startswith("eval/") and not config.data.eval_data:
-        raise ConfigError(f"--metric {metric} needs held-out data: add --eval_data FILE")
-    if not metric.startswith("eval/") or train.eval_steps > 0:
+    if not metric.startswith("eval/"):
         return []
+    if not config.data.eval_data:
+        raise ConfigError(f"--metric {metric} needs held-out data: add --eval_data FILE")
+    given = train.eval_steps > 0
     if train.max_steps is None:
+        if given:
+            return []
         raise ConfigError(f"--metric {metric} needs evaluations: add --eval_steps or --max_steps")
-    return [f"--eval_steps={max(1, int(train.max_steps * SHARES[0]))}"]
+
+    first = math.ceil(train.max_steps * SHARES[0])
+    if train.eval_steps > 2 * first:
+        late = f"trials are first compared after a ninth of --max_steps, so write {first}"
+        raise ConfigError(f"--eval_steps {train.eval_steps}: {late} or leave it out")
+    return [] if given else [f"--eval_steps={first}"]
 
 
 def seconds_of(text: str) -> float:

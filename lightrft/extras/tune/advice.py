@@ -4,13 +4,13 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from lightrft.app.observe.curves import read_history
 from lightrft.app.observe.text import short
 from lightrft.config.presets import COMMAND_DEFAULTS, RATE_OF_ADAPTERS
-from lightrft.config.sections import Config
+from lightrft.config.sections import PPO, Config
 from lightrft.config.tables import table
 
 LITERATURE: dict[str, Any] = table("extras/tune/advice")
@@ -27,7 +27,8 @@ def advice(config: Config, command: str) -> Iterator[str]:
     low, high = (starts[-1][0] * factor for factor in (1 / AROUND, AROUND))
     yield SENTENCES["start"]
     yield f"    --over learning_rate={low:.1e}..{high:.1e}:log"
-    yield from batches(config, command)
+    if command in PPO:  # the others do not measure it
+        yield from batches(config)
 
 
 def rates(config: Config, command: str) -> list[tuple[float, str]]:
@@ -40,7 +41,7 @@ def rates(config: Config, command: str) -> list[tuple[float, str]]:
     found = [(base * factor, rule)]
 
     described = model_config(config.model.pretrain)
-    name = f"{described.get('model_type', '')} {config.model.pretrain}".lower()
+    name = described.get("model_type", "").lower()
     size = described.get("hidden_size") or described.get("text_config", {}).get("hidden_size")
     exponents = [value for family, value in LITERATURE["families"].items() if family in name]
     if command == "train_sft" and exponents and size:
@@ -50,21 +51,20 @@ def rates(config: Config, command: str) -> list[tuple[float, str]]:
     return found
 
 
-def batches(config: Config, command: str) -> Iterator[str]:
+def batches(config: Config) -> Iterator[str]:
     """Yield what the noise of the gradient says, if the run in --save_path measured it."""
     history = read_history(Path(config.train.save_path) / "metrics.jsonl")
     noise = {}
-    for name in ("scale", "prompts", "samples"):
+    for name in ("signal_to_noise", "scale", "prompts", "samples"):
         values = [value for _, value in history.get(f"noise/{name}", ()) if value is not None]
-        if values:
-            noise[name] = fmean(values[-RECENT_MEASURES:])
-    if noise.get("scale", 0.0) <= 0:
-        yield SENTENCES["unmeasured"]
+        noise[name] = median(values[-RECENT_MEASURES:]) if values else 0.0
+    if min(noise["signal_to_noise"], noise["scale"]) <= 0:
+        yield SENTENCES["unseen" if "noise/signal_to_noise" in history else "unmeasured"]
         return
 
     shown = {name: short(value) for name, value in noise.items()}
     yield SENTENCES["batch"].format(batch=2 ** max(0, round(math.log2(noise["scale"]))), **shown)
-    if min(noise.get("prompts", 0.0), noise.get("samples", 0.0)) > 0:
+    if min(noise["prompts"], noise["samples"]) > 0:
         most = short(noise["samples"] / noise["prompts"])
         yield SENTENCES["division"].format(most=most, **shown)
 

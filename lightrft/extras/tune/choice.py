@@ -28,14 +28,15 @@ def beliefs(results: Sequence[Sequence[float]], *, minimize: bool) -> list[Belie
 
     All combinations share one unknown variance over seeds, and nothing is known before: means have a
     flat prior and the variance has 1 / variance (Gelman et al., Bayesian Data Analysis, section 3.2,
-    with a variance pooled over groups). None if no combination has two results.
+    with a variance pooled over groups). None if no combination has two results that differ, because
+    nothing then says how large the variance is.
     """
     freedom = sum(len(each) - 1 for each in results)
-    if freedom == 0:
-        return None
-
     means = np.array([fmean(each) for each in results])
     squares = sum(float(np.sum((np.asarray(each) - fmean(each)) ** 2)) for each in results)
+    if squares == 0:
+        return None
+
     generator = np.random.default_rng(0)
     variances = squares / generator.chisquare(freedom, (SAMPLES, 1))
     errors = generator.standard_normal((SAMPLES, len(results)))

@@ -1,22 +1,26 @@
-"""The study of a search in Optuna: it proposes values, and keeps all trials in study.db."""
+"""Proposals of Optuna, and the trials of a search, which search.yaml keeps."""
 
+import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import optuna
+import yaml
 from optuna import distributions
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from lightrft.config.errors import ConfigError
-from lightrft.extras.tune.space import Parameter, combinations
+from lightrft.extras.tune.space import Parameter
 from lightrft.extras.tune.trials import Trial
 
-MOST_DRAWS = 20
+MOST_PROPOSALS = 20
 """Number of proposals until one is new."""
+MOST_DRAWS = 1000
+"""Number of other values that are drawn after them."""
 FIRST_RANDOM = 5
 """Number of trials before Optuna models what is good."""
 DIGITS = 3
@@ -24,10 +28,7 @@ DIGITS = 3
 
 
 class Study:
-    """Trials of one question. Optuna's own tools, such as optuna-dashboard, read the file too.
-
-    A paused trial is one that runs, for Optuna.
-    """
+    """Trials of one question."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Study:
     ):
         """Open the study in a folder; raise ConfigError if it asks another question."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.folder = folder
         self.parameters = [*parameters]
         self.distributions = {each.name: _distribution(each) for each in parameters}
         self.direction = "minimize" if minimize else "maximize"
@@ -48,74 +50,77 @@ class Study:
         self.seed = seed
 
         folder.mkdir(parents=True, exist_ok=True)
-        self.storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}")
-        self.study = optuna.create_study(
-            storage=self.storage, study_name="tune", direction=self.direction, load_if_exists=True
-        )
+        self.file = folder / "search.yaml"
+        kept = yaml.safe_load(self.file.read_text()) if self.file.exists() else {}
         # What was asked before decides what the trials in the file mean.
-        before = self.study.user_attrs.get("question", question)
-        if changed := sorted(name for name in question if before.get(name) != question[name]):
+        self.question = json.loads(json.dumps(question, default=str))
+        before = kept.get("question", self.question)
+        changed = [name for name in self.question if before.get(name) != self.question[name]]
+        if changed:
             other = f"{folder} has a search with another {', '.join(changed)}"
             raise ConfigError(f"{other}: choose another --out, or repeat the command as it was")
-        self.study.set_user_attr("question", dict(question))
-        self.seconds: float = self.study.user_attrs.get("seconds", 0.0)
-        """Seconds of the calls before this one."""
+        self.seconds: float = kept.get("seconds", 0.0)
+        """Seconds of all calls."""
+        self.trials = [Trial(**each) for each in kept.get("trials", [])]
 
-    def keep_seconds(self, seconds: float) -> None:
-        """Write the seconds of all calls."""
-        self.study.set_user_attr("seconds", seconds)
+    def save(self, seconds: float) -> None:
+        """Write the trials, and the seconds of all calls."""
+        self.seconds = seconds
+        trials = [asdict(each) for each in self.trials]
+        kept = {"question": self.question, "seconds": seconds, "trials": trials}
+        unfinished = self.file.with_suffix(".part")
+        unfinished.write_text(yaml.safe_dump(kept, sort_keys=False))
+        unfinished.replace(self.file)
 
-    @property
-    def trials(self) -> list[Trial]:
-        return [
-            Trial(each.number, each.params, **each.user_attrs.get("course", {}))
-            for each in self.study.get_trials(deepcopy=False)
-        ]
-
-    def propose(self) -> Trial | None:
-        """Return a new trial; None if all combinations have one.
+    def propose(self, refuses: Callable[[Mapping[str, Any]], bool]) -> Trial | None:
+        """Add a trial with new values that are not refused, and return it; None if none are left.
 
         Optuna proposes its values by TPE, from the values of all trials so far.
         """
-        before = self.study.get_trials(deepcopy=False)
-        seed = self.seed + len(before)
+        seed = self.seed + len(self.trials)
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=FIRST_RANDOM)
         seen = optuna.create_study(sampler=sampler, direction=self.direction)
         # What is paused has a value already, which Optuna reads from trials that have ended.
-        seen.add_trials([self._frozen(each, "PRUNED") for each in self.trials if each.values])
-        draws = (seen.ask(self.distributions).params for _ in range(MOST_DRAWS))
-        ranges = any(each.is_range for each in self.parameters)
-        others = [] if ranges else [*combinations(self.parameters)]
-        random.Random(seed).shuffle(others)
+        pruned = [self._frozen(each, TrialState.PRUNED) for each in self.trials if each.values]
+        seen.add_trials(pruned)
 
-        tried = [each.params for each in before]
-        for drawn in chain(draws, others):
-            values = {each.name: _rounded(each, drawn[each.name]) for each in self.parameters}
-            if values not in tried:
-                new = Trial(len(before), values)
-                self.study.add_trial(self._frozen(new, "RUNNING"))
-                return new
+        tried = [each.parameters for each in self.trials]
+        for values in self._draws(seen, random.Random(seed)):
+            if values in tried:
+                continue
+            if not refuses(values):
+                self.trials.append(Trial(len(self.trials), values))
+                return self.trials[-1]
+            tried.append(values)
         return None
 
-    def save(self, trial: Trial) -> None:
-        """Write how a trial has done so far."""
-        study = self.storage.get_study_id_from_name("tune")
-        key = self.storage.get_trial_id_from_study_id_trial_number(study, trial.number)
-        course = asdict(trial)
-        del course["number"], course["parameters"]
-        self.storage.set_trial_user_attr(key, "course", course)
-        if trial.values:
-            self.storage.set_trial_intermediate_value(key, trial.steps[-1], trial.values[-1])
+    def _draws(self, seen: optuna.Study, generator: random.Random) -> Iterator[dict[str, Any]]:
+        """Yield what Optuna proposes, then the last proposal with other choices."""
+        drawn: dict[str, Any] = {}
+        for number in range(MOST_PROPOSALS + MOST_DRAWS):
+            if number < MOST_PROPOSALS:
+                drawn = seen.ask(self.distributions).params
+            else:
+                choosable = [each for each in self.parameters if each.choices]
+                drawn |= {each.name: generator.choice(each.choices) for each in choosable}
+            yield {each.name: _rounded(each, drawn[each.name]) for each in self.parameters}
 
-    def end(self, trial: Trial, value: float | None) -> None:
-        """Say that a trial has finished with a value, has failed for a reason, or was ended."""
-        ended = TrialState.FAIL if trial.reason else TrialState.PRUNED
-        state = ended if value is None else TrialState.COMPLETE
-        self.study.tell(trial.number, value, state=state, skip_if_finished=True)
+    def export(self) -> None:
+        """Write study.db, which Optuna's own tools read."""
+        file = self.folder / "study.db"
+        file.unlink(missing_ok=True)
+        study = optuna.create_study(
+            storage=f"sqlite:///{file}", study_name="tune", direction=self.direction
+        )
+        for trial in self.trials:
+            ended = TrialState.PRUNED if trial.values else TrialState.WAITING
+            state = TrialState.COMPLETE if trial.whole else ended
+            study.add_trial(self._frozen(trial, TrialState.FAIL if trial.reason else state))
 
-    def _frozen(self, trial: Trial, state: str) -> FrozenTrial:
+    def _frozen(self, trial: Trial, state: TrialState) -> FrozenTrial:
         return create_trial(
-            state=TrialState[state],
+            state=state,
+            value=fmean(trial.results) if state == TrialState.COMPLETE else None,
             params=trial.parameters,
             distributions=self.distributions,
             intermediate_values=dict(zip(trial.steps, trial.values, strict=True)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightrft.app.cli import read_command_line
@@ -17,7 +18,7 @@ from lightrft.config.sections import SECTIONS
 from lightrft.extras.tune.choice import Belief, beliefs
 from lightrft.extras.tune.search import Search
 from lightrft.extras.tune.space import as_flags
-from lightrft.extras.tune.trials import SHARES, RunRecord, Trial
+from lightrft.extras.tune.trials import RunRecord, Trial
 
 PLAIN_WIDTH = 130
 """Columns of a table that is not printed to a terminal."""
@@ -32,8 +33,9 @@ class Findings:
         self.names = [*search.study.distributions]
         self.trials = search.study.trials
         self.ranked = search.ranked()
-        whole = [each.results for each in self.ranked if len(each.values) == len(SHARES)]
+        whole = [each.results for each in self.ranked if each.whole]
         self.num_finalists = len(whole)
+        self.num_results = max(map(len, whole), default=0)
         self.beliefs: list[Belief] = beliefs(whole, minimize=search.study.sign > 0) or []
 
     @property
@@ -44,8 +46,12 @@ class Findings:
         best = f"Trial {self.ranked[0].number}"
         if not self.num_finalists:
             return f"{best} leads, but none has come to the end: a larger --budget continues."
-        if not self.beliefs:
+        if self.num_results == 1:
             return f"{best} is the best of one run each: --seeds 2 says how sure that is."
+        if self.num_finalists == 1:
+            return f"{best} is the only one at the end, so nothing says how sure the choice is."
+        if not self.beliefs:
+            return f"{best} is first, but seeds make no difference, which says nothing about noise."
         of = f"{best} is the best of {self.num_finalists} finalists with a probability of"
         return f"{of} {percent(self.beliefs[0].probability)}, under the noise of seeds."
 
@@ -61,7 +67,7 @@ class Findings:
             values = [*map(str, trial.parameters.values()), value, known, str(len(trial.results))]
             price = [f"{trial.tokens:,}", duration(trial.seconds)]
             end = f"ended at step {trial.steps[-1]}" if trial.steps else "not begun"
-            if len(trial.values) == len(SHARES):
+            if trial.whole:
                 end = "whole"
             rows.append([str(trial.number), *values, *price, trial.reason or end])
         return rows
@@ -69,9 +75,9 @@ class Findings:
     def print(self) -> None:
         """Print the table, the price, and how sure the choice is."""
         names, *rows = self.rows
-        table = Table(*names)
+        table = Table(*map(escape, names))
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         console.print(table)
         price = f"{sum(each.tokens for each in self.trials):,} tokens"

@@ -5,17 +5,19 @@ arXiv 1502.07943).
 
 import math
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from loguru import logger
 
-from lightrft.app.observe.text import percent, short
+from lightrft.app.observe.text import short
+from lightrft.config.errors import ConfigError
 from lightrft.extras.tune.space import as_flags
 from lightrft.extras.tune.trials import SHARES, Launcher, RunRecord, Trial
 
@@ -42,6 +44,7 @@ class Search:
     parallel: int = 1
     budget: float = math.inf
     """Number of seconds of all calls together."""
+    recording: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.began = time.monotonic() - self.study.seconds
@@ -57,24 +60,56 @@ class Search:
         repeated = "" if seed == self.seed else f"_seed_{seed}"
         return self.folder / f"trial_{trial.number:03d}{repeated}"
 
+    def folders_of(self, trial: Trial) -> list[Path]:
+        """Return the folders of a trial and of all its repetitions."""
+        first = self.folder_of(trial, self.seed)
+        return [first, *self.folder.glob(f"{first.name}_seed_*")]
+
     def run(self) -> list[Trial]:
-        """Search; return all trials with a value, the best first. A second call continues."""
-        group = self._first_share()
+        """Search; return all trials with a value, the best first.
+
+        A second call continues, also with more trials, seeds or time than the first one.
+        """
+        try:
+            while self.spent < 1 and (jobs := self.next_jobs()):
+                self.advance(jobs)
+        finally:
+            self.study.export()
+        if self.spent < 1 and len(self.study.trials) >= self.num_trials:
+            for trial in self.study.trials:
+                self._remove_checkpoints(trial)
+        return self.ranked()
+
+    def next_jobs(self) -> list[Job]:
+        """Return the runs that come next, from what is known of all trials; none at the end."""
+        trials = self.study.trials
+        new = [each for each in trials if not each.values and not each.reason]
+        while len(new) < self.parallel and (trial := self._new_trial()):
+            new.append(trial)
+        if new:
+            return [(each, SHARES[0], self.seed) for each in new[: self.parallel]]
+
+        group = [each for each in trials if each.values]
         for rung, share in enumerate(SHARES[1:], 1):
             group = self.promoted(group, rung)
-            waiting = [each for each in group if len(each.values) == rung and not each.reason]
-            self.advance([(each, share, self.seed) for each in waiting])
-            group = [each for each in group if len(each.values) > rung and not each.reason]
+            if waiting := [each for each in group if len(each.values) == rung]:
+                return [(each, share, self.seed) for each in waiting]
 
         # Each finalist starts from the beginning with the other seeds.
-        for number in range(1, self.num_seeds):
-            again = [each for each in group if len(each.repeats) < number]
-            self.advance([(each, SHARES[-1], self.seed + number) for each in again])
-        if self.spent < 1:
-            finished = {each.number: fmean(each.results) for each in group}
-            for trial in self.study.trials:
-                self._end(trial, finished.get(trial.number))
-        return self.ranked()
+        for seed in range(self.seed + 1, self.seed + self.num_seeds):
+            if again := [each for each in group if seed not in each.repeats]:
+                return [(each, SHARES[-1], seed) for each in again]
+        return []
+
+    def _new_trial(self) -> Trial | None:
+        """Return a trial that can still begin, if there is one."""
+        trials = self.study.trials
+        if len(trials) >= self.num_trials or (trials and self.spent >= FIRST):
+            return None
+        trial = self.study.propose(self.launcher.refuses)
+        if trial is None:  # all combinations have one
+            self.num_trials = len(trials)
+        return trial
 
     def ranked(self) -> list[Trial]:
         """Return all trials with a value: those that have come farthest, and the best of these."""
@@ -85,39 +120,23 @@ class Search:
     def promoted(self, group: Sequence[Trial], rung: int) -> list[Trial]:
         """Return the trials that go on to the next share, the best first.
 
-        A trial whose forecast of the end lies below the interval of the best one does not.
+        The next best one takes the place of one that fails later. A trial whose forecast of the end
+        lies below the interval of the best one does not go on.
         """
-        order = sorted(group, key=lambda each: self.study.sign * each.values[rung - 1])
+        alive = [each for each in group if not each.reason]
+        order = sorted(alive, key=lambda each: self.study.sign * each.values[rung - 1])
         least = 1 if self.num_seeds == 1 else 2
         kept: list[Trial] = []
         best = math.inf
-        for trial in order[: max(least, len(order) // GROUP)]:
+        for trial in order[: max(least, len(group) // GROUP)]:
             record = RunRecord(self.folder_of(trial, self.seed))
             end = record.forecast(self.launcher.metric, trial.steps[rung - 1], self.study.sign)
             if len(kept) >= least and end is not None and end.high < best:
-                logger.info(f"trial {trial.number} ends: its forecast is below the best one's")
                 continue
             if not kept:
                 best = -math.inf if end is None else end.low
             kept.append(trial)
         return kept
-
-    def _first_share(self) -> list[Trial]:
-        """Let each trial take the first share of the steps, new ones too."""
-        trials = self.study.trials
-        waiting = [each for each in trials if not each.values and not each.reason]
-        while self.spent < 1:
-            while len(waiting) < self.parallel and len(trials) < self.num_trials:
-                trial = self.study.propose() if self.spent < FIRST or not trials else None
-                if trial is None:
-                    break
-                waiting.append(trial)
-                trials.append(trial)
-            if not waiting:
-                break
-            self.advance([(each, SHARES[0], self.seed) for each in waiting[: self.parallel]])
-            waiting = waiting[self.parallel :]
-        return [each for each in trials if each.values]
 
     def advance(self, jobs: Sequence[Job]) -> None:
         """Do the jobs, some side by side, until the budget is used up."""
@@ -127,46 +146,51 @@ class Search:
                 return
             with ThreadPoolExecutor(self.parallel) as pool:
                 try:
-                    ended = list(pool.map(self._run, batch, range(len(batch))))
+                    list(pool.map(self._run, batch, range(len(batch))))
                 except BaseException:
                     self.launcher.stopping.set()  # the pool waits for the runs to be paused
                     raise
-                finally:
-                    self.study.keep_seconds(time.monotonic() - self.began)
-            for job, (seconds, reason) in zip(batch, ended, strict=True):
-                self._record(job, seconds, reason)
 
-    def _run(self, job: Job, slot: int) -> tuple[float, str]:
+    def _run(self, job: Job, slot: int) -> None:
         trial, share, seed = job
+        folder = self.folder_of(trial, seed)
         flags = [*as_flags(trial.parameters), f"--seed={seed}"]
         place = slot if self.parallel > 1 else None
-        return self.launcher.advance(self.folder_of(trial, seed), flags, share, place)
+        begun = bool(RunRecord(folder).rows)
+        try:
+            seconds, reason = self.launcher.advance(folder, flags, share, place)
+        except ConfigError as error:
+            # What other trials can do, and this one never could, is at fault with its values.
+            if begun or not any(each.values for each in self.study.trials):
+                raise
+            seconds, reason = 0.0, str(error)
+        with self.recording:
+            self._record(job, seconds, reason)
 
     def _record(self, job: Job, seconds: float, reason: str) -> None:
         trial, share, seed = job
         metric = self.launcher.metric
-        measured = RunRecord(self.folder_of(trial, seed)).measured(metric, share)
+        record = RunRecord(self.folder_of(trial, seed))
+        measured = None if reason else record.measured(metric, share)
         step, value = measured or (0, 0.0)
-        if measured and not reason and not math.isfinite(value):
+        if measured and not math.isfinite(value):
             reason = f"{metric} was not finite at step {step}"
-        elif measured and not reason and seed == self.seed:
+        elif measured and seed == self.seed:
             trial.values.append(value)
             trial.steps.append(step)
-        elif measured and not reason:
-            trial.repeats.append(value)
+        elif measured:
+            trial.repeats[seed] = value
 
-        trial.reason = reason
-        trial.seconds += seconds
-        folders = self.folder.glob(f"{self.folder_of(trial, self.seed).name}*")
-        trial.tokens = sum(RunRecord(each).tokens for each in folders)
-        self.study.save(trial)
         if reason:
-            self._end(trial, None)
-        said = reason or (short(value) if measured else "paused")
-        flags = " ".join(as_flags(trial.parameters))
-        logger.info(f"trial {trial.number}, {flags}: {percent(share)} of the steps: {said}")
+            trial.reason = reason if seed == self.seed else f"with seed {seed}: {reason}"
+            self._remove_checkpoints(trial)
+        trial.seconds += seconds
+        trial.tokens = sum(RunRecord(each).tokens for each in self.folders_of(trial))
+        self.study.save(time.monotonic() - self.began)
+        said = trial.reason or (f"{short(value)} at step {step}" if measured else "paused")
+        logger.info(f"trial {trial.number}, {' '.join(as_flags(trial.parameters))}: {said}")
 
-    def _end(self, trial: Trial, value: float | None) -> None:
-        """Tell Optuna, and remove the checkpoints, which are large and no longer needed."""
-        self.study.end(trial, value)
-        shutil.rmtree(self.folder_of(trial, self.seed) / "checkpoints", ignore_errors=True)
+    def _remove_checkpoints(self, trial: Trial) -> None:
+        """Remove the checkpoints, which are large and no longer needed."""
+        for folder in self.folders_of(trial):
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)

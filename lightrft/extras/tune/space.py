@@ -7,19 +7,18 @@ from itertools import islice, product
 from typing import Any, get_origin
 
 from lightrft.app.cli import read_command_line
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import ConfigError, refuse
 from lightrft.config.resolve import resolve
-from lightrft.config.sections import aliases, field_types, fields_read
+from lightrft.config.sections import Config, aliases, field_types, fields_read
 from lightrft.config.tables import table
 from lightrft.config.values import nearest, typed_value
 
 LOW_AND_HIGH = re.compile(r"(?P<low>[^:,]+)\.\.(?P<high>[^:,]+?)(?P<log>:log)?")
 OVER_FORMS = "NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=ONE,OTHER"
-OF_TUNE = (
-    *("save_path", "ckpt_path", "load_checkpoint", "overwrite", "fork_from", "at", "dry_run"),
-    *("seed", "max_steps", "num_episodes", "eval_steps", "eval_data", "replay_rollouts"),
-)
-"""Options that are no question: what tune sets itself, and what would change the scale."""
+REFUSED: dict[str, dict[str, str]] = table("extras/tune/refused")
+"""Where an option is refused -> its name -> the reason."""
+METRICS: dict[str, dict[str, list[str]]] = table("extras/tune/metrics")
+"""Command -> direction -> the metrics that are better in it."""
 MOST_COMBINATIONS = 64
 """Number of combinations that are checked before the first run."""
 
@@ -34,6 +33,14 @@ class Parameter:
     is_range: bool = False
     log: bool = False
     """True if values are drawn evenly over the logarithms of the range."""
+
+    @property
+    def choices(self) -> Sequence[Any]:
+        """All values; none for a range of fractions, which has too many."""
+        if not self.is_range:
+            return self.values
+        low, high = self.values
+        return range(low, high + 1) if isinstance(low, int) else ()
 
 
 def read_parameters(words: Sequence[str], command: str) -> list[Parameter]:
@@ -55,8 +62,8 @@ def _parameter(word: str, command: str) -> Parameter:
     known = fields_read(command)
     if name not in known:
         raise ConfigError(f"--over {name}: {command} has no such option{nearest(name, known)}")
-    if name in OF_TUNE:
-        raise ConfigError(f"--over {name}: tune sets it itself, or all trials have the same")
+    if reason := (REFUSED["everywhere"] | REFUSED["over"]).get(name):
+        raise ConfigError(f"--over {name}: {reason}")
 
     kind = field_types()[name]
     if get_origin(kind) is list:
@@ -90,25 +97,53 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items()]
 
 
+def check_flags(config: Config) -> None:
+    """Raise ConfigError with the options that are set, but have no place in a search."""
+    default = Config()
+    reasons = REFUSED["everywhere"].items()
+    changed = [each for each in reasons if getattr(config, each[0]) != getattr(default, each[0])]
+    refuse([f"--{name} in a search: {reason}" for name, reason in changed])
+
+
+def refusal(values: Mapping[str, Any], flags: Sequence[str], command: str, ranks: int) -> str:
+    """Return why the configuration refuses a combination; empty if it does not."""
+    try:
+        resolve(read_command_line([*flags, *as_flags(values)], command), command, ranks)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def check_values(
     parameters: Sequence[Parameter], flags: Sequence[str], command: str, ranks: int
 ) -> None:
     """Raise ConfigError with the message of the first combination that the configuration refuses."""
     for values in islice(combinations(parameters), MOST_COMBINATIONS):
-        new = as_flags(values)
-        try:
-            resolve(read_command_line([*flags, *new], command), command, ranks)
-        except ConfigError as error:
-            raise ConfigError(f"--over: a run with {' '.join(new)} is refused: {error}") from None
+        if reason := refusal(values, flags, command, ranks):
+            new = " ".join(as_flags(values))
+            raise ConfigError(f"--over: a run with {new} is refused: {reason}")
 
 
-def lower_is_better(metric: str, command: str) -> bool:
-    """Return the direction of a metric; raise ConfigError if the run logs none of the name."""
-    metrics: dict[str, list[str]] = table("extras/tune/metrics")[command]
-    general = re.sub(r"_at_\d+$", "_at_N", re.sub(r"^eval/[^/]+/", "eval/", metric))
+def general_name(metric: str) -> str:
+    """Return the name of a metric in the table, which has no names of sets and no numbers."""
+    return re.sub(r"_at_\d+$", "_at_N", re.sub(r"^eval/[^/]+/", "eval/", metric))
+
+
+def lower_is_better(
+    metric: str, command: str, *, minimize: bool = False, maximize: bool = False
+) -> bool:
+    """Return the direction of a metric, which the user says for one of their own.
+
+    Raise ConfigError for what the user has not said, or has said wrongly.
+    """
+    metrics = METRICS[command]
     for direction, names in metrics.items():
-        if general in names:
+        if general_name(metric) in names:
+            if minimize if direction == "higher" else maximize:
+                raise ConfigError(f"--metric {metric}: {direction} is better, not the contrary")
             return direction == "lower"
+    if minimize != maximize:
+        return minimize
     known = [*metrics["higher"], *metrics["lower"]]
     hint = f"{nearest(metric, known)} {command} has {', '.join(known)};".lstrip("; ")
     raise ConfigError(f"--metric {metric}: {hint} for your own, add --maximize or --minimize")

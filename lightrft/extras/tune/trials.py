@@ -2,12 +2,14 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +19,7 @@ from lightrft.app.observe.sinks import read_ends, read_rows
 from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.values import read_object
 from lightrft.extras.tools.forecast import FORECAST_STEPS, Forecast, Interval
+from lightrft.extras.tune.space import METRICS, general_name, refusal
 
 SHARES = (1 / 9, 1 / 3, 1.0)
 """Trials are compared after these shares of their steps."""
@@ -26,6 +29,13 @@ LOOK = 0.05
 """Seconds between two looks at a run."""
 LOG = "tune.log"
 """File in the folder of a run with all that it has printed since it was last started."""
+LONGEST_REASON = 500
+"""Number of characters of an error in the table."""
+OF_LAUNCHERS = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+)
+"""Environment variables that tell a process about the others of its own run."""
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
@@ -38,17 +48,26 @@ class Trial:
     """The metric after each share of the steps."""
     steps: list[int] = field(default_factory=list)
     """The step of each value."""
-    repeats: list[float] = field(default_factory=list)
-    """The metric at the end of runs with other seeds."""
+    repeats: dict[int, float] = field(default_factory=dict)
+    """Seed -> the metric at the end of the run with it."""
     tokens: int = 0
     seconds: float = 0.0
     reason: str = ""
     """Why it ended early."""
 
     @property
+    def whole(self) -> bool:
+        """True if it has come to the end."""
+        return len(self.values) == len(SHARES)
+
+    @property
     def results(self) -> list[float]:
-        """The last value of each seed."""
-        return [*self.values[-1:], *self.repeats]
+        """The last value of each seed, but the first one only if fewer than two others are there.
+
+        The first seed has selected the trial, so its value is likely to be a lucky one.
+        """
+        repeats = [*self.repeats.values()]
+        return repeats if len(repeats) > 1 else [*self.values[-1:], *repeats]
 
 
 class RunRecord:
@@ -70,14 +89,18 @@ class RunRecord:
         """Return the step at a share of all steps, and the metric there; None before that.
 
         It is a value of held-out data, or the mean of the last rows. A run that has ended early has
-        its last value; NaN is a value that was not finite.
+        its last value; NaN is a value that was not finite. Raises ConfigError if there is no value
+        at the end, or after twice the steps.
         """
         if self.total is None:
             return None
         rows = [row for row in self.rows if metric in row]
-        if self.finished and not rows:
+        last = self.rows[-1]["step"] if self.rows else 0
+        if not rows and (self.finished or last >= 2 * share * self.total):
             names = ", ".join(sorted({name for row in self.rows for name in row}))
-            raise ConfigError(f"--metric {metric}: the run logs no such metric, but {names}")
+            fits = f"write another name, or --eval_steps {math.ceil(share * self.total)}"
+            logged = f"none until step {last} of {self.total}, but {names}: {fits}"
+            raise ConfigError(f"--metric {metric}: the run logs no such metric, {logged}")
         places = [i for i, row in enumerate(rows) if row["step"] >= share * self.total]
         if not places and not self.finished:
             return None
@@ -90,10 +113,11 @@ class RunRecord:
     def forecast(self, metric: str, until: int, sign: int) -> Interval | None:
         """Forecast the end from the rows up to a step, higher being better; None if they are few.
 
-        Held-out values of a policy are few, so its rewards stand for them. `sign` is 1 if a lower
-        metric is better, else -1.
+        Held-out rewards of a policy are few, so those of its rollouts stand for them. `sign` is 1 if
+        a lower metric is better, else -1.
         """
-        rewarded = metric.startswith("eval/") and any("rollout/reward" in row for row in self.rows)
+        stands = metric.startswith("eval/") and general_name(metric) in METRICS["train_ppo"]["higher"]
+        rewarded = stands and any("rollout/reward" in row for row in self.rows)
         name = "rollout/reward" if rewarded else metric
         rows = [row for row in self.rows if row["step"] <= until and row.get(name) is not None]
         if len(rows) < FORECAST_STEPS or self.total is None:
@@ -111,10 +135,16 @@ class Launcher:
     flags: Sequence[str]
     metric: str
     ranks: int
+    devices: Sequence[str] = ()
+    """Accelerators that runs side by side share out; none on a CPU."""
     deadline: float = math.inf
     """Monotonic time when runs are paused."""
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set to pause all runs at once."""
+
+    def refuses(self, values: Mapping[str, Any]) -> bool:
+        """Return True if no run can have the values."""
+        return bool(refusal(values, self.flags, self.command, self.ranks))
 
     def advance(
         self, folder: Path, flags: Sequence[str], share: float, slot: int | None = None
@@ -133,21 +163,26 @@ class Launcher:
         with (folder / LOG).open("wb") as log:
             process = subprocess.Popen(
                 self._words(folder, flags),
-                env=os.environ | ({} if slot is None else self._devices(slot)),
+                env=self._environment(slot),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C in the terminal comes here alone
             )
-        while process.poll() is None:
-            ends = self.stopping.is_set() or time.monotonic() > self.deadline
-            if not asked and (ends or (share < 1 and self._reached(folder, share))):
-                # The run writes a checkpoint after the step that it is in.
-                process.send_signal(signal.SIGTERM)
-                asked = True
-            time.sleep(LOOK)
+        try:
+            while process.poll() is None:
+                ends = self.stopping.is_set() or time.monotonic() > self.deadline
+                if not asked and (ends or (share < 1 and self._reached(folder, share))):
+                    # The run writes a checkpoint after the step that it is in.
+                    process.send_signal(signal.SIGTERM)
+                    asked = True
+                time.sleep(LOOK)
+        except ConfigError:
+            process.terminate()
+            process.wait()
+            raise
 
         seconds = time.monotonic() - began
-        if process.returncode == 0 or asked:
+        if asked or (process.returncode == 0 and self._reached(folder, share)):
             return seconds, ""
         reason = failure(folder / LOG)
         if process.returncode == USER_ERROR:
@@ -162,12 +197,13 @@ class Launcher:
             *("--load_checkpoint", "--max_ckpt_num=1"),
         ]
 
-    def _devices(self, slot: int) -> dict[str, str]:
-        """Return the environment of a slot, whose runs see devices of their own."""
-        name = "CUDA_VISIBLE_DEVICES"
-        given = os.environ.get(name)
-        devices = given.split(",") if given else list(map(str, range((slot + 1) * self.ranks)))
-        return {name: ",".join(devices[slot * self.ranks : (slot + 1) * self.ranks])}
+    def _environment(self, slot: int | None) -> dict[str, str]:
+        """Return the environment of a run; one in a slot sees devices of its own."""
+        kept = {name: text for name, text in os.environ.items() if not OF_LAUNCHERS.fullmatch(name)}
+        if slot is None or not self.devices:
+            return kept
+        first = slot * self.ranks
+        return kept | {DEVICES: ",".join(self.devices[first : first + self.ranks])}
 
     def _reached(self, folder: Path, share: float) -> bool:
         described = read_object(folder / "run.json")
@@ -181,5 +217,16 @@ class Launcher:
 
 def failure(file: Path) -> str:
     """Return the last error in a log, or its last line."""
-    lines = file.read_text(errors="replace").strip().splitlines() or [""]
-    return ([line for line in lines if " ERROR " in line] or lines)[-1].strip()
+    text = file.read_text(errors="replace").strip()
+    _, error, message = text.rpartition(" ERROR ")
+    found = message if error else text.rpartition("\n")[2]
+    return textwrap.shorten(found, LONGEST_REASON, placeholder=" ...")
+
+
+def visible_devices() -> list[str]:
+    """Return the accelerators as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+    import torch
+
+    count = torch.cuda.device_count()
+    given = os.environ.get(DEVICES)
+    return [*(map(str, range(count)) if given is None else given.split(","))][:count]
