@@ -26,9 +26,8 @@ def main(argv: list[str] | None = None) -> None:
     flags = list(sys.argv[1:] if argv is None else argv)
     if flags and not flags[0].startswith("-"):
         flags.insert(0, "--config")
-    folder = (
-        Path(tempfile.gettempdir()) / f"lightrft-bench-{os.environ.get('MASTER_PORT', os.getpid())}"
-    )
+    run = os.environ.get("MASTER_PORT", os.getpid())
+    folder = Path(tempfile.gettempdir()) / f"lightrft-bench-{run}"
 
     if any(flag.split("=")[0] == "--save_path" for flag in flags):
         sys.exit(
@@ -36,23 +35,16 @@ def main(argv: list[str] | None = None) -> None:
             " instead of --save_path"
         )
 
-    flags = [
-        f"--max_steps={BENCH_STEPS}",
-        *flags,
-        f"--save_path={folder}",
-        "--save_steps=-1",
-        "--eval_data=",
-        "--report_to=jsonl",
-    ]
+    own = [f"--save_path={folder}", "--save_steps=-1", "--eval_data=", "--report_to=jsonl"]
+    flags = [f"--max_steps={BENCH_STEPS}", *flags, *own]
     try:
         run_command("train_ppo", __doc__, flags)
     except SystemExit as ended:
         code = ended.code
 
     if code == 0 and not int(os.environ.get("RANK", 0)) and folder.exists():
-        board = scoreboard(
-            read_rows(folder / "metrics.jsonl"), json.loads((folder / "run.json").read_text())
-        )
+        described = json.loads((folder / "run.json").read_text())
+        board = scoreboard(read_rows(folder / "metrics.jsonl"), described)
         shutil.rmtree(folder)
         sys.stdout.write("\n".join([*board.lines, json.dumps(asdict(board))]) + "\n")
 

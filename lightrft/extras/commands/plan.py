@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,17 +99,18 @@ def show_plan(
     if as_json:
         sys.stdout.write(json.dumps(run_plan.as_json() | {"problems": lacking}) + "\n")
     else:
-        console = Console(width=None if sys.stdout.isatty() else 130)
+        console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
         for line in (*notices, *run_plan.lines):
-            console.print(line, highlight=False)
+            console.print(line)
         console.print(_memory(run_plan, device))
-        _conclude(console, config, run_plan, device)
+        for line in _conclusions(config, run_plan, device):
+            console.print(line)
         if lacking and not elsewhere:
             console.print("[red]the run cannot start on this machine[/]")
         else:
             console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
         for line in (*run_plan.advice, *(f"this machine lacks: {each}" for each in lacking)):
-            console.print(f"  - {line}", highlight=False, markup=False)
+            console.print(f"  - {line}", markup=False)
 
     return 0 if run_plan.fits and (elsewhere or not lacking) else USER_ERROR
 
@@ -194,11 +195,8 @@ def show_data(config: Config, command: str, source: str = "prompt_data") -> None
 
 
 def _memory(run_plan: "RunPlan", device: str) -> Table:
-    table = Table(
-        title=f"Bytes of a rank in GB; {run_plan.capacity / 1e9:.0f} of {device} can be used",
-        box=box.SIMPLE,
-        title_justify="left",
-    )
+    title = f"Bytes of a rank in GB; {run_plan.capacity / 1e9:.0f} of {device} can be used"
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
     for name in ("phase", "total", "of which"):
         table.add_column(name, justify="right" if name == "total" else "left")
 
@@ -213,41 +211,29 @@ def _memory(run_plan: "RunPlan", device: str) -> Table:
     return table
 
 
-def _conclude(console: Console, config: Config, run_plan: "RunPlan", device: str) -> None:
+def _conclusions(config: Config, run_plan: "RunPlan", device: str) -> Iterator[str]:
     from lightrft.extras.tools.step_time import DECODING, LINK, peak_shares
 
     dense = run_plan.active_parameters == run_plan.parameters
     active = "" if dense else f", {amount(run_plan.active_parameters)} for a token"
-    console.print(
-        f"{amount(run_plan.parameters)} parameters{active}; largest --max_tokens_per_microbatch"
-        f" that fits: {run_plan.max_tokens or 'none'}",
-        highlight=False,
-    )
+    largest = f"largest --max_tokens_per_microbatch that fits: {run_plan.max_tokens or 'none'}"
+    yield f"{amount(run_plan.parameters)} parameters{active}; {largest}"
 
-    if run_plan.cache_tokens:
-        longest = config.data.prompt_max_len + config.rollout.generate_max_len
-        sequences = run_plan.cache_tokens / longest
-        console.print(
-            f"an engine's cache: {run_plan.cache_tokens:,.0f} tokens, {sequences:,.1f} sequences of"
-            " full length",
-            highlight=False,
-        )
+    if tokens := run_plan.cache_tokens:
+        sequences = tokens / (config.data.prompt_max_len + config.rollout.generate_max_len)
+        fitting = f"{sequences:,.1f} sequences of full length"
+        yield f"an engine's cache: {tokens:,.0f} tokens, {fitting}"
 
     if run_plan.seconds:
         times = ", ".join(f"{name} {value:.1f}" for name, value in run_plan.seconds.items())
+        yield f"about {sum(run_plan.seconds.values()):.1f} s a step: {times}"
         peaks = DEVICES[device]
-        console.print(
-            f"about {sum(run_plan.seconds.values()):.1f} s a step: {times}", highlight=False
-        )
         shares = peak_shares(dense=dense, recomputed=run_plan.recomputed)
         percent = " and ".join(f"{share:.0%}" for share in sorted(set(shares)))
         compute = f"{percent} of {peaks.flops / 1e12:.0f} TFLOP/s"
         memory = f"{DECODING:.0%} of {peaks.bandwidth / 1e12:.1f} TB/s"
-        console.print(
-            f"(prompts and responses half as long as allowed; {compute}, {memory}, {LINK:.0%} of"
-            " the link)",
-            highlight=False,
-        )
+        assumed = f"{compute}, {memory}, {LINK:.0%} of the link"
+        yield f"(prompts and responses half as long as allowed; {assumed})"
 
 
 def amount(number: int) -> str:

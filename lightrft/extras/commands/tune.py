@@ -54,12 +54,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _search(options: Namespace, flags: list[str], config: Config) -> None:
     """Check everything at the door, then search, and show what was found."""
-    from lightrft.extras.tune.space import (
-        check_flags,
-        check_values,
-        lower_is_better,
-        read_parameters,
-    )
+    from lightrft.extras.tune import space
 
     command = options.command
     for name in ("trials", "seeds", "ranks", "parallel"):
@@ -69,13 +64,15 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
     if "RANK" in os.environ or max(started) > 1:
         raise ConfigError("start tune in one process: it starts its runs, with --ranks each")
 
-    check_flags(config)
-    metric = options.metric or _default_metric(config, command)
-    directions = {"minimize": options.minimize, "maximize": options.maximize}
-    minimize = lower_is_better(metric, command, **directions)
-    parameters = read_parameters(options.over, command)
+    space.check_flags(config)
+    sets = RunFacts(config, command).eval_sets
+    held_out = f"eval/{sets[0].name}".rstrip("/") if sets else "eval"
+    metric = options.metric or (f"{held_out}/reward" if command in PPO else "eval/loss")
+    own = (options.minimize, options.maximize)
+    minimize = space.lower_is_better(metric, command, *own)
+    parameters = space.read_parameters(options.over, command)
     flags = [*flags, *_evaluations(config, metric)]
-    check_values(parameters, flags, command, options.ranks)
+    space.check_values(parameters, flags, command, options.ranks)
     check_paths(config, command)
     budget = seconds_of(options.budget)
     if find_spec("optuna") is None:
@@ -87,10 +84,8 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
     from lightrft.extras.tune.trials import Launcher, visible_devices
 
     devices = visible_devices() if options.parallel > 1 else []
-    needed = options.parallel * options.ranks
-    if devices and needed > len(devices):
-        few = f"--ranks {options.ranks} needs {needed} devices, and {len(devices)} are visible"
-        raise ConfigError(f"--parallel {options.parallel} with {few}")
+    if devices and (needed := options.parallel * options.ranks) > len(devices):
+        raise ConfigError(f"--parallel times --ranks is {needed}, for {len(devices)} devices")
 
     written = {name: getattr(config, name) for name in sorted(config.written)}
     asked = {name: getattr(options, name) for name in ("command", "over", "ranks")}
@@ -114,17 +109,6 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
     findings.print()
     for path in findings.write():
         logger.info(f"written: {path}")
-
-
-def _default_metric(config: Config, command: str) -> str:
-    """Return the metric that decides if none is written."""
-    names = [each.name for each in RunFacts(config, command).eval_sets]
-    if command not in PPO:
-        return "eval/loss"
-    if len(names) > 1:
-        sets = ", ".join(f"eval/{name}/reward" for name in names)
-        raise ConfigError(f"--eval_data has several sets: say with --metric which decides: {sets}")
-    return f"eval/{names[0]}/reward" if names and names[0] else "eval/reward"
 
 
 def _evaluations(config: Config, metric: str) -> list[str]:

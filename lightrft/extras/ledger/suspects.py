@@ -146,17 +146,12 @@ def wrong_labels(records: Sequence[RowRecord]) -> Iterator[Suspect]:
         probabilities = [1 / (1 + exp(-max(min(odds + ratio, 50), -50))) for ratio in ratios]
         share = min(max(fmean(probabilities), 1e-3), 0.3)
 
-    for (record, answer, other, label, total), probability in zip(
-        counted, probabilities, strict=True
-    ):
+    judged = zip(counted, probabilities, strict=True)
+    for (record, answer, other, label, total), probability in judged:
         if probability >= LIKELY:
-            yield Suspect(
-                "wrong_label",
-                record,
-                f"{other} of {total} responses say {answer!r:.40}, and {label} say the label"
-                f" {', '.join(record.labels)!r:.40}",
-                probability,
-            )
+            named = f"{label} say the label {', '.join(record.labels)!r:.40}"
+            evidence = f"{other} of {total} responses say {answer!r:.40}, and {named}"
+            yield Suspect("wrong_label", record, evidence, probability)
 
 
 def _agreement(record: RowRecord) -> tuple[str, int, int, int] | None:
@@ -298,11 +293,8 @@ def dead(records: Sequence[RowRecord]) -> Iterator[Suspect]:
         draws = len(record.draws)
         if draws >= DRAWS_WITHOUT_SIGNAL and not any(draw.has_signal for draw in record.draws):
             kind = "too easy: all" if record.total("right") else "too hard: none"
-            yield Suspect(
-                "dead",
-                record,
-                f"{kind} of {record.total('responses')} responses in {draws} draws were right",
-            )
+            responses = f"{record.total('responses')} responses in {draws} draws"
+            yield Suspect("dead", record, f"{kind} of {responses} were right")
 
 
 def forgotten(records: Sequence[RowRecord]) -> Iterator[Suspect]:
@@ -310,14 +302,8 @@ def forgotten(records: Sequence[RowRecord]) -> Iterator[Suspect]:
     for record in records:
         last = record.draws[-1]
         best = max(record.draws, key=lambda draw: draw.right / draw.responses)
-        if (
-            last.right == 0
-            and last.responses >= ENOUGH_RESPONSES
-            and 2 * best.right >= best.responses
-        ):
-            yield Suspect(
-                "forgotten",
-                record,
-                f"{best.right} of {best.responses} responses were right in step {best.step}, none"
-                f" of {last.responses} in step {last.step}",
-            )
+        fails = last.right == 0 and last.responses >= ENOUGH_RESPONSES
+        if fails and 2 * best.right >= best.responses:
+            before = f"{best.right} of {best.responses} responses were right in step {best.step}"
+            now = f"none of {last.responses} in step {last.step}"
+            yield Suspect("forgotten", record, f"{before}, {now}")

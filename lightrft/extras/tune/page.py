@@ -14,7 +14,6 @@ from rich.table import Table
 from lightrft.app.cli import read_command_line
 from lightrft.app.observe.report import write_page
 from lightrft.app.observe.text import duration, percent, short
-from lightrft.config.sections import SECTIONS
 from lightrft.extras.tune.choice import Belief, beliefs
 from lightrft.extras.tune.search import Search
 from lightrft.extras.tune.space import as_flags
@@ -119,12 +118,7 @@ class Findings:
         own = [f"--save_path={file.with_suffix('')}", f"--seed={self.search.seed}"]
         flags = [*launcher.flags, *as_flags(trial.parameters), *own]
         config = read_command_line(flags, launcher.command)
-        sections = {name: getattr(config, name) for name in SECTIONS}
-        written = {
-            name: {field: getattr(section, field) for field in sorted(section.written)}
-            for name, section in sections.items()
-            if section.written
-        }
+        written = {name: getattr(config, name) for name in sorted(config.written)}
         value = short(fmean(trial.results))
         head = f"# Trial {trial.number} of lightrft tune, {self.metric} {value}:"
         run = f"#     lightrft {launcher.command} --config {file}"

@@ -18,6 +18,7 @@ from loguru import logger
 
 from lightrft.app.observe.text import short
 from lightrft.config.errors import ConfigError
+from lightrft.extras.tools.forecast import Interval
 from lightrft.extras.tune.space import as_flags
 from lightrft.extras.tune.trials import SHARES, Launcher, RunRecord, Trial
 
@@ -126,17 +127,14 @@ class Search:
         alive = [each for each in group if not each.reason]
         order = sorted(alive, key=lambda each: self.study.sign * each.values[rung - 1])
         least = 1 if self.num_seeds == 1 else 2
-        kept: list[Trial] = []
-        best = math.inf
-        for trial in order[: max(least, len(group) // GROUP)]:
-            record = RunRecord(self.folder_of(trial, self.seed))
-            end = record.forecast(self.launcher.metric, trial.steps[rung - 1], self.study.sign)
-            if len(kept) >= least and end is not None and end.high < best:
-                continue
-            if not kept:
-                best = -math.inf if end is None else end.low
-            kept.append(trial)
-        return kept
+        going = order[: max(least, len(group) // GROUP)]
+        ends = [self._forecast(each, rung) for each in going]
+        far = [place for place, end in enumerate(ends) if place < least or end.high >= ends[0].low]
+        return [going[place] for place in far]
+
+    def _forecast(self, trial: Trial, rung: int) -> Interval:
+        record = RunRecord(self.folder_of(trial, self.seed))
+        return record.forecast(self.launcher.metric, trial.steps[rung - 1], self.study.sign)
 
     def advance(self, jobs: Sequence[Job]) -> None:
         """Do the jobs, some side by side, until the budget is used up."""

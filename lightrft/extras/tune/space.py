@@ -1,7 +1,7 @@
 """The question of a search and its metric: read from the command line, and checked before any run."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any, get_origin
@@ -33,14 +33,6 @@ class Parameter:
     is_range: bool = False
     log: bool = False
     """True if values are drawn evenly over the logarithms of the range."""
-
-    @property
-    def choices(self) -> Sequence[Any]:
-        """All values; none for a range of fractions, which has too many."""
-        if not self.is_range:
-            return self.values
-        low, high = self.values
-        return range(low, high + 1) if isinstance(low, int) else ()
 
 
 def read_parameters(words: Sequence[str], command: str) -> list[Parameter]:
@@ -87,22 +79,15 @@ def _parameter(word: str, command: str) -> Parameter:
     return Parameter(name, values, is_range=True, log=bool(found["log"]))
 
 
-def combinations(parameters: Sequence[Parameter]) -> Iterator[dict[str, Any]]:
-    """Yield all combinations of the values; a range has two, its ends."""
-    for values in product(*(each.values for each in parameters)):
-        yield {each.name: value for each, value in zip(parameters, values, strict=True)}
-
-
 def as_flags(values: Mapping[str, Any]) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items()]
 
 
 def check_flags(config: Config) -> None:
     """Raise ConfigError with the options that are set, but have no place in a search."""
-    default = Config()
-    reasons = REFUSED["everywhere"].items()
-    changed = [each for each in reasons if getattr(config, each[0]) != getattr(default, each[0])]
-    refuse([f"--{name} in a search: {reason}" for name, reason in changed])
+    reasons = REFUSED["everywhere"]
+    changed = [name for name in reasons if getattr(config, name) != getattr(Config(), name)]
+    refuse([f"--{name} in a search: {reasons[name]}" for name in changed])
 
 
 def refusal(values: Mapping[str, Any], flags: Sequence[str], command: str, ranks: int) -> str:
@@ -117,8 +102,13 @@ def refusal(values: Mapping[str, Any], flags: Sequence[str], command: str, ranks
 def check_values(
     parameters: Sequence[Parameter], flags: Sequence[str], command: str, ranks: int
 ) -> None:
-    """Raise ConfigError with the message of the first combination that the configuration refuses."""
-    for values in islice(combinations(parameters), MOST_COMBINATIONS):
+    """Raise ConfigError with the message of the first combination that the configuration refuses.
+
+    Both ends of a range are tried.
+    """
+    names = [each.name for each in parameters]
+    for chosen in islice(product(*(each.values for each in parameters)), MOST_COMBINATIONS):
+        values = dict(zip(names, chosen, strict=True))
         if reason := refusal(values, flags, command, ranks):
             new = " ".join(as_flags(values))
             raise ConfigError(f"--over: a run with {new} is refused: {reason}")
@@ -129,9 +119,7 @@ def general_name(metric: str) -> str:
     return re.sub(r"_at_\d+$", "_at_N", re.sub(r"^eval/[^/]+/", "eval/", metric))
 
 
-def lower_is_better(
-    metric: str, command: str, *, minimize: bool = False, maximize: bool = False
-) -> bool:
+def lower_is_better(metric: str, command: str, minimize: bool, maximize: bool) -> bool:
     """Return the direction of a metric, which the user says for one of their own.
 
     Raise ConfigError for what the user has not said, or has said wrongly.

@@ -31,10 +31,9 @@ LOG = "tune.log"
 """File in the folder of a run with all that it has printed since it was last started."""
 LONGEST_REASON = 500
 """Number of characters of an error in the table."""
-OF_LAUNCHERS = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-)
+OF_LAUNCHERS = re.compile("(.+_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.+")
 """Environment variables that tell a process about the others of its own run."""
+UNKNOWN = Interval(-math.inf, math.nan, math.inf)
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -110,21 +109,19 @@ class RunRecord:
         values = [row[metric] for row in rows[first : index + 1]]
         return rows[index]["step"], math.nan if None in values else fmean(values)
 
-    def forecast(self, metric: str, until: int, sign: int) -> Interval | None:
-        """Forecast the end from the rows up to a step, higher being better; None if they are few.
+    def forecast(self, metric: str, until: int, sign: int) -> Interval:
+        """Forecast the end from the rows up to a step, higher being better; anything if they are few.
 
         Held-out rewards of a policy are few, so those of its rollouts stand for them. `sign` is 1 if
         a lower metric is better, else -1.
         """
-        stands = metric.startswith("eval/") and general_name(metric) in METRICS["train_ppo"]["higher"]
-        rewarded = stands and any("rollout/reward" in row for row in self.rows)
-        name = "rollout/reward" if rewarded else metric
-        rows = [row for row in self.rows if row["step"] <= until and row.get(name) is not None]
+        if metric.startswith("eval/") and general_name(metric) in METRICS["train_ppo"]["higher"]:
+            metric = "rollout/reward"
+        rows = [row for row in self.rows if row["step"] <= until and row.get(metric) is not None]
         if len(rows) < FORECAST_STEPS or self.total is None:
-            return None
-        factor = 1 if rewarded else -sign
+            return UNKNOWN
         last = round(len(rows) * self.total / rows[-1]["step"])
-        return Forecast([factor * row[name] for row in rows]).at(last)
+        return Forecast([-sign * row[metric] for row in rows]).at(last)
 
 
 @dataclass
@@ -202,8 +199,8 @@ class Launcher:
         kept = {name: text for name, text in os.environ.items() if not OF_LAUNCHERS.fullmatch(name)}
         if slot is None or not self.devices:
             return kept
-        first = slot * self.ranks
-        return kept | {DEVICES: ",".join(self.devices[first : first + self.ranks])}
+        own = self.devices[slot * self.ranks : (slot + 1) * self.ranks]
+        return kept | {DEVICES: ",".join(own)}
 
     def _reached(self, folder: Path, share: float) -> bool:
         described = read_object(folder / "run.json")

@@ -126,10 +126,8 @@ def _coloured(value: float, largest: float) -> str:
 
 
 def _gaps(diagnosis: Diagnosis, strategy: str) -> Table:
-    title = (
-        f"Log-probs of {diagnosis.engine} and trainer ({strategy}),"
-        f" {str(diagnosis.dtype).removeprefix('torch.')}"
-    )
+    width = str(diagnosis.dtype).removeprefix("torch.")
+    title = f"Log-probs of {diagnosis.engine} and trainer ({strategy}), {width}"
     table = _table(title, "Responses", "Tokens", "Mean gap", "Largest", "Mean of exp", "At")
 
     for name, gap in diagnosis.gaps.items():
@@ -150,10 +148,8 @@ def _outputs(diagnosis: Diagnosis) -> Table:
     outputs = diagnosis.outputs
     first = outputs.index(diagnosis.first) if diagnosis.first else len(outputs) - 1
     start = max(0, first - OUTPUTS_SHOWN // 2)
-    title = (
-        f"Parts of the model, {start + 1} to {min(start + OUTPUTS_SHOWN, len(outputs))} of"
-        f" {len(outputs)}"
-    )
+    end = min(start + OUTPUTS_SHOWN, len(outputs))
+    title = f"Parts of the model, {start + 1} to {end} of {len(outputs)}"
     table = _table(title, "Part", "Relative difference", "Explained by rounding")
 
     for gap in outputs[start : start + OUTPUTS_SHOWN]:
