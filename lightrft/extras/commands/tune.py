@@ -68,8 +68,7 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
     sets = RunFacts(config, command).eval_sets
     held_out = f"eval/{sets[0].name}".rstrip("/") if sets else "eval"
     metric = options.metric or (f"{held_out}/reward" if command in PPO else "eval/loss")
-    own = (options.minimize, options.maximize)
-    minimize = space.lower_is_better(metric, command, *own)
+    minimize = space.lower_is_better(metric, command, options.minimize, options.maximize)
     parameters = space.read_parameters(options.over, command)
     flags = [*flags, *_evaluations(config, metric)]
     space.check_values(parameters, flags, command, options.ranks)
@@ -120,17 +119,15 @@ def _evaluations(config: Config, metric: str) -> list[str]:
         return []
     if not config.data.eval_data:
         raise ConfigError(f"--metric {metric} needs held-out data: add --eval_data FILE")
-    given = train.eval_steps > 0
-    if train.max_steps is None:
-        if given:
-            return []
+    if train.max_steps is not None:
+        first = math.ceil(train.max_steps * SHARES[0])
+        if train.eval_steps > 2 * first:
+            late = f"trials are first compared after a ninth of --max_steps, so write {first}"
+            raise ConfigError(f"--eval_steps {train.eval_steps}: {late} or leave it out")
+        return [] if train.eval_steps > 0 else [f"--eval_steps={first}"]
+    if train.eval_steps < 1:
         raise ConfigError(f"--metric {metric} needs evaluations: add --eval_steps or --max_steps")
-
-    first = math.ceil(train.max_steps * SHARES[0])
-    if train.eval_steps > 2 * first:
-        late = f"trials are first compared after a ninth of --max_steps, so write {first}"
-        raise ConfigError(f"--eval_steps {train.eval_steps}: {late} or leave it out")
-    return [] if given else [f"--eval_steps={first}"]
+    return []
 
 
 def seconds_of(text: str) -> float:

@@ -278,22 +278,17 @@ def explanation(result: Replay, number: int) -> Iterator[str]:
     sample = result.samples[number]
     group = [each for each in result.samples if each.group == sample.group]
     rewards = torch.tensor([each.reward for each in group], dtype=torch.float64)
-    yield (
-        f"sample {number}: group {sample.group}, row {sample.prompt.index} of the data,"
-        f" {len(sample.token_ids)} tokens, ended by {sample.finish_reason}"
-    )
+    place = f"group {sample.group}, row {sample.prompt.index} of the data"
+    length = f"{len(sample.token_ids)} tokens, ended by {sample.finish_reason}"
+    yield f"sample {number}: {place}, {length}"
     yield f"  prompt     {sample.prompt.text!r:.200}"
     yield f"  response   {sample.text!r:.200}"
-    components = "".join(
-        f", {name} {value:.6g}" for name, value in sample.reward_components.items()
-    )
-    yield f"  reward     {sample.reward:.6g}{components}" + (
-        ", not learned" if sample.masked else ""
-    )
-    yield (
-        f"  group      {len(group)} rewards, mean {rewards.mean():.6g}, standard deviation"
-        f" {rewards.std(correction=0):.6g}"
-    )
+    parts = sample.reward_components.items()
+    components = "".join(f", {name} {value:.6g}" for name, value in parts)
+    masked = ", not learned" if sample.masked else ""
+    yield f"  reward     {sample.reward:.6g}{components}{masked}"
+    spread = f"mean {rewards.mean():.6g}, standard deviation {rewards.std(correction=0):.6g}"
+    yield f"  group      {len(group)} rewards, {spread}"
 
     experience = result.experience
     if experience is None:

@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.config import sections
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import ConfigError, refuse
 from lightrft.config.facts import EXPERT_FAMILIES
 from lightrft.config.references import reward_model_terms, teacher_terms
 from lightrft.config.summary import nodes_to_replicate, summary
@@ -467,16 +467,12 @@ class Planner:
         prompts = self.config.rollout.rollout_batch_size
 
         if rows < self.replicas:
-            hints.append(
-                f"--train_batch_size {rows} gives work to {rows} of {self.replicas} replicas of"
-                " data: raise it, or use fewer ranks"
-            )
+            few = f"{rows} of {self.replicas} replicas of data: raise it, or use fewer ranks"
+            hints.append(f"--train_batch_size {rows} gives work to {few}")
 
         if self.generates and prompts < self.engines:
-            hints.append(
-                f"--rollout_batch_size {prompts} gives prompts to {prompts} of {self.engines}"
-                " engines: raise it, or --engine_tp_size, or use fewer ranks"
-            )
+            few = f"--rollout_batch_size {prompts} gives prompts to {prompts} of {self.engines}"
+            hints.append(f"{few} engines: raise it, or --engine_tp_size, or use fewer ranks")
 
         return hints
 
@@ -650,14 +646,9 @@ def plan_of(
 
     shape = model_config(config.model.pretrain, model_file)
     tp = config.strategy.tp_size
-    if problems := model_problems(shape, tp) if tp > 1 else []:
-        raise ConfigError(
-            "this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems)
-        )
-
-    unplanned = (
-        f"--pretrain {config.model.pretrain}: models of type {shape.model_type} cannot be planned"
-    )
+    refuse(model_problems(shape, tp) if tp > 1 else [])
+    family = f"models of type {shape.model_type} cannot be planned"
+    unplanned = f"--pretrain {config.model.pretrain}: {family}"
     if type(shape) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{unplanned}, only those of text")
 
