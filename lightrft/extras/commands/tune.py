@@ -65,12 +65,10 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
         raise ConfigError("start tune in one process: it starts its runs, with --ranks each")
 
     space.check_flags(config)
-    sets = RunFacts(config, command).eval_sets
-    held_out = f"eval/{sets[0].name}".rstrip("/") if sets else "eval"
-    metric = options.metric or (f"{held_out}/reward" if command in PPO else "eval/loss")
+    metric = options.metric or default_metric(config, command)
     minimize = space.lower_is_better(metric, command, options.minimize, options.maximize)
     parameters = space.read_parameters(options.over, command)
-    flags = [*flags, *_evaluations(config, metric)]
+    flags = [*flags, *evaluations(config, metric)]
     space.check_values(parameters, flags, command, options.ranks)
     check_paths(config, command)
     budget = seconds_of(options.budget)
@@ -110,7 +108,14 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
         logger.info(f"written: {path}")
 
 
-def _evaluations(config: Config, metric: str) -> list[str]:
+def default_metric(config: Config, command: str) -> str:
+    """Return the metric that decides if none is written: of the first set of --eval_data."""
+    sets = RunFacts(config, command).eval_sets
+    held_out = f"eval/{sets[0].name}".rstrip("/") if sets else "eval"
+    return f"{held_out}/reward" if command in PPO else "eval/loss"
+
+
+def evaluations(config: Config, metric: str) -> list[str]:
     """Return the flags that measure held-out data where trials are compared."""
     from lightrft.extras.tune.trials import SHARES
 

@@ -97,9 +97,9 @@ class RunRecord:
         last = self.rows[-1]["step"] if self.rows else 0
         if not rows and (self.finished or last >= 2 * share * self.total):
             names = ", ".join(sorted({name for row in self.rows for name in row}))
-            fits = f"write another name, or --eval_steps {math.ceil(share * self.total)}"
-            logged = f"none until step {last} of {self.total}, but {names}: {fits}"
-            raise ConfigError(f"--metric {metric}: the run logs no such metric, {logged}")
+            late = f"not logged until step {last} of {self.total}, but {names}"
+            fits = f"--eval_steps {math.ceil(share * self.total)}"
+            raise ConfigError(f"--metric {metric}: {late}; choose one of these, or add {fits}")
         places = [i for i, row in enumerate(rows) if row["step"] >= share * self.total]
         if not places and not self.finished:
             return None
@@ -115,7 +115,8 @@ class RunRecord:
         Held-out rewards of a policy are few, so those of its rollouts stand for them. `sign` is 1 if
         a lower metric is better, else -1.
         """
-        if metric.startswith("eval/") and general_name(metric) in METRICS["train_ppo"]["higher"]:
+        is_reward = general_name(metric) in METRICS["train_ppo"]["higher"]
+        if is_reward and any("rollout/reward" in row for row in self.rows):
             metric = "rollout/reward"
         rows = [row for row in self.rows if row["step"] <= until and row.get(metric) is not None]
         if len(rows) < FORECAST_STEPS or self.total is None:

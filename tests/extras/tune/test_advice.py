@@ -8,15 +8,22 @@ from lightrft.config import Config
 from lightrft.extras.tune.advice import advice
 
 
+def value(values: float | list[float], step: int) -> float:
+    return values[step] if isinstance(values, list) else values
+
+
 def advised(tmp_path, command: str, model: dict | None = None, noise: dict | None = None, **values):
     folder = tmp_path / "model"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     (folder / "config.json").write_text(json.dumps(model or {"model_type": "mine"}))
     run = tmp_path / "run"
     run.mkdir(exist_ok=True)
     rows = [
-        {"step": step, **{f"noise/{name}": value for name, value in (noise or {}).items()}}
-        for step in (1, 2)
+        {
+            "step": step,
+            **{f"noise/{name}": value(each, step) for name, each in (noise or {}).items()},
+        }
+        for step in range(3)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return list(advice(Config.of(pretrain=str(folder), save_path=str(run), **values), command))
@@ -49,18 +56,38 @@ def test_the_rule_for_the_hidden_size_is_of_the_family(tmp_path):
     assert lines[1].startswith(f"--learning_rate {rate:.2g}: 5e-05 x (2000 / 4096)^0.781, times 10")
     assert lines[3] == f"    --over learning_rate={rate / 10**0.5:.1e}..{rate * 10**0.5:.1e}:log"
     # it was measured for supervised fine-tuning, and not for other models
-    assert len(advised(tmp_path, "train_ppo", llama)) == len(lines) - 1
-    assert (
-        len(advised(tmp_path, "train_sft", {"model_type": "mine", "hidden_size": 64}))
-        == len(lines) - 1
-    )
+    assert len(lines) == 4
+    other = {"model_type": "mine", "hidden_size": 64}
+    assert len(advised(tmp_path, "train_sft", other)) == 3
+    # the folder may have the name of another family
+    qwen = {"model_type": "qwen3", "hidden_size": 4096}
+    lines = advised(tmp_path / "llama-factory", "train_sft", qwen)
+    assert "(2000 / 4096)^0.0775" in lines[1]
+    assert "^" not in "".join(advised(tmp_path, "train_ppo", llama))
 
 
 def test_the_batch_is_the_measured_noise_scale(tmp_path):
-    noise = {"scale": 300.0, "prompts": 100.0, "samples": 200.0}
+    noise = {"scale": 300.0, "prompts": 100.0, "samples": 200.0, "signal_to_noise": 0.2}
     batch, division = advised(tmp_path, "train_ppo", noise=noise)[-2:]
 
     assert batch.startswith("--train_batch_size 256: the noise scale was 300 samples.")
     assert division.startswith("--n_samples_per_prompt: a prompt adds 100 to the noise")
     assert "beyond 2 samples of a prompt" in division
     assert "--measure_noise 10" in advised(tmp_path, "train_ppo")[-1]
+    for command in ("train_sft", "train_dpo"):  # which do not measure it
+        assert "measure_noise" not in "".join(advised(tmp_path, command, noise=noise))
+
+
+def test_a_noise_without_a_signal_is_no_batch(tmp_path):
+    assert "saw no signal" in advised(tmp_path, "train_ppo", noise={"signal_to_noise": 0.0})[-1]
+
+
+def test_one_odd_measurement_does_not_move_the_batch(tmp_path):
+    assert (
+        "was 300 samples"
+        in advised(
+            tmp_path,
+            "train_ppo",
+            noise={"scale": [300.0, 280.0, 9e9], "signal_to_noise": [1, 1, 0]},
+        )[-1]
+    )

@@ -44,3 +44,7 @@ def test_a_repeated_result_lends_its_noise_to_one_that_is_not():
     one, other = beliefs([[0.79, 0.81], [0.75]], minimize=False)
 
     assert other.high - other.low == pytest.approx(math.sqrt(2) * (one.high - one.low), rel=0.02)
+
+
+def test_equal_results_of_all_seeds_say_nothing_about_the_noise():
+    assert beliefs([[1.0, 1.0], [0.5, 0.5]], minimize=False) is None
