@@ -1,7 +1,6 @@
 """What a search has found: a table in the terminal, best.yaml, and the page tune.html."""
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -101,7 +100,8 @@ class Findings:
             rows = RunRecord(self.search.folder_of(trial, self.search.seed)).rows
             points = {row["step"]: row[self.metric] for row in rows if self.metric in row}
             curve = {"steps": [*points], "values": [*points.values()]}
-            trials.append(asdict(trial) | {"result": fmean(trial.results), "curve": curve})
+            drawn = {"number": trial.number, "parameters": trial.parameters, "curve": curve}
+            trials.append(drawn | {"result": fmean(trial.results)})
         return {
             "metric": self.metric,
             "lower": self.search.study.sign > 0,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ optuna = pytest.importorskip("optuna")
 
 from lightrft.app.observe.sinks import read_rows  # noqa: E402
 from lightrft.config.errors import ConfigError  # noqa: E402
+from lightrft.extras.commands import tune  # noqa: E402
 from lightrft.extras.tune.optuna import Study  # noqa: E402
 from lightrft.extras.tune.page import Findings  # noqa: E402
 from lightrft.extras.tune.search import Search  # noqa: E402
@@ -176,6 +178,7 @@ def test_seeds_repeat_two_finalists_at_least(tmp_path):
     assert search.folder_of(ranked[1], 9).name == f"trial_{ranked[1].number:03d}_seed_9"
     assert search.folder_of(ranked[1], 9).is_dir()
     assert "best of 2 finalists with a probability of" in findings.certainty
+    assert all(path.exists() for path in findings.write())
 
 
 def test_a_trial_that_its_forecast_rules_out_ends_early(tmp_path):
@@ -460,3 +463,29 @@ def test_one_finalist_is_not_compared(tmp_path):
     search.run()
 
     assert "the only one at the end" in Findings(search).certainty
+
+
+def test_the_question_has_the_content_of_the_file_but_not_how_long_to_search(
+    tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "mine.yaml"
+    file.write_text("pretrain: some/model\nprompt_data: some/data\nl2: 0.1\n")
+    over = ["--over", "learning_rate=1e-5..1e-3:log", "--metric=rollout/reward"]
+    words = [str(file), *over, f"--out={tmp_path / 'tune'}"]
+    monkeypatch.setattr(tune, "check_paths", lambda *arguments: None)
+    monkeypatch.setattr(Search, "run", lambda search: search.study.save(1.0))
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        tune.main(words)
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        tune.main([*words, "--seeds=2", "--trials=20", "--budget=1h"])
+        file.write_text(file.read_text().replace("0.1", "0.2"))
+        with pytest.raises(SystemExit):
+            tune.main(words)
+        assert "another configuration" in capsys.readouterr().err
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
