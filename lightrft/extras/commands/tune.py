@@ -84,7 +84,7 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
     if devices and (needed := options.parallel * options.ranks) > len(devices):
         raise ConfigError(f"--parallel times --ranks is {needed}, for {len(devices)} devices")
 
-    written = {name: getattr(config, name) for name in sorted(config.written)}
+    written = space.written_values(config)
     asked = {name: getattr(options, name) for name in ("command", "over", "ranks")}
     question = asked | {"configuration": written, "metric": metric, "direction": minimize}
     seed = config.train.seed

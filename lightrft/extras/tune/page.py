@@ -15,7 +15,7 @@ from lightrft.app.observe.report import write_page
 from lightrft.app.observe.text import duration, percent, short
 from lightrft.extras.tune.choice import Belief, beliefs
 from lightrft.extras.tune.search import Search
-from lightrft.extras.tune.space import as_flags
+from lightrft.extras.tune.space import as_flags, written_values
 from lightrft.extras.tune.trials import RunRecord, Trial
 
 PLAIN_WIDTH = 130
@@ -102,6 +102,7 @@ class Findings:
             curve = {"steps": [*points], "values": [*points.values()]}
             drawn = {"number": trial.number, "parameters": trial.parameters, "curve": curve}
             trials.append(drawn | {"result": fmean(trial.results)})
+
         return {
             "metric": self.metric,
             "lower": self.search.study.sign > 0,
@@ -118,8 +119,7 @@ class Findings:
         own = [f"--save_path={file.with_suffix('')}", f"--seed={self.search.seed}"]
         flags = [*launcher.flags, *as_flags(trial.parameters), *own]
         config = read_command_line(flags, launcher.command)
-        written = {name: getattr(config, name) for name in sorted(config.written)}
         value = short(fmean(trial.results))
         head = f"# Trial {trial.number} of lightrft tune, {self.metric} {value}:"
         run = f"#     lightrft {launcher.command} --config {file}"
-        return f"{head}\n{run}\n{yaml.safe_dump(written, sort_keys=False)}"
+        return f"{head}\n{run}\n{yaml.safe_dump(written_values(config))}"

@@ -9,15 +9,15 @@ from typing import Any, get_origin
 from lightrft.app.cli import read_command_line
 from lightrft.config.errors import ConfigError, refuse
 from lightrft.config.resolve import resolve
-from lightrft.config.sections import Config, aliases, field_types, fields_read
+from lightrft.config.sections import Config, aliases, field_types, fields_read, section_of_field
 from lightrft.config.tables import table
 from lightrft.config.values import nearest, typed_value
 
 LOW_AND_HIGH = re.compile(r"(?P<low>[^:,]+)\.\.(?P<high>[^:,]+?)(?P<log>:log)?")
 OVER_FORMS = "NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=ONE,OTHER"
-REFUSED: dict[str, dict[str, str]] = table("extras/tune/refused")
+OUT_OF_PLACE: dict[str, dict[str, str]] = table("extras/tune/refused")
 """Where an option is refused -> its name -> the reason."""
-METRICS: dict[str, dict[str, list[str]]] = table("extras/tune/metrics")
+DIRECTIONS: dict[str, dict[str, list[str]]] = table("extras/tune/metrics")
 """Command -> direction -> the metrics that are better in it."""
 MOST_COMBINATIONS = 64
 """Number of combinations that are checked before the first run."""
@@ -54,7 +54,7 @@ def _parameter(word: str, command: str) -> Parameter:
     known = fields_read(command)
     if name not in known:
         raise ConfigError(f"--over {name}: {command} has no such option{nearest(name, known)}")
-    if reason := (REFUSED["everywhere"] | REFUSED["over"]).get(name):
+    if reason := (OUT_OF_PLACE["everywhere"] | OUT_OF_PLACE["over"]).get(name):
         raise ConfigError(f"--over {name}: {reason}")
 
     kind = field_types()[name]
@@ -85,9 +85,15 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
 
 def check_flags(config: Config) -> None:
     """Raise ConfigError with the options that are set, but have no place in a search."""
-    reasons = REFUSED["everywhere"]
+    reasons = OUT_OF_PLACE["everywhere"]
     changed = [name for name in reasons if getattr(config, name) != getattr(Config(), name)]
     refuse([f"--{name} in a search: {reasons[name]}" for name in changed])
+
+
+def written_values(config: Config) -> dict[str, Any]:
+    """Return the values that are set in flags and files, by flat names."""
+    owners = section_of_field()
+    return {name: getattr(getattr(config, owners[name]), name) for name in sorted(config.written)}
 
 
 def refusal(values: Mapping[str, Any], flags: Sequence[str], command: str, ranks: int) -> str:
@@ -124,7 +130,7 @@ def lower_is_better(metric: str, command: str, minimize: bool, maximize: bool) -
 
     Raise ConfigError for what the user has not said, or has said wrongly.
     """
-    metrics = METRICS[command]
+    metrics = DIRECTIONS[command]
     for direction, names in metrics.items():
         if general_name(metric) in names:
             if minimize if direction == "higher" else maximize:

@@ -19,7 +19,7 @@ from lightrft.app.observe.sinks import read_ends, read_rows
 from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.values import read_object
 from lightrft.extras.tools.forecast import FORECAST_STEPS, Forecast, Interval
-from lightrft.extras.tune.space import METRICS, general_name, refusal
+from lightrft.extras.tune.space import DIRECTIONS, general_name, refusal
 
 SHARES = (1 / 9, 1 / 3, 1.0)
 """Trials are compared after these shares of their steps."""
@@ -33,8 +33,8 @@ LONGEST_REASON = 500
 """Number of characters of an error in the table."""
 OF_LAUNCHERS = re.compile("(.+_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.+")
 """Environment variables that tell a process about the others of its own run."""
-UNKNOWN = Interval(-math.inf, math.nan, math.inf)
-DEVICES = "CUDA_VISIBLE_DEVICES"
+ANYTHING = Interval(-math.inf, math.nan, math.inf)
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
@@ -115,12 +115,12 @@ class RunRecord:
         Held-out rewards of a policy are few, so those of its rollouts stand for them. `sign` is 1 if
         a lower metric is better, else -1.
         """
-        is_reward = general_name(metric) in METRICS["train_ppo"]["higher"]
+        is_reward = general_name(metric) in DIRECTIONS["train_ppo"]["higher"]
         if is_reward and any("rollout/reward" in row for row in self.rows):
             metric = "rollout/reward"
         rows = [row for row in self.rows if row["step"] <= until and row.get(metric) is not None]
         if len(rows) < FORECAST_STEPS or self.total is None:
-            return UNKNOWN
+            return ANYTHING
         last = round(len(rows) * self.total / rows[-1]["step"])
         return Forecast([-sign * row[metric] for row in rows]).at(last)
 
@@ -201,7 +201,7 @@ class Launcher:
         if slot is None or not self.devices:
             return kept
         own = self.devices[slot * self.ranks : (slot + 1) * self.ranks]
-        return kept | {DEVICES: ",".join(own)}
+        return kept | {VISIBLE_DEVICES: ",".join(own)}
 
     def _reached(self, folder: Path, share: float) -> bool:
         described = read_object(folder / "run.json")
@@ -226,5 +226,5 @@ def visible_devices() -> list[str]:
     import torch
 
     count = torch.cuda.device_count()
-    given = os.environ.get(DEVICES)
+    given = os.environ.get(VISIBLE_DEVICES)
     return [*(map(str, range(count)) if given is None else given.split(","))][:count]

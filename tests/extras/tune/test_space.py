@@ -10,7 +10,7 @@ from lightrft.config.sections import TRAINING, Config, field_types
 from lightrft.config.tables import table
 from lightrft.extras.commands.tune import default_metric, evaluations, main, seconds_of
 from lightrft.extras.tune.space import (
-    REFUSED,
+    OUT_OF_PLACE,
     Parameter,
     as_flags,
     check_flags,
@@ -98,7 +98,7 @@ def test_flags_have_the_values():
 OTHER_THAN_DEFAULT = {"at": 3, "load_checkpoint": True, "overwrite": True, "dry_run": True}
 
 
-@pytest.mark.parametrize("name", REFUSED["everywhere"])
+@pytest.mark.parametrize("name", OUT_OF_PLACE["everywhere"])
 def test_what_has_no_place_in_a_search_is_refused_with_its_reason(name):
     config = Config.of(**{name: OTHER_THAN_DEFAULT.get(name, "some/place")})
 
@@ -113,7 +113,7 @@ def test_a_configuration_that_a_run_has_written_can_be_searched(tmp_path):
 
 
 def test_all_options_that_are_refused_exist():
-    assert {name for names in REFUSED.values() for name in names} <= field_types().keys()
+    assert {name for names in OUT_OF_PLACE.values() for name in names} <= field_types().keys()
 
 
 def test_the_direction_of_a_metric_is_known():
