@@ -109,9 +109,8 @@ def _host_memory() -> Check:
 
 
 def _disk(folder: Path) -> Check:
-    existing = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-    )
+    around = (folder.absolute(), *folder.absolute().parents)
+    existing = next(path for path in around if path.exists())
     free = shutil.disk_usage(existing).free
     found = f"{free / GB:.0f} GB free in {existing}"
     return Check("disk", found, PROBLEMS["disk"] if free < 20 * GB else "")

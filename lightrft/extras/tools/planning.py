@@ -149,9 +149,8 @@ class Planner:
             plan.seconds = self.seconds(plan.cache_tokens)
             if self.config.strategy.offload_idle:
                 # Out and back around log-probs, and once more around training.
-                moved = (
-                    4 * (step.parameters + step.optimizer) * min(self.ranks, self.ranks_per_node)
-                )
+                of_node = min(self.ranks, self.ranks_per_node)
+                moved = 4 * (step.parameters + step.optimizer) * of_node
                 plan.seconds["offload"] = moved / HOST_LINK
         plan.advice = self.advice(plan)
 
@@ -349,10 +348,8 @@ class Planner:
     def cache_tokens(self) -> float:
         engine = self.config.engine
         share = engine.engine_mem_util * self.device.memory * engine.engine_tp_size
-        weights = self.engine_weights()
-        return max(share - weights - ENGINE_OVERHEAD * engine.engine_tp_size, 0.0) / kv_bytes(
-            self.shape, self.width
-        )
+        used = self.engine_weights() + ENGINE_OVERHEAD * engine.engine_tp_size
+        return max(share - used, 0.0) / kv_bytes(self.shape, self.width)
 
     def seconds(self, cache_tokens: float) -> dict[str, float]:
         config = self.config
@@ -617,9 +614,8 @@ class Planner:
         # A cache that does not hold one full sequence would stop the engine.
         enough_cache = "generate" not in phases or other.cache_tokens() >= longest
 
-        return enough_cache and all(
-            sum(amounts.values()) <= self.capacity for amounts in phases.values()
-        )
+        fits = all(sum(amounts.values()) <= self.capacity for amounts in phases.values())
+        return enough_cache and fits
 
 
 def plan_of(
@@ -654,8 +650,7 @@ def plan_of(
 
     planner = Planner(config, command, ranks, DEVICES[device], ranks_per_node, shape)
     if planner.active < planner.parameters and not config.model.bf16:
-        raise ConfigError(
-            f"{unplanned} without --bf16: torch has no shapes of their experts' products in float32"
-        )
+        missing = "torch has no shapes of their experts' products in float32"
+        raise ConfigError(f"{unplanned} without --bf16: {missing}")
 
     return planner.plan()

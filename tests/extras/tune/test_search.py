@@ -489,3 +489,16 @@ def test_the_question_has_the_content_of_the_file_but_not_how_long_to_search(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_the_next_best_takes_the_place_of_one_that_fails_later(tmp_path):
+    def breaking(rate, step, seed):
+        return math.nan if rate == 0.3 and step > 20 else rising(rate, step, seed)
+
+    search = search_of(tmp_path, CurveLauncher(breaking), over="learning_rate=0.1,0.2,0.3")
+    ranked = search.run()
+
+    assert [(each.parameters["learning_rate"], each.whole) for each in ranked] == [
+        (0.2, True),
+        (0.1, False),
+    ]
