@@ -100,8 +100,8 @@ class Study:
         """Write study.db, which Optuna's own tools read."""
         file = self.folder / "study.db"
         file.unlink(missing_ok=True)
-        named = {"study_name": "tune", "storage": f"sqlite:///{file}"}
-        study = optuna.create_study(direction=self.direction, **named)
+        storage = f"sqlite:///{file}"
+        study = optuna.create_study(storage=storage, study_name="tune", direction=self.direction)
         for trial in self.trials:
             ended = TrialState.PRUNED if trial.values else TrialState.WAITING
             state = TrialState.COMPLETE if trial.whole else ended

@@ -225,6 +225,6 @@ def visible_devices() -> list[str]:
     """Return the accelerators as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
     import torch
 
-    count = torch.cuda.device_count()
+    count = torch.accelerator.device_count()
     given = os.environ.get(VISIBLE_DEVICES)
     return [*(map(str, range(count)) if given is None else given.split(","))][:count]

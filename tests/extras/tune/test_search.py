@@ -409,7 +409,7 @@ def test_devices_are_those_that_the_user_lets_it_see(given, count, devices, monk
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: count)
 
     assert visible_devices() == devices
 
