@@ -58,8 +58,8 @@ from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
 from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.runner import RewardRunner
-from lightrft.strategy.checkpoint.manager import OptionalItems
 from lightrft.strategy.checkpoint.final_model import with_merged_pretrain, with_model_of_run
+from lightrft.strategy.checkpoint.manager import OptionalItems
 from lightrft.strategy.strategy import StrategyBase
 
 SCHEDULER_INPUTS = ("sampler", "rewards", "prompts")

@@ -161,7 +161,6 @@ class WatchedRollout(JudgedRollout):
         return [sample for group in groups for sample in group.samples]
 
 
-
 def watch_of(
     config: Config,
     strategy: StrategyBase,

@@ -10,7 +10,7 @@ from torch import nn
 from lightrft.core.metrics import Metrics
 from lightrft.extras.noise.components import noise_of, normal_equations
 from lightrft.extras.noise.meter import NoiseMeter, random_parts
-from lightrft.extras.noise.sketch import SKETCHED_AT_ONCE, COUNTERS, Sketcher, num_blocks
+from lightrft.extras.noise.sketch import COUNTERS, SKETCHED_AT_ONCE, Sketcher, num_blocks
 from lightrft.models.parallel.collectives import Axis
 from runs import PPO, prepare, repeatable, train
 
