@@ -41,6 +41,8 @@ class Findings:
         """How sure the choice is, in a sentence."""
         if not self.ranked:
             return "No trial has a value."
+        if len({each.values[0] for each in self.ranked}) == 1 < len(self.ranked):
+            return f"All trials have the same {self.metric}, so look whether they learn at all."
         best = f"Trial {self.ranked[0].number}"
         if not self.num_finalists:
             return f"{best} leads, but none has come to the end: a larger --budget continues."
@@ -64,7 +66,7 @@ class Findings:
             value = short(fmean(trial.results)) if trial.results else ""
             values = [*map(str, trial.parameters.values()), value, known, str(len(trial.results))]
             price = [f"{trial.tokens:,}", duration(trial.seconds)]
-            end = f"ended at step {trial.steps[-1]}" if trial.steps else "not begun"
+            end = f"until step {trial.steps[-1]}" if trial.steps else "not begun"
             if trial.whole:
                 end = "whole"
             rows.append([str(trial.number), *values, *price, trial.reason or end])

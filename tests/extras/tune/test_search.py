@@ -445,6 +445,7 @@ def test_rewards_of_rollouts_stand_for_held_out_rewards_alone(tmp_path):
         (2, lambda rate, step, seed: rising(rate, step, 7), "seeds make no difference"),
         (2, rising, "best of 2 finalists with a probability"),
         (1, rising, "best of one run each: --seeds 2"),
+        (1, lambda rate, step, seed: 0.0, "All trials have the same rollout/reward"),
     ],
 )
 def test_only_what_is_known_is_said(seeds, curve, said, tmp_path):
