@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from lightrft.extras.ledger.records import RowRecord
 
-LIKELY = 0.7
+LIKELY = 0.8
 """Probability of a wrong label from which a row is a suspect."""
 ENOUGH_RESPONSES = 4
 LEAST_AGREEMENT = 0.25
