@@ -257,7 +257,8 @@ def _margin(preference: PreferenceSection, row: dict[str, Any]) -> float:
         return 0.0
 
     margin = column(row, preference.margin_key, "margin_key")
-    if type(margin) not in (int, float) or not abs(margin) < float("inf"):
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not is_number or not abs(margin) < float("inf"):
         raise ValueError(
             f"{preference.margin_key!r} (--margin_key) must be a finite number, not {margin!r}"
         )

@@ -12,27 +12,18 @@ right and a wrong answer. Data of a hub are not read. The exit code is 2 if some
 import sys
 from collections.abc import Callable
 
-from lightrft.app.cli import command_parser, read_command_line
-from lightrft.app.run.logs import set_up_logging
-from lightrft.config.command_line import answer_word
+from lightrft.app.cli import command_parser, read_arguments, read_command_line
 from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.references import JUDGE, SERVER, reward_terms
-from lightrft.config.sections import TRAINING, Config, fields_read
+from lightrft.config.sections import Config, fields_read
 
 TRIED_ROWS = 8
 
 
 def main(argv: list[str] | None = None) -> None:
-    answer_word(argv, "train_ppo")
     usage = "lightrft check [COMMAND] [CONFIG.yaml] [flags]"
     parser = command_parser("check", __doc__, usage=usage, allow_abbrev=False)
-    options, flags = parser.parse_known_args(argv)
-    if flags and flags[0] in TRAINING:
-        options.command = flags.pop(0)
-    if flags and not flags[0].startswith("-"):
-        flags.insert(0, "--config")
-
-    set_up_logging()
+    options, flags = read_arguments(parser, argv)
     try:
         config = read_command_line(flags, options.command)
     except ConfigError as error:

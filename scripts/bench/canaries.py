@@ -20,7 +20,7 @@ import numpy as np
 
 from lightrft.app.observe.sinks import read_rows
 from lightrft.extras.canaries.evidence import Evidence
-from scripts.bench.harness import write_measured
+from scripts.bench.harness import parser_of, write_measured
 
 REWARDS = '''
 def at_least(samples, label, **columns):
@@ -87,6 +87,11 @@ RECIPE = """--engine_type hf --prompt_max_len 8 --generate_max_len 4 --rollout_b
     --learning_rate 4e-4 --loss_agg_mode token-mean --temperature 1.2 --report_to jsonl --overwrite
     --reward_workers 0 --canaries 0.1 --eval_steps 0"""
 ALPHA = 0.01
+FLAGS = {
+    "--seeds": (5, "runs of each gamed reward"),
+    "--honest": (14, "honest runs of each recipe"),
+    "--steps": 60,
+}
 
 
 def main() -> None:
@@ -210,14 +215,9 @@ def interval(count: int, total: int) -> tuple[float, float]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, FLAGS)
     parser.add_argument("quickstart", type=Path, help="folder of the quick start")
     parser.add_argument("--out", type=Path, default=Path("runs/canaries"))
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each gamed reward")
-    parser.add_argument("--honest", type=int, default=14, help="honest runs of each recipe")
-    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--write", action="store_true", help="write the tables into the page")
     return parser.parse_args()
 

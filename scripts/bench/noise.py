@@ -28,16 +28,23 @@ from lightrft.extras.noise.components import noise_of, normal_equations
 from lightrft.extras.noise.meter import MEMORY, NoiseMeter, random_parts
 from lightrft.extras.noise.sketch import COUNTERS, Sketcher, num_blocks
 from lightrft.strategy import get_strategy
-from scripts.bench.harness import write_measured
+from scripts.bench.harness import parser_of, write_measured
 
 SAMPLES = 8
+FLAGS = {
+    "--pool": (128, "prompts with exact gradients"),
+    "--prompts": (32, "prompts of a batch"),
+    "--batches": 200,
+    "--tokens": (2048, "of a micro-batch that is timed"),
+    "--turns": 9,
+}
 RECIPE = f"""--engine_type hf --prompt_max_len 8 --generate_max_len 4 --n_samples_per_prompt {SAMPLES}
     --lr_scheduler constant --init_kl_coef 0 --learning_rate 4e-4 --loss_agg_mode token-mean
     --report_to jsonl --overwrite --reward exact_match --reward_workers 0 --eval_steps 0"""
 
 
-def main() -> None:
-    options = arguments()
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
     text = "\n".join([*accuracy(options), "", cost(options)])
     print(text)
     if options.write:
@@ -182,19 +189,12 @@ def processor() -> str:
     return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(__doc__, FLAGS)
     parser.add_argument("quickstart", type=Path, help="folder of the quick start")
     parser.add_argument("--out", type=Path, default=Path("runs/noise"))
-    parser.add_argument("--pool", type=int, default=128, help="prompts with exact gradients")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts of a batch")
-    parser.add_argument("--batches", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch that is timed")
-    parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--write", action="store_true", help="write the lines into the page")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from typing import Any  # noqa: E402
 from loguru import logger  # noqa: E402
 
 from lightrft.app.run.logs import set_up_logging  # noqa: E402
-from lightrft.config.command_line import parse  # noqa: E402
+from lightrft.config.command_line import answer_word, parse  # noqa: E402
 from lightrft.config.errors import USER_ERROR, ConfigError  # noqa: E402
 from lightrft.config.extras import extra, installed  # noqa: E402
 from lightrft.config.paths import check_paths  # noqa: E402
-from lightrft.config.sections import Config  # noqa: E402
+from lightrft.config.sections import TRAINING, Config  # noqa: E402
 from lightrft.config.tables import table  # noqa: E402
 
 TYPES = {"int": int, "float": float, "path": Path}
@@ -59,6 +59,23 @@ def command_parser(name: str, description: str | None, **options: Any) -> argpar
         kind = {"type": TYPES[details["type"]]} if "type" in details else {}
         parser.add_argument(argument, **details | kind)
     return parser
+
+
+def read_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Set up the log, and return the arguments of a command about a run, and the flags of the run.
+
+    The command line may begin with the command of the run, and then the file of its configuration.
+    """
+    answer_word(argv, "train_ppo")
+    options, flags = parser.parse_known_args(argv)
+    if flags and flags[0] in TRAINING:
+        options.command = flags.pop(0)
+    if flags and not flags[0].startswith("-"):
+        flags.insert(0, "--config")
+    set_up_logging()
+    return options, flags
 
 
 @contextmanager

@@ -23,9 +23,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightrft.app.cli import USER_ERROR, command_parser, read_command_line, user_errors
-from lightrft.app.run.logs import set_up_logging
-from lightrft.config.command_line import answer_word
+from lightrft.app.cli import (
+    USER_ERROR,
+    command_parser,
+    read_arguments,
+    read_command_line,
+    user_errors,
+)
 from lightrft.config.errors import ConfigError
 from lightrft.config.facts import RunFacts
 from lightrft.config.paths import missing
@@ -39,12 +43,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> None:
-    answer_word(argv, "train_ppo")
-    options, flags = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
-    if flags and not flags[0].startswith("-"):
-        flags.insert(0, "--config")
-
-    set_up_logging()
+    options, flags = read_arguments(_parser(), argv)
     with user_errors(ConfigError):
         if min(options.ranks, options.ranks_per_node) < 1:
             raise ConfigError("--ranks and --ranks_per_node must be at least 1")
@@ -244,7 +243,7 @@ def amount(number: int) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    usage = "lightrft plan [CONFIG.yaml] --ranks N [flags]"
+    usage = "lightrft plan [COMMAND] [CONFIG.yaml] --ranks N [flags]"
     parser = command_parser("plan", __doc__, usage=usage, allow_abbrev=False)
     parser.add_argument("--device", choices=DEVICES, default="h100", help="kind of device")
     return parser

@@ -20,28 +20,19 @@ from importlib.util import find_spec
 
 from loguru import logger
 
-from lightrft.app.cli import command_parser, read_command_line, user_errors
-from lightrft.app.run.logs import set_up_logging
-from lightrft.config.command_line import answer_word
+from lightrft.app.cli import command_parser, read_arguments, read_command_line, user_errors
 from lightrft.config.errors import ConfigError
 from lightrft.config.facts import RunFacts
 from lightrft.config.paths import check_paths
-from lightrft.config.sections import PPO, TRAINING, Config
+from lightrft.config.sections import PPO, Config
 
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def main(argv: list[str] | None = None) -> None:
-    answer_word(argv, "train_ppo")
     usage = "lightrft tune [COMMAND] [CONFIG.yaml] --over NAME=VALUES ... [flags]"
     parser = command_parser("tune", __doc__, usage=usage, allow_abbrev=False)
-    options, flags = parser.parse_known_args(argv)
-    if flags and flags[0] in TRAINING:
-        options.command = flags.pop(0)
-    if flags and not flags[0].startswith("-"):
-        flags.insert(0, "--config")
-
-    set_up_logging()
+    options, flags = read_arguments(parser, argv)
     with user_errors(ConfigError):
         config = read_command_line(flags, options.command)
         if options.advice:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -117,9 +118,9 @@ class NoiseMeter:
         sketches = mesh.sp.sum(self._sketches).cpu().numpy()
         sketched, of_ranks = zip(*mesh.data.gather((sketches, groups)), strict=True)
         all_sketches = np.concatenate(sketched).astype(float)
-        parts = [each for of_rank in of_ranks for each in of_rank]
-        prompts = sorted({prompt for each in parts for prompt in each})
-        counts = np.array([[each.count(prompt) for prompt in prompts] for each in parts], float)
+        parts = [Counter(each) for of_rank in of_ranks for each in of_rank]
+        prompts = sorted(set().union(*parts))
+        counts = np.array([[each[prompt] for prompt in prompts] for each in parts], float)
 
         products = all_sketches @ all_sketches.T
         if np.isfinite(products).all():  # otherwise the step is skipped
@@ -172,13 +173,16 @@ def random_parts(rows: list[int], groups: list[int], num_ranks: int, *, seed: in
     """
     generator = random.Random(seed)
     pairs = -(-LEAST_PARTS // (2 * num_ranks))
-    prompts = sorted({groups[row] for row in rows})
+    of_prompts: dict[int, list[int]] = {}
+    for row in sorted(rows, key=lambda row: (groups[row], row)):
+        of_prompts.setdefault(groups[row], []).append(row)
+    prompts = [*of_prompts.values()]
     generator.shuffle(prompts)
+
     halves: Rows = []
     for first in range(pairs):
         pair: Rows = [[], []]
-        for number, prompt in enumerate(prompts[first::pairs]):
-            samples = [row for row in rows if groups[row] == prompt]
+        for number, samples in enumerate(prompts[first::pairs]):
             generator.shuffle(samples)
             # The larger half of an odd number goes to each part in turn.
             pair[0] += samples[number % 2 :: 2]

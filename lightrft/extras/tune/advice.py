@@ -1,6 +1,5 @@
 """Where a search can start: learning rate and batch by rules of the literature, with their sources."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,5 +74,5 @@ def model_config(model: str) -> dict[str, Any]:
 
     try:
         return PretrainedConfig.get_config_dict(model, local_files_only=True)[0]
-    except (OSError, ValueError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return {}

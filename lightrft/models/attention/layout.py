@@ -389,17 +389,20 @@ class Layout:
         return to_device(torch.from_numpy(numbers), self.device)
 
     @cached_property
+    def _computed(self) -> np.ndarray:
+        """Return the index of each computed token among all tokens: [U]."""
+        return np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
+
+    @cached_property
     def _runs(self) -> tuple[np.ndarray, np.ndarray]:
         """Return start and end of each run of bidirectional tokens among the computed tokens.
 
         A run belongs to one sequence. [runs] each.
         """
-        # the index of each computed token among all tokens, [U]
-        used = np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
-        is_in = self.bidirectional.numpy()[used]
+        is_in = self.bidirectional.numpy()[self._computed]
         edges = np.zeros(self.num_computed + 1, dtype=bool)  # between a token and the one before it
         edges[1:-1] = is_in[1:] != is_in[:-1]
-        edges[np.searchsorted(used, self.starts)] = True  # where sequences begin
+        edges[np.searchsorted(self._computed, self.starts)] = True  # where sequences begin
         edges[-1] = True
         borders = edges.nonzero()[0]
         inside = is_in[borders[:-1]]
@@ -413,12 +416,10 @@ class Layout:
         The computed tokens of a sequence are its last ones, because only a prefix can be shared.
         """
         lengths = self.lengths.numpy()
-        # the index of each computed token among all tokens, [U]
-        used = np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
         # A sequence may lie in several of this rank's ranges, and then has a piece in each.
-        first = np.searchsorted(used, self.starts)
+        first = np.searchsorted(self._computed, self.starts)
 
-        stop = np.searchsorted(used, self.starts + lengths)
+        stop = np.searchsorted(self._computed, self.starts + lengths)
         runs = []
         for start, end in self.queries:
             begins = np.maximum(first, start)

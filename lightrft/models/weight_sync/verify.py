@@ -181,9 +181,9 @@ class Fingerprints:
         judged = zip([*self.bits, *self.products], fits.tolist(), strict=True)
         names = [name for name, right in judged if not right]
         lengths = [self.shapes[name][0] for name in self.products]
-        products = values.split(lengths), expected.split(lengths)
-        times_of = zip(self.products, copies[len(self.bits) :], *products, strict=True)
-        for name, times, in_engine, streamed in times_of:
+        both = values.split(lengths), expected.split(lengths)
+        products = zip(self.products, copies[len(self.bits) :], *both, strict=True)
+        for name, times, in_engine, streamed in products:
             # Kernels sum in float32, in any order. The results are in the engine's dtype.
             walk = WALK_FACTOR * math.sqrt(self.shapes[name][-1]) * 2.0**-24
             tolerance = (walk + torch.finfo(self.dtype).eps) * streamed.abs().max()

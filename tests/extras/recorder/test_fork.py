@@ -69,7 +69,7 @@ def test_a_fork_has_other_numbers_from_its_step_on(runs):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--at=9"], "step9 is not a complete checkpoint, and .* has step1, step2, step3, step4"),
+        (["--at=9"], "step9 is not a complete checkpoint: .* has step1, step2, step3, step4"),
         (["--at=2", "--rollout_batch_size=8"], "--fork_from: .*--rollout_batch_size was 4, is 8"),
     ],
 )
