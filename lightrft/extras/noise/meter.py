@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -155,13 +156,16 @@ class MeasuredLearner(Learner):
         rows = [row for members in plan.minibatches[0] for row in members]
         groups = experience.groups.tolist()
         parts = random_parts(rows, groups, meter.strategy.mesh.data.size, seed=meter.steps)
-        planned = [microbatches(self.role, experience, part) for part in parts]
-        first = [members for part in planned for members in part]
-        numbers = [number for number, part in enumerate(planned) for _ in part]
+        planned = [(part, microbatches(self.role, experience, part)) for part in parts]
+        # With few prompts, some parts are empty on all ranks.
+        planned = [(part, members) for part, members in planned if members]
+        first = [each for _, members in planned for each in members]
+        numbers = [number for number, (_, members) in enumerate(planned) for _ in members]
+
         plan = replace(plan, minibatches=[first, *plan.minibatches[1:]])
         with meter.reading(self.role.module, numbers):
             losses = Learner.learn(self, plan, metrics)
-        meter.measure([[groups[row] for row in part] for part in parts], metrics)
+        meter.measure([[groups[row] for row in part] for part, _ in planned], metrics)
         return losses
 
 
@@ -173,10 +177,8 @@ def random_parts(rows: list[int], groups: list[int], num_ranks: int, *, seed: in
     """
     generator = random.Random(seed)
     pairs = -(-LEAST_PARTS // (2 * num_ranks))
-    of_prompts: dict[int, list[int]] = {}
-    for row in sorted(rows, key=lambda row: (groups[row], row)):
-        of_prompts.setdefault(groups[row], []).append(row)
-    prompts = [*of_prompts.values()]
+    ordered = sorted(rows, key=lambda row: (groups[row], row))
+    prompts = [list(each) for _, each in groupby(ordered, groups.__getitem__)]
     generator.shuffle(prompts)
 
     halves: Rows = []

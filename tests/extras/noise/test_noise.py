@@ -261,6 +261,16 @@ def test_all_layouts_have_the_same_noise_and_learn_as_without(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_few_prompts_leave_parts_empty(prompts: int, tmp_path):
+    """Three prompts on two ranks are unlike on both."""
+    inputs = [*prepare(tmp_path), *NOISY, "--measure_noise=1", "--max_steps=1"]
+    size = [f"--rollout_batch_size={prompts}", f"--train_batch_size={4 * prompts}"]
+    (row,) = train("train_ppo", min(prompts, 2), [*inputs, *size], tmp_path / "run")
+    assert "noise/signal_to_noise" in row
+
+
+@pytest.mark.slow
 def test_a_resumed_run_measures_the_same_noise(tmp_path):
     inputs = [*prepare(tmp_path), *NOISY, "--save_steps=1"]
     whole = train("train_ppo", 1, [*inputs, "--max_steps=4"], tmp_path / "whole")
