@@ -27,12 +27,15 @@ from lightrft.config import Config
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
 from lightrft.extras.ledger.book import Book
-from lightrft.extras.ledger.records import read_ledger
-from lightrft.extras.ledger.suspects import wrong_labels
+from lightrft.extras.ledger.records import Draw, RowRecord, read_ledger
+from lightrft.extras.ledger.suspects import duplicates, leaks, wrong_labels
 from lightrft.models.parallel.collectives import Axis
 from scripts.bench.harness import write_measured
+from scripts.laptop.tasks import data
 
 SHARE = 0.05
+NUM_LEAKS = 50
+NUM_COPIES = 50
 DOCS = Path(__file__).parents[2] / "docs"
 ALONE = Axis("one rank", 1, 0, None)
 RECIPE = """--engine_type hf --prompt_max_len 8 --generate_max_len 4 --rollout_batch_size 128
@@ -68,7 +71,7 @@ def main() -> None:
             f" {tokens_to(without, target):,} |"
         )
 
-    lines += ["", overhead(options.out / "seed0" / "planted")]
+    lines += ["", planted_texts(), "", overhead(options.out / "seed0" / "planted")]
     text = "\n".join(lines)
     print(text)
     if options.write:
@@ -140,6 +143,42 @@ def plant(source: Path, target: Path, seed: int) -> set[int]:
         )
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {index + 1 for index in planted}
+
+
+def planted_texts(seed: int = 0) -> str:
+    """Plant leaks and near-duplicates in word problems, and say how many of them are found.
+
+    What a model says plays no part.
+    """
+    generator = random.Random(seed)
+    rows = data("words", seed)["train"]
+    leaking, copied = generator.sample(rows, NUM_LEAKS), generator.sample(rows, NUM_COPIES)
+    for row in leaking:
+        row["input"] += f" The answer is {row['label']}."
+    copies = [
+        {"input": row["input"].replace("How many", "So how many"), "label": f"1{row['label']}"}
+        for row in copied
+    ]
+
+    draw = Draw(
+        1, 0, responses=8, right=4, reward=4, squares=4, tokens=800, truncated=0, answers="{}"
+    )
+    records = [
+        RowRecord(number, str(number), row["input"], [row["label"]], [draw])
+        for number, row in enumerate([*rows, *copies])
+    ]
+    is_leak = {number for number, row in enumerate(rows) if "The answer is" in row["input"]}
+    is_copy = {number for number, row in enumerate(rows) if row in copied}
+    is_copy |= set(range(len(rows), len(records)))
+    leaks_found = {each.record.row for each in leaks(records)}
+    copies_found = {each.record.row for each in duplicates(records)}
+    return (
+        f"Among {len(rows):,} word problems {NUM_LEAKS} prompts gave their answer away, and"
+        f" {len(is_leak & leaks_found)} of them were found, with"
+        f" {len(leaks_found - is_leak)} others; {NUM_COPIES} prompts had a near-duplicate with"
+        f" another label, and {len(is_copy & copies_found)} of these {len(is_copy)} were found, with"
+        f" {len(copies_found - is_copy)} others."
+    )
 
 
 def train(

@@ -204,14 +204,16 @@ def _given_away(
     prompt: str, label: str, frequency: Counter[str], records: Sequence[RowRecord]
 ) -> str | None:
     words = _words(label)
-    place = re.search(rf"(?<![\w.]){re.escape(label)}(?!\w|\.\d)", prompt, re.IGNORECASE)
-    if place is None or not words:
+    places = [*re.finditer(rf"(?<![\w.]){re.escape(label)}(?!\w|\.\d)", prompt, re.IGNORECASE)]
+    if not places or not words:
         return None
-    if cue := CUE.search(prompt[: place.start()]):
-        said = prompt[cue.start() : place.end()]
-        # Rows with other labels have an instruction such as "Answer: yes or no", too.
-        if all(label in each.labels for each in records if said in each.prompt):
-            return f"the prompt says {said!r}"
+    for place in places:
+        if cue := CUE.search(prompt[: place.start()]):
+            said = prompt[cue.start() : place.end()]
+            same = re.compile(rf"{re.escape(said)}(?!\w|\.\d)")
+            # Rows with other labels have an instruction such as "Answer: yes or no", too.
+            if all(label in each.labels for each in records if same.search(each.prompt)):
+                return f"the prompt says {said!r}"
     others = min(frequency[word] for word in words) - 1
     if len(words) > 1 or len(label) > 1 and others < RARE_SHARE * len(records):
         return f"the prompt contains the label {label!r:.40}, and {others} other prompts do"
@@ -263,7 +265,7 @@ def _pairs(texts: Sequence[str]) -> set[tuple[int, int]]:
     common = {word for word, count in counts.items() if 2 * count > len(texts) > FEW_TEXTS}
     words = [[word for word in each if word not in common] for each in words]
     for index, each in enumerate(words):
-        numbers = sorted(word for word in each if word[0].isdigit())
+        numbers = [word for word in each if word[0].isdigit()]
         short = each if len(each) < FEW_WORDS else []
         alike[(*numbers, "|", *short)].append(index)
 

@@ -202,6 +202,8 @@ class Layout:
         """Start of each sequence among the T tokens: [N]."""
         self.computed_index = shared.indices.numpy() if shared else np.arange(self.num_computed)
         """Index of each token among the computed ones: [T]."""
+        self._computed = shared.computed.numpy() if shared else np.arange(self.num_computed)
+        # index of each computed token among all tokens: [U]
         self._calls: dict[int | None, list[AttentionCall]] = {}
         self.derived: dict[object, Any] = {}
         """What layers without attention compute from the layout, once for all of them."""
@@ -387,11 +389,6 @@ class Layout:
         for number, (start, end) in enumerate(zip(*self._runs, strict=True)):
             numbers[start:end] = number
         return to_device(torch.from_numpy(numbers), self.device)
-
-    @cached_property
-    def _computed(self) -> np.ndarray:
-        """Return the index of each computed token among all tokens: [U]."""
-        return np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
 
     @cached_property
     def _runs(self) -> tuple[np.ndarray, np.ndarray]:

@@ -94,6 +94,19 @@ def test_a_prompt_that_gives_the_answer_away_is_a_leak(prompt, label):
     )
 
 
+def test_a_longer_number_elsewhere_does_not_hide_a_leak():
+    rows = [record(row, f"{WORDS}. The answer is {row}.", str(row)) for row in (4, 42)]
+
+    assert locations(leaks(rows)) == ["data.jsonl:4", "data.jsonl:42"]
+
+
+def test_a_label_is_looked_for_at_each_place_of_the_prompt():
+    others = [record(row, f"{WORDS}: 3 and {row}", str(row)) for row in range(100, 140)]
+    told = record(1, f"{WORDS}: 3 and 0. The answer is 3.", "3")
+
+    assert "data.jsonl:1" in locations(leaks([told, *others]))
+
+
 def test_a_number_that_many_prompts_have_is_no_leak():
     records = [record(row, f"{WORDS}: {row % 10} and 3", "3") for row in range(200)]
 
@@ -116,6 +129,12 @@ def test_near_duplicates_with_other_labels_are_found():
     found = list(duplicates([one, near, same_label, other_number]))
     assert set(locations(found)) == {"data.jsonl:1", "data.jsonl:2", "data.jsonl:3"}
     assert "data.jsonl:4" not in locations(found)
+
+
+def test_the_same_numbers_in_another_order_make_no_duplicates():
+    rows = [record(1, f"{WORDS}, 3 of 5", "2"), record(2, f"{WORDS}, 5 of 3", "-2")]
+
+    assert locations(duplicates(rows)) == []
 
 
 def test_rows_that_are_held_out_too_are_found():
