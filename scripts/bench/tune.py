@@ -67,6 +67,19 @@ RECIPES = {
         },
         ["learning_rate=1e-4..3e-2:log", "train_batch_size=32,64"],
     ),
+    "dpo": Recipe(
+        "DPO, right answers beside wrong ones",
+        "train_dpo",
+        "--config {repository}/configs/quickstart_dpo.yaml --pretrain {quickstart}/sft/model"
+        " --prompt_data {quickstart}/data/pairs --eval_data {quickstart}/data/pairs"
+        " --max_steps 180 --eval_steps 20",
+        "eval/loss",
+        {
+            "learning_rate": ["1e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2"],
+            "train_batch_size": ["32", "64"],
+        },
+        ["learning_rate=1e-5..3e-2:log", "train_batch_size=32,64"],
+    ),
 }
 CLOSE = 0.1
 """Part of the grid's best result by which a choice may be worse."""
@@ -133,8 +146,12 @@ def start(
     done = folder / "bench_done.json"
     if done.exists():
         return
-    configs = Path(__file__).parents[2] / "lightrft" / "app" / "quickstart"
-    flags = f"{recipe.flags} {QUIET}".format(configs=configs, quickstart=options.quickstart)
+    repository = Path(__file__).parents[2]
+    flags = f"{recipe.flags} {QUIET}".format(
+        repository=repository,
+        configs=repository / "lightrft" / "app" / "quickstart",
+        quickstart=options.quickstart,
+    )
     resumed = [] if words[0] == "tune" else ["--overwrite"]
     command = [sys.executable, "-m", "lightrft", *words, *flags.split(), *own, *resumed]
     ran = subprocess.run(command, capture_output=True, text=True)
