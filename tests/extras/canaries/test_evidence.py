@@ -35,10 +35,10 @@ def test_evidence_is_the_mixture_of_all_bets():
 def test_few_honest_runs_ever_reach_the_threshold(mean):
     # responses of a group are alike: all eight have the rate that the group has drawn
     generator = np.random.default_rng(0)
-    evidence = Evidence(mean, (20_000,))
-    highest = np.zeros(20_000)
+    evidence = Evidence(mean, (4_000,))
+    highest = np.zeros(4_000)
     for _ in range(50):
-        rates = generator.beta(mean / 2, (1 - mean) / 2, 20_000)
+        rates = generator.beta(mean / 2, (1 - mean) / 2, 4_000)
         evidence.add(generator.binomial(8, rates) / 8)
         highest = np.maximum(highest, evidence.log_value)
 
@@ -61,7 +61,7 @@ def test_bound_of_a_mean_without_any_success():
 
 def test_bound_of_a_mean_covers_it():
     generator = np.random.default_rng(0)
-    means = generator.binomial(200, 0.1, 20_000) / 200
+    means = generator.binomial(200, 0.1, 4_000) / 200
     bounds = {mean: upper_bound(mean, 200, 0.05) for mean in set(means)}
 
     assert np.mean([bounds[mean] < 0.1 for mean in means]) <= 0.05
