@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,8 @@ class Recipe:
     title: str
     command: str
     flags: str
-    metric: str
+    metrics: list[str]
+    """The first one is searched, the others are compared as well."""
     grid: dict[str, list[str]]
     over: list[str]
 
@@ -47,7 +49,7 @@ RECIPES = {
         "--config {configs}/train_ppo.yaml --engine_type hf --pretrain {quickstart}/sft/model"
         " --prompt_data {quickstart}/data/train.jsonl --eval_data {quickstart}/data/test.jsonl"
         " --max_steps 144 --eval_steps 16",
-        "eval/accuracy",
+        ["eval/accuracy"],
         {
             "learning_rate": ["1e-4", "2e-4", "5e-4", "1e-3", "2e-3", "4e-3", "1e-2"],
             "n_samples_per_prompt": ["4", "8"],
@@ -60,7 +62,7 @@ RECIPES = {
         "--config {configs}/train_sft.yaml --pretrain {quickstart}/data/model"
         " --prompt_data {quickstart}/data/train.jsonl --eval_data {quickstart}/data/test.jsonl"
         " --max_steps 180 --eval_steps 20 --stop_loss -1",
-        "eval/loss",
+        ["eval/loss"],
         {
             "learning_rate": ["1e-4", "3e-4", "6e-4", "1e-3", "3e-3", "1e-2", "3e-2"],
             "train_batch_size": ["32", "64"],
@@ -73,12 +75,12 @@ RECIPES = {
         "--config {repository}/configs/quickstart_dpo.yaml --pretrain {quickstart}/sft/model"
         " --prompt_data {quickstart}/data/pairs --eval_data {quickstart}/data/pairs"
         " --max_steps 180 --eval_steps 20",
-        "eval/loss",
+        ["eval/loss", "eval/accuracy"],
         {
-            "learning_rate": ["1e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2"],
+            "learning_rate": ["1e-4", "3e-4", "6e-4", "1e-3", "3e-3", "1e-2", "3e-2"],
             "train_batch_size": ["32", "64"],
         },
-        ["learning_rate=1e-5..3e-2:log", "train_batch_size=32,64"],
+        ["learning_rate=1e-4..3e-2:log", "train_batch_size=32,64"],
     ),
 }
 CLOSE = 0.1
@@ -88,55 +90,70 @@ CLOSE = 0.1
 def main() -> None:
     options = arguments()
     lines = [
-        "| run | best of the grid | tune chose, median of seeds | within 10 % | tokens of the grid |",
-        "|---|---|---|---|---|",
+        "| run | best of the grid | of the grid within 10 % | tune chose, median of seeds |"
+        " within 10 % | tokens of the grid |",
+        "|---|---|---|---|---|---|",
     ]
     for name in options.recipes:
         recipe = RECIPES[name]
-        results, tokens = whole_grid(options, name, recipe)
-        lower = recipe.metric.endswith("loss")
-        best = min(results) if lower else max(results)
+        grid, tokens = whole_grid(options, name, recipe)
         found = [searched(options, name, recipe, seed) for seed in range(options.seeds)]
-        values = [value for value, _ in found]
-        worse = [(value - best if lower else best - value) / best for value in values]
-        close = sum(each <= CLOSE for each in worse)
-        lines.append(
-            f"| {recipe.title}, `{recipe.metric}` | {best:.3f} of {len(results)} | {np.median(values):.3f} |"
-            f" {close} of {len(found)} | {fmean(price for _, price in found) / tokens:.0%} |"
-        )
+        price = fmean(price for _, price in found) / tokens
+        for metric in recipe.metrics:
+            results = [row[metric] for row in grid]
+            chosen = [row[metric] for row, _ in found]
+            best = min(results) if lower_is_better(metric) else max(results)
+            lines.append(
+                f"| {recipe.title}, `{metric}` | {best:.3f} |"
+                f" {num_close(results, best, metric)} of {len(results)} | {np.median(chosen):.3f} |"
+                f" {num_close(chosen, best, metric)} of {len(chosen)} | {price:.0%} |"
+            )
         print("\n".join(lines), flush=True)
 
     if options.write:
         write_measured("tune.md", "\n".join(lines))
 
 
-def whole_grid(options: argparse.Namespace, name: str, recipe: Recipe) -> tuple[list[float], int]:
-    """Run each combination to its end; return all results, and the tokens of all runs."""
-    results = []
+def lower_is_better(metric: str) -> bool:
+    return metric.endswith("loss")
+
+
+def num_close(values: list[float], best: float, metric: str) -> int:
+    """Return the number of values that are at most 10 % worse than the best one of the grid."""
+    sign = 1 if lower_is_better(metric) else -1
+    return sum(sign * (value - best) <= CLOSE * best for value in values)
+
+
+def whole_grid(
+    options: argparse.Namespace, name: str, recipe: Recipe
+) -> tuple[list[dict[str, Any]], int]:
+    """Run each combination to its end; return the last rows, and the tokens of all runs."""
+    last = []
     tokens = 0
     for values in list(product(*recipe.grid.values()))[: options.most]:
         folder = options.out / f"{name}_grid_{'_'.join(values)}"
         flags = [f"--{flag}={value}" for flag, value in zip(recipe.grid, values, strict=True)]
         start(options, [recipe.command], recipe, [*flags, f"--save_path={folder}"], folder)
         rows = read_rows(folder / "metrics.jsonl")
-        results.append(rows[-1][recipe.metric])
+        last.append(rows[-1])
         tokens += tokens_of(folder)
-    return results, tokens
+    return last, tokens
 
 
 def searched(
     options: argparse.Namespace, name: str, recipe: Recipe, seed: int
-) -> tuple[float, int]:
-    """Search with a seed; return the result of the choice, and the tokens of all of its runs."""
+) -> tuple[dict[str, Any], int]:
+    """Search with a seed; return the last row of the choice, and the tokens of all runs."""
+    metric = recipe.metrics[0]
     folder = options.out / f"{name}_tune_{seed}"
-    over = ["--over", *recipe.over, "--metric", recipe.metric, "--trials", str(options.trials)]
+    over = ["--over", *recipe.over, "--metric", metric, "--trials", str(options.trials)]
     own = [*over, f"--seed={seed}", f"--out={folder}"]
     start(options, ["tune", recipe.command], recipe, own, folder)
     runs = sorted(folder.glob("trial_*"))
     whole = [run for run in runs if read_object(run / "run.json").get("status") == "finished"]
-    results = [read_rows(run / "metrics.jsonl")[-1][recipe.metric] for run in whole]
-    chosen = min(results) if recipe.metric.endswith("loss") else max(results)
-    return chosen, sum(map(tokens_of, runs))
+    ends = [read_rows(run / "metrics.jsonl")[-1] for run in whole]
+    select = min if lower_is_better(metric) else max
+    return select(ends, key=lambda row: row[metric]), sum(map(tokens_of, runs))
 
 
 def start(
@@ -176,7 +193,7 @@ def arguments() -> argparse.Namespace:
                 "folder of all runs; what is there is not run again",
             ),
             "--seeds": (5, "searches of each recipe"),
-            "--trials": (9, "trials of a search"),
+            "--trials": (12, "trials of a search"),
             "--most": (1000, "largest number of runs of a grid, for a first try"),
             "--recipes": ([*RECIPES], "which recipes"),
         },

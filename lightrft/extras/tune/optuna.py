@@ -1,12 +1,13 @@
 """Proposals of Optuna, and the trials of a search, which search.yaml keeps."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import optuna
 import yaml
 from optuna import distributions
@@ -16,12 +17,12 @@ from lightrft.config.errors import ConfigError
 from lightrft.extras.tune.space import Parameter
 from lightrft.extras.tune.trials import Trial
 
-MOST_PROPOSALS = 20
-"""Number of proposals until one is new."""
+FIRST_TRIALS = 5
+"""Number of trials before Optuna models what is good."""
+MOST_PROPOSALS = 5
+"""Number of its proposals until one is new."""
 MOST_DRAWS = 300
 """Number of evenly drawn values after them."""
-FIRST_RANDOM = 5
-"""Number of trials before Optuna models what is good."""
 DIGITS = 3
 """Significant digits of a number between the ends of a range."""
 
@@ -73,21 +74,11 @@ class Study:
     def propose(self, refuses: Callable[[Mapping[str, Any]], bool]) -> Trial | None:
         """Add a trial with new values that are not refused, and return it; None if none are left.
 
-        Optuna proposes its values by TPE, from the values of all trials so far.
+        The first trials cover all ranges and choices. Further ones are what Optuna expects to be
+        best by a Gaussian process, from the first value of each trial.
         """
-        seed = self.seed + len(self.trials)
-        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=FIRST_RANDOM)
-        seen = optuna.create_study(sampler=sampler, direction=self.direction)
-        # What is paused has a value already, which Optuna reads from trials that have ended.
-        measured = [each for each in self.trials if each.values]
-        seen.add_trials([self._frozen(each, TrialState.PRUNED) for each in measured])
-        even = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
-        studies = [seen] * MOST_PROPOSALS + [even] * MOST_DRAWS
-
         tried = [each.parameters for each in self.trials]
-        for study in studies:
-            drawn = study.ask(self.distributions).params
-            values = {each.name: _rounded(each, drawn[each.name]) for each in self.parameters}
+        for values in self._proposals():
             if values in tried:
                 continue
             if not refuses(values):
@@ -95,6 +86,34 @@ class Study:
                 return self.trials[-1]
             tried.append(values)
         return None
+
+    def _proposals(self) -> Iterator[dict[str, Any]]:
+        number = len(self.trials)
+        generator = np.random.default_rng([self.seed, number])
+        measured = [each for each in self.trials if each.values and not each.reason]
+        if number < FIRST_TRIALS:
+            # a Latin hypercube: each of these trials has a fifth of each range of its own
+            same = np.random.default_rng(self.seed)
+            parts = [same.permutation(FIRST_TRIALS)[number] for _ in self.parameters]
+            yield self._values((np.array(parts) + generator.random(len(parts))) / FIRST_TRIALS)
+        elif measured:
+            sampler = optuna.samplers.GPSampler(
+                seed=int(generator.integers(2**31)), n_startup_trials=1
+            )
+            study = optuna.create_study(sampler=sampler, direction=self.direction)
+            study.add_trials(
+                self._frozen(each, TrialState.COMPLETE, each.values[0]) for each in measured
+            )
+            for _ in range(MOST_PROPOSALS):
+                proposed = study.ask(self.distributions).params
+                yield {each.name: _rounded(each, proposed[each.name]) for each in self.parameters}
+        for _ in range(MOST_DRAWS):
+            yield self._values(generator.random(len(self.parameters)))
+
+    def _values(self, shares: Sequence[float]) -> dict[str, Any]:
+        """Return the values at these shares, from 0 to 1, of each range or of the choices."""
+        pairs = zip(self.parameters, shares, strict=True)
+        return {each.name: _rounded(each, each.at(share)) for each, share in pairs}
 
     def export(self) -> None:
         """Write study.db, which Optuna's own tools read."""
@@ -105,12 +124,14 @@ class Study:
         for trial in self.trials:
             ended = TrialState.PRUNED if trial.values else TrialState.WAITING
             state = TrialState.COMPLETE if trial.whole else ended
-            study.add_trial(self._frozen(trial, TrialState.FAIL if trial.reason else state))
+            state = TrialState.FAIL if trial.reason else state
+            value = fmean(trial.results) if state == TrialState.COMPLETE else None
+            study.add_trial(self._frozen(trial, state, value))
 
-    def _frozen(self, trial: Trial, state: TrialState) -> FrozenTrial:
+    def _frozen(self, trial: Trial, state: TrialState, value: float | None) -> FrozenTrial:
         return create_trial(
             state=state,
-            value=fmean(trial.results) if state == TrialState.COMPLETE else None,
+            value=value,
             params=trial.parameters,
             distributions=self.distributions,
             intermediate_values=dict(zip(trial.steps, trial.values, strict=True)),

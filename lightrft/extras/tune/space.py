@@ -34,6 +34,14 @@ class Parameter:
     log: bool = False
     """True if values are drawn evenly over the logarithms of the range."""
 
+    def at(self, share: float) -> Any:
+        """Return the value at a share, from 0 to 1, of the range or of the choices."""
+        if not self.is_range:
+            return self.values[int(share * len(self.values))]
+        low, high = self.values
+        value = low * (high / low) ** share if self.log else low + share * (high - low)
+        return round(value) if isinstance(low, int) else value
+
 
 def read_parameters(words: Sequence[str], command: str) -> list[Parameter]:
     """Return the parameters of --over; raise ConfigError for what no run of the command has."""

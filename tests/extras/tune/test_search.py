@@ -223,6 +223,27 @@ def test_many_combinations_are_proposed_by_the_values_so_far(tmp_path):
     assert abs(rates[0] - 0.3) < 0.1
 
 
+def test_the_first_trials_cover_ranges_and_choices_and_later_ones_are_near_the_best(tmp_path):
+    over = "learning_rate=1e-5..1:log train_batch_size=32,64"
+    seen = []
+    for seed in (0, 1, 2):
+        parameters = read_parameters(over.split(), "train_ppo")
+        study = Study(tmp_path / f"{seed}", {}, parameters, minimize=True, seed=seed)
+        for _ in range(10):
+            trial = study.propose(lambda values: False)
+            place = math.log10(trial.parameters["learning_rate"])
+            value = (place + 2.7) ** 2 + 0.5 * (trial.parameters["train_batch_size"] == 32)
+            trial.values, trial.steps = [value], [1]
+
+        rates = [each.parameters["learning_rate"] for each in study.trials]
+        assert sorted(math.floor(math.log10(rate)) for rate in rates[:5]) == [-5, -4, -3, -2, -1]
+        assert {each.parameters["train_batch_size"] for each in study.trials[:5]} == {32, 64}
+        assert min(each.values[0] for each in study.trials) < 0.05
+        seen += rates[:5]
+
+    assert len(set(seen)) == len(seen)
+
+
 def test_the_findings_are_written(tmp_path):
     search = search_of(tmp_path, CurveLauncher(rising))
     search.run()
