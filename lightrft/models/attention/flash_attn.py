@@ -8,14 +8,16 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightrft.models.attention.layout import AttentionCall, Layout
+from lightrft.models.attention.layout import AttentionCall, Layout, Scoring
 from lightrft.models.attention.prefix_attention import CallKernel, pad_values
 from lightrft.models.parallel.device import is_hopper
+
+Varlen = Callable[..., Tensor]
+"""(query, key, value, offsets of queries and keys, longest of each, window_size=) -> output."""
 
 
 @cache
@@ -59,22 +61,14 @@ def activate_newer_kernels() -> None:
 
 
 def torch_varlen(
-    function: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    *,
-    scaling: float | None,
-    window: int | None,
-    dropout: float,
+    function: Varlen, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scoring: Scoring
 ) -> Tensor:
     """Run `torch.nn.attention.varlen.varlen_attn`.
 
     query [T, H, D], key and value [T, H_kv, D] -> [T, H, D]. Raise ValueError for dropout: this
     kernel has none.
     """
-    if dropout:
+    if scoring.dropout:
         raise ValueError(
             "torch's variable-length attention has no dropout; set attention_dropout of the model"
             " to 0"
@@ -87,41 +81,28 @@ def torch_varlen(
         key, value = (
             x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value)
         )
-    return _varlen(function, layout, window, query, key, value, scale=scaling, **grouped)
+    function = partial(function, scale=scoring.scaling, **grouped)
+    return _varlen(function, query, key, value, layout, scoring.window)
 
 
 def package_varlen(
-    function: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    *,
-    scaling: float | None,
-    window: int | None,
-    dropout: float,
+    function: Varlen, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scoring: Scoring
 ) -> Tensor:
     """Run `flash_attn.flash_attn_varlen_func`.
 
     query [T, H, D], key and value [T, H_kv, D] -> [T, H, D].
     """
-    options = {"dropout_p": dropout, "softmax_scale": scaling, "causal": True}
+    options = {"dropout_p": scoring.dropout, "softmax_scale": scoring.scaling, "causal": True}
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    return _varlen(function, layout, window, query, key, value, **options)
+    return _varlen(partial(function, **options), query, key, value, layout, scoring.window)
 
 
 def _varlen(
-    function: Callable[..., Tensor],
-    layout: Layout,
-    window: int | None,
-    *inputs: Tensor,
-    **options: Any,
+    function: Varlen, query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int | None
 ) -> Tensor:
-    query, key, value = inputs
     value, columns = pad_values(value, query)
     ends = (layout.offsets, layout.offsets, layout.longest, layout.longest)
-    output = function(query, key, value, *ends, window_size=_sides(window), **options)
-    return output[..., :columns]
+    return function(query, key, value, *ends, window_size=_sides(window))[..., :columns]
 
 
 def _sides(window: int | None) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lightrft.models.attention.layout import Layout
+from lightrft.models.attention.layout import Layout, Scoring
 from lightrft.models.attention.prefix_attention import (
     CPU_KERNEL,
     CallKernel,
@@ -29,8 +29,7 @@ from lightrft.models.parallel.recompute import KEPT, once
 ATTENTION = "lightrft"
 
 Kernel = Callable[..., Tensor]
-"""(query [T, H, D], key and value [T, H_kv, D], layout, scaling=, window=, dropout=) -> [T, H, D].
-"""
+"""(query [T, H, D], key and value [T, H_kv, D], layout, scoring) -> [T, H, D]."""
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
@@ -97,8 +96,7 @@ def flat_attention(
     )
     sinks = None if s_aux is None else layout.sequence.local_heads(s_aux)
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
-    inputs = query, key, value, layout
-    options = {"scaling": scaling, "window": window}
+    inputs = query, key, value, layout, Scoring(scaling, window, dropout, softcap, sinks)
     # Merging the calls needs log-sum-exps, and dropout needs the probabilities over all keys at
     # once.
     if layout.needs_several_calls or softcap is not None or sinks is not None:
@@ -106,15 +104,13 @@ def flat_attention(
         # Copies in another dtype would round the gradient of a prefix once for each copy.
         copies = query.dtype == torch.float32 and layout.copies_are_faster(query[0].numel())
         if kernel is CPU_KERNEL and window is None and copies and sinks is None:
-            output = block_attention(*inputs, scaling=scaling, window=None, dropout=0.0)
+            output = block_attention(*inputs)
         elif kernel is None:
-            of_fallback = {"dropout": dropout, "softcap": softcap, "sinks": sinks}
-            output = copied_attention(*inputs, **options, **of_fallback)
+            output = copied_attention(*inputs)
         else:
-            output = prefix_attention(kernel, *inputs, **options, sinks=sinks)
+            output = prefix_attention(kernel, *inputs)
     else:
-        kernel = attention_kernel(query.device, query.dtype)
-        output = kernel(*inputs, **options, dropout=dropout)
+        output = attention_kernel(query.device, query.dtype)(*inputs)
 
     return layout.sequence.after_attention(output).unsqueeze(0) if exchanges else output, None
 
@@ -144,16 +140,7 @@ def configured_window(module: nn.Module) -> int | None:
 
 
 def copied_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    *,
-    scaling: float | None,
-    window: int | None,
-    dropout: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scoring: Scoring
 ) -> Tensor:
     """Compute attention per sequence, with copies of all keys.
 
@@ -168,7 +155,7 @@ def copied_attention(
             " of 0, or --sp_impl ulysses"
         )
 
-    call = layout.with_copies(window or layout.longest)
+    call = layout.with_copies(scoring.window or layout.longest)
     run_ids = [None] * len(call.key_lengths)
     if layout.bidirectional is not None:
         run_ids = call.keys.of(layout.run_ids).split(call.key_lengths)
@@ -179,55 +166,41 @@ def copied_attention(
     for q, k, v, runs in zip(queries, keys, values, run_ids, strict=True):
         mask = window_mask(len(q), call.window, q.device, num_keys=len(k), run_ids=runs)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        if softcap is None and sinks is None:
+        if scoring.softcap is None and scoring.sinks is None:
+            options = {"scale": scoring.scaling, "dropout_p": scoring.dropout}
             grouped = {"attn_mask": mask, "enable_gqa": q.shape[1] != k.shape[1]}
-            out = F.scaled_dot_product_attention(
-                q, k, v, **grouped, scale=scaling, dropout_p=dropout
-            )
+            out = F.scaled_dot_product_attention(q, k, v, **grouped, **options)
         else:
-            out = _dense_attention(q, k, v, mask, scaling, dropout, softcap, sinks)
+            out = _dense_attention(q, k, v, mask, scoring)
         outputs.append(out[0].transpose(0, 1))
 
     return torch.cat(outputs)
 
 
 def _dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scaling: float | None,
-    dropout: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring
 ) -> Tensor:
     """Compute attention with all scores of a sequence in memory: [1, H, q, D]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-    scores = (query @ key.transpose(-1, -2)).float() * (scaling or query.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
+    scores = (query @ key.transpose(-1, -2)).float() * (scoring.scaling or query.shape[-1] ** -0.5)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * (scores / scoring.softcap).tanh()
     scores = scores.masked_fill(~mask, -torch.inf)
 
-    if sinks is not None:
-        columns = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+    if scoring.sinks is not None:
+        columns = scoring.sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, columns], -1)
     probabilities = scores.softmax(-1)[..., : key.shape[2]].to(query.dtype)
-    return F.dropout(probabilities, dropout) @ value
+    return F.dropout(probabilities, scoring.dropout) @ value
 
 
 def block_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    *,
-    scaling: float | None,
-    window: int | None,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scoring: Scoring
 ) -> Tensor:
     """Compute torch's scaled dot product attention block by block."""
     blocks = layout.blocks
+    window = scoring.window
     inputs = (query, key, value)
     if blocks.source is not None:
         inputs = [x.index_select(0, blocks.source) for x in inputs]
@@ -241,9 +214,9 @@ def block_attention(
         q, k, v = (x.view(size, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         # Without a mask torch may choose a faster causal kernel.
         mask = window_mask(width, window, query.device) if window and width > window else None
-        options = {"scale": scaling, "dropout_p": dropout, "enable_gqa": q.shape[1] != k.shape[1]}
-        causal = {"attn_mask": mask, "is_causal": mask is None}
-        out = F.scaled_dot_product_attention(q, k, v, **causal, **options)
+        options = {"attn_mask": mask, "is_causal": mask is None, "scale": scoring.scaling}
+        options |= {"dropout_p": scoring.dropout, "enable_gqa": q.shape[1] != k.shape[1]}
+        out = F.scaled_dot_product_attention(q, k, v, **options)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
 
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]

@@ -125,6 +125,21 @@ def _copy_numbers(index: np.ndarray) -> np.ndarray:
     return numbers
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How queries and keys become weights of values."""
+
+    scaling: float | None = None
+    """Factor of the scores; None: 1 / sqrt(D)."""
+    window: int | None = None
+    """Number of tokens that a token attends to, itself included; None: all up to itself."""
+    dropout: float = 0.0
+    softcap: float | None = None
+    """c replaces a score s by c tanh(s / c)."""
+    sinks: Tensor | None = None
+    """Scores of one more key for each head, without a value: [H]."""
+
+
 @dataclass(eq=False)
 class AttentionCall:
     """One call of attention: concatenated runs of queries, each with a run of keys.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lightrft.models.attention.layout import AttentionCall, Blocks, Layout
+from lightrft.models.attention.layout import AttentionCall, Blocks, Layout, Scoring
 
 
 class CallKernel(NamedTuple):
@@ -33,24 +33,16 @@ class CallKernel(NamedTuple):
 
 
 def prefix_attention(
-    kernel: CallKernel,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    *,
-    scaling: float | None,
-    window: int | None,
-    sinks: Tensor | None = None,
+    kernel: CallKernel, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scoring: Scoring
 ) -> Tensor:
     """Return attention of this rank's queries over the keys and values of all computed tokens.
 
-    queries [t, H, D], keys and values [U, H_kv, D], sinks [H] -> [t, H, D].
+    queries [t, H, D], keys and values [U, H_kv, D] -> [t, H, D].
     """
     value, columns = pad_values(value, query)
-    return _MergedCalls.apply(query, key, value, sinks, layout.calls(window), kernel, scaling)[
-        ..., :columns
-    ]
+    calls = layout.calls(scoring.window)
+    inputs = query, key, value, scoring.sinks, calls, kernel, scoring.scaling
+    return _MergedCalls.apply(*inputs)[..., :columns]
 
 
 def pad_values(value: Tensor, query: Tensor) -> tuple[Tensor, int]:

@@ -30,7 +30,7 @@ from flat_models import (
 from lightrft.core.batch import Batch
 from lightrft.models.attention import flash_attn, flat
 from lightrft.models.attention.flat import ATTENTION, block_attention, flat_attention
-from lightrft.models.attention.layout import Layout
+from lightrft.models.attention.layout import Layout, Scoring
 from lightrft.models.heads import Actor
 from lightrft.strategy.batching.micro_batches import find_shared_prefixes
 
@@ -365,7 +365,7 @@ def test_dropout_that_the_kernel_does_not_have():
     query = torch.zeros(3, 2, 8)
     layout = Layout(torch.tensor([3]), CPU)
     with pytest.raises(ValueError, match="no dropout; set attention_dropout"):
-        KERNELS["torch"](query, query, query, layout, scaling=None, window=None, dropout=0.1)
+        KERNELS["torch"](query, query, query, layout, Scoring(dropout=0.1))
 
 
 APART = [[1, 2, 3, 4, 5], [9], [*range(100, 170)], [*range(200, 328)], [*range(400, 433)], [0]]

@@ -31,7 +31,7 @@ from flat_models import (
 from lightrft.core.batch import Batch
 from lightrft.models.attention import flat
 from lightrft.models.attention.flat import ATTENTION, attention_kernel, block_attention
-from lightrft.models.attention.layout import LONG_SEQUENCE, Layout
+from lightrft.models.attention.layout import LONG_SEQUENCE, Layout, Scoring
 from lightrft.models.heads import Actor
 from lightrft.strategy.batching.micro_batches import find_shared_prefixes
 
@@ -174,7 +174,7 @@ def test_tokens_of_an_image_see_all_of_it(window, shares, dtype):
         torch.nn.Module(), *flat_inputs, None, layout=layout, sliding_window=window
     )[0][0]
 
-    copied = flat.copied_attention(*inputs, layout, scaling=None, window=window, dropout=0.0)
+    copied = flat.copied_attention(*inputs, layout, Scoring(window=window))
     exact = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 4e-2}
     for values in (output, copied):
         torch.testing.assert_close(values.float(), expected.float(), **exact)
