@@ -230,39 +230,34 @@ def files_of(source: str, split: str, flag: str) -> list[Path]:
 
 
 def _file_rows(file: Path, bad: BadRows) -> Iterator[DataRow]:
-    try:
-        if file.suffix == ".jsonl":
-            yield from _json_lines(file, bad)
-        elif file.suffix == ".json":
-            yield from _json_list(file, bad)
-        elif file.suffix == ".parquet":
-            yield from _parquet_rows(file, bad.flag)
-    except OSError as error:  # a link to nothing, a folder, no permission
-        raise DataError(f"{bad.flag} {file}: {error.strerror}") from error
     if file.suffix not in DATA_FILES:
         raise DataError(
             f"{bad.flag} {file}: unknown file type; supported are {', '.join(DATA_FILES)}"
         )
+    rows_of = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet_rows}
+    try:
+        yield from rows_of[file.suffix](file, bad)
+    except OSError as error:  # a link to nothing, a folder, no permission
+        raise DataError(f"{bad.flag} {file}: {error.strerror}") from error
 
 
-def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:
+def _parquet_rows(file: Path, bad: BadRows) -> Iterator[DataRow]:
     from pyarrow.parquet import ParquetFile
 
     number = 0
+    named = f"{bad.flag} {file}"
     try:
         with ParquetFile(file) as parquet:
             for name, times in Counter(parquet.schema_arrow.names).items():
                 if times > 1:
-                    raise DataError(
-                        f"{flag} {file}: {times} columns are called {name!r}; rename them"
-                    )
+                    raise DataError(f"{named}: {times} columns are called {name!r}; rename them")
             for batch in parquet.iter_batches(ROWS_AT_ONCE):
                 for row in table_rows(Table.from_batches([batch])):
                     number += 1
                     yield f"{file} row {number}", row
     except (ArrowException, OSError) as error:
         where = f" after row {number}" if number else ""
-        raise DataError(f"{flag} {file}: not a valid parquet file{where} ({error})") from error
+        raise DataError(f"{named}: not a valid parquet file{where} ({error})") from error
 
 
 def _stored(rows: "Dataset") -> Iterator[dict[str, Any]]:

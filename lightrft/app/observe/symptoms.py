@@ -88,8 +88,12 @@ def find_symptoms(history: History) -> list[Symptom]:
     """Return the symptoms of a run of train_ppo; none while it is too short to tell."""
     course = Course(history)
     # An alarm has its own evidence; all others need a course.
-    checks = CHECKS if course.num_steps >= SYMPTOM_STEPS else {"gamed reward": _gamed_reward}
-    found = {name: check(course) for name, check in checks.items()}
+    found = {"gamed reward": _gamed_reward(course)}
+    if course.num_steps >= SYMPTOM_STEPS:
+        found = {
+            name: check(course, metric) if metric in course else None
+            for name, (metric, check) in CHECKS.items()
+        } | found
     return [
         Symptom(
             name, SYMPTOM_TEXTS[name]["evidence"].format(**numbers), SYMPTOM_TEXTS[name]["advice"]
@@ -99,10 +103,7 @@ def find_symptoms(history: History) -> list[Symptom]:
     ]
 
 
-def _entropy_collapse(run: Course) -> Numbers:
-    name = "train/entropy"
-    if name not in run:
-        return None
+def _entropy_collapse(run: Course, name: str) -> Numbers:
     first, last = run.first(name), run.last(name)
     reward, best = run.last("rollout/reward"), run.best("rollout/reward")
     # A policy that has learned everything has little entropy too.
@@ -118,20 +119,17 @@ def _range(run: Course) -> float:
     return max(run.best("rollout/reward_max") - run.first("rollout/reward_min"), 1e-9)
 
 
-def _dead_groups(run: Course) -> Numbers:
-    name = "rollout/groups_without_signal"
-    if name not in run or run.last(name) <= 0.8:
-        return None
+def _dead_groups(run: Course, name: str) -> Numbers:
     reward = run.last("rollout/reward")
     top = run.best("rollout/reward_max") if "rollout/reward_max" in run else 1.0
     # A policy that has learned everything gets equal rewards too, the best ones.
-    shows = run.first(name) > 0.8 or reward < top - 0.05 * _range(run)
+    dead = run.first(name) > 0.8 or reward < top - 0.05 * _range(run)
+    shows = dead and run.last(name) > 0.8
     return {"share": run.last(name), "reward": reward} if shows else None
 
 
-def _length_drift(run: Course) -> Numbers:
-    name = "rollout/response_length"
-    if name not in run or "rollout/truncated" not in run:
+def _length_drift(run: Course, name: str) -> Numbers:
+    if "rollout/truncated" not in run:
         return None
     first, last = run.first(name), run.last(name)
     cut = run.last("rollout/truncated")
@@ -139,43 +137,35 @@ def _length_drift(run: Course) -> Numbers:
     return {"first": first, "last": last, "cut": cut} if shows else None
 
 
-def _truncation(run: Course) -> Numbers:
-    name = "rollout/truncated"
+def _truncation(run: Course, name: str) -> Numbers:
     rises = run.last("rollout/reward") > run.first("rollout/reward") + 0.05 * _range(run)
-    shows = name in run and not rises and min(run.first(name), run.last(name)) > 0.5
+    shows = not rises and min(run.first(name), run.last(name)) > 0.5
     return {"cut": run.last(name)} if shows else None
 
 
-def _clipping(run: Course) -> Numbers:
+def _clipping(run: Course, _: str) -> Numbers:
     shares = {name: run.best(name) for name in ("train/clip_low", "train/clip_high") if name in run}
     said = " and ".join(f"{name} was {share:.0%}" for name, share in shares.items())
     return {"shares": said} if sum(shares.values()) > 0.1 else None
 
 
-def _growing_mismatch(run: Course) -> Numbers:
-    name = "engine/logprob_mismatch"
-    if name not in run:
-        return None
+def _growing_mismatch(run: Course, name: str) -> Numbers:
     first, last = run.first(name), run.last(name)
     return {"first": first, "last": last} if last > 5 * first and last > 1e-4 else None
 
 
-def _stale_samples(run: Course) -> Numbers:
-    name = "rollout/staleness"
-    return {"age": run.last(name)} if name in run and run.last(name) > 3 else None
+def _stale_samples(run: Course, name: str) -> Numbers:
+    return {"age": run.last(name)} if run.last(name) > 3 else None
 
 
-def _evaluation_stays(run: Course) -> Numbers:
-    name = "eval/reward"
-    if name not in run:
-        return None
+def _evaluation_stays(run: Course, name: str) -> Numbers:
     rises = run.last("rollout/reward") - run.first("rollout/reward")
     change = run.last(name) - run.first(name)
     shows = rises > 0.05 * _range(run) and change < 0.1 * rises
     return {"rises": rises, "change": change} if shows else None
 
 
-def _dominating_component(run: Course) -> Numbers:
+def _dominating_component(run: Course, _: str) -> Numbers:
     sizes = {
         name: run.spread(name) + abs(run.last(name) - run.first(name)) for name in run.components()
     }
@@ -190,9 +180,8 @@ def _dominating_component(run: Course) -> Numbers:
     return {"share": share, "name": name, "others": others} if share > 0.95 else None
 
 
-def _exploding_gradients(run: Course) -> Numbers:
-    name = "train/grad_norm"
-    if name not in run or run.last("rollout/reward") >= run.first("rollout/reward"):
+def _exploding_gradients(run: Course, name: str) -> Numbers:
+    if run.last("rollout/reward") >= run.first("rollout/reward"):
         return None
     first, best = run.first(name), run.best(name)
     return {"first": first, "best": best} if best > 10 * first or run.usual(name) == 0.0 else None
@@ -204,16 +193,16 @@ def _gamed_reward(run: Course) -> Numbers:
     return {"step": min(steps)} if steps else None
 
 
-CHECKS: dict[str, Callable[[Course], Numbers]] = {
-    "entropy collapse": _entropy_collapse,
-    "dead groups": _dead_groups,
-    "length drift": _length_drift,
-    "truncation": _truncation,
-    "clipping": _clipping,
-    "growing mismatch": _growing_mismatch,
-    "stale samples": _stale_samples,
-    "reward without evaluation": _evaluation_stays,
-    "one component of the reward dominates": _dominating_component,
-    "exploding gradients": _exploding_gradients,
-    "gamed reward": _gamed_reward,
+CHECKS: dict[str, tuple[str, Callable[[Course, str], Numbers]]] = {
+    "entropy collapse": ("train/entropy", _entropy_collapse),
+    "dead groups": ("rollout/groups_without_signal", _dead_groups),
+    "length drift": ("rollout/response_length", _length_drift),
+    "truncation": ("rollout/truncated", _truncation),
+    "clipping": ("rollout/reward", _clipping),
+    "growing mismatch": ("engine/logprob_mismatch", _growing_mismatch),
+    "stale samples": ("rollout/staleness", _stale_samples),
+    "reward without evaluation": ("eval/reward", _evaluation_stays),
+    "one component of the reward dominates": ("rollout/reward", _dominating_component),
+    "exploding gradients": ("train/grad_norm", _exploding_gradients),
 }
+"""Symptom -> the metric without which it cannot be seen, and its check."""

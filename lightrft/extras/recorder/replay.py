@@ -32,7 +32,7 @@ from lightrft.extras.recorder.bundle import Bundle
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.strategy.backends.optim import kept_settings
-from lightrft.strategy.checkpoint.manager import ITEMS_FILE
+from lightrft.strategy.checkpoint.manager import ITEMS_FILE, OptionalItems
 from lightrft.strategy.strategy import StrategyBase
 
 Stage = Literal["reward", "advantage", "loss", "gradient"]
@@ -111,16 +111,6 @@ class _Observed:
                 record.ratios.append(report["train/ratio"].detach()[of_row])
             clipped = [report[name][of_row] for name in report if name.startswith("train/clip_")]
             record.clipped.append(int(sum(each.sum() for each in clipped)))
-
-
-class _Unused:
-    """An item of a checkpoint that a replay does not need."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def replay(
@@ -249,7 +239,7 @@ class _Step:
             return  # the first step begins with --pretrain
 
         names = torch.load(saved[0] / ITEMS_FILE, weights_only=True)
-        items = {name: items.get(name, _Unused()) for name in names}
+        items = {name: items.get(name, OptionalItems({})) for name in names}
         models = {
             name: (role.module, role.optimizer, role.scheduler) for name, role in self.roles.items()
         }

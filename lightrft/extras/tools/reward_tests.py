@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from statistics import fmean, median
 
@@ -115,14 +115,14 @@ class RewardTest:
             self._constant,
             self._labels,
             self._whitespace,
-            self._without_an_answer,
+            *(partial(self._without_an_answer, *trick) for trick in TRICKS.items()),
             self._speed,
         )
 
         findings = []
         for test in tests:
             try:
-                findings += test()
+                findings += islice(test(), 1)
             except ConfigError as error:
                 findings.append(Finding("raises", f"{error}"))
                 break  # the other tests would find the same
@@ -208,7 +208,6 @@ class RewardTest:
                     self.scores(row.prompt, [text])
                 except ConfigError as error:
                     yield Finding("raises", f"for the response {text[:20]!r}: {error}")
-                    return
 
     def _same_again(self) -> Iterator[Finding]:
         for row in self.rows:
@@ -221,7 +220,6 @@ class RewardTest:
                 yield Finding(
                     "not deterministic", f"{row.prompt.location}: {first}, and again {second}"
                 )
-                return
 
     def _order_and_batch(self) -> Iterator[Finding]:
         for row in self.rows:
@@ -233,7 +231,6 @@ class RewardTest:
                     "depends on the order",
                     f"{row.prompt.location}: {together}, and in reverse {backwards}",
                 )
-                return
 
             alone = [self._score(row.prompt, text) for text in texts]
             if _differ(together, alone):
@@ -242,7 +239,6 @@ class RewardTest:
                     f"{row.prompt.location}: {together} together, and {alone} alone",
                     is_fault=False,
                 )
-                return
 
     def _columns_stay(self) -> Iterator[Finding]:
         for row, before in zip(self.rows, self._columns, strict=True):
@@ -251,7 +247,6 @@ class RewardTest:
                     "changes the data",
                     f"{row.prompt.location}: {before} became {row.prompt.columns}",
                 )
-                return
 
     def _constant(self) -> Iterator[Finding]:
         found = {
@@ -294,33 +289,21 @@ class RewardTest:
                     f" {min(after, around):g} with white space around it",
                     is_fault=False,
                 )
-                return
 
-    def _without_an_answer(self) -> Iterator[Finding]:
-        tricks: dict[str, Callable[[Prompt, str, str], str]] = {
-            "pays for an empty response": lambda prompt, right, wrong: "",
-            "pays for the echoed prompt": lambda prompt, right, wrong: prompt.text,
-            "pays for a quotation of the prompt": lambda prompt, right, wrong: (
-                f'The question was: "{prompt.text}". It has the answer in it.'
-            ),
-            "pays for several answers": lambda prompt, right, wrong: f"{wrong}\n{right}\n{wrong}",
-            "finds the answer in other words": lambda prompt, right, wrong: _hidden(prompt, right),
-        }
-
-        for test, trick in tricks.items():
-            won = [
-                (prompt, trick(prompt, right, wrong))
-                for prompt, right, wrong in self._answered
-                if self._score(prompt, trick(prompt, right, wrong))
-                >= self._score(prompt, right) - CLOSE
-            ]
-            if len(won) > OFTEN * len(self._answered):
-                prompt, text = won[0]
-                yield Finding(
-                    test,
-                    f"in {len(won)} of {len(self._answered)} rows; {prompt.location}: {text!r:.60}"
-                    " gets as much as the right answer",
-                )
+    def _without_an_answer(self, test: str, trick: "Trick") -> Iterator[Finding]:
+        won = [
+            (prompt, trick(prompt, right, wrong))
+            for prompt, right, wrong in self._answered
+            if self._score(prompt, trick(prompt, right, wrong))
+            >= self._score(prompt, right) - CLOSE
+        ]
+        if len(won) > OFTEN * len(self._answered):
+            prompt, text = won[0]
+            yield Finding(
+                test,
+                f"in {len(won)} of {len(self._answered)} rows; {prompt.location}: {text!r:.60}"
+                " gets as much as the right answer",
+            )
 
     def _speed(self) -> Iterator[Finding]:
         if median(self.seconds) > self.slow:
@@ -343,3 +326,17 @@ def _hidden(prompt: Prompt, right: str) -> str:
 
 def _differ(one: Sequence[float], other: Sequence[float]) -> bool:
     return any(abs(first - second) > CLOSE for first, second in zip(one, other, strict=True))
+
+
+Trick = Callable[[Prompt, str, str], str]
+"""(prompt, right response, wrong response) -> a response that deserves nothing."""
+TRICKS: dict[str, Trick] = {
+    "pays for an empty response": lambda prompt, right, wrong: "",
+    "pays for the echoed prompt": lambda prompt, right, wrong: prompt.text,
+    "pays for a quotation of the prompt": lambda prompt, right, wrong: (
+        f'The question was: "{prompt.text}". It has the answer in it.'
+    ),
+    "pays for several answers": lambda prompt, right, wrong: f"{wrong}\n{right}\n{wrong}",
+    "finds the answer in other words": lambda prompt, right, wrong: _hidden(prompt, right),
+}
+"""What the finding says -> a trick that a reward should not pay for."""

@@ -152,7 +152,12 @@ class Watchdog:
                 self._next_beat = now + self.beat
 
             if self._stalled > self.limit and not (self._closed or self._unwatched):
-                self._end(self._silence_of_rank_0())
+                self._end_for_rank_0(
+                    f"{self._name_of_rank_0} has sent no heartbeat for more than {self.limit:.0f} s"
+                    f" (--timeout_minutes), the last one {when(self._phase_of_rank_0)}: its process"
+                    " is suspended, or holds Python's global interpreter lock. This rank is at"
+                    f" {position()}"
+                )
             select.select([self._connection.socket], [], [], self._next_beat - now)
             try:
                 for message in self._connection.receive():
@@ -160,7 +165,8 @@ class Watchdog:
                     self._receive(message)
             except ConnectionLost as reason:
                 if not (self._closed or self._unwatched):
-                    self._end(self._death_of_rank_0(reason))
+                    host, phase = self._rank_0["host"], self._phase_of_rank_0
+                    self._end_for_rank_0(death(self._name_of_rank_0, host, phase, reason))
                 break
 
         self._connection.close()
@@ -200,26 +206,14 @@ class Watchdog:
             time.sleep(GRACE)
         exit_process(failure["cause"], failure["code"])
 
-    def _death_of_rank_0(self, reason: ConnectionLost) -> dict[str, Any]:
-        """Return the failure for the death of rank 0: no monitor can announce it any more."""
-        return self._failure_of_rank_0(
-            death(self._name_of_rank_0, self._rank_0["host"], self._phase_of_rank_0, reason)
-        )
-
-    def _silence_of_rank_0(self) -> dict[str, Any]:
-        """Return the failure for `limit` seconds without a message or a new collective."""
-        return self._failure_of_rank_0(
-            f"{self._name_of_rank_0} has sent no heartbeat for more than {self.limit:.0f} s"
-            f" (--timeout_minutes), the last one {when(self._phase_of_rank_0)}: its process is"
-            f" suspended, or holds Python's global interpreter lock. This rank is at {position()}"
-        )
+    def _end_for_rank_0(self, cause: str) -> None:
+        """End because of rank 0, which cannot announce it: it is dead, or was silent too long."""
+        node = self._rank_0["node"]
+        self._end({"cause": cause, "root": 0, "node": node, "code": 1, "brief": False})
 
     @property
     def _name_of_rank_0(self) -> str:
         return f"rank 0 (pid {self._rank_0['pid']} on {self._rank_0['host']})"
-
-    def _failure_of_rank_0(self, cause: str) -> dict[str, Any]:
-        return {"cause": cause, "root": 0, "node": self._rank_0["node"], "code": 1, "brief": False}
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if os.getpid() == self._process and not self._closed:

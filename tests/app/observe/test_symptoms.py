@@ -31,7 +31,7 @@ def test_a_healthy_run_has_no_symptom(name: str) -> None:
 
 def test_each_check_has_a_sick_run() -> None:
     sick = sum(not name.startswith(HEALTHY) for name in HISTORIES)
-    assert sick == len(CHECKS) - 1 == 10  # a gamed reward is in tests/extras/canaries
+    assert sick == len(CHECKS) == 10  # a gamed reward is in tests/extras/canaries
     assert sum(name.startswith(HEALTHY) for name in HISTORIES) >= 20
 
 
