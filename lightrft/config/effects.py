@@ -106,8 +106,9 @@ def _computes_early(run: RunFacts) -> bool:
     entropy = run.entropy_filter or run.high_entropy_token_ratio or run.entropy_target
     marked = run.policy_loss in ("kl_cov", "clip_cov")
     distills = run.distill_coef > 0 and not run.distill_top_k
-    models = run.has_reference or run.has_critic or run.reward_models
-    return bool(updates or entropy or marked or distills or models)
+    algorithm = run.config.algorithm
+    models = sections.needs_reference(algorithm) or sections.needs_critic(algorithm)
+    return bool(updates or entropy or marked or distills or models or run.reward_models)
 
 
 COMPUTED_NEEDS: dict[str, Callable[[RunFacts], bool]] = {

@@ -80,14 +80,6 @@ class RunFacts:
         return sections.engine_name(self.config.engine)
 
     @property
-    def has_critic(self) -> bool:
-        return sections.needs_critic(self.config.algorithm)
-
-    @property
-    def has_reference(self) -> bool:
-        return sections.needs_reference(self.config.algorithm)
-
-    @property
     def reward_models(self) -> list[str]:
         return self.reward_pretrain + self.process_reward_pretrain
 

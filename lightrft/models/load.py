@@ -302,16 +302,11 @@ def _load_checked(
     if new_head:
         missing, unexpected = _without_head(model, missing, unexpected)
 
-    for names, problem in (
-        (missing, "of the model are not in the folder"),
-        (unexpected, "in the folder are not in the model"),
-    ):
-        if names:
-            without_head = not model.can_generate() and min(names) == "score.weight"
-            hint = ""
-            if without_head:
-                hint = ": it has a model that generates; train_rm and train_prm make models with scores"
-            raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}{hint}")
+    hint = ""
+    if not model.can_generate() and min(missing, default="") == "score.weight":
+        hint = ": it has a model that generates; train_rm and train_prm make models with scores"
+    weight_files.refuse_tensors(missing, "of the model are not in the folder", hint)
+    weight_files.refuse_tensors(unexpected, "in the folder are not in the model")
 
     for parameter_name, parameter in model.named_parameters():
         weight_files.check_finite(parameter_name, parameter.detach())

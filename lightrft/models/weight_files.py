@@ -264,10 +264,10 @@ def missing_and_unexpected(
     return missing, {name for name in stored.difference(*groups) if not ignored.search(name)}
 
 
-def refuse_tensors(names: Collection[str], problem: str) -> None:
+def refuse_tensors(names: Collection[str], problem: str, hint: str = "") -> None:
     """Raise ValueError if there are any tensors with this problem."""
     if names:
-        raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}")
+        raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}{hint}")
 
 
 def is_backbone(model: PreTrainedModel, name: str) -> bool:

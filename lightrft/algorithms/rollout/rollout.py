@@ -24,14 +24,12 @@ from lightrft.config.extras import LEDGER_SCHEDULER
 from lightrft.config.sections import RolloutSection
 from lightrft.core.engine import derived_seed
 from lightrft.core.groups import RIGHT, Group
-from lightrft.core.metrics import Metrics, Untraced
-from lightrft.core.order import Order, fair_owners
+from lightrft.core.metrics import Metrics
+from lightrft.core.order import fair_owners
 from lightrft.core.rewards import Rewards
 from lightrft.core.rollout import NextPrompts, Rollout
 from lightrft.core.sampler import PendingRequest, RolloutLoop
 from lightrft.core.samples import Prompt
-from lightrft.data.loader import Blend
-from lightrft.models.parallel.collectives import Axis
 from lightrft.registry import Registry
 
 schedulers = Registry("scheduler", flag="--scheduler")
@@ -212,28 +210,18 @@ class FixedBatch(NextPrompts):
         prompts: Sequence[Prompt],
         *,
         section: RolloutSection,
-        data: Axis,
-        seed: int,
         greedy: bool = False,
-        order: Order | Blend | None = None,
         expander: Expander | None = None,
-        trace: Untraced | None = None,
+        **options: Any,
     ):
-        """Set up the scheduler.
+        """Set up the scheduler; the other options are as for NextPrompts.
 
-        With `greedy` each group also gets the greedy response to the prompt. `order` is the order
-        of the prompts; by default the seed shuffles them. `expander` expands prompts with media
-        for the trained model; None for text. `trace` measures how long this rank waits for others.
+        With `greedy` each group also gets the greedy response to the prompt. `expander` expands
+        prompts with media for the trained model; None for text.
         """
+        begin = partial(Group.begin, count=section.n_samples_per_prompt, others=greedy)
         super().__init__(
-            sampler,
-            prompts,
-            data=data,
-            num_prompts=section.rollout_batch_size,
-            begin=partial(Group.begin, count=section.n_samples_per_prompt, others=greedy),
-            order=order,
-            seed=seed,
-            trace=trace,
+            sampler, prompts, num_prompts=section.rollout_batch_size, begin=begin, **options
         )
         self.rewards = rewards
         self.section = section

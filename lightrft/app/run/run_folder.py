@@ -65,15 +65,13 @@ class RunFolder:
     """
 
     def __init__(self, config: Config, world: Axis):
-        train = config.train
+        self.train = train = config.train
         self.path = Path(train.save_path)
         self.world = world
         inside = self.path / "checkpoints"
         self.checkpoints = Path(train.ckpt_path) if train.ckpt_path else inside
         self.outside = self.checkpoints.resolve() != inside.resolve()
         """True if the checkpoints are outside the run's own folder."""
-        self.resumes = train.load_checkpoint
-        self.overwrites = train.overwrite
 
         self.process = world.broadcast(f"process {os.getpid()} on {socket.gethostname()}")
         """Process of rank 0."""
@@ -105,8 +103,6 @@ class RunFolder:
         if folder.restarted:
             config.train.load_checkpoint = True
             config.train.overwrite = False
-            folder.resumes = True
-            folder.overwrites = False
             if world.rank == 0:
                 logger.warning(
                     "torchrun has started this run again: it resumes from its newest checkpoint"
@@ -121,7 +117,7 @@ class RunFolder:
             raise
 
         folder.id = world.broadcast(folder.id)
-        began = folder.description().get("date") if folder.resumes else None
+        began = folder.description().get("date") if config.train.load_checkpoint else None
         folder.date = world.broadcast(config.data.chat_template_date or began or today())
         if config.data.apply_chat_template:
             config.data.chat_template_date = folder.date
@@ -185,7 +181,7 @@ class RunFolder:
 
         run_id = self.description().get("run")
         saved = self._saved_runs()
-        if self.resumes:
+        if self.train.load_checkpoint:
             if len(saved | ({run_id} if run_id else set())) > 1:
                 raise ConfigError(
                     f"{self.checkpoints} has checkpoints of a run other than the one in"
@@ -198,7 +194,7 @@ class RunFolder:
         self.id = uuid.uuid4().hex
         results = self._results()
         # With --overwrite they stay until the run begins, because it may fail before.
-        if results and not self.overwrites:
+        if results and not self.train.overwrite:
             raise ConfigError(
                 f"--save_path {self.path} has the results of an earlier run ({', '.join(results)}):"
                 " --load_checkpoint resumes that run, another --save_path starts a separate one,"
@@ -235,7 +231,7 @@ class RunFolder:
             with suppress(OSError):
                 # It says that this attempt had checkpoints, and where they are.
                 (moved / "checkpoints").symlink_to(aside.resolve(strict=True))
-        if self.resumes:
+        if self.train.load_checkpoint:
             _forget_attempts(self.path.resolve(), newest=moved)
 
     def _lock(self, folder: Path, flag: str) -> None:

@@ -182,11 +182,10 @@ class Program:
             first = None
             if hasattr(environment, "reset"):
                 first = await call_function(environment.reset, **row)
-            await (
-                self._game(environment, session, first)
-                if self.steps
-                else self._use_tools(environment, session, first)
-            )
+            play = self._game if self.steps else self._use_tools
+            await play(environment, session, first)
+            if hasattr(environment, "get_reward"):
+                session.reward(await call_function(environment.get_reward))
         finally:
             if hasattr(environment, "close"):
                 await call_function(environment.close)
@@ -198,8 +197,6 @@ class Program:
             turn = await session.turn(
                 await answers(tools, turn.tool_calls, session.count_call, self.tool_seconds)
             )
-        if hasattr(environment, "get_reward"):
-            session.reward(await call_function(environment.get_reward))
 
     async def _game(self, environment: Any, session: Session, first: Observation) -> None:
         observation = first
@@ -210,8 +207,6 @@ class Program:
             if reward is not None:
                 session.reward(reward)
             done = done or turn.is_last
-        if hasattr(environment, "get_reward"):
-            session.reward(await call_function(environment.get_reward))
 
 
 def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:

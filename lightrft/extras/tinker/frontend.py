@@ -195,28 +195,26 @@ class Frontend:
         self._check_base(body.base_model)
         self._check_adapter(body.lora_config)
         name = f"{body.session_id}:train:{body.model_seq_id}"
-        begin = self._beginning(name, body.session_id, body.base_model, body.user_metadata)
-        return self._promise(
-            f"{name}:create", begin, lambda _: {"model_id": name, "type": "create_model"}
+        about = body.session_id, body.base_model, body.user_metadata
+        return self._promises.add(
+            f"{name}:create",
+            lambda: self._begin(name, *about),
+            lambda _: {"model_id": name, "type": "create_model"},
         )
 
-    def _beginning(
+    def _begin(
         self, name: str, session: str, base_model: str | None, metadata: dict[str, Any] | None
-    ) -> Callable[[], Future[Any]]:
-        """Return a function that makes room for a model, and begins it."""
-
-        def begin() -> Future[Any]:
-            # Requests that wait already come before the model is given up.
-            replaced = self._make_room()
-            created = self.jobs.add("create", name=name, replaced=replaced)
-            for former in replaced:
-                del self._models[former]
-            asked_for = base_model or self.served.pretrain
-            self._models[name] = TrainedName(session, asked_for, metadata or {})
-            self._write_about(name)
-            return created
-
-        return begin
+    ) -> Future[Any]:
+        """Make room for a model, and begin it."""
+        # Requests that wait already come before the model is given up.
+        replaced = self._make_room()
+        created = self.jobs.add("create", name=name, replaced=replaced)
+        for former in replaced:
+            del self._models[former]
+        asked_for = base_model or self.served.pretrain
+        self._models[name] = TrainedName(session, asked_for, metadata or {})
+        self._write_about(name)
+        return created
 
     def _make_room(self) -> list[str]:
         """Return the models to give up. Raises ValueError if all of them are in use."""
@@ -298,7 +296,7 @@ class Frontend:
         number, arguments = protocol.read_training(content, self.served.limits)
         model = arguments["name"]
         self._model(model)
-        return self._promise(
+        return self._promises.add(
             _request_id(model, number),
             lambda: self.jobs.add("forward_backward", **arguments),
             protocol.write_outputs,
@@ -307,7 +305,7 @@ class Frontend:
     def optim_step(self, body: types.OptimStepRequest) -> dict[str, Any]:
         adam = protocol.read_adam(body)
         self._model(body.model_id)
-        return self._promise(
+        return self._promises.add(
             _request_id(body.model_id, body.seq_id),
             lambda: self.jobs.add("optim_step", name=body.model_id, adam=adam),
             lambda metrics: {"metrics": metrics},
@@ -334,7 +332,7 @@ class Frontend:
             self._samplers[sampler] = None, key
             return key
 
-        return self._promise(
+        return self._promises.add(
             _request_id(body.model_id, body.seq_id),
             begin,
             lambda _: {"sampling_session_id": sampler, "type": kind},
@@ -347,7 +345,7 @@ class Frontend:
         request_id = _request_id(model, seq_id)
         path = protocol.path_of(model, kind, name or f"{seq_id:06d}")
         tag = protocol.tag_of(path)
-        return self._promise(
+        return self._promises.add(
             request_id,
             lambda: self.jobs.add("save", name=model, tag=tag, optimizer=kind == "weights"),
             lambda _: {"path": path, "type": verb},
@@ -361,33 +359,30 @@ class Frontend:
                 f"{body.path} has no state of the optimizer: it was saved for sampling"
             )
 
-        load = {"tag": tag, "optimizer": body.optimizer}
+        new = None
         if body.model_id is not None:
             name = body.model_id
             self._model(name)
-            return self._promise(
-                _request_id(name, body.seq_id),
-                lambda: self.jobs.add("load", name=name, **load),
-                lambda _: {"path": body.path, "model_id": name, "type": "load_weights"},
-            )
-
-        if body.session_id is None or body.model_seq_id is None:
+            request_id = _request_id(name, body.seq_id)
+        elif body.session_id is None or body.model_seq_id is None:
             raise ValueError("load_weights needs a model_id, or session_id and model_seq_id")
-        self._check_session(body.session_id)
-        self._check_optimizer(body.optimizer_config)
-        name = f"{body.session_id}:train:{body.model_seq_id}"
-        base_model = (
-            body.base_model or self._about((self.served.folder / tag).parents[1])["base_model"]
-        )
-        self._check_base(base_model)
-        create = self._beginning(name, body.session_id, base_model, body.user_metadata)
+        else:
+            self._check_session(body.session_id)
+            self._check_optimizer(body.optimizer_config)
+            name = f"{body.session_id}:train:{body.model_seq_id}"
+            request_id = f"{name}:create"
+            folder = (self.served.folder / tag).parents[1]
+            base_model = body.base_model or self._about(folder)["base_model"]
+            self._check_base(base_model)
+            new = body.session_id, base_model, body.user_metadata
 
         def begin() -> Future[Any]:
-            create()
-            return self.jobs.add("load", name=name, **load)
+            if new:
+                self._begin(name, *new)
+            return self.jobs.add("load", name=name, tag=tag, optimizer=body.optimizer)
 
-        return self._promise(
-            f"{name}:create",
+        return self._promises.add(
+            request_id,
             begin,
             lambda _: {"path": body.path, "model_id": name, "type": "load_weights"},
         )
@@ -467,7 +462,7 @@ class Frontend:
             return self.jobs.add("sample", prompt=SamplePrompt(number, read, weights, scored))
 
         request_id = _request_id(name, body.seq_id)
-        answer = self._promise(request_id, begin, protocol.write_sampled)
+        answer = self._promises.add(request_id, begin, protocol.write_sampled)
         ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
         return {**answer, "sample_sequence_ids": ids}
 
@@ -536,11 +531,6 @@ class Frontend:
             for path in sorted((folder / kind).glob("*"))
             if path.is_dir() and path.suffix not in (TEMPORARY, OLD)
         ]
-
-    def _promise(
-        self, request_id: str, begin: Callable[[], Future[Any]], encode: Callable[[Any], Any]
-    ) -> dict[str, Any]:
-        return {"request_id": self._promises.add(request_id, begin, encode)}
 
 
 def _adapter(rank: int) -> dict[str, Any]:

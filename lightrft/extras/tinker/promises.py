@@ -86,14 +86,16 @@ class Promises:
         self._ended: deque[tuple[float, str]] = deque()
         """Requests that have ended, in this order, with the time."""
 
-    def add(self, request_id: str, begin: Callable[[], Future[Any]], encode: Encode) -> str:
-        """Begin a request, unless one with this id has begun; return the id."""
+    def add(
+        self, request_id: str, begin: Callable[[], Future[Any]], encode: Encode
+    ) -> dict[str, str]:
+        """Begin a request, unless one with this id has begun; return what names the promise."""
         self._forget_old()
         if request_id not in self._known:
             result = begin()
             self._known[request_id] = result, encode
             result.add_done_callback(lambda _: self._ended.append((time.monotonic(), request_id)))
-        return request_id
+        return {"request_id": request_id}
 
     async def answer(self, request_id: str) -> Response:
         """Wait a moment for a result."""

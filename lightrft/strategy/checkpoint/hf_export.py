@@ -73,13 +73,18 @@ def export(
 
     writer = ShardWriter(folder.with_name(folder.name + atomic.TEMPORARY), MAX_SHARD_BYTES, world)
     published = PublishedNames.of(model).rename(stream)
+
+    def write_rest(temporary: Path) -> None:
+        if world.rank == 0:
+            writer.name_files()
+            _write_rest(model, tokenizer, dtype, temporary)
+
     atomic.write_folder(
         folder,
         world,
         partial(_check_target, folder),
         partial(_write_weights, writer, published, _other_modules(model), dtype),
-        lambda _: writer.name_files() if world.rank == 0 else None,
-        partial(_write_rest, model, tokenizer, dtype, world.rank == 0),
+        write_rest,
     )
 
     return folder
@@ -102,7 +107,7 @@ def rehearse(
 
     def attempt() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            _write_rest(model, tokenizer, dtype, True, Path(folder))
+            _write_rest(model, tokenizer, dtype, Path(folder))
             _read_back(Path(folder), tokenizer, trust_remote_code=trust_remote_code)
 
     try:
@@ -238,16 +243,9 @@ def _other_modules(model: PreTrainedModel) -> Stream:
 
 
 def _write_rest(
-    model: PreTrainedModel,
-    tokenizer: Tokenizer | None,
-    dtype: torch.dtype,
-    writes: bool,
-    temporary: Path,
+    model: PreTrainedModel, tokenizer: Tokenizer | None, dtype: torch.dtype, temporary: Path
 ) -> None:
     """Write all but the weights: configuration, tokenizer, and files that stay the same."""
-    if not writes:
-        return
-
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.use_cache = True  # training disables it
