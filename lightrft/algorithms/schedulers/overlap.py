@@ -1,10 +1,8 @@
 """Compute model outputs for complete groups while the engines decode others (--overlap)."""
 
-import queue
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -31,23 +29,15 @@ class Overlap:
         self.device = device
         self.trace = trace
         self._stream = None if device.type == "cpu" else torch.Stream(device)
-        self._jobs: queue.SimpleQueue[tuple[list[Group], torch.Event | None, Future[None]]] = (
-            queue.SimpleQueue()
-        )
+        self._thread = ThreadPoolExecutor(1, "overlap")
         self._futures: list[Future[None]] = []
-        self._thread: threading.Thread | None = None
 
     def begin(self, groups: list[Group]) -> None:
         """Begin to compute the outputs of complete groups."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="overlap", daemon=True)
-            self._thread.start()
-        if self._stream is None:
-            ready = None
-        else:
+        ready = None
+        if self._stream is not None:
             ready = torch.accelerator.current_stream(self.device).record_event()
-        self._futures.append(Future())
-        self._jobs.put((groups, ready, self._futures[-1]))
+        self._futures.append(self._thread.submit(self._compute, groups, ready))
 
     def finish(self) -> None:
         """Wait for all calls; raise the error of the first one that failed."""
@@ -56,17 +46,11 @@ class Overlap:
         for future in futures:
             future.result()
 
-    def _run(self) -> None:
-        while True:
-            groups, ready, done = self._jobs.get()
-            began = time.perf_counter()
-            try:
-                with self._after(ready):
-                    self.compute(groups)
-                self.trace.record("overlap", "outputs", began)
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
+    def _compute(self, groups: list[Group], ready: torch.Event | None) -> None:
+        began = time.perf_counter()
+        with self._after(ready):
+            self.compute(groups)
+        self.trace.record("overlap", "outputs", began)
 
     def _after(self, ready: torch.Event | None) -> AbstractContextManager:
         """Return a context on the thread's stream, which first waits for the main thread's work."""

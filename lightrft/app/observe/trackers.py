@@ -92,19 +92,15 @@ class Tracker(Sink):
         threading.Thread(target=self._work, name=f"tracker {self._name}", daemon=True).start()
 
         # Only the start is awaited: a tracker that cannot start should end the run at once.
+        opened = self._submit(partial(self._open, flat(config), run_id))
         try:
-            opened = self._submit(partial(self._open, flat(config), run_id))
             id_file.write_text(opened.result(TRACKER_START_SECONDS))
-        except TimeoutError as error:
-            self._calls.put(None)
-            raise ConfigError(
-                f"--report_to {self._name}: no answer within {TRACKER_START_SECONDS:g} seconds"
-            ) from error
         except Exception as error:
             self._calls.put(None)
-            raise ConfigError(
-                f"--report_to {self._name} cannot start: {describe(error)}"
-            ) from error
+            problem = f" cannot start: {describe(error)}"
+            if isinstance(error, TimeoutError) and not opened.done():
+                problem = f": no answer within {TRACKER_START_SECONDS:g} seconds"
+            raise ConfigError(f"--report_to {self._name}{problem}") from error
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._attempt(lambda: self._tracker.log(metrics, step=step))

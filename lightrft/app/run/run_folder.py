@@ -283,6 +283,13 @@ class RunFolder:
                 file.unlink(missing_ok=True)
 
 
+def copy_records(origin: Path, folder: Path) -> None:
+    """Copy what a run has written of its steps, for a run that goes on from it."""
+    for name in ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "ledger.sqlite"):
+        if (origin / name).exists():
+            shutil.copyfile(origin / name, folder / name)
+
+
 def checkpoints_of(folder: Path) -> Path:
     """Return where the run in a folder has its checkpoints: inside, or in its --ckpt_path."""
     file = folder / "config.yaml"

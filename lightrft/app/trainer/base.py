@@ -3,7 +3,6 @@
 It handles metrics, evaluation, checkpoints, resuming, interruption, and the final model.
 """
 
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -33,7 +32,7 @@ from lightrft.app.run.health import Health
 from lightrft.app.run.interruption import Interrupted, Interruption
 from lightrft.app.run.model_card import held_out_results, push, write_card
 from lightrft.app.run.resume_check import changed_settings, identity
-from lightrft.app.run.run_folder import RunFolder, checkpoints_of
+from lightrft.app.run.run_folder import RunFolder, checkpoints_of, copy_records
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.core.metrics import Metrics, Trace
@@ -416,9 +415,7 @@ class Trainer(ABC):
 
         self.saved = 0  # an interruption writes the first checkpoint of this run
         if self.strategy.is_rank_0():
-            for name in ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "ledger.sqlite"):
-                if (origin / name).exists():
-                    shutil.copyfile(origin / name, self.folder / name)
+            copy_records(origin, self.folder)
         return step
 
     def _resume(self, folder: Path, tag: str | None = None) -> int | None:

@@ -5,12 +5,10 @@ stays: rotary embeddings, windows, sinks, soft caps, scales, types of layers. Wi
 shrink too, so that short sequences and random weights notice them.
 """
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -19,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from lightrft.config.tables import table
 from lightrft.models.empty import real_parameters
 from lightrft.models.load import Scores, new_model
+from lightrft.models.parallel.device import random_state_kept
 
 HEAD_DIM = 8
 MAX_LAYERS = 4
@@ -93,7 +92,7 @@ def small_model(
     if scores:
         config.num_labels = 1
         options["kind"] = Scores
-    with unchanged_generators(), real_parameters(), without_warnings():
+    with random_state_kept(torch.device("cpu")), real_parameters(), without_warnings():
         with torch.device("meta"):
             size = sum(each.numel() for each in new_model(config, **options).parameters())
         if size > MAX_PARAMETERS:
@@ -123,19 +122,6 @@ def without_warnings() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(level)
-
-
-@contextmanager
-def unchanged_generators() -> Iterator[None]:
-    """Restore the states of the random generators on the CPU."""
-    python = random.getstate()
-    numpy = np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _small(config: PretrainedConfig, values: dict[str, Any], multiple: int) -> dict[str, Any]:

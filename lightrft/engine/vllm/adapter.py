@@ -2,14 +2,12 @@
 
 import gc
 import math
-import random
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 
-import numpy as np
 import torch
 import vllm
 from transformers import PretrainedConfig
@@ -30,7 +28,12 @@ from lightrft.engine.vllm.on_cpu import replace_slow_operations, share_last_bloc
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.engine.vllm.speculation import Speculation
 from lightrft.models.logits.truncation import Truncation, without_padding
-from lightrft.models.parallel.device import grow_segments, release_cached_memory
+from lightrft.models.parallel.device import (
+    grow_segments,
+    random_state_kept,
+    release_cached_memory,
+    torch_state_kept,
+)
 from lightrft.models.qwen_omni import OmniThinkerConfig, load_config, whole_config
 from lightrft.models.weight_sync.adapters import Adapters
 from lightrft.models.weight_sync.names import DRAFT, NamedTensor, PublishedNames
@@ -428,25 +431,3 @@ def _without_adapters(
             yield name, tensor
         # Otherwise the next tensor would be gathered beside this one.
         del tensor
-
-
-@contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Restore the caller's generators afterwards: torch on host and device, numpy, random."""
-    python = random.getstate()
-    numpy = np.random.get_state()
-    try:
-        with torch_state_kept(device)():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-def torch_state_kept(device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes contexts, after which torch's generators are as before.
-
-    These are the generators of the host, and of an accelerator.
-    """
-    devices = [] if device.type == "cpu" else [device]
-    return partial(torch.random.fork_rng, devices, device_type=device.type if devices else "cuda")

@@ -12,7 +12,7 @@ from loguru import logger
 
 from lightrft.algorithms.rollout.rollout import JudgedRollout
 from lightrft.algorithms.rollout.sampler import RunSampler
-from lightrft.app.run.run_folder import RunFolder
+from lightrft.app.run.run_folder import RunFolder, copy_records
 from lightrft.app.trainer.base import TrainingData
 from lightrft.app.trainer.build import build_rewards
 from lightrft.app.trainer.build_data import load_rewarded
@@ -130,9 +130,7 @@ class Watch:
         replace(self.config, train=replace(self.config.train, ckpt_path=None)).write(
             folder / "config.yaml"
         )
-        for name in ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "ledger.sqlite"):
-            if (run / name).exists():
-                shutil.copyfile(run / name, folder / name)
+        copy_records(run, folder)
         logger.warning("to go on from before the reward was gamed: --fork_from {}", folder)
 
 

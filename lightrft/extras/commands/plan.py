@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lightrft.app.cli import (
@@ -195,9 +195,8 @@ def show_data(config: Config, command: str, source: str = "prompt_data") -> None
 
 def _memory(run_plan: "RunPlan", device: str) -> Table:
     title = f"Bytes of a rank in GB; {run_plan.capacity / 1e9:.0f} of {device} can be used"
-    table = Table(title=title, box=box.SIMPLE, title_justify="left")
-    for name in ("phase", "total", "of which"):
-        table.add_column(name, justify="right" if name == "total" else "left")
+    columns = "phase", Column("total", justify="right"), "of which"
+    table = Table(*columns, title=title, box=box.SIMPLE, title_justify="left")
 
     for phase, sizes in run_plan.phases.items():
         size = sum(sizes.values())

@@ -3,11 +3,13 @@
 import math
 import os
 import platform
+import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -322,3 +324,25 @@ def machine() -> dict[str, str]:
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
     }
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Restore the caller's generators afterwards: torch on host and device, numpy, random."""
+    python = random.getstate()
+    numpy = np.random.get_state()
+    try:
+        with torch_state_kept(device)():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def torch_state_kept(device: torch.device) -> Callable[[], AbstractContextManager]:
+    """Return a function that makes contexts, after which torch's generators are as before.
+
+    These are the generators of the host, and of an accelerator.
+    """
+    devices = [] if device.type == "cpu" else [device]
+    return partial(torch.random.fork_rng, devices, device_type=device.type if devices else "cuda")
