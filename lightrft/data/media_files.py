@@ -263,7 +263,7 @@ class AudioFile:
                 "sampling_rate": self.source[1],
             }
         content = _content(self.source)
-        return _wave(content) if content[:4] == RIFF else decoded_sound(content)
+        return read_wave(content) if content[:4] == RIFF else decoded_sound(content)
 
     @property
     def identity(self) -> bytes:
@@ -679,7 +679,8 @@ def _small_jpeg(image: Image.Image) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _wave(content: bytes) -> dict[str, Any]:
+def read_wave(content: bytes) -> dict[str, Any]:
+    """Return the sound of a .wav file, as the mean of the channels: [N] float32, -1 to 1."""
     with wave.open(BytesIO(content)) as file:
         kind = WAVE_TYPES.get(file.getsampwidth())
         channels = file.getnchannels()

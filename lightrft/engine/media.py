@@ -19,12 +19,12 @@ from transformers import AutoProcessor, ProcessorMixin
 
 from lightrft.core.engine import MEDIA_NAMES, Request
 from lightrft.core.samples import Expanded
+from lightrft.data.media_files import read_wave
 
 FRAMES_ALONE = ("Qwen2_5OmniProcessor",)
 """Processors of models that compute only the frames that a clip has. Clips are padded to the
 longest of them. Padding to the 300 s that such a model accepts would take a hundred times as long.
 """
-SOUND_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +86,10 @@ class Clip:
         if isinstance(value, cls):
             return value
         if isinstance(value, str | Path):
-            return cls._from_file(value)
+            try:
+                value = read_wave(Path(value).read_bytes())
+            except (wave.Error, EOFError, ValueError) as error:
+                raise ValueError(f"{value} is not a .wav file of integers: {error}") from error
 
         if isinstance(value, Mapping) and value.keys() >= {"array", "sampling_rate"}:
             value = value["array"], value["sampling_rate"]
@@ -104,29 +107,6 @@ class Clip:
             )
 
         return cls(waveform.astype(np.float32), int(value[1]))
-
-    @classmethod
-    def _from_file(cls, path: str | Path) -> Self:
-        """Read a .wav file as the mean of the channels."""
-        try:
-            with wave.open(str(path)) as file:
-                kind = SOUND_TYPES.get(file.getsampwidth())
-                if kind is None:
-                    raise ValueError(
-                        f"{path} has samples of {file.getsampwidth()} bytes, but must have samples"
-                        f" of {list(SOUND_TYPES)}"
-                    )
-                samples = np.frombuffer(file.readframes(file.getnframes()), kind).astype(np.float32)
-                channels = file.getnchannels()
-                rate = file.getframerate()
-        except (wave.Error, EOFError) as error:
-            raise ValueError(f"{path} is not a .wav file of integers: {error}") from error
-
-        # Samples of one byte are unsigned in .wav files, and all others are signed.
-        half = 2.0 ** (8 * np.dtype(kind).itemsize - 1)
-        return cls.of(
-            (((samples - half * (kind is np.uint8)) / half).reshape(-1, channels).mean(1), rate)
-        )
 
 
 def is_clip(value: Any) -> bool:

@@ -7,7 +7,7 @@ within a second. The reference is transformers itself with eager attention, one 
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -385,16 +385,12 @@ def _recorded(model: PreTrainedModel, num_tokens: int) -> Iterator[dict[tuple[st
 
     decoder = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder)
-    handles = [
-        module.register_forward_hook(partial(record, f"{prefix}.{name}"))
-        for name, module in decoder.named_modules()
-        if 1 <= name.count(".") + 1 <= 3 and name
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in decoder.named_modules():
+            if name and name.count(".") < 3:
+                see = partial(record, f"{prefix}.{name}")
+                hooks.enter_context(module.register_forward_hook(see))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _compare(name: str, actual: Computed, expected: Computed) -> Comparison:

@@ -77,11 +77,8 @@ class ExactVLLMEngine(VLLMEngine):
         hook = self.model.register_forward_hook(
             lambda module, inputs, output: hidden.append(output[-1:])
         )
-        try:
-            with probe.attached(self.model):
-                self._compute(token_ids)
-        finally:
-            hook.remove()
+        with hook, probe.attached(self.model):
+            self._compute(token_ids)
         return probe.recorded(self.model.head.last_logits(hidden[0]))
 
     def _close(self) -> None:

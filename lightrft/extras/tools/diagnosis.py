@@ -231,12 +231,8 @@ def trainer_outputs(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
             scaled_logits(last, weight, 1 / logit_scale(model), logit_softcap(model), out=values)
         )
 
-    hook = model.base_model.register_forward_hook(head)
-    try:
-        with probe.attached(model):
-            policy.get_logprobs(_pad([sequence]))
-    finally:
-        hook.remove()
+    with model.base_model.register_forward_hook(head), probe.attached(model):
+        policy.get_logprobs(_pad([sequence]))
     return probe.recorded(logits[0][-1])
 
 

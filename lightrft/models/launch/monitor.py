@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
+from itertools import groupby
 from typing import Any
 
 from lightrft.models.launch.connection import (
@@ -360,11 +361,7 @@ def _name(statuses: list[RankStatus]) -> str:
 def names(ranks: Any) -> str:
     """Format ranks as `rank 3` or `ranks 0-2, 5`."""
     ordered = sorted(ranks)
-    spans: list[list[int]] = []
-    for rank in ordered:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
+    numbered = groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])
+    spans = [[rank for _, rank in consecutive] for _, consecutive in numbered]
     texts = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
     return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(texts)}"
