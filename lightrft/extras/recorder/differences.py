@@ -86,8 +86,7 @@ def find_difference(one: Path, other: Path) -> Difference:
             found.phase, found.update = _in_updates(phase, *rows)
             first, second = (row.get(found.phase) for row in rows)
             if isinstance(first, dict) and isinstance(second, dict):  # by module
-                names = first | second
-                found.modules = [name for name in names if first.get(name) != second.get(name)]
+                found.modules = [name for name, *_ in _differing(first, second)]
             break
 
     found.causes = [*_settings(folders), *_descriptions(folders), *_data(folders)]
@@ -99,11 +98,9 @@ def find_difference(one: Path, other: Path) -> Difference:
 
 def _has_other_layout(folders: Sequence[Path]) -> bool:
     layouts = []
-    for settings, description in zip(
-        map(read_settings, folders), map(_description, folders), strict=True
-    ):
-        ranks = description.get("world_size"), description.get("rollout_ranks")
-        layouts.append([*ranks, *(settings.get(name) for name in LAYOUT_SETTINGS)])
+    for folder in folders:
+        ranks = map(_description(folder).get, ("world_size", "rollout_ranks"))
+        layouts.append([*ranks, *map(read_settings(folder).get, LAYOUT_SETTINGS)])
     return layouts[0] != layouts[1]
 
 
@@ -120,15 +117,24 @@ def _in_updates(phase: str, one: Mapping[str, Any], other: Mapping[str, Any]) ->
     return phase, 0
 
 
+def _differing(
+    one: Mapping[str, Any], other: Mapping[str, Any], absent: str | None = None
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the names with different values, and both values."""
+    for name in {**one, **other}:
+        first = one.get(name, absent)
+        second = other.get(name, absent)
+        if first != second:
+            yield name, first, second
+
+
 # -- what differs around the numbers
 
 
 def _settings(folders: Sequence[Path]) -> Iterator[str]:
-    one, other = map(read_settings, folders)
-    for name in one | other:
-        values = one.get(name), other.get(name)
-        if name not in NO_EFFECT_ON_NUMBERS and values[0] != values[1]:
-            yield f"--{name}: {values[0]!r} and {values[1]!r}"
+    for name, one, other in _differing(*map(read_settings, folders)):
+        if name not in NO_EFFECT_ON_NUMBERS:
+            yield f"--{name}: {one!r} and {other!r}"
 
 
 def _descriptions(folders: Sequence[Path]) -> Iterator[str]:
@@ -137,12 +143,8 @@ def _descriptions(folders: Sequence[Path]) -> Iterator[str]:
         if one.get(name) != other.get(name):
             yield f"{name.replace('_', ' ')}: {one.get(name)!r} and {other.get(name)!r}"
     for title, key in (("version of", "versions"), ("machine:", "machine")):
-        before = one.get(key, {})
-        after = other.get(key, {})
-        for name in before | after:
-            if before.get(name) != after.get(name):
-                values = before.get(name, "none"), after.get(name, "none")
-                yield f"{title} {name}: {values[0]} and {values[1]}"
+        for name, before, after in _differing(one.get(key, {}), other.get(key, {}), "none"):
+            yield f"{title} {name}: {before} and {after}"
 
 
 def _description(folder: Path) -> dict[str, Any]:
