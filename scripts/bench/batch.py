@@ -140,8 +140,8 @@ def steps_to_target(
     """
     folder = folder_of(options, name, batch, rate, seed)
     target = TASKS[name].target
-    done = read_object(folder / "bench_done.json")
-    if done.get("most", 0) >= most:
+    done = read_object(folder / "bench_done.json").get("most", 0)
+    if done and (done >= most or math.isfinite(reached_at(folder, target))):
         return reached_at(folder, target)
 
     command = [
@@ -171,7 +171,7 @@ def steps_to_target(
             sys.exit(f"{folder / 'bench.log'}: exit code {process.returncode}")
 
     steps = reached_at(folder, target)
-    (folder / "bench_done.json").write_text(json.dumps({"most": most, "steps": steps}))
+    (folder / "bench_done.json").write_text(json.dumps({"most": most}))
     print(f"{name}, batch {batch}, rate {rate:g}, seed {seed}: {steps:.0f} of {most}", flush=True)
     return steps
 
@@ -225,7 +225,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         {
             "--out": (Path("runs/batch"), "folder of all runs; what is there is not run again"),
             "--tasks": ([*TASKS], "which tasks"),
-            "--rates": ([5e-4, 2.5e-4, 1e-3, 2e-3], "learning rates"),
+            "--rates": ([2.5e-4, 1.25e-4, 5e-4, 6e-5, 1e-3], "learning rates"),
             "--seeds": (3, "seeds of the best rate"),
             "--samples": (512, "samples of the units below"),
             "--most": (100, "so many units that a run has at most"),

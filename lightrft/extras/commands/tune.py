@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> None:
         if options.advice:
             from lightrft.extras.tune.advice import advice
 
-            sys.stdout.write("".join(f"{line}\n" for line in advice(config, options.command)))
+            sys.stdout.write(
+                "".join(f"{line}\n" for line in advice(config, options.command, flags))
+            )
             return
         _search(options, flags, config)
 
@@ -77,7 +79,7 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
 
     written = space.written_values(config)
     asked = {name: getattr(options, name) for name in ("command", "over", "ranks")}
-    question = asked | {"configuration": written, "metric": metric, "direction": minimize}
+    question = asked | {"metric": metric, "minimize": minimize} | written
     seed = config.train.seed
     study = Study(options.out, question, parameters, minimize=minimize, seed=seed)
     launcher = Launcher(command, flags, metric, options.ranks, devices)
@@ -87,6 +89,8 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
+    data, length = config.data.prompt_data, f"{config.train.max_steps or 'all'} steps"
+    logger.info(f"{command}: {config.model.pretrain} learns {data} in {length}; {metric} decides")
     try:
         search.run()
     except KeyboardInterrupt:
