@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from loguru import logger
 
 from lightrft.app.cli import command_parser, read_arguments, read_command_line, user_errors
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import ConfigError, refuse
 from lightrft.config.facts import RunFacts
 from lightrft.config.paths import check_paths
 from lightrft.config.sections import PPO, Config
@@ -121,9 +121,9 @@ def evaluations(config: Config, metric: str) -> list[str]:
         raise ConfigError(f"--metric {metric} needs held-out data: add --eval_data FILE")
     if train.max_steps is not None:
         first = math.ceil(train.max_steps * SHARES[0])
-        if train.eval_steps > 2 * first:
-            late = f"trials are first compared after a ninth of --max_steps, so write {first}"
-            raise ConfigError(f"--eval_steps {train.eval_steps}: {late} or leave it out")
+        late = f"trials are first compared after a ninth of --max_steps, so write {first} or less"
+        steps = {"eval_steps": train.eval_steps, "logging_steps": config.observe.logging_steps}
+        refuse([f"--{name} {each}: {late}" for name, each in steps.items() if each > 2 * first])
         return [] if train.eval_steps > 0 else [f"--eval_steps={first}"]
     if train.eval_steps < 1:
         raise ConfigError(f"--metric {metric} needs evaluations: add --eval_steps or --max_steps")

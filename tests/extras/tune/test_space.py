@@ -147,7 +147,11 @@ def test_metrics_of_all_commands_have_a_direction(command):
         (["--metric=train/own", "--minimize", "--maximize"], "add --maximize or --minimize"),
         (["--metric=rollout/reward", "--minimize"], "higher is better, not the contrary"),
         (["--metric=rollout/reward", "--fork_from=runs/one"], "--fork_from in a search"),
-        (["--eval_data=README.md", "--max_steps=90", "--eval_steps=30"], "write 10 or leave it"),
+        (["--eval_data=README.md", "--max_steps=90", "--eval_steps=30"], "write 10 or less"),
+        (
+            ["--eval_data=README.md", "--max_steps=90", "--logging_steps=30"],
+            "logging_steps 30: trials",
+        ),
         (["--metric=eval/accuracy"], "needs held-out data: add --eval_data FILE"),
         (["--metric=eval/own", "--maximize"], "needs held-out data: add --eval_data FILE"),
         (["--eval_data=README.md"], "add --eval_steps or --max_steps"),
