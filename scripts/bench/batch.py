@@ -54,7 +54,7 @@ TASKS = {
     "sorting": Task(
         "letters in order",
         "--prompt_max_len 20 --generate_max_len 18",
-        0.62,
+        0.57,
         (128, 512, 1024),
         (2.5e-4, 1.25e-4, 5e-4),
     ),
