@@ -50,7 +50,9 @@ class Task:
 
 
 TASKS = {
-    "addition": Task("sums of the quick start", "", 0.45, (64, 256, 512), (2.5e-4, 5e-4, 1e-3)),
+    "addition": Task(
+        "sums of the quick start", "", 0.45, (64, 256, 512), (2.5e-4, 5e-4, 1e-3, 2e-3)
+    ),
     "sorting": Task(
         "letters in order",
         "--prompt_max_len 20 --generate_max_len 18",

@@ -111,7 +111,10 @@ def default_metric(config: Config, command: str) -> str:
 
 
 def evaluations(config: Config, metric: str) -> list[str]:
-    """Return the flags that measure held-out data where trials are compared."""
+    """Return the flags that measure held-out data where trials are compared.
+
+    Raise ConfigError if the metric is not measured, or comes too late.
+    """
     from lightrft.extras.tune.trials import SHARES
 
     train = config.train

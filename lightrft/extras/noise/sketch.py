@@ -25,6 +25,7 @@ class Sketcher:
 
     def __init__(self, device: torch.device):
         generator = torch.Generator().manual_seed(0)
+        # of floats, because products of two types take several times as long
         signs = torch.randint(2, (ROWS, COUNTERS), generator=generator) * 2.0 - 1
         self.signs = signs.to(device)
 
