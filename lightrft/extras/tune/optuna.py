@@ -111,6 +111,7 @@ class Study:
             for _ in range(MOST_PROPOSALS):
                 proposed = study.ask(self.distributions).params
                 yield {each.name: _rounded(each, proposed[each.name]) for each in self.parameters}
+
         for _ in range(MOST_DRAWS):
             yield self._values(generator.random(len(self.parameters)))
 
